@@ -1,0 +1,71 @@
+"""A plain DDP script: classify scikit-learn's handwritten digits. It knows nothing of unirun.
+
+torchrun --nproc-per-node 2 examples/ddp_digits/train.py
+unirun   --nproc-per-node 2 examples/ddp_digits/train.py
+
+Both print the same final loss, because a role of unirun gets the environment that torchrun gives.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+SEED = 0
+EPOCHS = 10
+BATCH = 32  # images per rank and step
+LEARNING_RATE = 5e-3  # of Adam
+TEST_IMAGES = 360  # the last of the 1797 images, held out
+
+
+def main() -> None:
+    """Train for EPOCHS; rank 0 prints the loss and the accuracy on the held-out images."""
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    cuda = torch.cuda.device_count() >= local_ranks  # a GPU for each rank of this machine, or none is used
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    torch.manual_seed(SEED)
+
+    images, labels = digits()
+    train = TensorDataset(images[:-TEST_IMAGES], labels[:-TEST_IMAGES])
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(train, seed=SEED)
+    loader = DataLoader(train, batch_size=BATCH, sampler=sampler)
+    classifier = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    model = DistributedDataParallel(classifier)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    cross_entropy = nn.CrossEntropyLoss()
+
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for image_batch, label_batch in loader:
+            loss = cross_entropy(model(image_batch.to(device)), label_batch.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            logits = classifier(images[-TEST_IMAGES:].to(device)).cpu()
+        test_labels = labels[-TEST_IMAGES:]
+        accuracy = (logits.argmax(-1) == test_labels).float().mean().item()
+        print(
+            f"final loss {cross_entropy(logits, test_labels).item():.6f} accuracy {accuracy:.3f}", flush=True
+        )
+    dist.destroy_process_group()
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """The 1797 images of 8 x 8 pixels, ``[1797, 64]`` with grey values in 0..1, and their labels 0..9."""
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What moves between the two roles, as plain tensors over the one group that spans them.
+
+The environments are numbered once for the whole job. Each rollout rank steps a contiguous share of them
+and each actor rank learns from a contiguous share, so rollout and actor counts need not be equal: where a
+rollout's share overlaps an actor's share, there is one message per update.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from ppo import ActorCritic, Trajectories
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import unirun
+
+
+def share(total: int, parts: int, index: int) -> range:
+    """Part ``index`` of ``0..total-1`` cut into ``parts`` runs whose lengths differ by at most one."""
+    return range(total * index // parts, total * (index + 1) // parts)
+
+
+def overlap(a: range, b: range) -> range:
+    """The numbers in both runs ``a`` and ``b``; a range of length 0 where there are none."""
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
+
+
+class Exchange:
+    """One rank's end of the traffic; all ranks of both roles make the same calls in the same order."""
+
+    def __init__(self, ctx: unirun.Context, total_envs: int) -> None:
+        """``total_envs`` environments in the whole job, E of them in this rank's `share`."""
+        self._group = ctx.group("actor", "rollout")
+        self._actors = ctx.roles["actor"].world_size
+        self._rollouts = ctx.roles["rollout"].world_size
+        self._total_envs = total_envs
+        self.envs = share(total_envs, ctx.world_size, ctx.rank)
+
+    def weights(self, model: ActorCritic) -> None:
+        """Copy the weights of actor 0, which is rank 0 of the group, into ``model`` on every rank."""
+        flat = parameters_to_vector(model.parameters()).detach()
+        dist.broadcast(flat, group=self._group, group_src=0)
+        vector_to_parameters(flat, model.parameters())
+
+    def send(self, trajectories: Trajectories) -> None:
+        """A rollout's half of a transfer: to each actor, the environments that it learns from."""
+        for actor in range(self._actors):
+            common = overlap(self.envs, share(self._total_envs, self._actors, actor))
+            if common:
+                message = self._columns(trajectories, common).contiguous()
+                dist.send(message, group=self._group, group_dst=actor)
+
+    def receive(self, steps: int) -> Trajectories:
+        """An actor's half of a transfer: its share ``[steps, E]`` from the rollouts that have it."""
+        trajectories = Trajectories.empty(steps, len(self.envs))
+        for rollout in range(self._rollouts):
+            common = overlap(self.envs, share(self._total_envs, self._rollouts, rollout))
+            if common:
+                columns = self._columns(trajectories, common)
+                message = torch.empty(columns.shape)
+                dist.recv(message, group=self._group, group_src=self._actors + rollout)
+                columns.copy_(message)
+        return trajectories
+
+    def mean(self, values: Tensor) -> float:
+        """The mean of the values of all ranks, the same float on each; a rank without any gives ``[0]``."""
+        total = torch.tensor([values.sum().item(), len(values)], dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return (total[0] / total[1]).item()
+
+    def _columns(self, trajectories: Trajectories, envs: range) -> Tensor:
+        """The part of this rank's trajectories that belongs to the environments ``envs``, as a view."""
+        return trajectories.data[:, envs.start - self.envs.start : envs.stop - self.envs.start]

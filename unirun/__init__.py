@@ -1,0 +1,1 @@
+"""unirun: torchrun for many roles."""

@@ -1,0 +1,82 @@
+"""``unirun completion bash|zsh``: completions, made from the table of options."""
+
+from __future__ import annotations
+
+from unirun.cli import SUBCOMMANDS
+from unirun.cli.options import OPTIONS, Parser
+
+_BASH = """# unirun completion for bash: source <(unirun completion bash)
+_unirun() {{
+  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}}
+  COMPREPLY=()
+  case ${{COMP_WORDS[1]}} in
+    status|logs|stop)
+      [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)" -- "$cur"))
+      return ;;
+  esac
+  case $prev in
+{choices}
+  esac
+  if [[ $cur == -* ]]; then
+    COMPREPLY=($(compgen -W "{options}" -- "$cur"))
+  elif [[ $COMP_CWORD -eq 1 ]]; then
+    COMPREPLY=($(compgen -W "{commands}" -- "$cur") $(compgen -f -- "$cur"))
+  else
+    COMPREPLY=($(compgen -f -- "$cur"))
+  fi
+}}
+complete -o filenames -F _unirun unirun
+"""
+
+_ZSH = """#compdef unirun
+# unirun completion for zsh: source <(unirun completion zsh)
+_unirun() {{
+  local -a commands options jobs
+  commands=({commands})
+  options=(
+{options}
+  )
+  case $words[2] in
+    status|logs|stop)
+      jobs=(${{(f)"$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
+      compadd -a jobs
+      return ;;
+  esac
+  if [[ $PREFIX == -* ]]; then
+    _describe option options
+  else
+    (( CURRENT == 2 )) && compadd -a commands
+    _files
+  fi
+}}
+compdef _unirun unirun
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the completion script for a shell. Returns 0."""
+    parser = Parser(prog="unirun completion", description="Print completions for a shell.")
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    shell = parser.parse_args(argv).shell
+    print(bash() if shell == "bash" else zsh(), end="")
+    return 0
+
+
+def bash() -> str:
+    """The script for bash."""
+    choices = "\n".join(
+        f'    {"|".join(o.names)}) COMPREPLY=($(compgen -W "{" ".join(o.choices)}" -- "$cur")); return ;;'
+        for o in OPTIONS
+        if o.choices
+    )
+    names = " ".join(name for option in OPTIONS for name in option.names)
+    return _BASH.format(choices=choices, options=f"{names} --help", commands=" ".join(SUBCOMMANDS))
+
+
+def zsh() -> str:
+    """The script for zsh."""
+    rows = []
+    for option in OPTIONS:
+        text = option.help.replace("'", "").replace(":", "\\:")
+        rows.append(f"    '{option.names[-1]}:{text}'")
+    return _ZSH.format(options="\n".join(rows), commands=" ".join(SUBCOMMANDS))

@@ -1,0 +1,257 @@
+"""From options, the environment and YAML to one mapping, and from that to a `JobSpec`.
+
+Later layers win: defaults < ``PET_*`` < YAML < ``key=value`` < flags.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from unirun.cli.options import CommandLine, from_environment
+from unirun.collocation import Inventory, count_slots
+from unirun.errors import Fault, SpecError, UsageError
+from unirun.spec import JobSpec, parse_job
+from unirun.spec.parse import nearest
+
+
+def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str] = os.environ) -> JobSpec:
+    """The spec that a command line describes. Raises `SpecError` or `UsageError`."""
+    data: dict[str, Any] = {}
+    _merge(data, options_to_job(from_environment(environ), {}))
+    if "config" in line.options:
+        from unirun.spec.yaml import load_job_file
+
+        _merge(data, _long_roles(load_job_file(line.options["config"], line.overrides)))
+    known = data["roles"] if isinstance(data.get("roles"), dict) else {}
+    _merge(data, options_to_job(line.options, known))
+    _set_entry(data, line)
+    if "shutdown_timeout" not in data and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in environ:
+        data["shutdown_timeout"] = environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    spec = parse_job(
+        data, count_slots=lambda kind: count_slots(kind, inventory), run_id=_new_id(data, line.script)
+    )
+    if spec.numa_binding and not inventory.nodes[0].devices:
+        raise UsageError(
+            "--numa-binding follows the workers' GPUs, and this host has none",
+            "leave it out, or bind with numactl",
+        )
+    return spec
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, Mapping):
+            if not isinstance(base.get(key), dict):
+                base[key] = {}
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _long_roles(data: dict[str, Any]) -> dict[str, Any]:
+    """``actor: 4`` in a job file means ``actor: {count: 4}``; in the long form, flags can add to it."""
+    roles = data.get("roles")
+    if isinstance(roles, dict):
+        long = {n: r if isinstance(r, dict) else {} if r is None else {"count": r} for n, r in roles.items()}
+        return {**data, "roles": long}
+    return data
+
+
+def _new_id(data: Mapping[str, Any], script: str | None) -> str:
+    stem = str(data.get("name") or os.path.basename(script or "job")).removesuffix(".py")
+    clean = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem).strip("-_") or "job"
+    return f"{clean[:40]}-{secrets.token_hex(3)}"
+
+
+def _set_entry(data: dict[str, Any], line: CommandLine) -> None:
+    """The positional script, as the kind that -m and --no-python make of it."""
+    kinds = [kind for kind in ("module", "program") if data.pop(f"_{kind}", False)]
+    if len(kinds) == 2:
+        raise UsageError("-m and --no-python exclude each other", "a program is not a module")
+    if data.pop("_run_path", False):
+        if kinds == ["module"]:
+            raise UsageError("--run-path runs a file, not a module", "leave out -m")
+        kinds = []
+        data.setdefault("start_method", "fork")
+    if line.script is not None:
+        for kind in ("script", "module", "program", "workload"):
+            data.pop(kind, None)
+        data[kinds[0] if kinds else "script"] = line.script
+    elif kinds and "script" in data:
+        data[kinds[0]] = data.pop("script")
+    if line.args or line.script is not None:
+        data["args"] = list(line.args)
+    if line.args and line.script is None and not _anything_to_run(data):
+        raise UsageError("there are arguments but no script", "name the script before them")
+
+
+def _anything_to_run(data: Mapping[str, Any]) -> bool:
+    roles = data.get("roles")
+    values = roles.values() if isinstance(roles, Mapping) else ()
+    kinds = ("script", "module", "program", "workload")
+    return any(place.get(k) for place in (data, *values) if isinstance(place, Mapping) for k in kinds)
+
+
+def options_to_job(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as the mapping that a job file would be; `known`: the roles that the file already has."""
+    job: dict[str, Any] = {}
+    roles: dict[str, dict[str, Any]] = {}
+    faults: list[Fault] = []
+    for item in _items(options.get("roles", ())):
+        _add_role(item, roles, faults)
+    if "role" in options:
+        if roles or known:
+            raise UsageError("--role names the only role; there are several", "use --roles alone")
+        roles[options["role"]] = {}
+    scope = _Scope(job, roles, [*roles, *known], faults)
+    scope.scoped("script", options.get("script", ()), needs_role=True)
+    scope.scoped("cwd", options.get("cwd", ()))
+    scope.scoped("max_restarts", options.get("max_restarts", ()))
+    scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
+    scope.environment(options.get("env", ()))
+    if "primary" in options:
+        job["primary"] = list(_items(options["primary"]))
+    if "preload" in options:
+        job["preload"] = list(_items(options["preload"]))
+    if roles:
+        job["roles"] = roles
+    _plain(options, job)
+    _nodes(options, job)
+    _output(options, job)
+    if faults:
+        raise SpecError(faults)
+    return job
+
+
+def _items(values: Any) -> list[str]:
+    return [item.strip() for value in values for item in value.split(",") if item.strip()]
+
+
+def _add_role(item: str, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
+    head, at, workload = item.partition("@")
+    name, equals, count = head.partition("=")
+    if name in roles:
+        faults.append(Fault("--roles", f"role {name!r} is there twice", "give each role one name and number"))
+        return
+    roles[name] = {"count": count} if equals else {}
+    if at:
+        roles[name]["workload"] = workload
+
+
+class _Scope:
+    """Puts ``ROLE=value`` under its role and a bare ``value`` at the job."""
+
+    def __init__(
+        self, job: dict[str, Any], roles: dict[str, dict[str, Any]], names: list[str], faults: list[Fault]
+    ) -> None:
+        self._job, self._roles, self._names, self._faults = job, roles, names, faults
+
+    def scoped(
+        self, key: str, values: Any, *, needs_role: bool = False, job_key: str | None = None
+    ) -> None:
+        option = f"--{(job_key or key).replace('_', '-')}"
+        for value in values:
+            role, equals, rest = value.partition("=")
+            if not equals and not needs_role:
+                self._job[job_key or key] = value
+            elif not equals:
+                self._faults.append(Fault(option, f"{value!r} names no role", f"write ROLE={value}"))
+            elif self._known(role, option):
+                self._roles.setdefault(role, {})[key] = rest
+
+    def environment(self, values: Any) -> None:
+        for value in values:
+            name, equals, text = value.partition("=")
+            if not equals:
+                self._faults.append(Fault("--env", f"{value!r} has no value", "write K=V or ROLE:K=V"))
+                continue
+            role, colon, variable = name.rpartition(":")
+            if not colon:
+                self._job.setdefault("env", {})[name] = text
+            elif self._known(role, "--env"):
+                self._roles.setdefault(role, {}).setdefault("env", {})[variable] = text
+
+    def _known(self, role: str, option: str) -> bool:
+        if role in self._names or (not self._names and role == "default"):
+            return True
+        remedy = nearest(role, self._names) if self._names else "there are no --roles"
+        self._faults.append(Fault(option, f"no role is called {role!r}", remedy))
+        return False
+
+
+_PLAIN = {
+    "name": "name",
+    "rdzv_id": "run_id",
+    "start_method": "start_method",
+    "monitor_interval": "sample_interval",
+    "shutdown_timeout": "shutdown_timeout",
+    "virtual_local_rank": "virtual_local_rank",
+    "numa_binding": "numa_binding",
+    "event_log_handler": "event_log",
+    "module": "_module",
+    "no_python": "_program",
+    "run_path": "_run_path",
+}
+
+
+def _plain(options: Mapping[str, Any], job: dict[str, Any]) -> None:
+    for option, key in _PLAIN.items():
+        if option in options:
+            job[key] = options[option]
+    if "signals_to_handle" in options:
+        job["signals"] = _items([options["signals_to_handle"]])
+
+
+def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
+    nnodes = str(options.get("nnodes", "1"))
+    if nnodes.split(":")[0] != "1" or nnodes not in ("1", "1:1"):
+        raise UsageError(f"--nnodes {nnodes}: this version of unirun runs on one node", "use --nnodes 1")
+    if str(options.get("node_rank", "0")) != "0":
+        raise UsageError("--node-rank: on one node the rank of the node is 0", "leave it out")
+    backend = options.get("rdzv_backend", "static")
+    if backend not in ("static", "c10d"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: on one node only static and c10d apply",
+            "leave it out; unirun holds the rendezvous itself",
+        )
+    if options.get("standalone"):
+        for option in ("rdzv_backend", "rdzv_endpoint", "rdzv_id"):
+            job.pop({"rdzv_id": "run_id"}.get(option, ""), None)
+    elif options.get("rdzv_endpoint"):
+        host, colon, port = options["rdzv_endpoint"].rpartition(":")
+        job["master_addr"] = host if colon else port
+        if colon:
+            job["master_port"] = port
+    for option in ("local_addr", "master_addr"):
+        if option in options:
+            job["master_addr"] = options[option]
+    if "master_port" in options:
+        job["master_port"] = options["master_port"]
+    for item in _items([options.get("rdzv_conf", "")]):
+        key, equals, value = item.partition("=")
+        if not equals or key not in ("join_timeout", "timeout"):
+            raise UsageError(
+                f"--rdzv-conf {item}: on one node only join_timeout and timeout apply", "leave it out"
+            )
+        job["join_timeout"] = value
+
+
+def _output(options: Mapping[str, Any], job: dict[str, Any]) -> None:
+    if "logs_specs" in options:
+        raise UsageError(
+            "--logs-specs: unirun keeps all output in <job>/logs, a LogsSpecs class has nothing to decide",
+            "use --log-dir, --redirects, --tee or the filters",
+        )
+    names = {"log_dir": "dir", "redirects": "redirects", "tee": "tee"}
+    log: dict[str, Any] = {key: options[option] for option, key in names.items() if option in options}
+    if options.get("local_ranks_filter"):
+        log["local_ranks_filter"] = options["local_ranks_filter"]
+    for option in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if option in options:
+            text = options[option].replace(",,", "\0")
+            log[option] = [word.replace("\0", ",") for word in text.split(",")]
+    if log:
+        job["log"] = log

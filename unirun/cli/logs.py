@@ -1,0 +1,121 @@
+"""``unirun logs [JOB] [ROLE[:RANK]]``: what the workers of a job wrote."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from unirun.cli.options import Parser
+from unirun.errors import JobError, UsageError
+from unirun.observe.status import ENDED, read_status
+from unirun.rendezvous.jobdir import JobDir, find_job
+
+
+def main(argv: list[str]) -> int:
+    """Print, and with -f follow, the logs of a job. Returns 0."""
+    parser = Parser(prog="unirun logs", description="What the workers of a job wrote (by default the newest).")
+    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser.add_argument("who", nargs="?", help="a role or one rank: actor, actor:2")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    parser.add_argument("-n", "--lines", type=int, help="only the last N lines of each file", metavar="N")
+    parser.add_argument("--stdout", action="store_true", help="only stdout")
+    parser.add_argument("--stderr", action="store_true", help="only stderr")
+    parser.add_argument("--all", action="store_true", help="earlier incarnations too")
+    options = parser.parse_args(argv)
+    if options.lines is not None and options.lines < 0:
+        raise UsageError("-n wants a number of lines, 0 or more")
+    job = find_job(options.job)
+    names = ["stdout.log"] * (not options.stderr) + ["stderr.log"] * (not options.stdout)
+    if options.follow:
+        _follow(job, options.who, names, options.lines)
+        return 0
+    files = list(_files(job, options.who, names, every=options.all))
+    if not files:
+        raise JobError(f"job {job.run_id} has no logs of {options.who or 'any worker'}", "see unirun status")
+    for path, prefix in files:
+        for line in _last(path.read_bytes().splitlines(), options.lines):
+            _put(prefix + line + b"\n")
+    return 0
+
+
+def _last(lines: list[bytes], count: int | None) -> list[bytes]:
+    return lines if count is None else lines[len(lines) - min(count, len(lines)) :]
+
+
+def _put(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> Iterator[tuple[Path, bytes]]:
+    """Log files in the order of roles, ranks and incarnations, each with the prefix of its lines."""
+    status = read_status(job)
+    role_wanted, _, rank_wanted = (who or "").partition(":")
+    known = [role.name for role in status.roles]
+    if role_wanted and role_wanted not in known:
+        raise UsageError(f"job {job.run_id} has no role {role_wanted!r}", f"it has {', '.join(known)}")
+    for role in status.roles:
+        for worker in role.workers:
+            if (role_wanted and role_wanted != role.name) or (rank_wanted and rank_wanted != str(worker.rank)):
+                continue
+            first = 0 if every else worker.incarnation
+            for incarnation in range(first, worker.incarnation + 1):
+                for name in names:
+                    path = job.worker_logs(role.name, worker.rank, incarnation) / name
+                    if path.is_file():
+                        yield path, f"[{role.name}:{worker.rank}] ".encode()
+
+
+def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -> None:
+    """Follow files as they come until the job has ended; a new incarnation is a new file."""
+    from unirun.launcher.logs import LogFollower
+
+    follower = LogFollower()
+    lock = threading.Lock()
+    seen: set[Path] = set()
+
+    def sink(prefix: bytes, skip: int) -> object:
+        left = skip
+
+        def put(data: bytes) -> None:
+            nonlocal left
+            drop, left = min(left, data.count(b"\n")), max(left - data.count(b"\n"), 0)
+            rows = data.splitlines(keepends=True)[drop:]
+            with lock:
+                _put(b"".join(prefix + row for row in rows))
+
+        return put
+
+    try:
+        while True:
+            ended = read_status(job).phase in ENDED
+            for path, prefix in _files(job, who, names, every=True):
+                if path not in seen:
+                    seen.add(path)
+                    skip = 0 if lines is None else max(path.read_bytes().count(b"\n") - lines, 0)
+                    follower.follow(path, sink(prefix, skip))  # type: ignore[arg-type]
+            if ended:
+                break
+            _wait_for_change(job)
+    finally:
+        follower.finish()
+
+
+def _wait_for_change(job: JobDir) -> None:
+    """Until the job's state was written again (it is replaced as a whole), at most a second."""
+    import time
+
+    before = _mtime(job)
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end and _mtime(job) == before:
+        time.sleep(0.05)
+
+
+def _mtime(job: JobDir) -> int:
+    try:
+        return os.stat(job.state).st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,83 @@
+"""``unirun plan …``: what would run where, with which environment. Starts nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from unirun.cli.compose import job_spec
+from unirun.cli.options import OUTPUT, Option, parse
+from unirun.cli.tables import print_table
+from unirun.collocation import Placement, local_inventory, plan_placement
+from unirun.launcher.environment import worker_env
+from unirun.rendezvous.jobdir import JobDir, jobs_root
+from unirun.spec import JobSpec, RoleSpec
+from unirun.wire.messages import Member, StartRole
+
+JSON = Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False)
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan of the job that `argv` describes. Returns 0."""
+    line = parse(argv, "unirun plan", (JSON,))
+    inventory = local_inventory()
+    spec = job_spec(line, inventory)
+    placement = plan_placement(spec, inventory)
+    rows = plan_rows(spec, placement)
+    if line.options.get("json"):
+        print(json.dumps({"spec": spec.to_json(), "note": placement.note, "workers": rows}, indent=2))
+        return 0
+    print(f"job {spec.run_id}: {placement.note}")
+    names = ("role", "rank", "node", "slot", "command")
+    table = [[*(str(row[name]) for name in names), _short_env(row["env"])] for row in rows]
+    print_table(["ROLE", "RANK", "NODE", "SLOT", "COMMAND", "ENV"], table)
+    return 0
+
+
+def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
+    """One object per worker: role, rank, node, slot, local_rank, devices, command, and what `unirun` sets.
+
+    The port of a store is known once it is held, so a free one stands as 0.
+    """
+    job = JobDir(jobs_root() / spec.run_id)
+    rows = []
+    for index, role in enumerate(spec.roles):
+        port = spec.master_port if index == 0 else 0
+        places = placement.of_role(role.name)
+        for place in places:
+            member = Member(place.rank, place.local_rank, 0, place.devices)
+            endpoint = f"{spec.master_addr}:{port}"
+            order = StartRole(
+                role.name, 0, 0, role.count, len(places), 0, 1, endpoint, (member,)
+            )
+            rows.append(
+                {
+                    **dataclasses.asdict(place),
+                    "cwd": role.cwd or os.getcwd(),
+                    "command": command_of(role),
+                    "env": worker_env(spec, order, member, job, place.node, {}),
+                }
+            )
+    return rows
+
+
+def command_of(role: RoleSpec) -> str:
+    """The command line that does what the role's worker does."""
+    entry = role.entry
+    words = {
+        "script": [Path(sys.executable).name, entry.target],
+        "module": [Path(sys.executable).name, "-m", entry.target],
+        "program": [entry.target],
+        "workload": ["workload", entry.target],
+    }[entry.kind]
+    return " ".join([*words, *entry.args])
+
+
+def _short_env(env: dict[str, str]) -> str:
+    """The variables that tell workers apart; --json has all of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    return " ".join(f"{name}={env[name]}" for name in names if name in env)

@@ -1,0 +1,230 @@
+"""``unirun script.py``: check, launch, show, pass signals on, and leave with the job's exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from unirun.cli.compose import job_spec
+from unirun.cli.console import Console, Prefixer, shown
+from unirun.cli.options import CommandLine, parse
+from unirun.collocation import Placement, local_inventory, plan_placement
+from unirun.errors import EXIT_FAILURE, RendezvousError, UnirunError, WireError
+from unirun.launcher import Launched, launch
+from unirun.launcher.agent import hold_endpoints
+from unirun.launcher.logs import LogFollower
+from unirun.launcher.process import adopt_orphans, kill_children
+from unirun.master.shell import Master
+from unirun.rendezvous import JobDir, create_job
+from unirun.spec import JobSpec
+from unirun.wire import Stream, connect, listen, load_token, new_token
+from unirun.wire.messages import Attach, Ended, Message, Notice, RoleChanged, Stop, WorkerStarted
+
+FAREWELL = 5.0
+"""Seconds that the master and the agent have to leave after the job's end."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the job that `argv` describes. Returns the exit code."""
+    line = parse(argv)
+    inventory = local_inventory()
+    spec = job_spec(line, inventory)
+    placement = plan_placement(spec, inventory)
+    return start(line, spec, placement)
+
+
+def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
+    """Launch a planned job; in the foreground follow it to its end."""
+    detach = bool(line.options.get("detach"))
+    endpoints = hold_endpoints(spec)
+    job = create_job(spec.run_id, new_token(), spec.log.dir)
+    job.write_json("spec.json", spec.to_json())
+    listener = listen(job.master_socket)
+    mirror = os.fdopen(os.dup(2), "w") if spec.event_log == "console" else None
+
+    def run_master(owner: int | None) -> None:
+        asyncio.run(Master(job, spec, placement, listener, mirror).run(owner))
+
+    if not detach:
+        adopt_orphans()
+    launched = launch(job, spec, placement.nodes[0], endpoints, run_master, detach=detach)
+    listener.close()
+    if detach:
+        print(spec.run_id)
+        print(f"unirun: started; follow it with: unirun logs -f {spec.run_id}", file=sys.stderr)
+        return 0
+    console = Console(quiet=bool(line.options.get("quiet")))
+    return asyncio.run(_Session(job, spec, placement, console, launched).run())
+
+
+class _Session:
+    """The command in the foreground: it follows one job."""
+
+    def __init__(
+        self, job: JobDir, spec: JobSpec, placement: Placement, console: Console, launched: Launched
+    ) -> None:
+        self._job, self._spec, self._placement = job, spec, placement
+        self._console, self._launched = console, launched
+        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        self._prefix = Prefixer(spec, console.colour, template)
+        self._local_ranks = {(a.role, a.rank): a.local_rank for a in placement.assignments}
+        self._follower = LogFollower()
+        self._roles: dict[str, RoleChanged] = {}
+        self._spawner = "importing torch"
+        self._began = time.monotonic()
+        self._up = False
+        self._filtered: dict[tuple[str, int], object] = {}
+
+    async def run(self) -> int:
+        """Follow the job to its end. Returns its exit code."""
+        try:
+            master = await connect(self._job.master_socket, load_token(self._job.token))
+        except (WireError, RendezvousError) as error:
+            return self._master_failed(error)
+        self._catch_signals(master)
+        master.send(Attach())
+        self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
+        ticker = asyncio.create_task(self._tick())
+        try:
+            while True:
+                message = await master.receive()
+                if isinstance(message, Ended):
+                    break
+                self._show(message)
+        except WireError as error:
+            return self._master_failed(error)
+        finally:
+            ticker.cancel()
+            self._console.live("")
+        self._follower.finish()
+        await master.close()
+        _reap(self._launched)
+        return self._tell_end(message)
+
+    def _catch_signals(self, master: Stream) -> None:
+        loop = asyncio.get_running_loop()
+
+        def passed_on(signum: signal.Signals) -> None:
+            master.send(Stop(int(signum), f"got {signum.name}"))
+            self._console.note(
+                f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
+                "or at once when it comes again"
+            )
+
+        for name in self._spec.signals:
+            signum = signal.Signals[name]
+            # What nohup or a shell's & has set to be ignored stays ignored.
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                loop.add_signal_handler(signum, passed_on, signum)
+
+    def _show(self, message: Message) -> None:
+        match message:
+            case WorkerStarted():
+                self._follow(message)
+            case RoleChanged():
+                self._roles[message.role] = message
+            case Notice(source, text):
+                if text.startswith("spawner ready"):
+                    self._spawner = text
+                else:
+                    self._console.note(f"{source}: {text}")
+        self._draw()
+
+    def _follow(self, worker: WorkerStarted) -> None:
+        logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
+        local_rank = self._local_ranks[worker.role, worker.rank]
+        prefix = self._prefix(worker.role, worker.rank, local_rank)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            if shown(self._spec.log, local_rank, stream):
+                self._follower.follow(
+                    logs / f"{name}.log",
+                    lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
+                )
+
+    async def _tick(self) -> None:
+        while not self._up:
+            self._draw()
+            await asyncio.sleep(0.2)
+
+    def _draw(self) -> None:
+        """The live line while roles come up; it goes away once all ranks run."""
+        up = len(self._roles) == len(self._spec.roles) and all(
+            role.running == role.total for role in self._roles.values()
+        )
+        if up:
+            if not self._up:
+                seconds = time.monotonic() - self._began
+                total = sum(role.total for role in self._roles.values())
+                self._console.live("")
+                self._console.note(f"{total} ranks of {len(self._roles)} roles run after {seconds:.1f} s")
+            self._up = True
+            return
+        if not self._up:
+            parts = [
+                f"{name} {self._roles[name].running if name in self._roles else 0}/{total}"
+                for name, total in ((role.name, role.count) for role in self._spec.roles)
+            ]
+            seconds = time.monotonic() - self._began
+            self._console.live(f"{self._spec.run_id}  {seconds:.1f} s  {self._spawner}  {'  '.join(parts)}")
+
+    def _master_failed(self, error: UnirunError) -> int:
+        """The master is gone: the agent ends the workers; see that it did, and say what is known."""
+        deadline = time.monotonic() + FAREWELL
+        while time.monotonic() < deadline and _wait(self._launched.agent, 0.05) is None:
+            continue
+        kill_children()
+        self._follower.finish(FAREWELL)
+        status = _exit_of(self._launched.master)
+        self._console.error(f"the master of job {self._spec.run_id} is gone: {error}")
+        with contextlib.suppress(OSError):
+            text = (self._job.path / "master.log").read_text().rstrip()
+            if text:
+                self._console.error(text)
+        return status or EXIT_FAILURE
+
+    def _tell_end(self, ended: Ended) -> int:
+        seconds = time.monotonic() - self._began
+        if ended.code == 0:
+            self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
+        else:
+            self._console.error(ended.report)
+            self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
+        return ended.code
+
+
+_exits: dict[int, int] = {}
+
+
+def _wait(pid: int, timeout: float) -> int | None:
+    """Wait for a child; its exit as a shell gives it, None while it lives."""
+    if pid in _exits:
+        return _exits[pid]
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            _exits[pid] = 128 - code if code < 0 else code
+            return _exits[pid]
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.005)
+
+
+def _exit_of(pid: int) -> int | None:
+    return _wait(pid, 0.0)
+
+
+def _reap(launched: Launched) -> None:
+    """Leave nothing behind: wait for both processes, then kill whatever is left."""
+    for pid in (launched.master, launched.agent):
+        _wait(pid, FAREWELL)
+    kill_children()

@@ -1,0 +1,55 @@
+"""``unirun stop [JOB]``: end a running job, workers first, and wait until it is over."""
+
+from __future__ import annotations
+
+import signal
+
+from unirun.cli.options import Parser
+from unirun.errors import JobError, RendezvousError, UsageError
+from unirun.observe.status import ENDED, read_status
+from unirun.rendezvous.jobdir import find_job
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import load_token
+from unirun.wire.messages import Ended, Stop
+
+
+def main(argv: list[str]) -> int:
+    """Stop a job. Returns 0 when it has ended."""
+    parser = Parser(prog="unirun stop", description="End a running job (by default the newest).")
+    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser.add_argument(
+        "--signal", default="SIGTERM", help="what the workers get first (default SIGTERM)", metavar="SIG"
+    )
+    parser.add_argument(
+        "--grace", type=float, help="seconds until SIGKILL (default: the job's)", metavar="SECONDS"
+    )
+    parser.add_argument("--now", action="store_true", help="SIGKILL at once")
+    parser.add_argument("--no-wait", action="store_true", help="return before the job has ended")
+    options = parser.parse_args(argv)
+    name = options.signal if options.signal.startswith("SIG") else f"SIG{options.signal}"
+    if name not in signal.Signals.__members__:
+        raise UsageError(f"{options.signal!r} is no signal", "for example SIGTERM or SIGINT")
+    job = find_job(options.job)
+    status = read_status(job)
+    if status.phase in ENDED:
+        print(f"job {job.run_id} has ended already: {status.phase}")
+        return 0
+    signum = signal.SIGKILL if options.now else signal.Signals[name]
+    with BlockingStream.connect(job.master_socket, load_token(job.token)) as master:
+        master.send(Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace))
+        if options.no_wait:
+            print(f"job {job.run_id} is stopping")
+            return 0
+        end = _wait_for_end(master)
+    print(f"job {job.run_id} {end.phase}, exit code {end.code}")
+    return 0
+
+
+def _wait_for_end(master: BlockingStream) -> Ended:
+    """Wait as long as the job goes on telling news; the grace period bounds it."""
+    try:
+        while not isinstance(message := master.receive(timeout=600.0), Ended):
+            continue
+    except RendezvousError as error:
+        raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
+    return message

@@ -1,0 +1,50 @@
+"""Tables for people: aligned, coloured on a terminal, plain and never cut off elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+COLOURS = {
+    "running": "green",
+    "succeeded": "green",
+    "failed": "red",
+    "lost": "red",
+    "stopped": "yellow",
+    "stopping": "yellow",
+    "restarting": "yellow",
+}
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print `rows` under `headers`; a word that names a state is coloured on a terminal."""
+    if not sys.stdout.isatty():
+        widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
+        for row in (headers, *rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print("  ".join(cells).rstrip())
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=COLOURS.get(cell.split(" ")[0], "")) for cell in row))
+    Console().print(table)
+
+
+def age(seconds: float) -> str:
+    """A duration as people read it: 8 s, 3 min 5 s, 2 h 40 min, 5 d 3 h."""
+    whole = int(max(seconds, 0))
+    for size, unit, smaller, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // smaller} {name}"
+    return f"{whole} s"
+
+
+def megabytes(size: int | None) -> str:
+    """A size in MB; nothing when it is not known."""
+    return "" if size is None else f"{size / 1e6:.0f} MB"

@@ -1,0 +1,315 @@
+"""The agent's process: streams to the master, the spawners and the workers around the pure core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from unirun.errors import IllegalTransition, RendezvousError, WireError
+from unirun.launcher import core
+from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
+from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
+from unirun.spec import JobSpec
+from unirun.wire import Stream, accept, connect, listen, load_token
+from unirun.wire.messages import (
+    Hello,
+    Join,
+    Message,
+    Notice,
+    OpenStore,
+    Reaped,
+    Sample,
+    Shutdown,
+    StartRole,
+    StopWorkers,
+    View,
+)
+
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
+"""What every spawner imports; ``--preload`` adds to it."""
+
+SPAWNER_END = 2.0
+"""Seconds that a spawner has to end after its stream was closed."""
+
+
+TAIL_LINES = 12
+TAIL_BYTES = 4096
+"""How much of a failed worker's stderr goes into the report."""
+
+
+class Agent:
+    """One agent of one node. `run` returns when every worker is gone and it was told to leave."""
+
+    def __init__(
+        self, job: JobDir, spec: JobSpec, node: str, cwd: str, endpoints: Mapping[str, Endpoint]
+    ) -> None:
+        self._job, self._spec, self._cwd = job, spec, cwd
+        self._inherited = dict(os.environ)
+        self._endpoints = endpoints
+        self._token = load_token(job.token)
+        self._state = core.AgentState(node)
+        self._master: Stream | None = None
+        self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
+        self._links: dict[int, set[Stream]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._next_id = 0
+        self._left = asyncio.Event()
+        self._oom_kills = out_of_memory_kills()
+
+    async def run(self, owner_pid: int | None) -> None:
+        """Serve the master until it says `Shutdown`, or is gone, or the process `owner_pid` is."""
+        adopt_orphans()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, lambda: self._apply(core.MasterLost("the agent got a signal")))
+        self._warm_up()
+        server = await asyncio.start_unix_server(self._serve_worker, sock=listen(self._job.agent_socket))
+        owner = None
+        if owner_pid is not None:
+            lost = core.MasterLost("the unirun command is gone")
+            owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
+        try:
+            self._master = await connect(self._job.master_socket, self._token, timeout=self._spec.join_timeout)
+            endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
+            self._master.send(Join(self._state.node, os.getpid(), socket.gethostname(), endpoints))
+            self._background(self._follow_master(self._master))
+            self._background(self._sample())
+            await self._left.wait()
+        finally:
+            server.close()
+            for task in list(self._tasks):
+                task.cancel()
+            if owner is not None:
+                owner.close()
+            await self._end_spawners()
+            kill_children()
+            if self._master is not None:
+                await self._master.close()
+
+    def _background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _warm_up(self) -> None:
+        """Start importing before the master has said anything: that import is what start-up waits for."""
+        keys = dict.fromkeys([self._store_key(), *(self._key(role.name) for role in self._spec.roles)])
+        self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
+        for key in keys:
+            self._start_spawner(key)
+
+    def _key(self, role: str) -> SpawnerKey:
+        if self._spec.role(role).start_method == "exec":
+            return FRESH
+        return spawner_key(base_env(self._spec, role, self._inherited))
+
+    def _store_key(self) -> SpawnerKey:
+        """The spawner that serves the stores: that of the first role that forks, else one of its own."""
+        forking = [role.name for role in self._spec.roles if role.start_method == "fork"]
+        if forking:
+            return self._key(forking[0])
+        return spawner_key(self._inherited)
+
+    def _apply(self, event: core.Event) -> None:
+        try:
+            self._state, commands = core.step(self._state, event)
+        except IllegalTransition as error:
+            self._tell(Notice(self._state.node, f"refused {type(event).__name__}: {error}"))
+            return
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: core.Command) -> None:
+        match command:
+            case core.ToMaster(message):
+                self._tell(message)
+            case core.ToSpawner(key, message):
+                if key in self._spawners:
+                    self._spawners[key][0].send(message)
+            case core.StartSpawner(key):
+                self._start_spawner(key)
+            case core.ToWorkers(message):
+                for links in self._links.values():
+                    for link in links:
+                        link.send(message)
+            case core.After(delay, event):
+                asyncio.get_running_loop().call_later(delay, self._apply, event)
+            case core.KillGroups(pids):
+                for pid in pids:
+                    kill_group(pid, signal.SIGKILL)
+                kill_children(keep={popen.pid for _, popen in self._spawners.values()})
+            case core.Leave():
+                self._left.set()
+
+    def _tell(self, message: Message) -> None:
+        if self._master is not None:
+            self._master.send(message)
+
+    async def _follow_master(self, master: Stream) -> None:
+        try:
+            while True:
+                message = await master.receive()
+                match message:
+                    case StartRole():
+                        self._apply(self._launch(message))
+                    case StopWorkers() | View() | Shutdown():
+                        self._apply(message)
+        except WireError as error:
+            self._apply(core.MasterLost(f"the master is gone: {error}"))
+
+    def _launch(self, order: StartRole) -> core.Launch:
+        key = self._key(order.role)
+        workers = []
+        for member in order.members:
+            self._next_id += 1
+            node = self._state.node
+            request = spawn_request(
+                self._next_id, self._spec, order, member, self._job, node, self._cwd, self._inherited
+            )
+            workers.append(
+                core.Worker(self._next_id, order.role, member.rank, member.incarnation, key, request)
+            )
+        store = None
+        if any(member.rank == 0 for member in order.members):
+            store = OpenStore(order.role, self._endpoints[order.role].socket.fileno())
+        return core.Launch(tuple(workers), store, self._store_key())
+
+    def _start_spawner(self, key: SpawnerKey) -> None:
+        ours, theirs = socket.socketpair()
+        modules: tuple[str, ...] = ()
+        env = {name: value for name, value in self._inherited.items() if not spawner_key({name: value})}
+        if key != FRESH:
+            env.update(key)
+            modules = (*PRELOAD, *self._spec.preload)
+        else:
+            env = dict(self._inherited)
+        handles = [theirs.fileno(), *(endpoint.socket.fileno() for endpoint in self._endpoints.values())]
+        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno()), *modules]
+        popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._background(self._follow_spawner(key, ours, popen))
+
+    async def _follow_spawner(
+        self, key: SpawnerKey, sock: socket.socket, popen: subprocess.Popen[bytes]
+    ) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        stream = Stream(reader, writer)
+        self._spawners[key] = stream, popen
+        try:
+            while True:
+                message = await stream.receive()
+                self._apply(core.FromSpawner(key, message, self._note(message), self._tail(message)))
+        except WireError:
+            code = await asyncio.to_thread(popen.wait)
+            del self._spawners[key]
+            reason = f"its spawner {_describe(code)}; see {self._job.path / 'agent.log'}"
+            self._apply(core.SpawnerDown(key, reason, time.time()))
+        finally:
+            await stream.close()
+
+    def _note(self, message: Message) -> str:
+        """Whether a SIGKILL that nobody here has sent came from the kernel, for want of memory."""
+        if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
+            return ""
+        kills = out_of_memory_kills()
+        if kills > self._oom_kills:
+            self._oom_kills = kills
+            return "the kernel killed it: out of memory"
+        return ""
+
+    def _tail(self, message: Message) -> str:
+        """The last lines of the stderr of a worker that failed."""
+        if not isinstance(message, Reaped) or message.code == 0 or message.id not in self._state.workers:
+            return ""
+        try:
+            with open(self._state.workers[message.id].request.stderr, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-TAIL_LINES:])
+
+    async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            link = await accept(reader, writer, self._token)
+            hello = await link.receive()
+        except WireError as error:
+            self._tell(Notice(self._state.node, f"a connection to the agent was refused: {error}"))
+            writer.close()
+            return
+        worker = self._state.find(hello.role, hello.rank) if isinstance(hello, Hello) else None
+        if worker is None or not isinstance(hello, Hello) or worker.incarnation != hello.incarnation:
+            self._tell(Notice(self._state.node, "a process that is no worker of this agent said hello"))
+            await link.close()
+            return
+        self._links.setdefault(worker.id, set()).add(link)
+        try:
+            if self._state.view is not None:
+                link.send(self._state.view)
+            self._apply(core.FromWorker(worker.id, hello))
+            while True:
+                self._apply(core.FromWorker(worker.id, await link.receive()))
+        except WireError:
+            self._apply(core.LinkClosed(worker.id))
+        finally:
+            self._links[worker.id].discard(link)
+            if not self._links[worker.id]:
+                del self._links[worker.id]
+            await link.close()
+
+    async def _sample(self) -> None:
+        """Every interval, tell how much memory and processor time the workers use."""
+        while True:
+            await asyncio.sleep(self._spec.sample_interval)
+            import psutil
+
+            memory: dict[str, int] = {}
+            cpu: dict[str, float] = {}
+            for worker in self._state.workers.values():
+                if worker.pid is not None:
+                    with contextlib.suppress(psutil.Error):
+                        process = psutil.Process(worker.pid)
+                        memory[worker.who] = process.memory_info().rss
+                        cpu[worker.who] = round(sum(process.cpu_times()[:2]), 2)
+            if memory:
+                self._tell(Sample(self._state.node, memory, cpu))
+
+    async def _end_spawners(self) -> None:
+        spawners = list(self._spawners.values())
+        for stream, _ in spawners:
+            await stream.close()
+        for _, popen in spawners:
+            try:
+                await asyncio.to_thread(popen.wait, SPAWNER_END)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                popen.wait()
+
+
+def hold_endpoints(spec: JobSpec) -> dict[str, Endpoint]:
+    """One listening socket per role. Raises `RendezvousError` when the port of ``--master-port`` is taken."""
+    held: dict[str, Endpoint] = {}
+    try:
+        for role in spec.roles:
+            held[role.name] = hold_endpoint(spec.master_addr, 0 if held else spec.master_port)
+    except RendezvousError:
+        for endpoint in held.values():
+            endpoint.close()
+        raise
+    return held
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"

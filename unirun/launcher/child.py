@@ -1,0 +1,118 @@
+"""What a forked child does before it is a worker (or a store): the process around the user's code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from unirun.launcher.process import set_title
+from unirun.wire.messages import Spawn
+
+SETUP_FAILED = 126
+"""Exit code of a worker whose surroundings could not be made; what is wrong stands in its stderr."""
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Descriptors of a worker's two log files. Workers write to files, not pipes: no reader can block them."""
+
+    stdout: int
+    stderr: int
+
+    def close(self) -> None:
+        """Close both."""
+        os.close(self.stdout)
+        os.close(self.stderr)
+
+
+def open_logs(request: Spawn) -> Logs:
+    """Create and open the log files of a worker. Raises OSError."""
+    Path(request.stdout).parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    stdout = os.open(request.stdout, flags, 0o644)
+    try:
+        return Logs(stdout, os.open(request.stderr, flags, 0o644))
+    except OSError:
+        os.close(stdout)
+        raise
+
+
+class Task(Protocol):
+    """What a forked child shall become."""
+
+    def run(self) -> None:
+        """Become it; returns or raises SystemExit when the process shall end."""
+
+
+@dataclass(frozen=True)
+class WorkerTask:
+    """Run the user's code, here or in a fresh interpreter."""
+
+    request: Spawn
+    logs: Logs
+
+    def run(self) -> None:
+        """Set the process up, then run the code. Never returns to the spawner's frames."""
+        request = self.request
+        try:
+            _set_up(request, self.logs)
+        except OSError as error:
+            _give_up(request, error)
+        if request.kind == "program":
+            _execute([request.target, *request.args], request)
+        if request.fresh:
+            command = [sys.executable, "-u", "-P", "-m", "unirun.launcher.worker"]
+            _execute([*command, request.kind, request.target, *request.args], request)
+        from unirun.launcher import worker
+
+        worker.run_forked(request)
+
+
+@dataclass(frozen=True)
+class StoreTask:
+    """Serve a TCPStore on a listening socket until this process is killed."""
+
+    role: str
+    handle: int
+
+    def run(self) -> None:
+        """Serve; the spawner kills this process when the next generation gets its store."""
+        set_title(f"store:{self.role}")
+        from unirun.launcher.store import serve
+
+        serve(self.handle)
+
+
+def _set_up(request: Spawn, logs: Logs) -> None:
+    set_title(request.title)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (logs.stdout, 1), (logs.stderr, 2)):
+        os.dup2(source, target)
+    # Only the three standard streams go on; everything else belongs to the spawner.
+    os.closerange(3, 1 << 16)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.env)
+    if request.cpus is not None:
+        os.sched_setaffinity(0, request.cpus)
+
+
+def _execute(command: list[str], request: Spawn) -> NoReturn:
+    try:
+        os.execvpe(command[0], command, request.env)
+    except OSError as error:
+        print(f"unirun: {command[0]} cannot be executed: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else SETUP_FAILED)
+
+
+def _give_up(request: Spawn, error: OSError) -> NoReturn:
+    """Tell why in the worker's stderr; ``sys.stderr`` writes to it already."""
+    print(f"unirun: {request.title} could not be set up: {error}", file=sys.stderr, flush=True)
+    os._exit(SETUP_FAILED)

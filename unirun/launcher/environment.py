@@ -1,0 +1,109 @@
+"""What a worker finds: torchrun's variables, so that an unchanged script works, and unirun's own.
+
+RANK and WORLD_SIZE mean the role's group. Precedence: the environment of `unirun` < built in < job < role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unirun.rendezvous.endpoints import split_endpoint
+from unirun.rendezvous.jobdir import JobDir
+from unirun.spec import JobSpec
+from unirun.wire.messages import Member, Spawn, StartRole
+
+_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
+_AT_IMPORT_NAMES = ("TORCH_CPP_LOG_LEVEL",)
+
+SpawnerKey = tuple[tuple[str, str], ...]
+"""The variables that count only when libraries are loaded: workers that differ in them need other spawners."""
+
+FRESH: SpawnerKey = (("", "fresh"),)
+"""The key of the spawner that imports nothing and starts new interpreters and programs."""
+
+
+def spawner_key(env: Mapping[str, str]) -> SpawnerKey:
+    """The part of `env` that is read once, when Python, libgomp, MKL, the allocator or torch is loaded."""
+    return tuple(sorted((name, value) for name, value in env.items() if _at_import(name)))
+
+
+def _at_import(name: str) -> bool:
+    return name.startswith(_AT_IMPORT) or name in _AT_IMPORT_NAMES or name.endswith("_ALLOC_CONF")
+
+
+def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What all workers of `role` share: inherited, then built in, then the job's, then the role's."""
+    workers = sum(each.count for each in spec.roles)
+    env = dict(inherited)
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if workers > 1:
+        # As torchrun does: many processes with a thread per core each would fight for the cores.
+        env.setdefault("OMP_NUM_THREADS", "1")
+    env.update(spec.env)
+    env.update(spec.role(role).env)
+    return env
+
+
+def worker_env(
+    spec: JobSpec, order: StartRole, member: Member, job: JobDir, node: str, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The whole environment of one worker."""
+    role = spec.role(order.role)
+    addr, port = split_endpoint(order.endpoint)
+    env = {
+        **base_env(spec, order.role, inherited),
+        "RANK": str(member.rank),
+        "WORLD_SIZE": str(order.world_size),
+        "LOCAL_RANK": str(member.local_rank),
+        "LOCAL_WORLD_SIZE": str(order.local_world_size),
+        "GROUP_RANK": str(order.group_rank),
+        "GROUP_WORLD_SIZE": str(order.group_world_size),
+        "ROLE_NAME": order.role,
+        "ROLE_RANK": str(member.rank),
+        "ROLE_WORLD_SIZE": str(order.world_size),
+        "MASTER_ADDR": addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": spec.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(role.max_restarts),
+        "TORCHELASTIC_ERROR_FILE": str(
+            job.worker_logs(order.role, member.rank, member.incarnation) / "error.json"
+        ),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "UNIRUN_JOB": spec.run_id,
+        "UNIRUN_NODE": node,
+        "UNIRUN_GENERATION": str(order.generation),
+        "UNIRUN_INCARNATION": str(member.incarnation),
+        "UNIRUN_SOCKET": str(job.agent_socket),
+    }
+    if member.devices is not None and "CUDA_VISIBLE_DEVICES" not in {**spec.env, **role.env}:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(member.devices)
+    return env
+
+
+def spawn_request(
+    number: int,
+    spec: JobSpec,
+    order: StartRole,
+    member: Member,
+    job: JobDir,
+    node: str,
+    cwd: str,
+    inherited: Mapping[str, str],
+) -> Spawn:
+    """The request that starts one worker. `cwd` is where `unirun` was called."""
+    role = spec.role(order.role)
+    logs = job.worker_logs(order.role, member.rank, member.incarnation)
+    return Spawn(
+        id=number,
+        title=f"{order.role}:{member.rank}",
+        kind=role.entry.kind,
+        target=role.entry.target,
+        args=tuple(arg.replace("${local_rank}", str(member.local_rank)) for arg in role.entry.args),
+        fresh=role.start_method == "exec",
+        env=worker_env(spec, order, member, job, node, inherited),
+        cwd=role.cwd or cwd,
+        stdout=str(logs / "stdout.log"),
+        stderr=str(logs / "stderr.log"),
+        cpus=member.cpus,
+    )

@@ -1,0 +1,88 @@
+"""Starts the processes of a job on this host: the master and the agent, each in a session of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from unirun.errors import UnirunError
+from unirun.launcher.agent import Agent
+from unirun.launcher.process import set_title
+from unirun.rendezvous import Endpoint, JobDir
+from unirun.spec import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The processes that were started."""
+
+    master: int
+    agent: int
+
+
+def launch(
+    job: JobDir,
+    spec: JobSpec,
+    node: str,
+    endpoints: Mapping[str, Endpoint],
+    run_master: Callable[[int | None], None],
+    *,
+    detach: bool,
+) -> Launched:
+    """Fork the master and the agent of `job`; both survive this process only when `detach` is given.
+
+    `run_master` is called in the master's process with the pid that it must not outlive. Forking shares what
+    is imported already. Call it before any thread is started.
+    """
+    owner = None if detach else os.getpid()
+    cwd = os.getcwd()
+
+    def run_agent(owner_pid: int | None) -> None:
+        asyncio.run(Agent(job, spec, node, cwd, endpoints).run(owner_pid))
+
+    agent = _fork("unirun-agent", job, "agent.log", run_agent, owner)
+    master = _fork("unirun-master", job, "master.log", run_master, owner)
+    for endpoint in endpoints.values():
+        endpoint.close()
+    return Launched(master, agent)
+
+
+def _fork(
+    title: str, job: JobDir, log: str, run: Callable[[int | None], None], owner: int | None
+) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _become(title, job, log, run, owner)
+    return pid
+
+
+def _become(
+    title: str, job: JobDir, log: str, run: Callable[[int | None], None], owner: int | None
+) -> NoReturn:
+    """In the child: leave the terminal, write to `log`, run, and end without the parent's clean-up."""
+    code = 1
+    try:
+        os.setsid()
+        set_title(title)
+        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_IGN)
+        file = os.open(job.path / log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (file, 1), (file, 2)):
+            os.dup2(source, target)
+        run(owner)
+        code = 0
+    except UnirunError as error:
+        print(f"{title}: {error}", file=sys.stderr, flush=True)
+    except BaseException:  # noqa: BLE001 - the last frame of a process: what is not written here is lost
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,120 @@
+"""Following log files: inotify tells when there is more, so nothing is polled and nothing is missed.
+
+The files belong to the workers, who write to them directly. Reading them as slowly as a terminal does can
+therefore hold up nobody but the reader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+Sink = Callable[[bytes], None]
+"""Gets whole lines, each with its newline; a line over `MAX_LINE` comes in parts."""
+
+MAX_LINE = 1 << 16
+_CHUNK = 1 << 20
+_IN_MODIFY = 0x2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _File:
+    """One followed file: what was read and is no whole line yet stays in `rest`."""
+
+    def __init__(self, path: Path, sink: Sink) -> None:
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._sink = sink
+        self._rest = b""
+
+    def read(self) -> None:
+        """Pass on everything that is there now."""
+        while data := os.read(self._handle, _CHUNK):
+            data = self._rest + data
+            whole = data.rfind(b"\n") + 1
+            if len(data) - whole > MAX_LINE:
+                whole = len(data)
+            self._rest = data[whole:]
+            if whole:
+                self._sink(data[:whole])
+
+    def close(self) -> None:
+        """Pass on the last line, even if it was cut off, and close."""
+        self.read()
+        if self._rest:
+            self._sink(self._rest + b"\n")
+            self._rest = b""
+        os.close(self._handle)
+
+
+class LogFollower:
+    """Follows files in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._inotify = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+        if self._inotify < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"inotify cannot be used: {os.strerror(code)}")
+        self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._files: dict[int, _File] = {}
+        self._new: list[tuple[Path, Sink]] = []
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="unirun-logs", daemon=True)
+        self._thread.start()
+
+    def follow(self, path: Path, sink: Sink) -> None:
+        """Follow `path`, which exists, from its beginning."""
+        with self._lock:
+            self._new.append((path, sink))
+        os.write(self._waker, b"+")
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Pass on what is left of every file and end; False when the sinks took longer than `timeout`."""
+        self._stopping = True
+        os.write(self._waker, b".")
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        for handle in (self._inotify, self._wake, self._waker):
+            os.close(handle)
+        return True
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._inotify, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            ready = {handle for handle, _ in poll.poll()}
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+                self._take_new()
+                if self._stopping:
+                    break
+            if self._inotify in ready:
+                for watch in self._changed():
+                    if watch in self._files:
+                        self._files[watch].read()
+        for file in self._files.values():
+            file.close()
+
+    def _take_new(self) -> None:
+        with self._lock:
+            new, self._new = self._new, []
+        for path, sink in new:
+            watch = _libc.inotify_add_watch(self._inotify, os.fsencode(path), _IN_MODIFY)
+            file = _File(path, sink)
+            if watch >= 0:
+                self._files[watch] = file
+            file.read()
+
+    def _changed(self) -> set[int]:
+        data = os.read(self._inotify, 1 << 16)
+        found, at = set(), 0
+        while at < len(data):
+            found.add(int.from_bytes(data[at : at + 4], "little", signed=True))
+            at += 16 + int.from_bytes(data[at + 12 : at + 16], "little")
+        return found

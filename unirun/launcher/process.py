@@ -1,0 +1,110 @@
+"""What Linux offers to keep processes together: death signals, sub-reaping, groups, process handles."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if _libc.prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Be sent `signum` when the parent ends. Ends at once when `parent` is not the parent any more."""
+    _prctl(_PR_SET_PDEATHSIG, int(signum))
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """Undo `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def set_title(title: str) -> None:
+    """Name this process for ps and top; the kernel keeps 15 bytes."""
+    _prctl(_PR_SET_NAME, title.encode()[:15] + b"\0")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none of them escapes."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_group(group: int, signum: int) -> None:
+    """Send `signum` to a process group; one that is gone already is no error."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signum)
+
+
+def children() -> list[int]:
+    """The processes whose parent this process is, adopted ones included."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment with which `pid` was started; empty when it is gone or not ours."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if item)
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+
+
+def kill_children(keep: Collection[int] = (), deadline: float = 2.0) -> None:
+    """SIGKILL every child that is not in `keep`, and theirs as they are adopted, until none is left."""
+    end = time.monotonic() + deadline
+    while time.monotonic() < end:
+        strays = [pid for pid in children() if pid not in keep]
+        if not strays:
+            return
+        for pid in strays:
+            kill_group(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in strays:
+            _reap(pid, end)
+
+
+def _reap(pid: int, end: float) -> None:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([handle], [], [], max(end - time.monotonic(), 0.0))
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+    finally:
+        os.close(handle)
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for memory since it booted; 0 where it does not say."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        return 0
+    return 0

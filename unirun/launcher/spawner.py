@@ -1,0 +1,206 @@
+"""The spawner: imports once, never computes, forks workers, and reports how they end.
+
+Run as ``python -P -m unirun.launcher.spawner FD [MODULE…]``: FD is one end of a socket pair to the agent, the
+modules are imported before the first fork. One thread, no polling: it sleeps until the agent speaks or a
+child ends. When the agent is gone it kills everything that it started, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+from unirun.errors import ConnectionLost, WireError
+from unirun.launcher import child
+from unirun.launcher.process import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    environment_of,
+    kill_children,
+    kill_group,
+    outlive_parent,
+    set_title,
+)
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Forked, Kill, OpenStore, Preloaded, Reaped, Spawn, SpawnFailed
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A worker that was forked. `owner` tells its descendants apart: they inherit the variables in it."""
+
+    id: int
+    pid: int
+    handle: int
+    owner: tuple[str, ...]
+
+
+_OWNER = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION")
+
+
+class Spawner:
+    """Serves one agent. In a forked child `serve` returns what the child shall become."""
+
+    def __init__(self, stream: BlockingStream) -> None:
+        self._stream = stream
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, _Child] = {}
+        self._stores: dict[str, int] = {}
+
+    def serve(self) -> child.Task | None:
+        """Work until the agent is gone (then None), or, in a new child, return its task."""
+        self._selector.register(self._stream.socket, selectors.EVENT_READ, None)
+        while True:
+            for key, _ in self._selector.select():
+                try:
+                    if key.data is not None:
+                        self._reap(key.data)
+                        continue
+                    task = self._obey()
+                except ConnectionLost:
+                    self._kill_all()
+                    return None
+                if task is not None:
+                    return task
+
+    def _obey(self) -> child.Task | None:
+        """Do what the agent asks; several requests may have arrived at once."""
+        for message in self._stream.drain():
+            match message:
+                case Spawn():
+                    task: child.Task | None = self._spawn(message)
+                case OpenStore(role, handle):
+                    task = self._open_store(role, handle)
+                case Kill(number, signum):
+                    task = None
+                    if number in self._children:
+                        kill_group(self._children[number].pid, signum)
+                case _:
+                    raise WireError(f"the agent sent {type(message).__name__}")
+            if task is not None:
+                return task
+        return None
+
+    def _spawn(self, request: Spawn) -> child.Task | None:
+        try:
+            logs = child.open_logs(request)
+        except OSError as error:
+            self._stream.send(SpawnFailed(request.id, f"its log cannot be written: {error}"))
+            return None
+        try:
+            pid = self._fork()
+        except OSError as error:
+            logs.close()
+            self._stream.send(SpawnFailed(request.id, f"no process can be forked: {error.strerror}"))
+            return None
+        if pid == 0:
+            return child.WorkerTask(request, logs)
+        logs.close()
+        handle = os.pidfd_open(pid)
+        owner = tuple(request.env.get(name, "") for name in _OWNER)
+        known = _Child(request.id, pid, handle, owner)
+        self._children[request.id] = known
+        self._selector.register(handle, selectors.EVENT_READ, known)
+        self._stream.send(Forked(request.id, pid))
+        return None
+
+    def _fork(self) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            # A new session, hence a new process group, made before anything can go wrong.
+            os.setsid()
+            die_with_parent(parent)
+            self._forget()
+        return pid
+
+    def _forget(self) -> None:
+        """In a child: close what belongs to the spawner."""
+        self._selector.close()
+        self._stream.close()
+        for known in self._children.values():
+            os.close(known.handle)
+
+    def _open_store(self, role: str, handle: int) -> child.Task | None:
+        """A store lives in a process of its own, so a new generation cannot see a key of an old one."""
+        old = self._stores.pop(role, None)
+        if old is not None:
+            os.kill(old, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(old, 0)
+        pid = self._fork()
+        if pid == 0:
+            return child.StoreTask(role, handle)
+        self._stores[role] = pid
+        return None
+
+    def _reap(self, known: _Child) -> None:
+        """Report the end of a child after nothing of its process group is left."""
+        now = time.time()
+        # The pid stays taken until it is waited for, so the group that is killed is the right one.
+        end = os.waitid(os.P_PIDFD, known.handle, os.WEXITED | os.WNOWAIT)
+        kill_group(known.pid, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, known.handle, os.WEXITED)
+        self._selector.unregister(known.handle)
+        os.close(known.handle)
+        del self._children[known.id]
+        self._kill_strays(known.owner)
+        killed = end is not None and end.si_code != os.CLD_EXITED
+        status = end.si_status if end is not None else 1
+        self._stream.send(
+            Reaped(known.id, now, None if killed else status, status if killed else None)
+        )
+
+    def _kill_strays(self, owner: tuple[str, ...]) -> None:
+        """Descendants that left the group of their worker were adopted when it ended: kill those too."""
+        ours = {known.pid for known in self._children.values()} | set(self._stores.values())
+        for pid in children():
+            if pid not in ours:
+                env = environment_of(pid)
+                if tuple(env.get(name, "") for name in _OWNER) == owner or not env:
+                    kill_children(keep={other for other in children() if other != pid})
+
+    def _kill_all(self) -> None:
+        for known in self._children.values():
+            kill_group(known.pid, signal.SIGKILL)
+        kill_children()
+
+
+def main(argv: list[str]) -> None:
+    """Import, serve, and in a child become what was asked for."""
+    agent = os.getppid()
+    handle, modules = int(argv[0]), argv[1:]
+    # Until the first worker exists nothing has to be cleaned up, so dying with the agent is enough.
+    die_with_parent(agent)
+    set_title("unirun-spawner")
+    adopt_orphans()
+    began = time.monotonic()
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    outlive_parent()
+    stream = BlockingStream(socket.socket(fileno=handle))
+    spawner = Spawner(stream)
+    try:
+        stream.send(Preloaded(time.monotonic() - began))
+        task = spawner.serve()
+    except ConnectionLost:
+        return
+    if task is not None:
+        # Nothing of the spawner is left on the stack: the child ends as any Python process does.
+        del spawner, stream
+        task.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""The bootstrap of a worker: says hello to the agent, runs the user's code as ``__main__``, reports its error.
+
+Two ways in: `run_forked`, in a child of a spawner that has imported torch already, and ``python -m
+unirun.launcher.worker KIND TARGET [ARG…]`` in a fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import random
+import runpy
+import sys
+import threading
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from unirun.errors import UnirunError
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.link import open_link
+from unirun.wire.messages import Spawn, WorkerError
+
+
+def run_forked(request: Spawn) -> NoReturn:
+    """Run in a forked child, after making it as good as a new process."""
+    _renew_streams()
+    _renew_randomness()
+    _renew_torch()
+    run_to_end(request.kind, request.target, request.args)
+
+
+def run_to_end(kind: str, target: str, args: tuple[str, ...]) -> NoReturn:
+    """Run the user's code, then end this process with its exit code."""
+    code = 0
+    try:
+        run(kind, target, args)
+    except SystemExit as leave:
+        code = _exit_code(leave)
+    _leave(code)
+
+
+def _exit_code(leave: SystemExit) -> int:
+    """The code of ``sys.exit(x)``, as the interpreter takes it."""
+    if leave.code is None or isinstance(leave.code, int):
+        return int(leave.code or 0)
+    print(leave.code, file=sys.stderr)
+    return 1
+
+
+def _leave(code: int) -> NoReturn:
+    """End as the interpreter does (threads, exit handlers, buffers), but without taking modules apart.
+
+    That last part would copy, page by page, all the memory that is shared with the spawner, a second of work for
+    nothing, and it is where a script without ``destroy_process_group`` aborts ("terminate called without an
+    active exception"). `multiprocessing` ends its forked children in the same way.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - an exit handler must not keep the process alive
+        traceback.print_exc()
+        code = code or 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+def run(kind: str, target: str, args: tuple[str, ...]) -> None:
+    """Run the user's code; raises SystemExit with its code. An uncaught exception is shown and reported."""
+    with contextlib.suppress(OSError, ValueError):
+        faulthandler.enable()
+    try:
+        link = open_link(os.environ)
+    except UnirunError as error:
+        print(f"unirun: this worker cannot reach its agent: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+    try:
+        if kind == "module":
+            _run_module(target, args)
+        else:
+            _run_script(target, args)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _report(link, error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        # As Python does for an interrupt that nobody caught.
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+    _flush(link)
+
+
+def _run_script(path: str, args: tuple[str, ...]) -> None:
+    if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
+        sys.argv = [path, *args]
+        runpy.run_path(path, run_name="__main__")
+        return
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=os.path.abspath(path), __builtins__=__builtins__, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv = [path, *args]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)  # noqa: S102 - to run the user's script is what a worker is for
+
+
+def _run_module(name: str, args: tuple[str, ...]) -> None:
+    sys.path.insert(0, os.getcwd())
+    sys.argv = [name, *args]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _report(link: BlockingStream, error: BaseException) -> None:
+    """Tell the agent, and write torch's error file unless ``@record`` has done so."""
+    error.__traceback__ = _without_bootstrap(error.__traceback__)
+    message = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    now = time.time()
+    with contextlib.suppress(UnirunError):
+        link.send(WorkerError(message, trace, now))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not os.path.exists(path):
+        extra = {"py_callstack": trace, "timestamp": str(int(now))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _without_bootstrap(trace: types.TracebackType | None) -> types.TracebackType | None:
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _flush(link: BlockingStream) -> None:
+    """What is still buffered must reach the log; a disk that is full is the worker's error, not a silence."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            _report(link, error)
+            os._exit(1)
+
+
+def _renew_streams() -> None:
+    """Streams as under ``python -u``: what is printed is in the log, even when the process is killed."""
+
+    def stream(number: int) -> TextIO:
+        return open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout, sys.stderr = stream(1), stream(2)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[attr-defined]
+    sys.stderr.reconfigure(write_through=True)  # type: ignore[attr-defined]
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def _renew_randomness() -> None:
+    """A fork would share the spawner's random state with its siblings."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def _renew_torch() -> None:
+    """Read again what torch has read from the spawner's environment when it was imported."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if threads.isdigit() and int(threads) > 0:
+        torch.set_num_threads(int(threads))
+    if "TORCH_LOGS" in os.environ:
+        importlib.import_module("torch._logging")._init_logs()
+    if torch.distributed.is_available():
+        torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    run_to_end(sys.argv[1], sys.argv[2], tuple(sys.argv[3:]))

@@ -1,0 +1,77 @@
+"""How a job stands: the document that the master keeps and everybody else reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirun.rendezvous.jobdir import JobDir
+
+ENDED = ("succeeded", "failed", "stopped", "lost")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker: what it does (`phase`), where, and how it ended (`exit`, in words)."""
+
+    rank: int
+    phase: str
+    node: str
+    incarnation: int
+    pid: int | None
+    exit: str
+    memory: int | None = None
+    cpu: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleStatus:
+    """One role with its workers in rank order."""
+
+    name: str
+    phase: str
+    generation: int
+    restarts: int
+    max_restarts: int
+    workers: tuple[WorkerStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One job. Times are seconds since the epoch; `code` is the exit code once it has ended."""
+
+    run_id: str
+    name: str
+    phase: str
+    reason: str
+    started: float
+    ended: float | None
+    code: int | None
+    roles: tuple[RoleStatus, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` gives an equal status back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> JobStatus:
+        """The inverse of `to_json`."""
+        roles = tuple(
+            RoleStatus(**{**role, "workers": tuple(WorkerStatus(**worker) for worker in role["workers"])})
+            for role in data["roles"]
+        )
+        return cls(**{**data, "roles": roles})
+
+
+def read_status(job: JobDir) -> JobStatus:
+    """The status of `job`. Raises `JobError` when it has none.
+
+    A job whose master is gone without an end is ``lost``: its record cannot have changed since.
+    """
+    alive = job.master_alive()
+    status = JobStatus.from_json(job.read_json(job.state.name))
+    if alive or status.phase in ENDED:
+        return status
+    return dataclasses.replace(status, phase="lost", reason="the master is gone and left no end")

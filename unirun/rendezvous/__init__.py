@@ -1,0 +1,16 @@
+"""Where the parties of a job meet: its directory, its sockets, and the endpoints of its groups."""
+
+from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
+from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, find_job, jobs_root
+from unirun.rendezvous.liveness import ProcessWatch
+
+__all__ = [
+    "Endpoint",
+    "JobDir",
+    "ProcessWatch",
+    "all_jobs",
+    "create_job",
+    "find_job",
+    "hold_endpoint",
+    "jobs_root",
+]

@@ -1,0 +1,58 @@
+"""Listening sockets that are bound once and held.
+
+A port that is probed, freed and bound again later can be lost to another process in between. An agent
+binds one socket per role when it starts and keeps it for the life of the job: the store of each
+generation listens on that very socket, so the role's address never changes and is never lost.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from unirun.errors import RendezvousError
+
+_BACKLOG = 4096
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A held listening socket and the address by which workers reach it."""
+
+    socket: socket.socket
+    addr: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.addr}:{self.port}"
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.socket.close()
+
+
+def split_endpoint(text: str) -> tuple[str, int]:
+    """``addr:port`` or ``[v6]:port`` as its two parts. Raises ValueError."""
+    addr, _, port = text.rpartition(":")
+    return addr.removeprefix("[").removesuffix("]"), int(port)
+
+
+def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
+    """Bind `addr`:`port` (0: any free one) and listen. Raises `RendezvousError` when it is taken."""
+    try:
+        family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    except OSError as error:
+        raise RendezvousError(f"{addr!r} is no address of this host: {error}", "see --master-addr") from error
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((addr, port))
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise RendezvousError(
+            f"{addr}:{port} cannot be listened on: {reason.lower()}",
+            "leave out --master-port to get a free one" if port else "see --master-addr",
+        ) from error
+    return Endpoint(sock, addr, sock.getsockname()[1])

@@ -1,0 +1,186 @@
+"""The directory of a job: what it holds, how it is made, how it is found again.
+
+::
+
+    <root>/<run id>/            0700
+        token                   0600, 256 random bits in hex
+        spec.json               the JobSpec
+        state.json              the job's state, replaced as a whole after every change
+        events.jsonl            what happened, what was decided and why
+        master.lock             held by the master as long as it lives
+        master.sock agent.sock  0600
+        master.log agent.log    what these processes say themselves
+        logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
+
+The root is ``$UNIRUN_HOME/jobs``, by default ``$XDG_STATE_HOME/unirun/jobs`` or
+``~/.local/state/unirun/jobs``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unirun.errors import JobError
+
+
+@dataclass(frozen=True, slots=True)
+class JobDir:
+    """Paths of one job."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The job's id, which is the directory's name."""
+        return self.path.name
+
+    @property
+    def token(self) -> Path:
+        """The file with the job's token."""
+        return self.path / "token"
+
+    @property
+    def master_socket(self) -> Path:
+        """Where the master listens."""
+        return self.path / "master.sock"
+
+    @property
+    def agent_socket(self) -> Path:
+        """Where the agent listens for its workers."""
+        return self.path / "agent.sock"
+
+    @property
+    def state(self) -> Path:
+        """The job's state in JSON."""
+        return self.path / "state.json"
+
+    @property
+    def events(self) -> Path:
+        """The event log, one JSON object a line."""
+        return self.path / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """Output of the workers. With ``--log-dir`` a link to a directory there."""
+        return self.path / "logs"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the master as long as it lives."""
+        return self.path / "master.lock"
+
+    def worker_logs(self, role: str, rank: int, incarnation: int) -> Path:
+        """The directory with the output of one worker."""
+        return self.logs / role / str(rank) / str(incarnation)
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Replace the file `name` by `value` as a whole: a reader sees the old one or the new one."""
+        target = self.path / name
+        fresh = target.with_suffix(".new")
+        fresh.write_text(json.dumps(value, separators=(",", ":")))
+        fresh.replace(target)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The object in the file `name`. Raises `JobError`."""
+        try:
+            value = json.loads((self.path / name).read_text())
+        except (OSError, ValueError) as error:
+            raise JobError(f"{self.path / name} cannot be read: {error}") from error
+        if not isinstance(value, dict):
+            raise JobError(f"{self.path / name} holds no object")
+        return value
+
+    def master_alive(self) -> bool:
+        """Whether a master holds this job now, seen from its lock; a reused pid cannot deceive it."""
+        try:
+            handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+
+def jobs_root() -> Path:
+    """The directory that holds this user's jobs."""
+    home = os.environ.get("UNIRUN_HOME")
+    if home:
+        return Path(home).expanduser().absolute() / "jobs"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "unirun" / "jobs"
+
+
+def create_job(run_id: str, token: bytes, log_dir: str | None = None) -> JobDir:
+    """Make the directory of a new job, with its token and its log directory.
+
+    Raises `JobError` when the id is taken by a job that runs, or when a directory cannot be made. A finished
+    job of the same id is replaced, as a second run of one ``--rdzv-id`` is usual.
+    """
+    job = JobDir(jobs_root() / run_id)
+    if job.path.exists():
+        if job.master_alive():
+            raise JobError(f"job {run_id} is running", f"stop it with: unirun stop {run_id}")
+        shutil.rmtree(job.path, ignore_errors=True)
+    try:
+        job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        job.path.mkdir(mode=0o700)
+        handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(token.hex())
+    except OSError as error:
+        raise JobError(
+            f"the job's directory {job.path} cannot be made: {error.strerror}",
+            "set UNIRUN_HOME to a directory that you may write",
+        ) from error
+    try:
+        if log_dir is None:
+            job.logs.mkdir()
+        else:
+            target = Path(log_dir).expanduser().absolute() / run_id
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+            job.logs.symlink_to(target)
+    except OSError as error:
+        shutil.rmtree(job.path, ignore_errors=True)
+        raise JobError(
+            f"logs cannot be written to {log_dir or job.logs}: {(error.strerror or str(error)).lower()}",
+            "choose another --log-dir",
+        ) from error
+    return job
+
+
+def all_jobs() -> Iterator[JobDir]:
+    """Every job of this user, the oldest first."""
+    root = jobs_root()
+    if not root.is_dir():
+        return
+    with os.scandir(root) as entries:
+        found = [(entry.stat().st_ctime, entry.path) for entry in entries if entry.is_dir()]
+    for _, path in sorted(found):
+        yield JobDir(Path(path))
+
+
+def find_job(name: str | None) -> JobDir:
+    """The job whose id is `name` or starts with it; without a name the newest. Raises `JobError`."""
+    jobs = list(all_jobs())
+    if not jobs:
+        raise JobError("there are no jobs", "start one with: unirun script.py")
+    if name is None:
+        return jobs[-1]
+    matches = [job for job in jobs if job.run_id == name] or [j for j in jobs if j.run_id.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise JobError(f"{name!r} fits {len(matches)} jobs", "write more of the id; unirun ls shows them")
+    raise JobError(f"no job is called {name!r}", "unirun ls shows the jobs there are")

@@ -1,0 +1,15 @@
+"""What a job is: frozen values, checked once, built from flags, YAML or Python alike."""
+
+from unirun.spec.job import Entry, EntryKind, JobSpec, LogSpec, RoleSpec, StartMethod
+from unirun.spec.parse import SlotCounter, parse_job
+
+__all__ = [
+    "Entry",
+    "EntryKind",
+    "JobSpec",
+    "LogSpec",
+    "RoleSpec",
+    "SlotCounter",
+    "StartMethod",
+    "parse_job",
+]

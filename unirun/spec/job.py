@@ -1,0 +1,124 @@
+"""The spec of a job: what runs, how often, with which environment. Values only, no behaviour."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+EntryKind = Literal["script", "module", "program", "workload"]
+StartMethod = Literal["fork", "exec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What every process of a role runs.
+
+    ``script``: a Python file. ``module``: as ``python -m``. ``program``: executed as it is.
+    ``workload``: a class ``pkg.mod:Class`` that serves calls.
+    """
+
+    kind: EntryKind
+    target: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """A named set of `count` identical processes.
+
+    `max_restarts` counts restarts of the whole role after a worker of it failed. `cwd` is None for the
+    directory where `unirun` was called. `env` comes on top of the job's.
+    """
+
+    name: str
+    count: int
+    entry: Entry
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    max_restarts: int = 0
+    start_method: StartMethod = "fork"
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpec:
+    """Where output goes. Everything is always kept in files; this says what a person sees besides.
+
+    `redirects` and `tee` are torchrun's ``-r`` and ``-t``: a bit set (1 stdout, 2 stderr) for all local
+    ranks or by local rank; a redirected stream is not shown on the console unless it is also teed.
+    """
+
+    dir: str | None = None
+    redirects: str = "0"
+    tee: str = "0"
+    local_ranks_filter: tuple[int, ...] | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One job. Durations are in seconds.
+
+    `primary` names the roles whose end is the job's end; the others are stopped then. `config` is the
+    user's own, free-form part, which workers find as ``ctx.config``. `master_port` 0 lets each role have a
+    free port; a number is taken by the first role. `sample_interval` is how often workers' memory and
+    processor time are read; exits are seen at once, whatever it is.
+    """
+
+    name: str
+    run_id: str
+    roles: tuple[RoleSpec, ...]
+    primary: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    shutdown_timeout: float = 30.0
+    join_timeout: float = 60.0
+    sample_interval: float = 5.0
+    virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    event_log: str = "null"
+    log: LogSpec = field(default_factory=LogSpec)
+
+    def role(self, name: str) -> RoleSpec:
+        """The role called `name`. Raises KeyError."""
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for files and streams; `from_json` gives an equal spec back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> JobSpec:
+        """The inverse of `to_json`."""
+        roles = tuple(
+            RoleSpec(
+                **{
+                    **role,
+                    "entry": Entry(**{**role["entry"], "args": tuple(role["entry"]["args"])}),
+                }
+            )
+            for role in data["roles"]
+        )
+        log = dict(data["log"])
+        ranks = log["local_ranks_filter"]
+        log["local_ranks_filter"] = None if ranks is None else tuple(ranks)
+        for key in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+            log[key] = tuple(log[key])
+        plain = {
+            **data,
+            "roles": roles,
+            "log": LogSpec(**log),
+            "primary": tuple(data["primary"]),
+            "preload": tuple(data["preload"]),
+            "signals": tuple(data["signals"]),
+        }
+        return cls(**plain)
