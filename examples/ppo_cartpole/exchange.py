@@ -32,40 +32,41 @@ class Exchange:
 
     def __init__(self, ctx: unirun.Context, total_envs: int) -> None:
         """``total_envs`` environments in the whole job, E of them in this rank's `share`."""
-        self._group = ctx.group("actor", "rollout")
-        self._actors = ctx.roles["actor"].world_size
-        self._rollouts = ctx.roles["rollout"].world_size
+        roles = ("actor", "rollout")
+        self._group = ctx.group(*roles)
+        self._actors = [ctx.group_rank(*roles, member=member) for member in ctx.members("actor")]
+        self._rollouts = [ctx.group_rank(*roles, member=member) for member in ctx.members("rollout")]
         self._total_envs = total_envs
         self.envs = share(total_envs, ctx.world_size, ctx.rank)
 
     def weights(self, model: ActorCritic) -> None:
-        """Copy the weights of actor 0, which is rank 0 of the group, into ``model`` on every rank."""
+        """Copy the weights of actor 0 into ``model`` on every rank."""
         flat = parameters_to_vector(model.parameters()).detach()
-        dist.broadcast(flat, group=self._group, group_src=0)
+        dist.broadcast(flat, group=self._group, group_src=self._actors[0])
         vector_to_parameters(flat, model.parameters())
 
     def send(self, trajectories: Trajectories) -> None:
         """A rollout's half of a transfer: to each actor, the environments that it learns from."""
-        for actor in range(self._actors):
-            common = overlap(self.envs, share(self._total_envs, self._actors, actor))
+        for actor, group_rank in enumerate(self._actors):
+            common = overlap(self.envs, share(self._total_envs, len(self._actors), actor))
             if common:
                 message = self._columns(trajectories, common).contiguous()
-                dist.send(message, group=self._group, group_dst=actor)
+                dist.send(message, group=self._group, group_dst=group_rank)
 
     def receive(self, steps: int) -> Trajectories:
         """An actor's half of a transfer: its share ``[steps, E]`` from the rollouts that have it."""
         trajectories = Trajectories.empty(steps, len(self.envs))
-        for rollout in range(self._rollouts):
-            common = overlap(self.envs, share(self._total_envs, self._rollouts, rollout))
+        for rollout, group_rank in enumerate(self._rollouts):
+            common = overlap(self.envs, share(self._total_envs, len(self._rollouts), rollout))
             if common:
                 columns = self._columns(trajectories, common)
                 message = torch.empty(columns.shape)
-                dist.recv(message, group=self._group, group_src=self._actors + rollout)
+                dist.recv(message, group=self._group, group_src=group_rank)
                 columns.copy_(message)
         return trajectories
 
     def mean(self, values: Tensor) -> float:
-        """The mean of the values of all ranks, the same float on each; a rank without any gives ``[0]``."""
+        """The mean over the values of all ranks, the same float on each; ``values`` may be empty on some."""
         total = torch.tensor([values.sum().item(), len(values)], dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return (total[0] / total[1]).item()

@@ -25,7 +25,11 @@ GRADIENT_NORM = 0.5  # at most, over all parameters
 
 
 class Learner:
-    """Improves a model in place; DDP keeps it equal on all actor ranks."""
+    """Improves a model in place; DDP keeps it equal on all actor ranks.
+
+    Every rank takes the same number of gradient steps. DDP's mean counts each rank once, so where the shares
+    are unequal (3 actors on 16 environments), a step in a smaller share weighs a little more.
+    """
 
     def __init__(self, model: ActorCritic, updates: int, generator: torch.Generator) -> None:
         """The learning rate falls linearly to zero over ``updates``; ``generator`` shuffles minibatches."""

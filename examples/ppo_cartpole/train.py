@@ -151,7 +151,7 @@ def parse_args() -> argparse.Namespace:
         "--seed",
         "--seeds",
         dest="seeds",
-        type=lambda text: [int(seed) for seed in text.split(",")],
+        type=seed_list,
         default=[0],
         help="comma-separated seeds, trained one after the other (default: 0)",
     )
@@ -162,6 +162,11 @@ def parse_args() -> argparse.Namespace:
         "--out", type=Path, default=Path("reward.png"), help="learning curves (default: reward.png)"
     )
     return parser.parse_args()
+
+
+def seed_list(text: str) -> list[int]:
+    """The seeds in ``"0,1,2"``."""
+    return [int(seed) for seed in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from unirun.wire.messages import (
     StartRole,
     StopWorkers,
     View,
+    Welcome,
 )
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
@@ -255,7 +256,7 @@ class Agent:
         self._links.setdefault(worker.id, set()).add(link)
         try:
             if self._state.view is not None:
-                link.send(self._state.view)
+                link.send(Welcome(self._state.view, dict(self._spec.config)))
             self._apply(core.FromWorker(worker.id, hello))
             while True:
                 self._apply(core.FromWorker(worker.id, await link.receive()))

@@ -7,7 +7,7 @@ annotation, so what a state machine receives has the types that it was written f
 agent→master  Join SpawnerReady WorkerStarted WorkerRunning WorkerExited Notice Sample
 master→agent  StartRole StopWorkers View Shutdown
 worker→agent  Hello WorkerError
-agent→worker  View
+agent→worker  Welcome View
 CLI→master    Attach Stop
 master→CLI    WorkerStarted RoleChanged Notice Ended
 agent→spawner Spawn OpenStore Kill
@@ -181,6 +181,14 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to `Hello`: the roles as they stand, and the user's part of the spec."""
+
+    view: View
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
     """A CLI wants to follow the job."""
 
@@ -299,6 +307,7 @@ Message = (
     | View
     | Shutdown
     | Hello
+    | Welcome
     | Attach
     | Stop
     | RoleChanged

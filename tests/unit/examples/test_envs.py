@@ -28,7 +28,7 @@ def untrained() -> ActorCritic:
 @pytest.fixture
 def balancing() -> ActorCritic:
     model = ActorCritic()
-    model.policy = Balancer()  # type: ignore[assignment]
+    model.policy = Balancer()
     return model
 
 

@@ -1,4 +1,4 @@
-"""The mathematics of the PPO example: advantages, loss, minibatches, and the buffer that carries experience."""
+"""The mathematics of the PPO example: advantages, loss, minibatches and the buffer of experience."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ fractions = st.floats(0.0, 1.0)
 
 
 def random_steps(seed: int, steps: int, envs: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rewards, values, next values, terminated and done, ``[steps, envs]`` in float64; some done by time limit."""
+    """Rewards, values, next values, terminated, done: ``[steps, envs]`` float64; some episodes time out."""
     generator = torch.Generator().manual_seed(seed)
     rewards, values, next_values = torch.randn(3, steps, envs, generator=generator, dtype=torch.float64)
     terminated, truncated = (torch.rand(2, steps, envs, generator=generator) < 0.15).double()

@@ -1,0 +1,128 @@
+"""``unirun.init()``: who this worker is, who the others are, and process groups across roles.
+
+The same call works under torchrun and under plain ``python script.py``: then there is one role, with the ranks
+that the environment tells, or one rank. So a script can be debugged without any launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from unirun.errors import UsageError
+from unirun.roles.groups import GroupForge
+from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""As torch's default for a process group."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """A position in a role; printed as ``actor:2``."""
+
+    role: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.rank}"
+
+
+class Context:
+    """What a worker knows of its job. Made by `init`, one per process."""
+
+    def __init__(self, environ: Mapping[str, str], peers: Peers) -> None:
+        self._peers = peers
+        self._forge = GroupForge(peers)
+        self.role: str = peers.role
+        """The name of this worker's role."""
+        self.rank: int = peers.rank
+        """The rank in the role, 0..world_size-1. It is also the rank in the role's default process group."""
+        self.local_rank: int = int(environ.get("LOCAL_RANK", "0"))
+        """The rank among the role's workers on this node."""
+        self.local_world_size: int = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        """How many workers of the role are on this node."""
+        self.incarnation: int = int(environ.get("UNIRUN_INCARNATION", "0"))
+        """How many times this rank was started again."""
+        self.node: str = environ.get("UNIRUN_NODE", "localhost")
+        """The name of this node."""
+        self.job: str = environ.get("UNIRUN_JOB", environ.get("TORCHELASTIC_RUN_ID", ""))
+        """The job's id; empty without a launcher."""
+        self.config: Mapping[str, Any] = MappingProxyType(peers.config)
+        """The ``config:`` section of the job file."""
+
+    @property
+    def roles(self) -> Mapping[str, RoleInfo]:
+        """Every role of the job as it stands now: ``ctx.roles["rollout"].world_size``."""
+        return self._peers.roles()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks this worker's role has."""
+        return self.roles[self.role].world_size
+
+    @property
+    def generation(self) -> int:
+        """How many times the process group of this worker's role was formed before this one."""
+        return self._peers.generation
+
+    def members(self, role: str) -> tuple[Member, ...]:
+        """Every member of `role` in rank order. Raises `UsageError` for a role that the job does not have."""
+        return tuple(Member(role, rank) for rank in range(self._peers.known(role).world_size))
+
+    def group(
+        self, *roles: str, backend: str | None = None, timeout: timedelta = GROUP_TIMEOUT
+    ) -> ProcessGroup:
+        """The process group of all ranks of `roles`, beside each role's default group.
+
+        The order is that of the names, then of the ranks: with 2 actors and 3 rollouts,
+        ``group("actor", "rollout")`` has actor:0, actor:1, rollout:0, rollout:1, rollout:2 as its ranks 0..4. In
+        calls of `torch.distributed` with ``group=`` this group, `src` and `dst` are these ranks.
+
+        Every member must call it, with the same names in the same order. It is built once per generation: as
+        long as no role was restarted, later calls return the same group. When a role is restarted, operations
+        on the old group fail in every member at once; call `group` again to form the next one with the new
+        workers. `backend` is that of the default group, else gloo (and nccl for CUDA tensors).
+
+        Raises `GroupError` when the members do not meet within `timeout`, `UsageError` for wrong names.
+        """
+        for role in roles:
+            self._peers.known(role)
+        if self.role not in roles or len(set(roles)) != len(roles):
+            raise UsageError(
+                f"group({', '.join(map(repr, roles))}) is called by {self.role}:{self.rank}",
+                "name each role once, the caller's among them",
+            )
+        return self._forge.group(roles, backend, timeout)
+
+    def group_rank(self, *roles: str, member: Member | None = None) -> int:
+        """The rank of `member` (default: this worker) in ``group(*roles)``."""
+        who = member or Member(self.role, self.rank)
+        before = roles[: roles.index(who.role)]
+        return sum(self._peers.known(role).world_size for role in before) + who.rank
+
+    def __repr__(self) -> str:
+        return f"<{self.role}:{self.rank} of {self.world_size}, generation {self.generation}, job {self.job!r}>"
+
+
+_contexts: dict[int, Context] = {}
+
+
+def init(environ: Mapping[str, str] | None = None) -> Context:
+    """The context of this process; the same one at every call.
+
+    Raises `WireError` or `RendezvousError` when the agent of this node does not answer.
+    """
+    pid = os.getpid()
+    if pid not in _contexts:
+        environ = os.environ if environ is None else environ
+        peers = linked_peers(environ) if "UNIRUN_SOCKET" in environ else lone_peers(environ)
+        _contexts[pid] = Context(environ, peers)
+    return _contexts[pid]

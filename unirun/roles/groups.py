@@ -1,0 +1,203 @@
+"""Process groups across roles.
+
+The members meet in the store of the first role that is named, under a prefix with the generation of every role
+in it. A role that is restarted has another generation, so no key of an earlier group is ever read, and members
+that hold different views wait in different places until their agents have told them the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unirun.errors import GroupError
+from unirun.rendezvous.endpoints import split_endpoint
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.sever import Connections, noted_connections
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+LOOK = 0.02
+"""Seconds between two looks into the store while members are missing; news from the agent come at once."""
+
+Key = tuple[tuple[str, ...], str]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group, the generations of its roles, and the connections it stands on."""
+
+    infos: tuple[RoleInfo, ...]
+    pg: ProcessGroup
+    connections: Connections
+
+
+class GroupForge:
+    """Forms groups and keeps them as long as their generations last."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._groups: dict[Key, _Group] = {}
+        peers.when_changed(self._sever_outdated)
+
+    def group(self, roles: tuple[str, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
+        """The group of all ranks of `roles` in their present generations."""
+        backend = backend or default_backend()
+        deadline = time.monotonic() + timeout.total_seconds()
+        kept = self._groups.get((roles, backend))
+        if kept is not None:
+            if kept.infos == self._infos(roles) and kept.connections.intact():
+                return kept.pg
+            del self._groups[roles, backend]
+            kept.connections.sever()
+            _forget(kept.pg)
+            self._await_change(kept, deadline)
+        infos, store = self._meet(roles, backend, deadline)
+        size = sum(info.world_size for info in infos)
+        with noted_connections() as connections:
+            pg = _build(self._rank(infos), size, _name(infos, backend), store, backend, timeout)
+        self._groups[roles, backend] = _Group(infos, pg, connections)
+        return pg
+
+    def _sever_outdated(self) -> None:
+        """Called when the agent has told something new: wake whatever waits in a group of the past."""
+        for group in list(self._groups.values()):
+            if group.infos != tuple(self._peers.roles().get(info.name) for info in group.infos):
+                group.connections.sever()
+
+    def _await_change(self, broken: _Group, deadline: float) -> None:
+        """A member of a broken group is gone; wait until its role is started again."""
+        roles = tuple(info.name for info in broken.infos)
+        while self._infos(roles) == broken.infos:
+            if time.monotonic() >= deadline:
+                raise GroupError(
+                    f"a member of group {'+'.join(roles)} is gone and its role was not started again",
+                    "did it end before the others?",
+                )
+            self._peers.wait(deadline - time.monotonic())
+
+    def _infos(self, roles: tuple[str, ...]) -> tuple[RoleInfo, ...]:
+        return tuple(self._peers.known(role) for role in roles)
+
+    def _rank(self, infos: tuple[RoleInfo, ...]) -> int:
+        rank = self._peers.rank
+        for info in infos:
+            if info.name == self._peers.role:
+                return rank
+            rank += info.world_size
+        raise GroupError(f"{self._peers.role} is not among the roles of the group")
+
+    def _meet(
+        self, roles: tuple[str, ...], backend: str, deadline: float
+    ) -> tuple[tuple[RoleInfo, ...], Store]:
+        """Wait until every member is there, in one view of the generations. Returns that view and the store."""
+        while True:
+            infos = self._infos(roles)
+            keys = [f"here/{rank}" for rank in range(sum(info.world_size for info in infos))]
+            store = self._arrive(infos, backend)
+            while self._infos(roles) == infos:
+                if store is not None and _all_here(store, keys):
+                    return infos, store
+                if time.monotonic() >= deadline:
+                    raise GroupError(
+                        f"group {_name(infos, backend)}: {_missing(store, keys)} did not come in time",
+                        "every member must call ctx.group with the same roles in the same order",
+                    )
+                self._peers.wait(LOOK)
+                store = store or self._arrive(infos, backend)
+
+    def _arrive(self, infos: tuple[RoleInfo, ...], backend: str) -> Store | None:
+        """Say in the store that this member is there; None when the store is just being replaced."""
+        try:
+            store: Store = dist().PrefixStore(f"unirun/{_name(infos, backend)}", self._store(infos))
+            store.set(f"here/{self._rank(infos)}", "1")
+        except dist().DistError:
+            return None
+        return store
+
+    def _store(self, infos: tuple[RoleInfo, ...]) -> Any:
+        if self._peers.linked:
+            addr, port = split_endpoint(infos[0].endpoint)
+            return dist().TCPStore(addr, port, is_master=False, timeout=timedelta(seconds=30))
+        if sum(info.world_size for info in infos) == 1:
+            return dist().HashStore()
+        if not dist().is_initialized():
+            raise GroupError(
+                "without unirun, ctx.group needs the default group", "call torch.distributed.init_process_group"
+            )
+        return c10d()._get_default_store()
+
+
+def dist() -> Any:
+    """`torch.distributed`, of which much that is needed here has no types."""
+    return importlib.import_module("torch.distributed")
+
+
+def c10d() -> Any:
+    """torch's own module of process groups, likewise."""
+    return importlib.import_module("torch.distributed.distributed_c10d")
+
+
+def default_backend() -> str:
+    """The backend of the default group; without one, gloo, and nccl for CUDA tensors."""
+    import torch
+
+    if dist().is_initialized():
+        return str(dist().get_backend_config())
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _name(infos: tuple[RoleInfo, ...], backend: str) -> str:
+    return "+".join(f"{info.name}.{info.generation}" for info in infos) + f"/{backend}"
+
+
+def _all_here(store: Store, keys: list[str]) -> bool:
+    try:
+        return bool(store.check(keys))
+    except dist().DistError:
+        return False
+
+
+def _missing(store: Store | None, keys: list[str]) -> str:
+    if store is None:
+        return "the store"
+    absent = [key.removeprefix("here/") for key in keys if not _all_here(store, [key])]
+    return f"group rank {', '.join(absent)}" if absent else "the store"
+
+
+def _build(
+    rank: int, size: int, name: str, store: Store, backend: str, timeout: timedelta
+) -> ProcessGroup:
+    """A process group beside the default one, known to `torch.distributed`, with its own ranks as global ranks.
+
+    torch has no public call for a group whose members are not all in the default group; this is the function that
+    ``init_process_group`` and ``new_group`` use themselves.
+    """
+    module = c10d()
+    default = module._get_default_group() if dist().is_initialized() else None
+    device = default.bound_device_id if default is not None else None
+    if default is not None and device is not None:
+        # NCCL would split the new communicator off the default one, which has other members.
+        default.bound_device_id = None
+    try:
+        pg, _ = module._new_process_group_helper(
+            size, rank, [], backend, store, group_name=module.GroupName(name), timeout=timeout
+        )
+    except (dist().DistError, RuntimeError) as error:
+        raise GroupError(f"group {name} could not be formed: {error}", "did a member die?") from error
+    finally:
+        if default is not None and device is not None:
+            default.bound_device_id = device
+    module._world.pg_group_ranks[pg] = {each: each for each in range(size)}
+    formed: ProcessGroup = pg
+    return formed
+
+
+def _forget(pg: ProcessGroup) -> None:
+    """Take a broken group out of torch's books; nothing is waited for."""
+    c10d()._abort_process_group(pg)

@@ -1,0 +1,141 @@
+"""What a worker knows of the other roles, kept up to date by its agent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from unirun.errors import FrameError, UsageError, WireError
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.link import open_link
+from unirun.wire.messages import View, Welcome
+
+WELCOME_TIMEOUT = 30.0
+"""Seconds in which the agent must answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleInfo:
+    """A role as others see it. `endpoint` is where the store of its present generation listens."""
+
+    name: str
+    world_size: int
+    generation: int
+    endpoint: str = ""
+
+
+class Peers:
+    """The roles of the job. Thread-safe: the link's thread updates what others read."""
+
+    def __init__(
+        self, role: str, rank: int, roles: Mapping[str, RoleInfo], config: Mapping[str, Any], *, linked: bool
+    ) -> None:
+        self.role, self.rank, self.config, self.linked = role, rank, dict(config), linked
+        self.generation = roles[role].generation
+        self._roles = dict(roles)
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    def roles(self) -> Mapping[str, RoleInfo]:
+        """All roles as they stand now."""
+        with self._changed:
+            return MappingProxyType(self._roles)
+
+    def known(self, role: str) -> RoleInfo:
+        """One role. Raises `UsageError` when the job has none of that name."""
+        found = self.roles().get(role)
+        if found is None:
+            raise UsageError(f"this job has no role {role!r}", f"it has {', '.join(self.roles())}")
+        return found
+
+    def update(self, view: View) -> None:
+        """Take over what the agent tells."""
+        with self._changed:
+            self._roles = _infos(view)
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each update, in the link's thread."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def wait(self, timeout: float) -> None:
+        """Return at the next update, or after `timeout` seconds."""
+        with self._changed:
+            self._changed.wait(max(timeout, 0.0))
+
+
+def lone_peers(environ: Mapping[str, str]) -> Peers:
+    """Without unirun: one role, as torchrun's variables say, or one rank."""
+    role = environ.get("ROLE_NAME", "default")
+    size = int(environ.get("WORLD_SIZE", "1"))
+    generation = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    info = RoleInfo(role, size, generation)
+    return Peers(role, int(environ.get("RANK", "0")), {role: info}, {}, linked=False)
+
+
+def linked_peers(environ: Mapping[str, str]) -> Peers:
+    """Under unirun: what the agent tells, now and later. Raises `WireError` or `RendezvousError`."""
+    link = open_link(environ)
+    welcome = link.receive(timeout=WELCOME_TIMEOUT)
+    while isinstance(welcome, View):
+        welcome = link.receive(timeout=WELCOME_TIMEOUT)
+    if not isinstance(welcome, Welcome):
+        raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
+    role, rank = environ["ROLE_NAME"], int(environ["RANK"])
+    peers = Peers(role, rank, _infos(welcome.view), welcome.config, linked=True)
+    thread = threading.Thread(target=_listen, args=(link, peers), name="unirun-link", daemon=True)
+    thread.start()
+    return peers
+
+
+def _infos(view: View) -> dict[str, RoleInfo]:
+    return {r.name: RoleInfo(r.name, r.world_size, r.generation, r.endpoint) for r in view.roles}
+
+
+def _listen(link: BlockingStream, peers: Peers) -> None:
+    """Take updates until the link ends. When the agent itself is gone, so is this worker: no orphan survives."""
+    agent = _agent_handle(link.socket)
+    if agent is None:
+        _end()
+        return
+    poll = select.poll()
+    poll.register(agent, select.POLLIN)
+    poll.register(link.socket, select.POLLIN)
+    while True:
+        ready = {handle for handle, _ in poll.poll()}
+        if agent in ready:
+            _end()
+            return
+        try:
+            for message in link.drain():
+                if isinstance(message, View):
+                    peers.update(message)
+        except WireError:
+            # The script may have closed the link; only the agent's own end matters from here on.
+            poll.unregister(link.socket)
+
+
+def _agent_handle(sock: socket.socket) -> int | None:
+    """A handle on the agent's process, as the kernel knows it; None when it is gone."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", raw)[0]
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _end() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)
