@@ -11,7 +11,8 @@ _unirun() {{
   COMPREPLY=()
   case ${{COMP_WORDS[1]}} in
     status|logs|stop)
-      [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)" -- "$cur"))
+      local jobs=$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
+      [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$jobs" -- "$cur"))
       return ;;
   esac
   case $prev in

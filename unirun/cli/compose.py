@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.cli.options import CommandLine, from_environment
-from unirun.collocation import Inventory, count_slots
+from unirun.collocation import (
+    Inventory,
+    Placement,
+    count_slots,
+    local_inventory,
+    local_topology,
+    plan_placement,
+)
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.spec import JobSpec, parse_job
 from unirun.spec.parse import nearest
@@ -39,6 +46,14 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
             "leave it out, or bind with numactl",
         )
     return spec
+
+
+def plan_job(line: CommandLine) -> tuple[JobSpec, Placement]:
+    """The spec that a command line describes, and who sits where on this host."""
+    inventory = local_inventory()
+    spec = job_spec(line, inventory)
+    topology = local_topology(inventory) if spec.numa_binding else None
+    return spec, plan_placement(spec, inventory, topology)
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
@@ -149,9 +164,7 @@ class _Scope:
     ) -> None:
         self._job, self._roles, self._names, self._faults = job, roles, names, faults
 
-    def scoped(
-        self, key: str, values: Any, *, needs_role: bool = False, job_key: str | None = None
-    ) -> None:
+    def scoped(self, key: str, values: Any, *, needs_role: bool = False, job_key: str | None = None) -> None:
         option = f"--{(job_key or key).replace('_', '-')}"
         for value in values:
             role, equals, rest = value.partition("=")

@@ -23,7 +23,7 @@ def shown(log: LogSpec, local_rank: int, stream: int) -> bool:
 def _bits(text: str, local_rank: int) -> int:
     if ":" not in text:
         return int(text)
-    return dict((int(a), int(b)) for a, b in (item.split(":") for item in text.split(","))).get(local_rank, 0)
+    return {int(a): int(b) for a, b in (item.split(":") for item in text.split(","))}.get(local_rank, 0)
 
 
 class Prefixer:

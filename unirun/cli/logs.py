@@ -16,7 +16,9 @@ from unirun.rendezvous.jobdir import JobDir, find_job
 
 def main(argv: list[str]) -> int:
     """Print, and with -f follow, the logs of a job. Returns 0."""
-    parser = Parser(prog="unirun logs", description="What the workers of a job wrote (by default the newest).")
+    parser = Parser(
+        prog="unirun logs", description="What the workers of a job wrote (by default the newest)."
+    )
     parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
     parser.add_argument("who", nargs="?", help="a role or one rank: actor, actor:2")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
@@ -59,7 +61,9 @@ def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> It
         raise UsageError(f"job {job.run_id} has no role {role_wanted!r}", f"it has {', '.join(known)}")
     for role in status.roles:
         for worker in role.workers:
-            if (role_wanted and role_wanted != role.name) or (rank_wanted and rank_wanted != str(worker.rank)):
+            if (role_wanted and role_wanted != role.name) or (
+                rank_wanted and rank_wanted != str(worker.rank)
+            ):
                 continue
             first = 0 if every else worker.incarnation
             for incarnation in range(first, worker.incarnation + 1):

@@ -36,7 +36,9 @@ class Option:
     @property
     def spellings(self) -> tuple[str, ...]:
         """All names, with the underscored form of each long one."""
-        under = tuple("--" + n[2:].replace("-", "_") for n in self.names if n.startswith("--") and "-" in n[2:])
+        under = tuple(
+            "--" + n[2:].replace("-", "_") for n in self.names if n.startswith("--") and "-" in n[2:]
+        )
         return self.names + under
 
 
@@ -57,9 +59,7 @@ _OURS: tuple[Option, ...] = (
         "ROLE=N,…",
         pet=False,
     ),
-    Option(
-        ("--script",), "list", ROLES, "a script for one role: rollout=serve.py", "ROLE=FILE", pet=False
-    ),
+    Option(("--script",), "list", ROLES, "a script for one role: rollout=serve.py", "ROLE=FILE", pet=False),
     Option(
         ("--env",),
         "list",
@@ -159,7 +159,9 @@ _TORCHRUN: tuple[Option, ...] = (
         RUN,
         "run the script with runpy in a process that is there already (as fork does)",
     ),
-    Option(("--log-dir",), "value", OUTPUT, "where logs go: DIR/<job id>/<role>/<rank>/<incarnation>/", "DIR"),
+    Option(
+        ("--log-dir",), "value", OUTPUT, "where logs go: DIR/<job id>/<role>/<rank>/<incarnation>/", "DIR"
+    ),
     Option(
         ("-r", "--redirects"),
         "value",
@@ -179,7 +181,9 @@ _TORCHRUN: tuple[Option, ...] = (
     Option(("--duplicate-stderr-filters",), "value", OUTPUT, "the same for stderr", "WORD,…"),
     Option(("--node-rank",), "value", NODES, "rank of this node; 0 on one node", "N"),
     Option(("--master-addr",), "value", NODES, "address of this host on which stores listen", "ADDR"),
-    Option(("--master-port",), "value", NODES, "port of the first role's store (default: a free one)", "PORT"),
+    Option(
+        ("--master-port",), "value", NODES, "port of the first role's store (default: a free one)", "PORT"
+    ),
     Option(("--local-addr",), "value", NODES, "the same as --master-addr on one node", "ADDR"),
     Option(("--logs-specs",), "value", OUTPUT, "refused: unirun keeps all output itself", "NAME", pet=False),
     Option(
@@ -206,7 +210,10 @@ _TORCHRUN: tuple[Option, ...] = (
         "SECONDS",
     ),
     Option(
-        ("--virtual-local-rank",), "flag", START, "LOCAL_RANK is 0 everywhere; each worker sees its device only"
+        ("--virtual-local-rank",),
+        "flag",
+        START,
+        "LOCAL_RANK is 0 everywhere; each worker sees its device only",
     ),
 )
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unirun.cli.compose import job_spec
+from unirun.cli.compose import plan_job
 from unirun.cli.options import OUTPUT, Option, parse
 from unirun.cli.tables import print_table
-from unirun.collocation import Placement, local_inventory, plan_placement
+from unirun.collocation import Placement
 from unirun.launcher.environment import worker_env
 from unirun.rendezvous.jobdir import JobDir, jobs_root
 from unirun.spec import JobSpec, RoleSpec
@@ -24,9 +24,7 @@ JSON = Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False)
 def main(argv: list[str]) -> int:
     """Print the plan of the job that `argv` describes. Returns 0."""
     line = parse(argv, "unirun plan", (JSON,))
-    inventory = local_inventory()
-    spec = job_spec(line, inventory)
-    placement = plan_placement(spec, inventory)
+    spec, placement = plan_job(line)
     rows = plan_rows(spec, placement)
     if line.options.get("json"):
         print(json.dumps({"spec": spec.to_json(), "note": placement.note, "workers": rows}, indent=2))
@@ -51,9 +49,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
         for place in places:
             member = Member(place.rank, place.local_rank, 0, place.devices)
             endpoint = f"{spec.master_addr}:{port}"
-            order = StartRole(
-                role.name, 0, 0, role.count, len(places), 0, 1, endpoint, (member,)
-            )
+            order = StartRole(role.name, 0, 0, role.count, len(places), 0, 1, endpoint, (member,))
             rows.append(
                 {
                     **dataclasses.asdict(place),

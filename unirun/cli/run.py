@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from unirun.cli.compose import job_spec
+from unirun.cli.compose import plan_job
 from unirun.cli.console import Console, Prefixer, shown
 from unirun.cli.options import CommandLine, parse
-from unirun.collocation import Placement, local_inventory, plan_placement
+from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, RendezvousError, UnirunError, WireError
 from unirun.launcher import Launched, launch
 from unirun.launcher.agent import hold_endpoints
@@ -32,9 +32,7 @@ FAREWELL = 5.0
 def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
-    inventory = local_inventory()
-    spec = job_spec(line, inventory)
-    placement = plan_placement(spec, inventory)
+    spec, placement = plan_job(line)
     return start(line, spec, placement)
 
 
@@ -78,7 +76,6 @@ class _Session:
         self._spawner = "importing torch"
         self._began = time.monotonic()
         self._up = False
-        self._filtered: dict[tuple[str, int], object] = {}
 
     async def run(self) -> int:
         """Follow the job to its end. Returns its exit code."""
@@ -161,7 +158,9 @@ class _Session:
                 seconds = time.monotonic() - self._began
                 total = sum(role.total for role in self._roles.values())
                 self._console.live("")
-                self._console.note(f"{total} ranks of {len(self._roles)} roles run after {seconds:.1f} s")
+                ranks = f"{total} rank{'s' * (total != 1)}"
+                roles = f"{len(self._roles)} role{'s' * (len(self._roles) != 1)}"
+                self._console.note(f"{ranks} of {roles} up after {seconds:.1f} s")
             self._up = True
             return
         if not self._up:

@@ -8,7 +8,7 @@ import time
 
 from unirun.cli.options import Parser
 from unirun.cli.tables import age, megabytes, print_table
-from unirun.observe.status import JobStatus, read_status
+from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status
 from unirun.rendezvous.jobdir import find_job
 
 
@@ -34,20 +34,20 @@ def _print(status: JobStatus, logs: str) -> None:
     if status.reason:
         print(f"reason: {status.reason}")
     print(f"logs: {logs}\n")
-    rows = []
-    for role in status.roles:
-        for worker in role.workers:
-            rows.append(
-                [
-                    f"{role.name}:{worker.rank}",
-                    worker.phase if not worker.exit else worker.exit,
-                    worker.node,
-                    str(worker.pid or ""),
-                    str(worker.incarnation),
-                    megabytes(worker.memory),
-                    "" if worker.cpu is None else f"{worker.cpu:.1f} s",
-                    f"{role.phase} (generation {role.generation}, {role.restarts}/{role.max_restarts} restarts)",
-                ]
-            )
+    rows = [_row(role, worker) for role in status.roles for worker in role.workers]
     headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]
     print_table(headers, rows)
+
+
+def _row(role: RoleStatus, worker: WorkerStatus) -> list[str]:
+    restarts = f"generation {role.generation}, {role.restarts}/{role.max_restarts} restarts"
+    return [
+        f"{role.name}:{worker.rank}",
+        worker.exit or worker.phase,
+        worker.node,
+        str(worker.pid or ""),
+        str(worker.incarnation),
+        megabytes(worker.memory),
+        "" if worker.cpu is None else f"{worker.cpu:.1f} s",
+        f"{role.phase} ({restarts})",
+    ]

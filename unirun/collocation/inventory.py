@@ -7,6 +7,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unirun.collocation.numa import Topology, read_topology
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -40,6 +42,12 @@ def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     devices = visible(nvml_devices(), environ.get("CUDA_VISIBLE_DEVICES"))
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     return Inventory((Node(socket.gethostname(), cpus, devices),))
+
+
+def local_topology(inventory: Inventory) -> Topology:
+    """Which processors of this host are near which of its devices, from sysfs."""
+    node = inventory.nodes[0]
+    return read_topology(node.cpus, {device.index: device.pci for device in node.devices})
 
 
 def nvml_devices() -> tuple[Device, ...]:

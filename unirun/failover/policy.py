@@ -30,5 +30,7 @@ def decide(failure: Failure, *, restarts: int, max_restarts: int) -> Decision:
     if max_restarts == 0:
         return Decision("end_job", f"{what}; role {failure.role} has no restarts (--max-restarts 0)")
     return Decision(
-        "end_job", f"{what}; all {max_restarts} restarts of role {failure.role} are used up", budget_spent=True
+        "end_job",
+        f"{what}; all {max_restarts} restarts of role {failure.role} are used up",
+        budget_spent=True,
     )

@@ -17,6 +17,7 @@ from typing import Any
 from unirun.errors import IllegalTransition, RendezvousError, WireError
 from unirun.launcher import core
 from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.launcher.filters import LineFilters
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
@@ -34,6 +35,7 @@ from unirun.wire.messages import (
     StopWorkers,
     View,
     Welcome,
+    WorkerStarted,
 )
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
@@ -66,6 +68,7 @@ class Agent:
         self._next_id = 0
         self._left = asyncio.Event()
         self._oom_kills = out_of_memory_kills()
+        self._filters = LineFilters(job, spec.log)
 
     async def run(self, owner_pid: int | None) -> None:
         """Serve the master until it says `Shutdown`, or is gone, or the process `owner_pid` is."""
@@ -80,7 +83,9 @@ class Agent:
             lost = core.MasterLost("the unirun command is gone")
             owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
         try:
-            self._master = await connect(self._job.master_socket, self._token, timeout=self._spec.join_timeout)
+            self._master = await connect(
+                self._job.master_socket, self._token, timeout=self._spec.join_timeout
+            )
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
             self._master.send(Join(self._state.node, os.getpid(), socket.gethostname(), endpoints))
             self._background(self._follow_master(self._master))
@@ -94,6 +99,7 @@ class Agent:
                 owner.close()
             await self._end_spawners()
             kill_children()
+            self._filters.finish()
             if self._master is not None:
                 await self._master.close()
 
@@ -153,6 +159,8 @@ class Agent:
                 self._left.set()
 
     def _tell(self, message: Message) -> None:
+        if isinstance(message, WorkerStarted):
+            self._filters.follow(message.role, message.rank, message.incarnation)
         if self._master is not None:
             self._master.send(message)
 

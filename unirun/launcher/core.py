@@ -320,13 +320,13 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
         case SpawnFailed(number, reason):
             return _ended(state, number, WorkerExited("", 0, 0, 0.0, 1, None, note=reason))
         case Reaped(number, when, code, signum):
-            return _ended(state, number, WorkerExited("", 0, 0, when, code, signum, note=event.note, tail=event.tail))
+            return _ended(
+                state, number, WorkerExited("", 0, 0, when, code, signum, note=event.note, tail=event.tail)
+            )
     raise IllegalTransition(f"a spawner sent {type(event.message).__name__}")
 
 
-def _spawner_ready(
-    state: AgentState, key: SpawnerKey, seconds: float
-) -> tuple[AgentState, list[Command]]:
+def _spawner_ready(state: AgentState, key: SpawnerKey, seconds: float) -> tuple[AgentState, list[Command]]:
     state = replace(state, spawners={**state.spawners, key: True})
     commands: list[Command] = [ToMaster(SpawnerReady(state.node, seconds))] if seconds >= 0.1 else []
     pending = dict(state.pending_stores)

@@ -52,9 +52,7 @@ def launch(
     return Launched(master, agent)
 
 
-def _fork(
-    title: str, job: JobDir, log: str, run: Callable[[int | None], None], owner: int | None
-) -> int:
+def _fork(title: str, job: JobDir, log: str, run: Callable[[int | None], None], owner: int | None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

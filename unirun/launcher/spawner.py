@@ -156,9 +156,7 @@ class Spawner:
         self._kill_strays(known.owner)
         killed = end is not None and end.si_code != os.CLD_EXITED
         status = end.si_status if end is not None else 1
-        self._stream.send(
-            Reaped(known.id, now, None if killed else status, status if killed else None)
-        )
+        self._stream.send(Reaped(known.id, now, None if killed else status, status if killed else None))
 
     def _kill_strays(self, owner: tuple[str, ...]) -> None:
         """Descendants that left the group of their worker were adopted when it ended: kill those too."""

@@ -90,7 +90,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
             _run_script(target, args)
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ended the script is reported, then it ends
         _report(link, error)
         sys.excepthook(type(error), error, error.__traceback__)
         # As Python does for an interrupt that nobody caught.

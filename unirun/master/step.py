@@ -68,9 +68,7 @@ class _Turn:
         if (before.phase, before.running, before.generation) != (role.phase, role.running, role.generation):
             self.send(
                 ToWatchers(
-                    RoleChanged(
-                        role.name, role.phase.value, role.generation, role.running, len(role.workers)
-                    )
+                    RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
                 )
             )
 
@@ -136,7 +134,7 @@ def _start(turn: _Turn, role: RoleState) -> None:
     for group_rank, node in enumerate(nodes):
         here = [place for place in places if place.node == node]
         members = tuple(
-            Member(place.rank, place.local_rank, workers[place.rank].incarnation, place.devices)
+            Member(place.rank, place.local_rank, workers[place.rank].incarnation, place.devices, place.cpus)
             for place in here
         )
         order = StartRole(
@@ -187,9 +185,7 @@ def _progress(turn: _Turn, event: WorkerStarted | WorkerRunning) -> None:
     turn.put(role)
 
 
-def _worker(
-    state: JobState, role: str, rank: int, incarnation: int
-) -> tuple[RoleState, WorkerState] | None:
+def _worker(state: JobState, role: str, rank: int, incarnation: int) -> tuple[RoleState, WorkerState] | None:
     """The worker that is meant, or None when the message is about an earlier one."""
     found = state.roles.get(role)
     if found is None or not 0 <= rank < len(found.workers):

@@ -15,7 +15,9 @@ from unirun.errors import JobError
 class EventLog:
     """Appends events to a file; `mirror` gets each line as well (``--event-log-handler console``)."""
 
-    def __init__(self, path: Path, mirror: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, mirror: TextIO | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:

@@ -109,7 +109,9 @@ class Context:
         return sum(self._peers.known(role).world_size for role in before) + who.rank
 
     def __repr__(self) -> str:
-        return f"<{self.role}:{self.rank} of {self.world_size}, generation {self.generation}, job {self.job!r}>"
+        return (
+            f"<{self.role}:{self.rank} of {self.world_size}, generation {self.generation}, job {self.job!r}>"
+        )
 
 
 _contexts: dict[int, Context] = {}

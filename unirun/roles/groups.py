@@ -128,7 +128,8 @@ class GroupForge:
             return dist().HashStore()
         if not dist().is_initialized():
             raise GroupError(
-                "without unirun, ctx.group needs the default group", "call torch.distributed.init_process_group"
+                "without unirun, ctx.group needs the default group",
+                "call torch.distributed.init_process_group",
             )
         return c10d()._get_default_store()
 
@@ -170,9 +171,7 @@ def _missing(store: Store | None, keys: list[str]) -> str:
     return f"group rank {', '.join(absent)}" if absent else "the store"
 
 
-def _build(
-    rank: int, size: int, name: str, store: Store, backend: str, timeout: timedelta
-) -> ProcessGroup:
+def _build(rank: int, size: int, name: str, store: Store, backend: str, timeout: timedelta) -> ProcessGroup:
     """A process group beside the default one, known to `torch.distributed`, with its own ranks as global ranks.
 
     torch has no public call for a group whose members are not all in the default group; this is the function that

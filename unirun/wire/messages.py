@@ -193,7 +193,6 @@ class Attach:
     """A CLI wants to follow the job."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Somebody wants the job to end."""

@@ -1,0 +1,57 @@
+"""``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters``: lines with one of the words, in one file more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+from unirun.launcher.logs import LogFollower
+from unirun.rendezvous import JobDir
+from unirun.spec import LogSpec
+
+
+class LineFilters:
+    """Copies matching lines of every worker, with their prefix, to ``<logs>/filtered_{stdout,stderr}.log``."""
+
+    def __init__(self, job: JobDir, log: LogSpec) -> None:
+        self._job = job
+        words = {"stdout": log.duplicate_stdout_filters, "stderr": log.duplicate_stderr_filters}
+        self._words = {name: tuple(w.encode() for w in found if w) for name, found in words.items()}
+        self._files = {
+            name: os.open(
+                job.logs / f"filtered_{name}.log",
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
+                0o644,
+            )
+            for name, found in self._words.items()
+            if found
+        }
+        self._follower = LogFollower() if self._files else None
+
+    def follow(self, role: str, rank: int, incarnation: int) -> None:
+        """Follow the output of one worker, whose log files exist."""
+        if self._follower is None:
+            return
+        logs = self._job.worker_logs(role, rank, incarnation)
+        for name, handle in self._files.items():
+            sink = _sink(handle, f"[{role}:{rank}] ".encode(), self._words[name])
+            self._follower.follow(logs / f"{name}.log", sink)
+
+    def finish(self) -> None:
+        """Copy what is left and close."""
+        if self._follower is not None:
+            self._follower.finish()
+        for handle in self._files.values():
+            os.close(handle)
+        self._files = {}
+
+
+def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[bytes], None]:
+    def put(data: bytes) -> None:
+        lines = [prefix + line for line in data.splitlines(keepends=True) if any(w in line for w in words)]
+        # A full disk loses copies of lines; the lines themselves are in the worker's own log.
+        with contextlib.suppress(OSError):
+            os.write(handle, b"".join(lines))
+
+    return put
