@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -40,18 +41,20 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
     """Launch a planned job; in the foreground follow it to its end."""
     detach = bool(line.options.get("detach"))
     endpoints = hold_endpoints(spec)
-    job = create_job(spec.run_id, new_token(), spec.log.dir)
+    job, lock = create_job(spec.run_id, new_token(), spec.log.dir)
     job.write_json("spec.json", spec.to_json())
     listener = listen(job.master_socket)
     mirror = os.fdopen(os.dup(2), "w") if spec.event_log == "console" else None
 
     def run_master(owner: int | None) -> None:
-        asyncio.run(Master(job, spec, placement, listener, mirror).run(owner))
+        asyncio.run(Master(job, spec, placement, socket.socket(fileno=of_master[1]), mirror).run(owner))
 
     if not detach:
         adopt_orphans()
-    launched = launch(job, spec, placement.nodes[0], endpoints, run_master, detach=detach)
-    listener.close()
+    of_master = [lock, listener.detach()]
+    launched = launch(
+        job, spec, placement.nodes[0], endpoints, run_master, of_master=of_master, detach=detach
+    )
     if detach:
         print(spec.run_id)
         print(f"unirun: started; follow it with: unirun logs -f {spec.run_id}", file=sys.stderr)
@@ -76,6 +79,7 @@ class _Session:
         self._spawner = "importing torch"
         self._began = time.monotonic()
         self._up = False
+        self._followed: set[WorkerStarted] = set()
 
     async def run(self) -> int:
         """Follow the job to its end. Returns its exit code."""
@@ -133,6 +137,9 @@ class _Session:
         self._draw()
 
     def _follow(self, worker: WorkerStarted) -> None:
+        if worker in self._followed:
+            return
+        self._followed.add(worker)
         logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
         local_rank = self._local_ranks[worker.role, worker.rank]
         prefix = self._prefix(worker.role, worker.rank, local_rank)
@@ -168,8 +175,11 @@ class _Session:
                 f"{name} {self._roles[name].running if name in self._roles else 0}/{total}"
                 for name, total in ((role.name, role.count) for role in self._spec.roles)
             ]
+            joined = any(role.phase != "waiting" for role in self._roles.values())
+            rendezvous = "rendezvous done" if joined else "rendezvous …"
             seconds = time.monotonic() - self._began
-            self._console.live(f"{self._spec.run_id}  {seconds:.1f} s  {self._spawner}  {'  '.join(parts)}")
+            words = [self._spec.run_id, f"{seconds:.1f} s", self._spawner, rendezvous, *parts]
+            self._console.live("  ".join(words))
 
     def _master_failed(self, error: UnirunError) -> int:
         """The master is gone: the agent ends the workers; see that it did, and say what is known."""
@@ -190,6 +200,8 @@ class _Session:
         seconds = time.monotonic() - self._began
         if ended.code == 0:
             self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
+        elif ended.phase == "stopped":
+            self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
         else:
             self._console.error(ended.report)
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")

@@ -31,6 +31,7 @@ from unirun.wire.messages import (
     Reaped,
     Sample,
     Shutdown,
+    SpawnFailed,
     StartRole,
     StopWorkers,
     View,
@@ -214,14 +215,18 @@ class Agent:
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         stream = Stream(reader, writer)
         self._spawners[key] = stream, popen
+        why = ""
         try:
             while True:
                 message = await stream.receive()
+                if isinstance(message, SpawnFailed) and message.id == 0:
+                    why = message.reason
+                    continue
                 self._apply(core.FromSpawner(key, message, self._note(message), self._tail(message)))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             del self._spawners[key]
-            reason = f"its spawner {_describe(code)}; see {self._job.path / 'agent.log'}"
+            reason = f"its spawner {why or _describe(code)}; see {self._job.path / 'agent.log'}"
             self._apply(core.SpawnerDown(key, reason, time.time()))
         finally:
             await stream.close()
@@ -294,10 +299,13 @@ class Agent:
                 self._tell(Sample(self._state.node, memory, cpu))
 
     async def _end_spawners(self) -> None:
-        spawners = list(self._spawners.values())
-        for stream, _ in spawners:
+        spawners = dict(self._spawners)
+        for key, (stream, popen) in spawners.items():
+            if not self._state.spawners.get(key):
+                # Still importing: it has nothing to clean up and would notice the end of its stream late.
+                popen.kill()
             await stream.close()
-        for _, popen in spawners:
+        for _, popen in spawners.values():
             try:
                 await asyncio.to_thread(popen.wait, SPAWNER_END)
             except subprocess.TimeoutExpired:

@@ -317,8 +317,8 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
                 # A program does not say hello; that it was started is all there is to know.
                 commands.append(ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation)))
             return state, commands
-        case SpawnFailed(number, reason):
-            return _ended(state, number, WorkerExited("", 0, 0, 0.0, 1, None, note=reason))
+        case SpawnFailed(number, when, reason):
+            return _ended(state, number, WorkerExited("", 0, 0, when, 1, None, note=reason))
         case Reaped(number, when, code, signum):
             return _ended(
                 state, number, WorkerExited("", 0, 0, when, code, signum, note=event.note, tail=event.tail)
@@ -346,7 +346,9 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
     lost = [worker for worker in state.workers.values() if worker.spawner == event.key]
     commands: list[Command] = [KillGroups(tuple(w.pid for w in lost if w.pid is not None))]
     for worker in lost:
-        end = WorkerExited("", 0, 0, event.time, None, int(signal.SIGKILL), note=event.reason)
+        # One that was never started is not killed: there is nothing to run it.
+        code, signum = (1, None) if worker.phase is Phase.QUEUED else (None, int(signal.SIGKILL))
+        end = WorkerExited("", 0, 0, event.time, code, signum, note=event.reason)
         state, more = _ended(state, worker.id, end)
         commands += more
     return state, commands

@@ -31,6 +31,11 @@ def _at_import(name: str) -> bool:
     return name.startswith(_AT_IMPORT) or name in _AT_IMPORT_NAMES or name.endswith("_ALLOC_CONF")
 
 
+def is_loopback(addr: str) -> bool:
+    """Whether `addr` is reached from this host only."""
+    return addr in ("localhost", "::1") or addr.startswith("127.")
+
+
 def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """What all workers of `role` share: inherited, then built in, then the job's, then the role's."""
     workers = sum(each.count for each in spec.roles)
@@ -39,6 +44,10 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     if workers > 1:
         # As torchrun does: many processes with a thread per core each would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", "1")
+    if is_loopback(spec.master_addr):
+        # gloo, NCCL and TensorPipe would listen where the host's name points to, which others may reach.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            env.setdefault(variable, "lo")
     env.update(spec.env)
     env.update(spec.role(role).env)
     return env

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -32,23 +32,29 @@ def launch(
     endpoints: Mapping[str, Endpoint],
     run_master: Callable[[int | None], None],
     *,
+    of_master: Sequence[int],
     detach: bool,
 ) -> Launched:
     """Fork the master and the agent of `job`; both survive this process only when `detach` is given.
 
-    `run_master` is called in the master's process with the pid that it must not outlive. Forking shares what
-    is imported already. Call it before any thread is started.
+    `run_master` is called in the master's process with the pid that it must not outlive. The descriptors
+    `of_master` stay open there only, and the `endpoints` in the agent only: what listens, and what is locked,
+    ends with its owner. Forking shares what is imported already. Call it before any thread is started.
     """
     owner = None if detach else os.getpid()
     cwd = os.getcwd()
 
     def run_agent(owner_pid: int | None) -> None:
+        for handle in of_master:
+            os.close(handle)
         asyncio.run(Agent(job, spec, node, cwd, endpoints).run(owner_pid))
 
     agent = _fork("unirun-agent", job, "agent.log", run_agent, owner)
-    master = _fork("unirun-master", job, "master.log", run_master, owner)
     for endpoint in endpoints.values():
         endpoint.close()
+    master = _fork("unirun-master", job, "master.log", run_master, owner)
+    for handle in of_master:
+        os.close(handle)
     return Launched(master, agent)
 
 

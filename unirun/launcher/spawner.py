@@ -94,13 +94,15 @@ class Spawner:
         try:
             logs = child.open_logs(request)
         except OSError as error:
-            self._stream.send(SpawnFailed(request.id, f"its log cannot be written: {error}"))
+            self._stream.send(SpawnFailed(request.id, time.time(), f"its log cannot be written: {error}"))
             return None
         try:
             pid = self._fork()
         except OSError as error:
             logs.close()
-            self._stream.send(SpawnFailed(request.id, f"no process can be forked: {error.strerror}"))
+            self._stream.send(
+                SpawnFailed(request.id, time.time(), f"no process can be forked: {error.strerror}")
+            )
             return None
         if pid == 0:
             return child.WorkerTask(request, logs)
@@ -181,13 +183,20 @@ def main(argv: list[str]) -> None:
     die_with_parent(agent)
     set_title("unirun-spawner")
     adopt_orphans()
+    # A batch system may signal every process of a job at once; workers get their grace all the same.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    stream = BlockingStream(socket.socket(fileno=handle))
     began = time.monotonic()
     for name in modules:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            stream.send(SpawnFailed(0, time.time(), f"cannot import {name}: {type(error).__name__}: {error}"))
+            raise
     gc.collect()
     gc.freeze()
     outlive_parent()
-    stream = BlockingStream(socket.socket(fileno=handle))
     spawner = Spawner(stream)
     try:
         stream.send(Preloaded(time.monotonic() - began))

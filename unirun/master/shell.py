@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
 import signal
 import socket
 import time
 from typing import TextIO
 
 from unirun.collocation import Placement
-from unirun.errors import IllegalTransition, JobError, WireError
+from unirun.errors import IllegalTransition, WireError
 from unirun.master.events import (
     AgentLost,
     Command,
@@ -23,7 +21,7 @@ from unirun.master.events import (
     ToAgent,
     ToWatchers,
 )
-from unirun.master.state import JOB_ENDS, JobState, new_job, status_of
+from unirun.master.state import JobState, new_job, present, status_of
 from unirun.master.step import step
 from unirun.observe import EventLog
 from unirun.rendezvous import JobDir, ProcessWatch
@@ -62,7 +60,6 @@ class Master:
     async def run(self, owner_pid: int | None) -> int:
         """Lead the job to its end; `owner_pid` is the CLI that it must not outlive. Returns the exit code."""
         loop = asyncio.get_running_loop()
-        lock = _lock(self._job)
         owner = ProcessWatch(owner_pid, lambda: self._apply(OwnerLost())) if owner_pid else None
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
@@ -79,7 +76,6 @@ class Master:
             self._log.close()
             if owner is not None:
                 owner.close()
-            os.close(lock)
         return self._ended.code if self._ended else 1
 
     def _apply(self, event: Event) -> None:
@@ -172,7 +168,9 @@ class Master:
     async def _follow_watcher(self, stream: Stream) -> None:
         self._watchers.add(stream)
         try:
-            if self._state.phase in JOB_ENDS and self._ended is not None:
+            for message in present(self._state):
+                stream.send(message)
+            if self._ended is not None:
                 stream.send(self._farewell(self._ended))
             while True:
                 message = await stream.receive()
@@ -198,13 +196,3 @@ class Master:
                 watcher.send(self._farewell(self._ended))
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=GOODBYE)
-
-
-def _lock(job: JobDir) -> int:
-    handle = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise JobError(f"job {job.run_id} has a master already", "unirun status shows it") from error
-    return handle

@@ -11,7 +11,7 @@ from unirun.errors import IllegalTransition
 from unirun.failover import Exit, Failure
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus
 from unirun.spec import JobSpec, RoleSpec
-from unirun.wire.messages import Join
+from unirun.wire.messages import Join, Message, RoleChanged, WorkerStarted
 
 
 class JobPhase(StrEnum):
@@ -161,6 +161,21 @@ def new_job(spec: JobSpec, placement: Placement, *, started: float, logs: str) -
         for role in spec.roles
     }
     return JobState(spec, placement, roles, started, logs, agents={})
+
+
+def present(state: JobState) -> list[Message]:
+    """What a CLI that has just attached must know: how far the roles are, and which workers have a process."""
+    found: list[Message] = []
+    for role in state.roles.values():
+        found.append(
+            RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
+        )
+        found += [
+            WorkerStarted(worker.node, role.name, worker.rank, worker.incarnation, worker.pid)
+            for worker in role.workers
+            if worker.pid is not None
+        ]
+    return found
 
 
 def status_of(state: JobState, memory: Mapping[str, int], cpu: Mapping[str, float]) -> JobStatus:

@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,43 +122,72 @@ def jobs_root() -> Path:
     return Path(state) / "unirun" / "jobs"
 
 
-def create_job(run_id: str, token: bytes, log_dir: str | None = None) -> JobDir:
+def create_job(run_id: str, token: bytes, log_dir: str | None = None) -> tuple[JobDir, int]:
     """Make the directory of a new job, with its token and its log directory.
 
-    Raises `JobError` when the id is taken by a job that runs, or when a directory cannot be made. A finished
-    job of the same id is replaced, as a second run of one ``--rdzv-id`` is usual.
+    Returns it with the descriptor of its lock, which the master inherits: as long as one process has it open,
+    the job counts as running. Raises `JobError` when the id is taken by a job that runs, or when a directory
+    cannot be made. A finished job of the same id is replaced, as a second run of one ``--rdzv-id`` is usual.
     """
     job = JobDir(jobs_root() / run_id)
-    if job.path.exists():
-        if job.master_alive():
-            raise JobError(f"job {run_id} is running", f"stop it with: unirun stop {run_id}")
-        shutil.rmtree(job.path, ignore_errors=True)
     try:
         job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        job.path.mkdir(mode=0o700)
-        handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(token.hex())
+        with _one_at_a_time(job.path.parent):
+            lock = _make(job, token)
     except OSError as error:
         raise JobError(
             f"the job's directory {job.path} cannot be made: {error.strerror}",
             "set UNIRUN_HOME to a directory that you may write",
         ) from error
     try:
+        _make_logs(job, log_dir)
+    except JobError:
+        os.close(lock)
+        shutil.rmtree(job.path, ignore_errors=True)
+        raise
+    return job, lock
+
+
+@contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Two commands that start at once must not take the same id."""
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _make(job: JobDir, token: bytes) -> int:
+    if job.path.exists():
+        if job.master_alive():
+            raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
+        shutil.rmtree(job.path, ignore_errors=True)
+    job.path.mkdir(mode=0o700)
+    handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(token.hex())
+    lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _make_logs(job: JobDir, log_dir: str | None) -> None:
+    """The log directory, or with ``--log-dir`` a link to one there."""
+    try:
         if log_dir is None:
             job.logs.mkdir()
         else:
-            target = Path(log_dir).expanduser().absolute() / run_id
+            target = Path(log_dir).expanduser().absolute() / job.run_id
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
             job.logs.symlink_to(target)
     except OSError as error:
-        shutil.rmtree(job.path, ignore_errors=True)
         raise JobError(
             f"logs cannot be written to {log_dir or job.logs}: {(error.strerror or str(error)).lower()}",
             "choose another --log-dir",
         ) from error
-    return job
 
 
 def all_jobs() -> Iterator[JobDir]:

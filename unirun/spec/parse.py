@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -295,6 +296,9 @@ def _check_target(read: _Reader, entry: Entry, cwd: str | None, where: str) -> N
             read.fault(where, f"script {entry.target!r} does not exist", f"looked in {path.parent.resolve()}")
         elif not os.access(path, os.R_OK):
             read.fault(where, f"script {entry.target!r} cannot be read", "check its permissions")
+    elif entry.kind == "program":
+        if shutil.which(entry.target) is None and not Path(cwd or ".", entry.target).is_file():
+            read.fault(where, f"program {entry.target!r} is not found", "give its path, or check PATH")
     elif entry.kind == "workload":
         if not re.fullmatch(r"[\w.]+:[\w.]+", entry.target):
             read.fault(where, f"workload {entry.target!r} is not of the form pkg.mod:Class")

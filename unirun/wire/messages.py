@@ -276,9 +276,10 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class SpawnFailed:
-    """The process could not be made."""
+    """The process could not be made, at `time`; with id 0, the spawner itself cannot work."""
 
     id: int
+    time: float
     reason: str
 
 
