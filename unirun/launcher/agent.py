@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from unirun.errors import IllegalTransition, RendezvousError, WireError
-from unirun.launcher import core
+from unirun.launcher import core, events
 from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
@@ -76,12 +76,12 @@ class Agent:
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, lambda: self._apply(core.MasterLost("the agent got a signal")))
+            loop.add_signal_handler(signum, lambda: self._apply(events.MasterLost("the agent got a signal")))
         self._warm_up()
         server = await asyncio.start_unix_server(self._serve_worker, sock=listen(self._job.agent_socket))
         owner = None
         if owner_pid is not None:
-            lost = core.MasterLost("the unirun command is gone")
+            lost = events.MasterLost("the unirun command is gone")
             owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
         try:
             self._master = await connect(
@@ -128,7 +128,7 @@ class Agent:
             return self._key(forking[0])
         return spawner_key(self._inherited)
 
-    def _apply(self, event: core.Event) -> None:
+    def _apply(self, event: events.Event) -> None:
         try:
             self._state, commands = core.step(self._state, event)
         except IllegalTransition as error:
@@ -137,26 +137,26 @@ class Agent:
         for command in commands:
             self._carry_out(command)
 
-    def _carry_out(self, command: core.Command) -> None:
+    def _carry_out(self, command: events.Command) -> None:
         match command:
-            case core.ToMaster(message):
+            case events.ToMaster(message):
                 self._tell(message)
-            case core.ToSpawner(key, message):
+            case events.ToSpawner(key, message):
                 if key in self._spawners:
                     self._spawners[key][0].send(message)
-            case core.StartSpawner(key):
+            case events.StartSpawner(key):
                 self._start_spawner(key)
-            case core.ToWorkers(message):
+            case events.ToWorkers(message):
                 for links in self._links.values():
                     for link in links:
                         link.send(message)
-            case core.After(delay, event):
+            case events.After(delay, event):
                 asyncio.get_running_loop().call_later(delay, self._apply, event)
-            case core.KillGroups(pids):
+            case events.KillGroups(pids):
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
                 kill_children(keep={popen.pid for _, popen in self._spawners.values()})
-            case core.Leave():
+            case events.Leave():
                 self._left.set()
 
     def _tell(self, message: Message) -> None:
@@ -175,9 +175,9 @@ class Agent:
                     case StopWorkers() | View() | Shutdown():
                         self._apply(message)
         except WireError as error:
-            self._apply(core.MasterLost(f"the master is gone: {error}"))
+            self._apply(events.MasterLost(f"the master is gone: {error}"))
 
-    def _launch(self, order: StartRole) -> core.Launch:
+    def _launch(self, order: StartRole) -> events.Launch:
         key = self._key(order.role)
         workers = []
         for member in order.members:
@@ -187,12 +187,12 @@ class Agent:
                 self._next_id, self._spec, order, member, self._job, node, self._cwd, self._inherited
             )
             workers.append(
-                core.Worker(self._next_id, order.role, member.rank, member.incarnation, key, request)
+                events.Worker(self._next_id, order.role, member.rank, member.incarnation, key, request)
             )
         store = None
         if any(member.rank == 0 for member in order.members):
             store = OpenStore(order.role, self._endpoints[order.role].socket.fileno())
-        return core.Launch(tuple(workers), store, self._store_key())
+        return events.Launch(tuple(workers), store, self._store_key())
 
     def _start_spawner(self, key: SpawnerKey) -> None:
         ours, theirs = socket.socketpair()
@@ -222,12 +222,12 @@ class Agent:
                 if isinstance(message, SpawnFailed) and message.id == 0:
                     why = message.reason
                     continue
-                self._apply(core.FromSpawner(key, message, self._note(message), self._tail(message)))
+                self._apply(events.FromSpawner(key, message, self._note(message), self._tail(message)))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             del self._spawners[key]
             reason = f"its spawner {why or _describe(code)}; see {self._job.path / 'agent.log'}"
-            self._apply(core.SpawnerDown(key, reason, time.time()))
+            self._apply(events.SpawnerDown(key, reason, time.time()))
         finally:
             await stream.close()
 
@@ -270,11 +270,11 @@ class Agent:
         try:
             if self._state.view is not None:
                 link.send(Welcome(self._state.view, dict(self._spec.config)))
-            self._apply(core.FromWorker(worker.id, hello))
+            self._apply(events.FromWorker(worker.id, hello))
             while True:
-                self._apply(core.FromWorker(worker.id, await link.receive()))
+                self._apply(events.FromWorker(worker.id, await link.receive()))
         except WireError:
-            self._apply(core.LinkClosed(worker.id))
+            self._apply(events.LinkClosed(worker.id))
         finally:
             self._links[worker.id].discard(link)
             if not self._links[worker.id]:

@@ -10,21 +10,39 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from unirun.errors import IllegalTransition
 from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.events import (
+    After,
+    Command,
+    Event,
+    FromSpawner,
+    FromWorker,
+    GraceOver,
+    KillGroups,
+    Launch,
+    Leave,
+    LinkClosed,
+    MasterLost,
+    Phase,
+    SpawnerDown,
+    StartSpawner,
+    StillWithoutLink,
+    ToMaster,
+    ToSpawner,
+    ToWorkers,
+    Worker,
+)
 from unirun.wire.messages import (
     Forked,
     Hello,
     Kill,
-    Message,
     Notice,
     OpenStore,
     Preloaded,
     Reaped,
     Shutdown,
-    Spawn,
     SpawnerReady,
     SpawnFailed,
     StopWorkers,
@@ -37,36 +55,6 @@ from unirun.wire.messages import (
 
 LOST_GRACE = 0.4
 """Seconds between TERM and KILL when the master or the command is gone: workers must be gone within one."""
-
-
-class Phase(StrEnum):
-    """`QUEUED`: its spawner is not ready; `FORKING`: ordered; `ALIVE`: has a process."""
-
-    QUEUED = "queued"
-    FORKING = "forking"
-    ALIVE = "alive"
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One worker that has not ended. `asked` is the last signal that was sent to it."""
-
-    id: int
-    role: str
-    rank: int
-    incarnation: int
-    spawner: SpawnerKey
-    request: Spawn
-    phase: Phase = Phase.QUEUED
-    pid: int | None = None
-    asked: int | None = None
-    error: WorkerError | None = None
-    running: bool = False
-
-    @property
-    def who(self) -> str:
-        """``actor:2``"""
-        return f"{self.role}:{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,137 +75,6 @@ class AgentState:
     def find(self, role: str, rank: int) -> Worker | None:
         """The worker that holds a rank."""
         return next((w for w in self.workers.values() if (w.role, w.rank) == (role, rank)), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """The master wants these workers; `store` is to be opened first, by the spawner `store_spawner`."""
-
-    workers: tuple[Worker, ...]
-    store: OpenStore | None
-    store_spawner: SpawnerKey
-
-
-@dataclass(frozen=True, slots=True)
-class FromSpawner:
-    """A spawner says something; of a worker's end, `note` and `tail` (see `WorkerExited`) come with it."""
-
-    key: SpawnerKey
-    message: Message
-    note: str = ""
-    tail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnerDown:
-    """A spawner has ended; its workers die with it."""
-
-    key: SpawnerKey
-    reason: str
-    time: float
-
-
-@dataclass(frozen=True, slots=True)
-class FromWorker:
-    """A worker says something on its link."""
-
-    id: int
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class LinkClosed:
-    """A worker's link has ended."""
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class GraceOver:
-    """The time that a worker had to end is over."""
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class StillWithoutLink:
-    """A moment after its link has ended: a worker that lives on has closed it itself."""
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class MasterLost:
-    """The master, or the command that the job belongs to, is gone."""
-
-    reason: str
-
-
-Event = (
-    Launch
-    | StopWorkers
-    | View
-    | Shutdown
-    | FromSpawner
-    | SpawnerDown
-    | FromWorker
-    | LinkClosed
-    | GraceOver
-    | StillWithoutLink
-    | MasterLost
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ToMaster:
-    """Tell the master."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class ToSpawner:
-    """Tell a spawner."""
-
-    key: SpawnerKey
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class StartSpawner:
-    """Start a spawner: there is none, or it has died."""
-
-    key: SpawnerKey
-
-
-@dataclass(frozen=True, slots=True)
-class ToWorkers:
-    """Tell every worker that has a link."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class After:
-    """Come back with `event` after `delay` seconds."""
-
-    delay: float
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class KillGroups:
-    """SIGKILL the process groups of these pids: what a dead spawner has left."""
-
-    pids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Nothing is left to do; the agent ends."""
-
-
-Command = ToMaster | ToSpawner | StartSpawner | ToWorkers | After | KillGroups | Leave
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:

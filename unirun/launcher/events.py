@@ -1,0 +1,170 @@
+"""What the agent's state machine is told, and what it asks for; and the worker that both speak of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from unirun.launcher.environment import SpawnerKey
+from unirun.wire.messages import Message, OpenStore, Shutdown, Spawn, StopWorkers, View, WorkerError
+
+
+class Phase(StrEnum):
+    """`QUEUED`: its spawner is not ready; `FORKING`: ordered; `ALIVE`: has a process."""
+
+    QUEUED = "queued"
+    FORKING = "forking"
+    ALIVE = "alive"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker that has not ended. `asked` is the last signal that was sent to it."""
+
+    id: int
+    role: str
+    rank: int
+    incarnation: int
+    spawner: SpawnerKey
+    request: Spawn
+    phase: Phase = Phase.QUEUED
+    pid: int | None = None
+    asked: int | None = None
+    error: WorkerError | None = None
+    running: bool = False
+
+    @property
+    def who(self) -> str:
+        """``actor:2``"""
+        return f"{self.role}:{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The master wants these workers; `store` is to be opened first, by the spawner `store_spawner`."""
+
+    workers: tuple[Worker, ...]
+    store: OpenStore | None
+    store_spawner: SpawnerKey
+
+
+@dataclass(frozen=True, slots=True)
+class FromSpawner:
+    """A spawner says something; of a worker's end, `note` and `tail` (see `WorkerExited`) come with it."""
+
+    key: SpawnerKey
+    message: Message
+    note: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerDown:
+    """A spawner has ended; its workers die with it."""
+
+    key: SpawnerKey
+    reason: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class FromWorker:
+    """A worker says something on its link."""
+
+    id: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """A worker's link has ended."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraceOver:
+    """The time that a worker had to end is over."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StillWithoutLink:
+    """A moment after its link has ended: a worker that lives on has closed it itself."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class MasterLost:
+    """The master, or the command that the job belongs to, is gone."""
+
+    reason: str
+
+
+Event = (
+    Launch
+    | StopWorkers
+    | View
+    | Shutdown
+    | FromSpawner
+    | SpawnerDown
+    | FromWorker
+    | LinkClosed
+    | GraceOver
+    | StillWithoutLink
+    | MasterLost
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToMaster:
+    """Tell the master."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToSpawner:
+    """Tell a spawner."""
+
+    key: SpawnerKey
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class StartSpawner:
+    """Start a spawner: there is none, or it has died."""
+
+    key: SpawnerKey
+
+
+@dataclass(frozen=True, slots=True)
+class ToWorkers:
+    """Tell every worker that has a link."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """Come back with `event` after `delay` seconds."""
+
+    delay: float
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class KillGroups:
+    """SIGKILL the process groups of these pids: what a dead spawner has left."""
+
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Nothing is left to do; the agent ends."""
+
+
+Command = ToMaster | ToSpawner | StartSpawner | ToWorkers | After | KillGroups | Leave
