@@ -174,6 +174,8 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
                 # A program does not say hello; that it was started is all there is to know.
                 commands.append(ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation)))
             return state, commands
+        case Notice():
+            return state, [ToMaster(event.message)]
         case SpawnFailed(number, when, reason):
             return _ended(state, number, WorkerExited("", 0, 0, when, 1, None, note=reason))
         case Reaped(number, when, code, signum):

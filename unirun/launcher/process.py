@@ -15,6 +15,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
+_TITLE_LENGTH = 15
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -38,7 +40,16 @@ def outlive_parent() -> None:
 
 def set_title(title: str) -> None:
     """Name this process for ps and top; the kernel keeps 15 bytes."""
-    _prctl(_PR_SET_NAME, title.encode()[:15] + b"\0")
+    _prctl(_PR_SET_NAME, title.encode()[:_TITLE_LENGTH] + b"\0")
+
+
+def title_of(pid: int) -> str:
+    """The name of a process; empty when it is gone. Names over 15 bytes were cut, so they are not told."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+    return name if len(name) < _TITLE_LENGTH else ""
 
 
 def adopt_orphans() -> None:

@@ -7,7 +7,6 @@ child ends. When the agent is gone it kills everything that it started, and ends
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import os
@@ -29,19 +28,35 @@ from unirun.launcher.process import (
     kill_group,
     outlive_parent,
     set_title,
+    title_of,
 )
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Forked, Kill, OpenStore, Preloaded, Reaped, Spawn, SpawnFailed
+from unirun.wire.messages import Forked, Kill, Notice, OpenStore, Preloaded, Reaped, Spawn, SpawnFailed
 
 
 @dataclass(frozen=True)
 class _Child:
-    """A worker that was forked. `owner` tells its descendants apart: they inherit the variables in it."""
+    """A worker that was forked."""
 
     id: int
     pid: int
     handle: int
+    title: str
     owner: tuple[str, ...]
+
+    def is_ancestor_of(self, pid: int) -> bool:
+        """Whether `pid` shows the marks that descendants inherit: variables by exec, the title by fork."""
+        env = environment_of(pid)
+        return tuple(env.get(name, "") for name in _OWNER) == self.owner or title_of(pid) == self.title
+
+
+@dataclass(frozen=True)
+class _Store:
+    """The process that serves the store of a role."""
+
+    role: str
+    pid: int
+    handle: int
 
 
 _OWNER = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION")
@@ -54,7 +69,7 @@ class Spawner:
         self._stream = stream
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
-        self._stores: dict[str, int] = {}
+        self._stores: dict[str, _Store] = {}
 
     def serve(self) -> child.Task | None:
         """Work until the agent is gone (then None), or, in a new child, return its task."""
@@ -62,8 +77,11 @@ class Spawner:
         while True:
             for key, _ in self._selector.select():
                 try:
-                    if key.data is not None:
+                    if isinstance(key.data, _Child):
                         self._reap(key.data)
+                        continue
+                    if isinstance(key.data, _Store):
+                        self._store_ended(key.data)
                         continue
                     task = self._obey()
                 except ConnectionLost:
@@ -109,7 +127,7 @@ class Spawner:
         logs.close()
         handle = os.pidfd_open(pid)
         owner = tuple(request.env.get(name, "") for name in _OWNER)
-        known = _Child(request.id, pid, handle, owner)
+        known = _Child(request.id, pid, handle, request.title, owner)
         self._children[request.id] = known
         self._selector.register(handle, selectors.EVENT_READ, known)
         self._stream.send(Forked(request.id, pid))
@@ -129,21 +147,36 @@ class Spawner:
         """In a child: close what belongs to the spawner."""
         self._selector.close()
         self._stream.close()
-        for known in self._children.values():
-            os.close(known.handle)
+        for handle in [
+            *(c.handle for c in self._children.values()),
+            *(s.handle for s in self._stores.values()),
+        ]:
+            os.close(handle)
 
     def _open_store(self, role: str, handle: int) -> child.Task | None:
         """A store lives in a process of its own, so a new generation cannot see a key of an old one."""
-        old = self._stores.pop(role, None)
-        if old is not None:
-            os.kill(old, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(old, 0)
+        if role in self._stores:
+            os.kill(self._stores[role].pid, signal.SIGKILL)
+            self._close_store(self._stores[role])
         pid = self._fork()
         if pid == 0:
             return child.StoreTask(role, handle)
-        self._stores[role] = pid
+        store = _Store(role, pid, os.pidfd_open(pid))
+        self._stores[role] = store
+        self._selector.register(store.handle, selectors.EVENT_READ, store)
         return None
+
+    def _store_ended(self, store: _Store) -> None:
+        """Groups that are formed do without their store; the next generation gets a new one."""
+        self._close_store(store)
+        text = f"the store of role {store.role} has ended; no new group can be formed in this generation"
+        self._stream.send(Notice(f"store:{store.role}", text))
+
+    def _close_store(self, store: _Store) -> None:
+        os.waitid(os.P_PIDFD, store.handle, os.WEXITED)
+        self._selector.unregister(store.handle)
+        os.close(store.handle)
+        del self._stores[store.role]
 
     def _reap(self, known: _Child) -> None:
         """Report the end of a child after nothing of its process group is left."""
@@ -155,19 +188,20 @@ class Spawner:
         self._selector.unregister(known.handle)
         os.close(known.handle)
         del self._children[known.id]
-        self._kill_strays(known.owner)
+        self._kill_strays(known)
         killed = end is not None and end.si_code != os.CLD_EXITED
         status = end.si_status if end is not None else 1
         self._stream.send(Reaped(known.id, now, None if killed else status, status if killed else None))
 
-    def _kill_strays(self, owner: tuple[str, ...]) -> None:
-        """Descendants that left the group of their worker were adopted when it ended: kill those too."""
-        ours = {known.pid for known in self._children.values()} | set(self._stores.values())
-        for pid in children():
-            if pid not in ours:
-                env = environment_of(pid)
-                if tuple(env.get(name, "") for name in _OWNER) == owner or not env:
-                    kill_children(keep={other for other in children() if other != pid})
+    def _kill_strays(self, ended: _Child) -> None:
+        """Descendants that left the group of their worker were adopted when it ended: kill those too.
+
+        One that has neither mark any more is killed at the end of the spawner, with everything else.
+        """
+        ours = {known.pid for known in self._children.values()} | {s.pid for s in self._stores.values()}
+        strays = {pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid)}
+        if strays:
+            kill_children(keep=set(children()) - strays)
 
     def _kill_all(self) -> None:
         for known in self._children.values():
