@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from unirun.cli.compose import plan_job
 from unirun.cli.console import Console, Prefixer, shown
@@ -186,9 +188,10 @@ class _Session:
         deadline = time.monotonic() + FAREWELL
         while time.monotonic() < deadline and _wait(self._launched.agent, 0.05) is None:
             continue
+        # Asked before the rest is killed: that reaps everything there is.
+        status = _wait(self._launched.master, FAREWELL)
         kill_children()
         self._follower.finish(FAREWELL)
-        status = _exit_of(self._launched.master)
         self._console.error(f"the master of job {self._spec.run_id} is gone: {error}")
         with contextlib.suppress(OSError):
             text = (self._job.path / "master.log").read_text().rstrip()
@@ -205,7 +208,26 @@ class _Session:
         else:
             self._console.error(ended.report)
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
+            pass_on_error(ended, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         return ended.code
+
+
+def pass_on_error(ended: Ended, path: str | None) -> None:
+    """Write the root cause to the error file that whoever started `unirun` has asked for, as torchrun does."""
+    if path is None:
+        return
+    try:
+        error = json.loads(Path(ended.error_file).read_text())
+    except (OSError, ValueError):
+        # A signal leaves no error file; the report says what there is to say.
+        extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
+        error = {"message": {"message": ended.report.splitlines()[0], "extraInfo": extra}}
+    if isinstance(error.get("message"), dict):
+        error["message"]["errorCode"] = ended.code
+    try:
+        Path(path).write_text(json.dumps(error))
+    except OSError as failed:
+        print(f"unirun: the error file {path} cannot be written: {failed.strerror}", file=sys.stderr)
 
 
 _exits: dict[int, int] = {}

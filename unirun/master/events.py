@@ -79,6 +79,7 @@ class Finish:
 
     code: int
     report: str
+    error_file: str = ""
 
 
 Command = ToAgent | ToWatchers | Record | Finish

@@ -184,7 +184,7 @@ class Master:
             self._watchers.discard(stream)
 
     def _farewell(self, finish: Finish) -> Ended:
-        return Ended(finish.code, self._state.phase.value, finish.report)
+        return Ended(finish.code, self._state.phase.value, finish.report, finish.error_file)
 
     async def _say_goodbye(self) -> None:
         """Tell everybody; leave when all streams are closed from the other side, or after `GOODBYE`."""

@@ -352,14 +352,15 @@ def _end_if_over(turn: _Turn) -> None:
     verdict = state.verdict
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
-    report = ""
+    report = error_file = ""
     if verdict.phase is JobPhase.FAILED and state.failures:
         diagnosis = diagnose(episode(state.failures))
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
         verdict = replace(verdict, code=code)
         report = failure_report(verdict.reason, diagnosis)
+        error_file = f"{diagnosis.cause.log}/error.json"
     turn.state = replace(state, phase=verdict.phase, verdict=verdict, ended=turn.now)
     turn.send(
         Record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})"),
-        Finish(verdict.code, report or verdict.reason),
+        Finish(verdict.code, report or verdict.reason, error_file),
     )

@@ -215,11 +215,12 @@ class RoleChanged:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job has ended with `code`; `report` is for people."""
+    """The job has ended with `code`; `report` is for people, `error_file` the root cause's, if it left one."""
 
     code: int
     phase: str
     report: str
+    error_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
