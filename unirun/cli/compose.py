@@ -26,12 +26,14 @@ from unirun.spec.parse import nearest
 
 def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str] = os.environ) -> JobSpec:
     """The spec that a command line describes. Raises `SpecError` or `UsageError`."""
-    data: dict[str, Any] = {}
-    _merge(data, options_to_job(from_environment(environ), {}))
+    file: dict[str, Any] = {}
     if "config" in line.options:
         from unirun.spec.yaml import load_job_file
 
-        _merge(data, _long_roles(load_job_file(line.options["config"], line.overrides)))
+        file = _long_roles(load_job_file(line.options["config"], line.overrides))
+    data: dict[str, Any] = {}
+    _merge(data, options_to_job(_defaults(line, environ), _names(line, file)))
+    _merge(data, file)
     known = data["roles"] if isinstance(data.get("roles"), dict) else {}
     _merge(data, options_to_job(line.options, known))
     _set_entry(data, line)
@@ -54,6 +56,25 @@ def plan_job(line: CommandLine) -> tuple[JobSpec, Placement]:
     spec = job_spec(line, inventory)
     topology = local_topology(inventory) if spec.numa_binding else None
     return spec, plan_placement(spec, inventory, topology)
+
+
+def _defaults(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What ``PET_*`` says where the command line says nothing: a flag replaces its variable, right or wrong.
+
+    Options that may be given several times add up, as each may be about another role.
+    """
+    replaced = {name for name in line.options if name not in ("nproc_per_node", "max_restarts")}
+    if line.options.get("standalone"):
+        replaced |= {"rdzv_backend", "rdzv_endpoint", "rdzv_id"}
+    return {name: value for name, value in from_environment(environ).items() if name not in replaced}
+
+
+def _names(line: CommandLine, file: Mapping[str, Any]) -> dict[str, Any]:
+    """The roles that flags and file name, to tell whether there is a place for ``PET_ROLE``."""
+    roles = file.get("roles")
+    items = _items(line.options.get("roles", ()))
+    flags = [item.partition("@")[0].partition("=")[0] for item in items]
+    return dict.fromkeys([*flags, *(roles if isinstance(roles, Mapping) else ())])
 
 
 def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
@@ -235,7 +256,7 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
             job.pop({"rdzv_id": "run_id"}.get(option, ""), None)
     elif options.get("rdzv_endpoint"):
         host, colon, port = options["rdzv_endpoint"].rpartition(":")
-        job["master_addr"] = host if colon else port
+        job["master_addr"] = (host if colon else port).strip("[]")
         if colon:
             job["master_port"] = port
     for option in ("local_addr", "master_addr"):

@@ -17,7 +17,7 @@ from unirun.cli.compose import plan_job
 from unirun.cli.console import Console, Prefixer, shown
 from unirun.cli.options import CommandLine, parse
 from unirun.collocation import Placement
-from unirun.errors import EXIT_FAILURE, RendezvousError, UnirunError, WireError
+from unirun.errors import EXIT_FAILURE, JobError, RendezvousError, UnirunError, WireError
 from unirun.launcher import Launched, launch
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.logs import LogFollower
@@ -44,8 +44,14 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
     detach = bool(line.options.get("detach"))
     endpoints = hold_endpoints(spec)
     job, lock = create_job(spec.run_id, new_token(), spec.log.dir)
-    job.write_json("spec.json", spec.to_json())
-    listener = listen(job.master_socket)
+    try:
+        job.write_json("spec.json", spec.to_json())
+        listener = listen(job.master_socket)
+    except OSError as error:
+        raise JobError(
+            f"the job's directory {job.path} cannot be written: {error.strerror}",
+            "free some space, or set UNIRUN_HOME to another directory",
+        ) from error
     mirror = os.fdopen(os.dup(2), "w") if spec.event_log == "console" else None
 
     def run_master(owner: int | None) -> None:
@@ -250,10 +256,6 @@ def _wait(pid: int, timeout: float) -> int | None:
         if time.monotonic() >= end:
             return None
         time.sleep(0.005)
-
-
-def _exit_of(pid: int) -> int | None:
-    return _wait(pid, 0.0)
 
 
 def _reap(launched: Launched) -> None:

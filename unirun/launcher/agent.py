@@ -47,7 +47,7 @@ SPAWNER_END = 2.0
 
 
 TAIL_LINES = 12
-TAIL_BYTES = 4096
+TAIL_BYTES = 1 << 14
 """How much of a failed worker's stderr goes into the report."""
 
 
@@ -111,7 +111,8 @@ class Agent:
 
     def _warm_up(self) -> None:
         """Start importing before the master has said anything: that import is what start-up waits for."""
-        keys = dict.fromkeys([self._store_key(), *(self._key(role.name) for role in self._spec.roles)])
+        names = [role.name for role in self._spec.roles]
+        keys = dict.fromkeys([*map(self._store_key, names), *map(self._key, names)])
         self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
         for key in keys:
             self._start_spawner(key)
@@ -121,11 +122,11 @@ class Agent:
             return FRESH
         return spawner_key(base_env(self._spec, role, self._inherited))
 
-    def _store_key(self) -> SpawnerKey:
-        """The spawner that serves the stores: that of the first role that forks, else one of its own."""
-        forking = [role.name for role in self._spec.roles if role.start_method == "fork"]
+    def _store_key(self, role: str) -> SpawnerKey:
+        """The spawner that serves the store of `role`: its own, or, when that has no torch, another's."""
+        forking = [each.name for each in self._spec.roles if each.start_method == "fork"]
         if forking:
-            return self._key(forking[0])
+            return self._key(role if role in forking else forking[0])
         return spawner_key(self._inherited)
 
     def _apply(self, event: events.Event) -> None:
@@ -192,7 +193,7 @@ class Agent:
         store = None
         if any(member.rank == 0 for member in order.members):
             store = OpenStore(order.role, self._endpoints[order.role].socket.fileno())
-        return events.Launch(tuple(workers), store, self._store_key())
+        return events.Launch(tuple(workers), store, self._store_key(order.role))
 
     def _start_spawner(self, key: SpawnerKey) -> None:
         ours, theirs = socket.socketpair()
@@ -248,10 +249,9 @@ class Agent:
         try:
             with open(self._state.workers[message.id].request.stderr, "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
+                return last_words(file.read().decode(errors="replace"))
         except OSError:
             return ""
-        return "\n".join(lines[-TAIL_LINES:])
 
     async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -311,6 +311,17 @@ class Agent:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
+
+
+def last_words(text: str) -> str:
+    """What tells most at the end of a stderr: the stack that faulthandler left, else the last lines."""
+    lines = text.splitlines()
+    for at in reversed(range(len(lines))):
+        if lines[at].startswith("Fatal Python error"):
+            here = [n for n in range(at, len(lines)) if lines[n].startswith("Current thread")]
+            # Its innermost frame stands first; those of other threads stand before it.
+            return "\n".join([lines[at], *lines[here[0] if here else at + 1 :]][:TAIL_LINES])
+    return "\n".join(lines[-TAIL_LINES:])
 
 
 def hold_endpoints(spec: JobSpec) -> dict[str, Endpoint]:

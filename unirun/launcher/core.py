@@ -64,6 +64,7 @@ class AgentState:
     node: str
     workers: Mapping[int, Worker] = field(default_factory=dict)
     spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
+    stores: Mapping[str, SpawnerKey] = field(default_factory=dict)
     pending_stores: Mapping[SpawnerKey, tuple[OpenStore, ...]] = field(default_factory=dict)
     view: View | None = None
     leaving: bool = False
@@ -105,6 +106,11 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
 
 
 def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]]:
+    if state.leaving:
+        # The order and the reason to leave have crossed: nobody would stop what is started now.
+        return state, [
+            _never_started(worker, int(signal.SIGTERM), "its agent leaves") for worker in event.workers
+        ]
     commands: list[Command] = []
     wanted = [worker.spawner for worker in event.workers]
     for key in dict.fromkeys([*wanted, event.store_spawner] if event.store else wanted):
@@ -113,6 +119,7 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
             commands.append(StartSpawner(key))
     if event.store is not None:
         key = event.store_spawner
+        state = replace(state, stores={**state.stores, event.store.role: key})
         if state.spawners[key]:
             commands.append(ToSpawner(key, event.store))
         else:
@@ -138,19 +145,20 @@ def _stop(
             continue
         if worker.phase is Phase.QUEUED:
             state = _without(state, worker)
-            commands.append(
-                ToMaster(
-                    WorkerExited(
-                        role, rank, worker.incarnation, 0.0, None, signum, signum, None, "it had not started"
-                    )
-                )
-            )
+            commands.append(_never_started(worker, signum, "it had not started"))
             continue
         state = state.with_worker(replace(worker, asked=signum))
         commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
         if signum != signal.SIGKILL:
             commands.append(After(grace, GraceOver(worker.id)))
     return state, commands
+
+
+def _never_started(worker: Worker, signum: int, note: str) -> ToMaster:
+    """A worker without a process ends as if `signum`, for which it was asked, had reached it."""
+    return ToMaster(
+        WorkerExited(worker.role, worker.rank, worker.incarnation, 0.0, None, signum, signum, note=note)
+    )
 
 
 def _leave(state: AgentState, signum: int, grace: float) -> tuple[AgentState, list[Command]]:
@@ -201,7 +209,9 @@ def _spawner_ready(state: AgentState, key: SpawnerKey, seconds: float) -> tuple[
 def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, list[Command]]:
     spawners = {key: ready for key, ready in state.spawners.items() if key != event.key}
     pending = {key: stores for key, stores in state.pending_stores.items() if key != event.key}
-    state = replace(state, spawners=spawners, pending_stores=pending)
+    orphaned = [role for role, key in state.stores.items() if key == event.key]
+    stores = {role: key for role, key in state.stores.items() if key != event.key}
+    state = replace(state, spawners=spawners, pending_stores=pending, stores=stores)
     lost = [worker for worker in state.workers.values() if worker.spawner == event.key]
     commands: list[Command] = [KillGroups(tuple(w.pid for w in lost if w.pid is not None))]
     for worker in lost:
@@ -210,7 +220,21 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
         end = WorkerExited("", 0, 0, event.time, code, signum, note=event.reason)
         state, more = _ended(state, worker.id, end)
         commands += more
+    for worker in state.workers.values():
+        if worker.role in orphaned and worker.asked is None:
+            state, more = _give_up(
+                state, worker, f"the store of its role is gone: {event.reason}", event.time
+            )
+            commands += more
     return state, commands
+
+
+def _give_up(state: AgentState, worker: Worker, why: str, now: float) -> tuple[AgentState, list[Command]]:
+    """A worker that cannot do its work any more fails, for the reason `why`."""
+    if worker.phase is Phase.QUEUED:
+        return _ended(state, worker.id, WorkerExited("", 0, 0, now, 1, None, note=why))
+    state = state.with_worker(replace(worker, doom=why))
+    return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL)))]
 
 
 def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentState, list[Command]]:
@@ -223,6 +247,7 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         incarnation=worker.incarnation,
         asked=worker.asked,
         error=worker.error,
+        note=worker.doom or end.note,
         tail="" if worker.error else end.tail,
     )
     commands: list[Command] = [ToMaster(end)]

@@ -19,7 +19,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker that has not ended. `asked` is the last signal that was sent to it."""
+    """One worker that has not ended. `asked` is the last signal that was sent to it.
+
+    `doom` says why it is killed though nobody asked for its end: what it needs is gone.
+    """
 
     id: int
     role: str
@@ -32,6 +35,7 @@ class Worker:
     asked: int | None = None
     error: WorkerError | None = None
     running: bool = False
+    doom: str = ""
 
     @property
     def who(self) -> str:

@@ -7,6 +7,7 @@ child ends. When the agent is gone it kills everything that it started, and ends
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -236,11 +237,16 @@ def main(argv: list[str]) -> None:
         stream.send(Preloaded(time.monotonic() - began))
         task = spawner.serve()
     except ConnectionLost:
-        return
-    if task is not None:
-        # Nothing of the spawner is left on the stack: the child ends as any Python process does.
-        del spawner, stream
-        task.run()
+        task = None
+    if task is None:
+        # Nothing is left to do, and the end of the job waits for this process: taking the modules of torch apart
+        # would hold it up by a quarter of a second.
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(0)
+    # Nothing of the spawner is left on the stack: the child ends as any Python process does.
+    del spawner, stream
+    task.run()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import importlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -21,7 +22,7 @@ import time
 import traceback
 import types
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from unirun.errors import UnirunError
 from unirun.wire.blocking import BlockingStream
@@ -122,6 +123,9 @@ def _report(link: BlockingStream, error: BaseException) -> None:
     """Tell the agent, and write torch's error file unless ``@record`` has done so."""
     error.__traceback__ = _without_bootstrap(error.__traceback__)
     message = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SyntaxError):
+        # Python puts the place before the words; a report that shows one line needs the words.
+        message = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
     now = time.time()
     with contextlib.suppress(UnirunError):
@@ -135,7 +139,7 @@ def _report(link: BlockingStream, error: BaseException) -> None:
 
 def _without_bootstrap(trace: types.TracebackType | None) -> types.TracebackType | None:
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
 
@@ -151,15 +155,12 @@ def _flush(link: BlockingStream) -> None:
 
 
 def _renew_streams() -> None:
-    """Streams as under ``python -u``: what is printed is in the log, even when the process is killed."""
-
-    def stream(number: int) -> TextIO:
-        return open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-
+    """Streams as under ``python -u``: what is printed is in the log, even when the process is killed in mid-line."""
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
-    sys.stdout, sys.stderr = stream(1), stream(2)
-    sys.stdout.reconfigure(write_through=True)  # type: ignore[attr-defined]
-    sys.stderr.reconfigure(write_through=True)  # type: ignore[attr-defined]
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - likewise
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
     for name in ("stdin", "stdout", "stderr"):
         setattr(sys, f"__{name}__", getattr(sys, name))
 

@@ -100,11 +100,12 @@ class RoleState:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the job will end once every worker is gone."""
+    """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause."""
 
     phase: JobPhase
     code: int
     reason: str
+    by_failure: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,8 +174,9 @@ def _progress(turn: _Turn, event: WorkerStarted | WorkerRunning) -> None:
         return
     role, worker = found
     if isinstance(event, WorkerStarted):
-        if worker.phase is WorkerPhase.STARTING:
-            turn.put(role.with_worker(replace(worker, phase=WorkerPhase.ALIVE, pid=event.pid)))
+        # Its hello comes on another stream and may have overtaken this.
+        phase = WorkerPhase.ALIVE if worker.phase is WorkerPhase.STARTING else worker.phase
+        turn.put(role.with_worker(replace(worker, phase=phase, pid=event.pid)))
         turn.send(ToWatchers(event))
         return
     role = role.with_worker(replace(worker, phase=WorkerPhase.RUNNING))
@@ -203,6 +204,9 @@ def _exited(turn: _Turn, event: WorkerExited) -> None:
     role, worker = found
     end = Exit(event.code, event.signal)
     role = role.with_worker(replace(worker, phase=WorkerPhase.EXITED, exit=end))
+    if event.asked is not None and role.phase in (RolePhase.STARTING, RolePhase.RUNNING):
+        # Not the master asked but the agent, which has to leave; why is told next (AgentLost or OwnerLost).
+        role = replace(role, phase=RolePhase.STOPPING)
     turn.put(role)
     text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
     turn.send(Record("exit", text))
@@ -256,7 +260,7 @@ def _failed(turn: _Turn, role: RoleState, failure: Failure) -> None:
         return
     turn.put(replace(role, phase=RolePhase.STOPPING))
     code = EXIT_BUDGET if decision.budget_spent else EXIT_FAILURE
-    _stop_all(turn, Verdict(JobPhase.FAILED, code, decision.reason), signal.SIGTERM, None)
+    _stop_all(turn, Verdict(JobPhase.FAILED, code, decision.reason, by_failure=True), signal.SIGTERM, None)
 
 
 def _advance(turn: _Turn, role: RoleState) -> None:
@@ -318,14 +322,22 @@ def _agent_lost(turn: _Turn, event: AgentLost) -> None:
     state = turn.state
     turn.state = replace(state, agents={n: a for n, a in (state.agents or {}).items() if n != event.node})
     turn.send(Record("agent_lost", f"{event.node}: {event.reason}"))
+    reason = f"the agent of node {event.node} is gone: {event.reason}"
+    killed = Exit(signal=signal.SIGKILL)
+    lost: list[Failure] = []
     for role in list(turn.state.roles.values()):
         for worker in role.live:
             if worker.node == event.node:
-                gone = replace(worker, phase=WorkerPhase.EXITED, exit=Exit(signal=signal.SIGKILL))
+                end = WorkerExited(
+                    role.name, worker.rank, worker.incarnation, turn.now, None, killed.signal, note=reason
+                )
+                lost.append(_failure(turn.state, role, worker, end, killed))
+                gone = replace(worker, phase=WorkerPhase.EXITED, exit=killed)
                 turn.put(turn.state.roles[role.name].with_worker(gone))
     if turn.state.phase is not JobPhase.STOPPING:
-        reason = f"the agent of node {event.node} is gone: {event.reason}"
-        _stop_all(turn, Verdict(JobPhase.FAILED, 128 + signal.SIGKILL, reason), signal.SIGTERM, None)
+        turn.state = replace(turn.state, failures=(*turn.state.failures, *lost)[-256:])
+        verdict = Verdict(JobPhase.FAILED, 128 + signal.SIGKILL, reason, by_failure=bool(lost))
+        _stop_all(turn, verdict, signal.SIGTERM, None)
     for role in list(turn.state.roles.values()):
         _advance(turn, role)
 
@@ -353,7 +365,7 @@ def _end_if_over(turn: _Turn) -> None:
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
     report = error_file = ""
-    if verdict.phase is JobPhase.FAILED and state.failures:
+    if verdict.by_failure:
         diagnosis = diagnose(episode(state.failures))
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
         verdict = replace(verdict, code=code)

@@ -30,6 +30,9 @@ from typing import Any
 
 from unirun.errors import JobError
 
+_LOG_MARK = ".unirun"
+"""An empty file in a directory below ``--log-dir``: what lies there is ours, and a later run may replace it."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobDir:
@@ -180,8 +183,14 @@ def _make_logs(job: JobDir, log_dir: str | None) -> None:
             job.logs.mkdir()
         else:
             target = Path(log_dir).expanduser().absolute() / job.run_id
+            if target.is_dir() and any(target.iterdir()) and not (target / _LOG_MARK).exists():
+                raise JobError(
+                    f"{target} is not empty and holds no logs of unirun",
+                    "choose another --log-dir or --rdzv-id",
+                )
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
+            (target / _LOG_MARK).touch()
             job.logs.symlink_to(target)
     except OSError as error:
         raise JobError(
@@ -196,9 +205,19 @@ def all_jobs() -> Iterator[JobDir]:
     if not root.is_dir():
         return
     with os.scandir(root) as entries:
-        found = [(entry.stat().st_ctime, entry.path) for entry in entries if entry.is_dir()]
+        found = [(_made_at(entry.path), entry.path) for entry in entries if entry.is_dir()]
     for _, path in sorted(found):
         yield JobDir(Path(path))
+
+
+def _made_at(path: str) -> int:
+    """When a job was made: its token is written once, while its directory changes with each state."""
+    for name in (os.path.join(path, "token"), path):
+        try:
+            return os.stat(name).st_mtime_ns
+        except OSError:
+            continue
+    return 0
 
 
 def find_job(name: str | None) -> JobDir:

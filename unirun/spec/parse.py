@@ -7,6 +7,7 @@ the place, what was expected and what was found.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shutil
@@ -104,7 +105,7 @@ class _Reader:
     def text(self, value: Any, where: str, default: str = "") -> str:
         if value is None:
             return default
-        if isinstance(value, str) and "\0" not in value:
+        if isinstance(value, str) and _can_be_passed_on(value):
             return value
         self.fault(where, f"expected a text, found {value!r}")
         return default
@@ -115,7 +116,7 @@ class _Reader:
         if isinstance(value, str):
             value = [value]
         if isinstance(value, list | tuple) and all(isinstance(v, str | int | float) for v in value):
-            return tuple(str(v) for v in value)
+            return tuple(self.text(str(v), where) for v in value)
         self.fault(where, f"expected a list of texts, found {value!r}")
         return ()
 
@@ -137,7 +138,7 @@ class _Reader:
             return default
         try:
             number = float(value) if not isinstance(value, bool) else float("nan")
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if not least <= number < 1e9:
             self.fault(where, f"expected a number of seconds, at least {least:g}, found {value!r}")
@@ -174,6 +175,14 @@ class _Reader:
         return found
 
 
+def _can_be_passed_on(text: str) -> bool:
+    """Whether a process can get `text` as an argument, in its environment or as a path."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str) -> JobSpec:
     """The `JobSpec` that `data` describes; `run_id` is used when `data` has none.
 
@@ -197,9 +206,9 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         "name": read.text(data.get("name"), "name") or _job_name(roles),
         "run_id": run,
         "env": read.env(data.get("env"), "env"),
-        "config": read.mapping(data.get("config"), "config"),
+        "config": _config(read, data.get("config")),
         "preload": read.texts(data.get("preload"), "preload"),
-        "master_addr": read.text(data.get("master_addr"), "master_addr", "127.0.0.1"),
+        "master_addr": read.text(data.get("master_addr"), "master_addr") or "127.0.0.1",
         "master_port": read.integer(data.get("master_port"), "master_port", 0, 0, 65535),
         "shutdown_timeout": read.seconds(data.get("shutdown_timeout"), "shutdown_timeout", 30.0),
         "join_timeout": read.seconds(data.get("join_timeout"), "join_timeout", 60.0, 0.1),
@@ -225,7 +234,7 @@ def _roles(read: _Reader, data: Mapping[str, Any], count_slots: SlotCounter) -> 
         where = f"roles.{name}"
         if not NAME.fullmatch(name):
             read.fault(where, f"{name!r} is no name for a role", "a letter, then letters, digits, '-' or '_'")
-        fields = dict(value) if isinstance(value, Mapping) else {"count": value}
+        fields = read.mapping(value, where) if isinstance(value, Mapping) else {"count": value}
         read.known(fields, ROLE_KEYS, where)
         roles.append(_role(read, name, fields, data, default_entry, count_slots))
     return roles
@@ -242,7 +251,7 @@ def _role(
     where = f"roles.{name}"
     entry = _entry(read, fields, where, default_entry)
     cwd = read.text(fields.get("cwd", job.get("cwd")), f"{where}.cwd") or None
-    if cwd is not None and not Path(cwd).is_dir():
+    if cwd is not None and not os.path.isdir(cwd):
         read.fault(f"{where}.cwd", f"{cwd!r} is no directory")
     method = fields.get("start_method", job.get("start_method"))
     chosen = read.choice(method, f"{where}.start_method", tuple(START_METHODS), "fork")
@@ -289,15 +298,17 @@ def _entry(read: _Reader, fields: Mapping[str, Any], where: str, default: Entry 
 
 def _check_target(read: _Reader, entry: Entry, cwd: str | None, where: str) -> None:
     if entry.kind == "script":
+        # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
         path = Path(cwd or ".", entry.target)
-        if path.is_dir() and not (path / "__main__.py").is_file():
+        if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
             read.fault(where, f"script {entry.target!r} is a directory", "name the file in it")
-        elif not path.exists():
-            read.fault(where, f"script {entry.target!r} does not exist", f"looked in {path.parent.resolve()}")
+        elif not os.path.exists(path):
+            looked = os.path.abspath(path.parent)
+            read.fault(where, f"script {entry.target!r} does not exist", f"looked in {looked}")
         elif not os.access(path, os.R_OK):
             read.fault(where, f"script {entry.target!r} cannot be read", "check its permissions")
     elif entry.kind == "program":
-        if shutil.which(entry.target) is None and not Path(cwd or ".", entry.target).is_file():
+        if shutil.which(entry.target) is None and not os.path.isfile(Path(cwd or ".", entry.target)):
             read.fault(where, f"program {entry.target!r} is not found", "give its path, or check PATH")
     elif entry.kind == "workload":
         if not re.fullmatch(r"[\w.]+:[\w.]+", entry.target):
@@ -306,6 +317,16 @@ def _check_target(read: _Reader, entry: Entry, cwd: str | None, where: str) -> N
             read.fault(
                 where, f"workload {entry.target!r} cannot be run by this version", "use a script for now"
             )
+
+
+def _config(read: _Reader, value: Any) -> dict[str, Any]:
+    """The user's part: whatever workers can be sent as JSON."""
+    config = read.mapping(value, "config")
+    try:
+        json.dumps(config, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        read.fault("config", f"cannot be sent to workers as JSON: {error}", "quote it, workers convert it")
+    return config
 
 
 def _job_name(roles: list[RoleSpec]) -> str:

@@ -42,7 +42,11 @@ class BlockingStream:
                 raise RendezvousError(f"nobody answers at {path}: {error}", "has the job ended?") from error
             handshake = ClientHandshake(token)
             deadline = time.monotonic() + timeout
-            sock.sendall(handshake.answer(_exactly(sock, HELLO_SIZE, deadline)))
+            answer = handshake.answer(_exactly(sock, HELLO_SIZE, deadline))
+            try:
+                sock.sendall(answer)
+            except OSError as error:
+                raise ConnectionLost(f"the peer is gone: {error}") from error
             handshake.check(_exactly(sock, PROOF_SIZE, deadline))
             sock.settimeout(None)
         except BaseException:

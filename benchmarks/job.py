@@ -1,0 +1,177 @@
+"""Jobs that are measured: started by unirun or by torchrun, waited for with a deadline, and always swept away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import psutil
+
+from benchmarks.figure import BenchmarkError
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+"""What the ranks run, under every launcher."""
+
+DEADLINE = 90.0
+"""Seconds for any single wait: several times what 16 interpreters that import torch at once need."""
+
+SWEEP_DEADLINE = 15.0
+"""Seconds for the processes of a job to be gone after SIGKILL."""
+
+T = TypeVar("T")
+
+_FOREIGN = ("PET_", "UNIRUN_", "TORCHELASTIC_", "OMP_", "MASTER_", "TORCH_DISABLE_SHARE_")
+"""Variables of the caller that would change what is measured."""
+
+Then = Literal["once", "sit", "train", "stubborn"]
+"""What ranks do after their first all_reduce; see `benchmarks.ranks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A command that starts ranks, and the variables that it needs."""
+
+    name: str
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def program(name: str) -> str:
+    """The program that is installed beside this interpreter."""
+    return str(Path(sys.executable).with_name(name))
+
+
+UNIRUN = Launcher("unirun", (program("unirun"), "--quiet"))
+TORCHRUN = Launcher("torchrun", (program("torchrun"), "--standalone"))
+TORCHRUN_OWN_STORE = Launcher("torchrun", TORCHRUN.command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+"""torchrun with a store per group: with the shared one, restarted gloo ranks find the addresses of dead peers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One line of a rank: it is past its first all_reduce, at `time` seconds since the epoch."""
+
+    rank: int
+    restarts: int
+    pid: int
+    time: float
+
+
+def parse_points(text: str) -> list[Point]:
+    """The points in the file that the ranks append to; a last line that is not whole yet is left out."""
+    rows = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [Point(int(rank), int(restarts), int(pid), float(when)) for rank, restarts, pid, when in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that was started. `began` is the time just before its command was executed."""
+
+    home: Path
+    process: subprocess.Popen[bytes]
+    ranks: int
+    began: float
+
+    def points(self, restarts: int = 0) -> list[Point]:
+        """Wait until every rank is past an all_reduce in its group number `restarts`; their points by rank."""
+
+        def complete() -> list[Point] | None:
+            with contextlib.suppress(FileNotFoundError):
+                found = parse_points((self.home / "points").read_text())
+                mine = [point for point in found if point.restarts == restarts]
+                if len(mine) == self.ranks:
+                    return sorted(mine, key=lambda point: point.rank)
+            code = self.process.poll()
+            if code:
+                raise BenchmarkError(f"the launcher ended with {code}\n{self.output()}")
+            return None
+
+        return self.wait(complete, f"all {self.ranks} ranks past an all_reduce (restart {restarts})")
+
+    def wait(self, look: Callable[[], T | None], what: str) -> T:
+        """Look until there is something. Raises `BenchmarkError` at the deadline."""
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            found = look()
+            if found is not None:
+                return found
+            time.sleep(0.005)
+        raise BenchmarkError(f"waited {DEADLINE:g} s for: {what}\n{self.output()}")
+
+    def succeed(self) -> None:
+        """Wait for the end of the job; anything but success is a `BenchmarkError`."""
+        try:
+            code = self.process.wait(DEADLINE)
+        except subprocess.TimeoutExpired as error:
+            raise BenchmarkError(f"the job did not end within {DEADLINE:g} s\n{self.output()}") from error
+        if code != 0:
+            raise BenchmarkError(f"the job ended with {code}\n{self.output()}")
+
+    def output(self) -> str:
+        """The last lines that the launcher and the ranks wrote."""
+        return "\n".join((self.home / "output").read_text(errors="replace").splitlines()[-12:])
+
+    def members(self) -> list[psutil.Process]:
+        """Every live process of the job: each has inherited its home, whoever its parent is now."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get("UNIRUN_HOME") == str(self.home):
+                    found.append(process)
+        return found
+
+    def sweep(self) -> None:
+        """SIGKILL whatever is left of the job and wait until it is gone."""
+        end = time.monotonic() + SWEEP_DEADLINE
+        while members := self.members():
+            if time.monotonic() > end:
+                pids = ", ".join(str(member.pid) for member in members)
+                raise BenchmarkError(f"processes {pids} do not end")
+            for member in members:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+            self.process.poll()
+            time.sleep(0.01)
+        self.process.wait(SWEEP_DEADLINE)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """The caller's environment without what would change the measurement; all files go to `home`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    return {**env, "UNIRUN_HOME": str(home), "TMPDIR": str(home)}
+
+
+@contextlib.contextmanager
+def started(launcher: Launcher, ranks: int, then: Then, max_restarts: int = 0) -> Iterator[Job]:
+    """A job of `ranks` ranks on this host. On leaving, nothing of it is left, on disk or among the processes."""
+    home = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
+    options = (f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}")
+    command = (*launcher.command, *options, str(SCRIPT), str(home / "points"), then)
+    try:
+        with (home / "output").open("wb") as output:
+            began = time.time()
+            process = subprocess.Popen(
+                command,
+                env={**environment(home), **launcher.env},
+                cwd=home,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        job = Job(home, process, ranks, began)
+        try:
+            yield job
+        finally:
+            job.sweep()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)

@@ -1,0 +1,269 @@
+"""The command as a user calls it, and helpers that wait for events with a deadline."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+START = 60.0
+"""Seconds in which everything that needs a torch import on a busy machine must have happened."""
+
+SOON = 20.0
+"""Seconds in which everything else must have happened."""
+
+UNIRUN = str(Path(sys.executable).with_name("unirun"))
+TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def eventually(look: Callable[[], T], what: str, within: float = SOON) -> T:
+    """The first truthy value of `look()`; fails after `within` seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        value = look()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within:g} s: {what}")
+        time.sleep(0.01)
+
+
+def gone(pid: int, within: float) -> bool:
+    """Whether process `pid` ends within `within` seconds, told by its handle."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], max(within, 0.0))[0])
+    finally:
+        os.close(handle)
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` is a process that runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def processes_of(home: Path) -> dict[int, str]:
+    """Every living process, with its title, that has `home` in the environment it was started with."""
+    mark = f"UNIRUN_HOME={home}".encode()
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in Path("/proc", name, "environ").read_bytes().split(b"\0") and alive(int(name)):
+                    found[int(name)] = Path("/proc", name, "comm").read_text().strip()
+    return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        """stdout without the prefixes of the workers, sorted: the order between workers is not defined."""
+        return sorted(re.sub(r"^\[[\w-]+:\d+\] ", "", line) for line in self.out.splitlines())
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The JSON objects that workers printed, in the order of role and rank where they tell."""
+        rows = [json.loads(line) for line in self.lines if line.startswith("{")]
+        return sorted(rows, key=lambda row: (str(row.get("role")), int(row.get("rank", 0))))
+
+
+class _Reader(threading.Thread):
+    """Collects the lines of a pipe and tells who waits for one."""
+
+    def __init__(self, pipe: Any, changed: threading.Condition) -> None:
+        super().__init__(daemon=True)
+        self.text, self.ended = "", False
+        self._pipe, self._changed = pipe, changed
+        self.start()
+
+    def run(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        while data := os.read(self._pipe.fileno(), 1 << 20):
+            with self._changed:
+                self.text += decoder.decode(data)
+                self._changed.notify_all()
+        self._pipe.close()
+        with self._changed:
+            self.ended = True
+            self._changed.notify_all()
+
+
+class Running:
+    """A `unirun` that was started."""
+
+    def __init__(self, command: Unirun, popen: subprocess.Popen[bytes], *, read: bool) -> None:
+        self.command, self.popen, self.pid = command, popen, popen.pid
+        self._began = time.monotonic()
+        self._changed = threading.Condition()
+        self._readers = [_Reader(pipe, self._changed) for pipe in (popen.stdout, popen.stderr) if pipe and read]
+
+    @property
+    def text(self) -> str:
+        """What it has written so far, stdout first."""
+        return "\n".join(reader.text for reader in self._readers)
+
+    def lines(self, pattern: str, count: int = 1, within: float = START) -> list[str]:
+        """Wait until `count` lines match `pattern`; the matches, or the first group of each."""
+        deadline = time.monotonic() + within
+        with self._changed:
+            while True:
+                found = [m.group(m.lastindex or 0) for m in re.finditer(pattern, self.text, re.MULTILINE)]
+                if len(found) >= count:
+                    return found
+                over = all(reader.ended for reader in self._readers)
+                if over or not self._changed.wait(deadline - time.monotonic()):
+                    raise AssertionError(
+                        f"{len(found)} of {count} lines match {pattern!r} {'at the end' if over else 'in time'}:\n{self.text[-3000:]}"
+                    )
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the command itself."""
+        self.popen.send_signal(signum)
+
+    def end(self, within: float = START) -> Result:
+        """Wait for its end."""
+        assert gone(self.pid, within), f"unirun did not end within {within:g} s:\n{self.text[-3000:]}"
+        code = self.popen.wait()
+        for reader in self._readers:
+            reader.join(SOON)
+        out, err = (*(reader.text for reader in self._readers), "", "")[:2]
+        return Result(code, out, err, time.monotonic() - self._began)
+
+
+class Unirun:
+    """The command, with a home of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.home = root, root / "home"
+        self.started: list[Running] = []
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment of the command: this process's, without what a launcher around it would set."""
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_", "UNIRUN_"))}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+            clean.pop(name, None)
+        return {**clean, "UNIRUN_HOME": str(self.home), **(extra or {})}
+
+    def start(
+        self,
+        *args: object,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        read: bool = True,
+        **popen: Any,
+    ) -> Running:
+        """Start it in a session of its own, so that signals reach it alone."""
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(
+            [UNIRUN, *map(str, args)],
+            cwd=cwd or self.root,
+            env=self.environment(env),
+            start_new_session=True,
+            **{**pipes, **popen},
+        )
+        self.started.append(Running(self, process, read=read))
+        return self.started[-1]
+
+    def __call__(self, *args: object, within: float = START, **how: Any) -> Result:
+        """Run it to its end."""
+        return self.start(*args, **how).end(within)
+
+    def status(self) -> dict[str, Any]:
+        """What ``unirun status --json`` says of the newest job."""
+        result = self("status", "--json")
+        assert result.code == 0, result.err
+        found: dict[str, Any] = json.loads(result.out)
+        return found
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """The workers of the newest job in its status, by ``role:rank``."""
+        roles = self.status()["roles"]
+        return {f"{role['name']}:{w['rank']}": w for role in roles for w in role["workers"]}
+
+    def job_dir(self) -> Path:
+        """The directory of the only job."""
+        (path,) = (self.home / "jobs").iterdir()
+        return path
+
+    def events(self, kind: str) -> list[str]:
+        """The texts of the job's events of one kind."""
+        lines = (self.job_dir() / "events.jsonl").read_text().splitlines()
+        return [row["text"] for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def log(self, role: str, rank: int, incarnation: int = 0, stream: str = "stdout") -> bytes:
+        """What one worker wrote."""
+        path = self.job_dir() / "logs" / role / str(rank) / str(incarnation) / f"{stream}.log"
+        return path.read_bytes()
+
+    def processes(self) -> dict[int, str]:
+        """The living processes of every job of this home, the commands included: pid → title."""
+        return processes_of(self.home)
+
+    def pid_of(self, title: str) -> int:
+        """The pid of the only process with this title, as ps shows it."""
+        found = [pid for pid, name in self.processes().items() if name == title[:15]]
+        assert len(found) == 1, f"{title}: {self.processes()}"
+        return found[0]
+
+    def assert_nothing_left(self, within: float = 5.0) -> None:
+        """No process of any job is there, or within `within` seconds none will be."""
+        deadline = time.monotonic() + within
+        while (left := self.processes()) and time.monotonic() < deadline:
+            gone(next(iter(left)), deadline - time.monotonic())
+        assert not left, f"left behind: {left}"
+
+    def clean_up(self) -> dict[int, str]:
+        """Kill what is there; returns it."""
+        left = self.processes()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for running in self.started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running.popen.wait(SOON)
+        return left
+
+
+@contextlib.contextmanager
+def command_in(root: Path) -> Iterator[Unirun]:
+    """A `Unirun` whose jobs must have left no process when the context ends."""
+    command = Unirun(root)
+    failed = True
+    try:
+        yield command
+        failed = False
+    finally:
+        try:
+            if not failed:
+                command.assert_nothing_left()
+        finally:
+            command.clean_up()

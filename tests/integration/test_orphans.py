@@ -1,0 +1,150 @@
+"""Whatever part of a job is killed, no worker and no child of a worker outlives it by more than a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .harness import SOON, Running, Unirun, alive, eventually, gone
+
+Script = Callable[..., Path]
+
+LIMIT = 1.0
+"""Seconds that a worker may outlive the part that was killed."""
+
+ROUNDS = 3
+
+WITH_CHILDREN = """
+    import os, signal, subprocess, sys
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pids = [os.getpid()]
+    for own in (False, True):
+        code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+        command = [sys.executable, "-S", "-E", "-c", code]
+        child = subprocess.Popen(command, start_new_session=own, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        pids.append(child.pid)
+    if sys.argv[1:] == ["init"]:
+        import unirun
+        unirun.init()
+    print("pids", *pids, flush=True)
+    while True:
+        signal.pause()
+"""
+
+
+def pids_of(job: Running, count: int) -> list[int]:
+    """The pids of all workers and of their children."""
+    return [int(pid) for line in job.lines(r"pids ([\d ]+)$", count) for pid in line.split()]
+
+
+def all_gone_in_time(pids: list[int]) -> bool:
+    end = time.monotonic() + LIMIT
+    return all(gone(pid, end - time.monotonic()) or not alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("turn", range(ROUNDS))
+@pytest.mark.parametrize("part", ["unirun", "unirun-master", "unirun-agent", "unirun-spawner"])
+class TestNobodySurvivesTheKillOf:
+    def test_a_part_of_the_job(self, unirun: Unirun, script: Script, part: str, turn: int) -> None:
+        method, argument = [("fork", "plain"), ("exec", "plain"), ("fork", "init")][turn % 3]
+        train = script(WITH_CHILDREN)
+        job = unirun.start("--roles", "a=2,b=1", "--start-method", method, train, argument)
+        pids = pids_of(job, 3)
+        if part == "unirun":
+            victims = [job.pid]
+        else:
+            victims = [pid for pid, title in unirun.processes().items() if title == part[:15]]
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        assert all_gone_in_time(pids), [pid for pid in pids if alive(pid)]
+        result = job.end()
+        assert result.code == {"unirun": -9}.get(part, 137), result.err
+        unirun.assert_nothing_left()
+        eventually(lambda: unirun.status()["phase"] in ("failed", "stopped", "lost"), "the status tells of the end")
+
+
+class TestTheStatusAfterwards:
+    @pytest.mark.parametrize(
+        ("part", "phase", "reason"),
+        [
+            ("unirun", "stopped", "the unirun command was killed"),
+            ("unirun-master", "lost", "the master is gone and left no end"),
+            ("unirun-agent", "failed", "the agent of node"),
+            ("unirun-spawner", "failed", "killed by SIGKILL"),
+        ],
+    )
+    def test_says_what_happened(
+        self, unirun: Unirun, script: Script, part: str, phase: str, reason: str
+    ) -> None:
+        job = unirun.start("--roles", "a=1", script("import signal; print('up', flush=True); signal.pause()"))
+        job.lines("up")
+        os.kill(job.pid if part == "unirun" else unirun.pid_of(part), signal.SIGKILL)
+        result = job.end()
+        unirun.assert_nothing_left()
+        status = eventually(lambda: s if (s := unirun.status())["phase"] != "running" else None, "an end")
+        assert (status["phase"], reason in status["reason"]) == (phase, True), status["reason"]
+        if part != "unirun":
+            assert result.err.strip(), "the user is told"
+
+
+class TestEarly:
+    """The parts can also be killed before a worker exists, when torch is being imported."""
+
+    @pytest.mark.parametrize("part", ["unirun", "unirun-master", "unirun-agent", "unirun-spawner"])
+    def test_a_kill_during_the_start_leaves_nothing(self, unirun: Unirun, script: Script, part: str) -> None:
+        job = unirun.start("--roles", "a=2", script("import signal; signal.pause()"))
+        if part == "unirun":
+            eventually(lambda: "unirun-agent" in unirun.processes().values(), "the agent is there")
+            victim = job.pid
+        else:
+            eventually(lambda: part[:15] in unirun.processes().values(), f"{part} is there")
+            victim = unirun.pid_of(part)
+        os.kill(victim, signal.SIGKILL)
+        result = job.end()
+        assert result.code != 0
+        unirun.assert_nothing_left(within=10.0)
+
+
+class TestADetachedJob:
+    @pytest.fixture
+    def detached(self, unirun: Unirun, script: Script) -> list[int]:
+        """The pids of the workers of a detached job and of their children."""
+        started = unirun("-d", "--roles", "a=2", script(WITH_CHILDREN), "plain")
+        assert started.code == 0, started.err
+
+        def pids() -> list[int]:
+            lines = [line for rank in range(2) for line in unirun.log("a", rank).split(b"\n") if b"pids" in line]
+            return [int(pid) for line in lines for pid in line.split()[1:]] if len(lines) == 2 else []
+
+        def look() -> list[int]:
+            try:
+                return pids()
+            except OSError:
+                return []
+
+        return eventually(look, "both workers are up", 60.0)
+
+    def test_goes_on_after_the_command_has_returned(self, unirun: Unirun, detached: list[int]) -> None:
+        assert "unirun" not in unirun.processes().values()
+        assert all(map(alive, detached))
+        assert unirun.status()["phase"] == "running"
+        assert unirun("stop", "--now").code == 0
+        assert not any(map(alive, detached))
+        assert unirun.status()["phase"] == "stopped"
+
+    @pytest.mark.parametrize(
+        ("part", "phase"), [("unirun-master", "lost"), ("unirun-agent", "failed"), ("unirun-spawner", "failed")]
+    )
+    def test_leaves_nobody_when_a_part_of_it_is_killed(
+        self, unirun: Unirun, detached: list[int], part: str, phase: str
+    ) -> None:
+        os.kill(unirun.pid_of(part), signal.SIGKILL)
+        assert all_gone_in_time(detached), [pid for pid in detached if alive(pid)]
+        unirun.assert_nothing_left()
+        assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", SOON)

@@ -1,0 +1,329 @@
+"""What workers write is kept, shown, and never lost; whoever reads it cannot hold them up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .harness import SOON, START, Unirun, alive, eventually, gone
+
+Script = Callable[..., Path]
+EXEC = ("--start-method", "exec")
+
+
+class TestLogFiles:
+    @pytest.mark.parametrize("method", ["fork", "exec"])
+    def test_hold_each_stream_of_each_rank(self, unirun: Unirun, script: Script, method: str) -> None:
+        train = script(
+            "import os, sys; r = os.environ['RANK']; print('out', r); print('err', r, file=sys.stderr);"
+            "os.system('echo child')"
+        )
+        result = unirun("--start-method", method, "--roles", "a=2", train)
+        assert result.code == 0, result.err
+        for rank in range(2):
+            assert unirun.log("a", rank) == f"out {rank}\nchild\n".encode()
+            assert unirun.log("a", rank, stream="stderr") == f"err {rank}\n".encode()
+        assert result.lines == ["child", "child", "out 0", "out 1"]
+        assert re.findall(r"^\[a:\d\] err \d$", result.err, re.M)
+        assert "[a:0] err 0" in result.err
+
+    @pytest.mark.parametrize("method", ["fork", "exec"])
+    def test_and_console_keep_what_a_worker_wrote_before_it_was_killed_in_mid_line(
+        self, unirun: Unirun, script: Script, method: str
+    ) -> None:
+        train = script("import os; print('whole'); print('half', end=''); os.kill(os.getpid(), 9)")
+        result = unirun("--start-method", method, "--roles", "a=1,b=0".replace(",b=0", ""), train)
+        assert result.code == 137
+        assert unirun.log("a", 0) == b"whole\nhalf"
+        assert result.out == "whole\nhalf\n"
+
+    def test_hold_ten_megabytes_on_one_line(self, unirun: Unirun, script: Script) -> None:
+        size = 10_000_000
+        result = unirun("--roles", "a=2", script(f"print('x' * {size})"))
+        assert result.code == 0
+        for rank in range(2):
+            assert unirun.log("a", rank) == b"x" * size + b"\n"
+        assert result.out.count("x") == 2 * size
+
+    def test_and_console_hold_bytes_that_are_no_utf8(self, unirun: Unirun, script: Script) -> None:
+        data = b"\xff\xfe\x00 bad \xc3(\r\nnext \xf0\x9f\n"
+        result = unirun(*EXEC, script(f"import sys; sys.stdout.buffer.write({data!r})"))
+        assert result.code == 0
+        assert unirun.log("default", 0) == data
+        assert result.out == data.decode(errors="backslashreplace")
+
+    def test_go_where_log_dir_says(self, unirun: Unirun, script: Script) -> None:
+        where = unirun.root / "deep" / "er"
+        result = unirun(*EXEC, "--log-dir", where, "--rdzv-id", "mine", "--role", "a", script("print('x')"))
+        assert result.code == 0, result.err
+        assert (where / "mine" / "a" / "0" / "0" / "stdout.log").read_bytes() == b"x\n"
+        assert str(where / "mine") in result.err
+        assert unirun.status()["logs"] == str(where / "mine")
+
+    def test_are_written_anew_by_a_second_job_of_the_same_id(self, unirun: Unirun, script: Script) -> None:
+        for word in ("first", "second"):
+            assert unirun(*EXEC, "--rdzv-id", "mine", "--role", "a", script(f"print({word!r})")).code == 0
+        assert unirun.log("a", 0) == b"second\n"
+
+    def test_of_lines_with_a_word_are_copied(self, unirun: Unirun, script: Script) -> None:
+        train = script("for word in ('loss 1', 'noise', 'acc 2'): print(word)")
+        result = unirun(*EXEC, "--nproc-per-node", 2, "--duplicate-stdout-filters", "loss,acc", train)
+        assert result.code == 0, result.err
+        (copy,) = unirun.job_dir().rglob("filtered_stdout.log")
+        text = copy.read_text()
+        assert (text.count("loss 1"), text.count("acc 2"), text.count("noise")) == (2, 2, 0)
+
+
+class TestTheConsole:
+    @pytest.mark.parametrize(
+        ("options", "out", "err"),
+        [
+            ((), ["o0", "o1"], ["e0", "e1"]),
+            (("-r", "1"), [], ["e0", "e1"]),
+            (("-r", "2"), ["o0", "o1"], []),
+            (("-r", "3"), [], []),
+            (("-r", "3", "-t", "1"), ["o0", "o1"], []),
+            (("--redirects", "3", "--tee", "3"), ["o0", "o1"], ["e0", "e1"]),
+            (("-r", "0:3,1:1"), ["o1"][1:], ["e1"]),
+            (("--local-ranks-filter", "1"), ["o1"], ["e1"]),
+            (("-r", "1:3", "--local-ranks-filter", "0,1"), ["o0"], ["e0"]),
+        ],
+    )
+    def test_shows_the_streams_that_were_asked_for(
+        self, unirun: Unirun, script: Script, options: tuple[str, ...], out: list[str], err: list[str]
+    ) -> None:
+        train = script("import os, sys; r = os.environ['RANK']; print('o' + r); print('e' + r, file=sys.stderr)")
+        result = unirun(*EXEC, "--nproc-per-node", 2, *options, train)
+        assert result.code == 0, result.err
+        assert result.lines == out
+        assert sorted(re.findall(r"^\[default:\d\] (e\d)$", result.err, re.M)) == err
+        assert [unirun.log("default", rank) for rank in range(2)] == [b"o0\n", b"o1\n"]
+        assert [unirun.log("default", rank, stream="stderr") for rank in range(2)] == [b"e0\n", b"e1\n"]
+
+    def test_is_plain_without_a_terminal(self, unirun: Unirun, script: Script) -> None:
+        result = unirun(*EXEC, "--nproc-per-node", 2, script("print('x')"))
+        assert "\x1b" not in result.out + result.err
+        assert "\r" not in result.out + result.err
+
+    def test_shows_only_the_workers_when_quiet(self, unirun: Unirun, script: Script) -> None:
+        result = unirun(*EXEC, "-q", script("print('x')"))
+        assert (result.code, result.out, result.err) == (0, "x\n", "")
+
+    def test_takes_torchruns_template_for_the_prefix(self, unirun: Unirun, script: Script) -> None:
+        template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}/${local_rank}> "}
+        result = unirun(*EXEC, "--role", "a", "--nproc-per-node", 2, script("print('x')"), env=template)
+        assert sorted(result.out.splitlines()) == ["<a/0> x", "<a/1> x"]
+
+    def test_is_coloured_with_a_live_line_on_a_terminal(self, unirun: Unirun, script: Script) -> None:
+        ours, theirs = os.openpty()
+        try:
+            job = unirun.start(
+                *("--roles", "actor=2", script("print('x')")), read=False, stdin=theirs, stdout=theirs, stderr=theirs
+            )
+            os.close(theirs)
+            text = b""
+            while select.select([ours], [], [], START)[0]:
+                try:
+                    text += os.read(ours, 1 << 16)
+                except OSError:  # the other end is closed
+                    break
+            assert job.end().code == 0
+        finally:
+            os.close(ours)
+        assert re.search(rb"\x1b\[\d+m\[actor:0\] \x1b\[0mx\r\n", text), text
+        assert re.search(rb"\r\x1b\[2K[^\n]*actor 0/2", text), text
+
+
+class TestAReaderThatFallsBehind:
+    MEGABYTES = """
+        import os, pathlib
+        for n in range(60_000):
+            print(f"line {n:06} " + "x" * 60)
+        pathlib.Path("done" + os.environ["RANK"]).touch()
+    """
+
+    def test_never_blocks_a_worker_and_gets_everything(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL)
+        for rank in range(2):
+            eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START)
+        eventually(lambda: all(w["exit"] for w in unirun.workers().values()), "both workers have ended")
+        assert job.popen.stdout is not None
+        lines = job.popen.stdout.read().splitlines()
+        for rank in range(2):
+            mine = [line for line in lines if line.startswith(b"[default:%d] " % rank)]
+            assert [line.split()[2] for line in mine] == [b"%06d" % n for n in range(60_000)]
+        assert job.end().code == 0
+
+    def test_does_not_keep_a_signal_from_the_workers(self, unirun: Unirun, script: Script) -> None:
+        train = script(self.MEGABYTES + "\n        import signal; signal.pause()\n")
+        job = unirun.start(*EXEC, "--nproc-per-node", 2, train, read=False)
+        eventually((unirun.root / "done0").exists, "a worker has written all of it", START)
+        pids = [worker["pid"] for worker in unirun.workers().values()]
+        job.signal(signal.SIGTERM)
+        assert all(gone(pid, SOON) for pid in pids)
+        out, _ = job.popen.communicate(timeout=START)
+        assert out.count(b"\n") == 120_000
+        assert job.end().code == 143
+
+    def test_does_not_keep_a_signal_from_the_workers_after_a_restart(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import os, pathlib, signal, sys
+            for n in range(60_000):
+                print(f"line {n:06} " + "x" * 60)
+            if os.environ["UNIRUN_INCARNATION"] == "0":
+                sys.exit(1)
+            pathlib.Path("again").write_text(str(os.getpid()))
+            while True:
+                signal.pause()
+            """
+        )
+        job = unirun.start(*EXEC, "--max-restarts", 1, train, read=False)
+        pid = int(eventually(lambda: (p := unirun.root / "again").exists() and p.read_text(), "it runs again", START))
+        job.signal(signal.SIGTERM)
+        assert gone(pid, SOON)
+        out, _ = job.popen.communicate(timeout=START)
+        assert out.count(b"\n") == 120_000
+        assert job.end().code == 143
+
+    def test_that_goes_away_ends_the_output_and_not_the_job(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL)
+        assert job.popen.stdout is not None
+        job.popen.stdout.readline()
+        job.popen.stdout.close()
+        assert job.end().code == 0
+        assert all(unirun.log("default", rank).count(b"\n") == 60_000 for rank in range(2))
+
+
+class TestALot:
+    def test_of_lines_of_eight_ranks_loses_none(self, unirun: Unirun, script: Script) -> None:
+        """At 100 000 lines a second in sum; on a machine that is slower than that, as fast as it goes."""
+        train = script(
+            """
+            import os, sys, time
+            rank = os.environ["RANK"]
+            began = time.perf_counter()
+            for n in range(25_000):
+                sys.stdout.write(f"{rank} {n}\\n")
+                if n % 125 == 0:
+                    time.sleep(max(0.0, began + n / 12_500 - time.perf_counter()))
+            """
+        )
+        result = unirun("--roles", "actor=4,rollout=4", train)
+        assert result.code == 0, result.err
+        expected = "".join(f"{{rank}} {n}\n" for n in range(25_000))
+        shown: dict[str, list[str]] = {}
+        for line in result.out.splitlines(keepends=True):
+            head, _, rest = line.partition("] ")
+            shown.setdefault(head[1:], []).append(rest)
+        assert len(shown) == 8
+        for role in ("actor", "rollout"):
+            for rank in range(4):
+                mine = expected.replace("{rank}", str(rank))
+                assert unirun.log(role, rank).decode() == mine
+                assert "".join(shown[f"{role}:{rank}"]) == mine
+
+
+class TestADiskThatIsFull:
+    @pytest.fixture
+    def small_disk(self, tmp_path: Path) -> Iterator[Path | None]:
+        """A file system of 256 KiB where one can be mounted, else None."""
+        where = tmp_path / "small"
+        where.mkdir()
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(where)], capture_output=True, check=False
+        )
+        try:
+            yield where if mounted.returncode == 0 else None
+        finally:
+            if mounted.returncode == 0:
+                with contextlib.suppress(subprocess.SubprocessError):
+                    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
+
+    @pytest.mark.parametrize("method", ["fork", "exec"])
+    def test_while_logging_is_the_workers_error_and_says_so(
+        self, unirun: Unirun, script: Script, small_disk: Path | None, method: str
+    ) -> None:
+        limit, words = "", "No space left on device"
+        options: tuple[object, ...] = ("--log-dir", small_disk)
+        if small_disk is None:
+            # A limit on the size of files gives the same kind of error at the same place.
+            limit, words, options = "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)", "File too large", ()
+        train = script(
+            f"""
+            import resource
+            {limit}
+            for n in range(100_000):
+                print("a line of the log", n)
+            """
+        )
+        result = unirun("-q", "-r", 3, "--start-method", method, "--max-restarts", 0, *options, train)
+        assert result.code == 1, result.err
+        assert f"OSError: [Errno {28 if small_disk else 27}] {words}" in result.err
+
+    def test_for_one_worker_only_a_limit_on_files_is_told_too(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+            print("x" * 20_000)
+            """
+        )
+        result = unirun("-q", "-r", 3, train)
+        assert (result.code, "File too large" in result.err) == (1, True), result.err
+
+    def test_for_the_job_directory_does_not_end_a_job_that_can_go_on(
+        self, unirun: Unirun, script: Script, small_disk: Path | None
+    ) -> None:
+        if small_disk is None:
+            small_disk = unirun.root
+        train = script(
+            f"""
+            import contextlib, pathlib
+            with contextlib.suppress(OSError), open({str(small_disk / 'filler')!r}, "wb") as file:
+                for _ in range(64):
+                    file.write(bytes(8192))
+                    file.flush()
+            """
+        )
+        result = unirun(
+            *("--max-restarts", 1, "--log-dir", unirun.root / "logs", train), env={"UNIRUN_HOME": str(small_disk / "home")}
+        )
+        assert result.code == 0, result.err
+
+
+class TestALogDirectory:
+    @pytest.mark.parametrize("where", ["file/below", "/proc/nope"])
+    def test_that_cannot_be_written_is_told_at_once(self, unirun: Unirun, script: Script, where: str) -> None:
+        (unirun.root / "file").write_text("no directory")
+        result = unirun("--log-dir", where, script("print('never')"))
+        assert (result.code, result.out) == (2, "")
+        (line,) = result.err.splitlines()
+        assert line.startswith(f"unirun: logs cannot be written to {where}: ")
+        assert line.endswith("choose another --log-dir")
+
+    def test_that_is_lost_while_the_job_runs_fails_the_restart_with_the_reason(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            """
+            import os, shutil, sys
+            job = os.path.dirname(os.environ["UNIRUN_SOCKET"])
+            shutil.rmtree(os.path.join(job, "logs", "a"))
+            open(os.path.join(job, "logs", "a"), "w").close()
+            sys.exit(1)
+            """
+        )
+        result = unirun(*EXEC, "--role", "a", "--max-restarts", 1, train)
+        assert (result.code, "its log cannot be written" in result.err) == (5, True), result.err
+
+    def test_leaves_nothing_alive_after_all_this(self, unirun: Unirun) -> None:
+        assert not any(map(alive, unirun.processes()))

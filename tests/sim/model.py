@@ -1,0 +1,315 @@
+"""The model of what is not pure: spawners with their processes, and the shells of agent and master."""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import dataclass
+from typing import Protocol
+
+from tests.sim.world import JOB, Clock, Habits, Pipe, Plan
+from unirun.launcher import core, events
+from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.wire.messages import (
+    Forked,
+    Hello,
+    Join,
+    Kill,
+    Message,
+    OpenStore,
+    Preloaded,
+    Reaped,
+    Shutdown,
+    Spawn,
+    SpawnFailed,
+    StartRole,
+    StopWorkers,
+    View,
+    WorkerError,
+    WorkerExited,
+)
+
+Who = tuple[str, int, int]
+"""Role, rank, incarnation."""
+
+
+@dataclass
+class Process:
+    """A worker's process in the model."""
+
+    pid: int
+    who: Who
+    alive: bool = True
+
+
+class World(Protocol):
+    """What nodes and spawners need of the simulation."""
+
+    clock: Clock
+    rng: random.Random
+    plan: Plan
+    stores: dict[str, Spawner]
+
+    def next_pid(self) -> int:
+        """A pid that was never used."""
+
+    def born(self, process: Process) -> None:
+        """A process is there."""
+
+    def peers_see(self, process: Process) -> None:
+        """A process has failed: peers of its role may follow."""
+
+    def kill_pids(self, pids: tuple[int, ...]) -> None:
+        """SIGKILL."""
+
+    def trace(self, text: str) -> None:
+        """Note something for a failing seed."""
+
+    def from_agent(self, node: str, message: Message) -> None:
+        """A message of an agent has arrived at the master."""
+
+    def agent_stream_ended(self, node: str, reason: str) -> None:
+        """The stream of an agent has ended at the master."""
+
+    def checked_agent(self, node: Node, before: core.AgentState, event: events.Event) -> None:
+        """Check what must hold after a step of an agent's core."""
+
+
+class Spawner:
+    """Forks processes, kills them when told, reports their ends in the order in which they happen."""
+
+    def __init__(self, node: Node, key: SpawnerKey) -> None:
+        self.node, self.key = node, key
+        self.world = node.world
+        self.alive = True
+        self.ready = False
+        self.processes: dict[int, Process] = {}
+        clock, rng, slow = self.world.clock, self.world.rng, self.world.plan.slow
+        self.inbox = Pipe(clock, rng, slow, self._receive)
+        self.outbox = Pipe(clock, rng, slow, lambda m: node.apply(events.FromSpawner(key, m)))
+        self._held: list[Message] = []
+        seconds = 0.01 if key == FRESH else rng.uniform(0.2, 2.0)
+        clock.after(seconds, lambda: self._preloaded(seconds))
+
+    def _preloaded(self, seconds: float) -> None:
+        if self.alive:
+            self.ready = True
+            self.outbox.send(Preloaded(seconds))
+            for message in self._held:
+                self._receive(message)
+
+    def _receive(self, message: Message) -> None:
+        if not self.alive:
+            return
+        if not self.ready:
+            self._held.append(message)
+            return
+        match message:
+            case Spawn():
+                self._spawn(message)
+            case Kill(number, signum):
+                if number in self.processes:
+                    self._signal(number, signum)
+            case OpenStore(role, _):
+                self.world.stores[role] = self
+            case _:
+                raise AssertionError(f"the agent sent a spawner {message}")
+
+    def _spawn(self, request: Spawn) -> None:
+        rng, clock = self.world.rng, self.world.clock
+        role, _, rank = request.title.partition(":")
+        if rng.random() < 0.01:
+            self.outbox.send(SpawnFailed(request.id, self.world.clock.now, "no process can be forked"))
+            return
+        who = role, int(rank), int(request.env["UNIRUN_INCARNATION"])
+        process = Process(self.world.next_pid(), who)
+        self.world.born(process)
+        self.processes[request.id] = process
+        self.outbox.send(Forked(request.id, process.pid))
+        habits = self.world.plan.habits[role]
+        if request.kind != "program":
+            # The link is another stream: its hello may overtake the news of the fork.
+            clock.after(rng.expovariate(200), lambda: self._hello(request, process))
+        clock.after(rng.expovariate(1 / habits.lifetime), lambda: self._live(request.id, process, habits))
+
+    def _hello(self, request: Spawn, process: Process) -> None:
+        if process.alive:
+            role, rank, incarnation = process.who
+            self.node.apply(events.FromWorker(request.id, Hello(role, rank, incarnation, process.pid, True)))
+            if self.world.rng.random() < 0.02:
+                self.node.apply(events.LinkClosed(request.id))
+
+    def _live(self, number: int, process: Process, habits: Habits) -> None:
+        """The process has done what it wanted to: it fails, ends well, or waits to be told."""
+        if not process.alive:
+            return
+        chance = self.world.rng.random()
+        if chance < habits.fails:
+            self._fail(number, process, "ValueError: of its own")
+        elif self.world.rng.random() < habits.finishes:
+            self.end(number, 0, None)
+
+    def _fail(self, number: int, process: Process, words: str) -> None:
+        rng = self.world.rng
+        kind = rng.choice(("error", "code", "signal"))
+        if kind == "error":
+            error = WorkerError(words, f"Traceback: {words}", self.world.clock.now)
+            self.node.apply(events.FromWorker(number, error))
+            self.end(number, 1, None)
+        elif kind == "code":
+            self.end(number, rng.choice((1, 7, 127, 255)), None)
+        else:
+            self.end(number, None, rng.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)))
+        self.world.peers_see(process)
+
+    def follow(self, number: int, process: Process) -> None:
+        """A peer is gone, and this one trips over it."""
+        if process.alive:
+            words = "RuntimeError: Connection closed by peer"
+            error = WorkerError(words, f"Traceback: {words}", self.world.clock.now)
+            self.node.apply(events.FromWorker(number, error))
+            self.end(number, 1, None)
+
+    def _signal(self, number: int, signum: int) -> None:
+        process, rng = self.processes[number], self.world.rng
+        if not process.alive:
+            return
+        if signum == signal.SIGKILL:
+            self.end(number, None, signum)
+            return
+        habits = self.world.plan.habits[process.who[0]]
+        if rng.random() < habits.stubborn:
+            return
+        code, by = rng.choice(((None, signum), (128 + signum, None), (0, None), (1, None)))
+        self.world.clock.after(rng.uniform(0.0, 0.3), lambda: self.end(number, code, by))
+
+    def end(self, number: int, code: int | None, by: int | None) -> None:
+        """The process ends, its link closes, and the spawner collects it."""
+        process = self.processes[number]
+        if not process.alive:
+            return
+        process.alive = False
+        self.node.apply(events.LinkClosed(number))
+        self.outbox.send(Reaped(number, self.world.clock.now, code, None if by is None else int(by)))
+
+    def die(self) -> None:
+        """SIGKILL: its processes go with it, and the agent sees the end of the stream."""
+        if not self.alive:
+            return
+        self.alive = False
+        for process in self.processes.values():
+            process.alive = False
+        self.outbox.close(lambda _: self._buried())
+
+    def _buried(self) -> None:
+        if self.node.spawners.get(self.key) is self:
+            del self.node.spawners[self.key]
+            self.node.apply(events.SpawnerDown(self.key, "its spawner was killed", self.world.clock.now))
+
+
+class Node:
+    """The shell of one agent, as `unirun.launcher.agent` is, without its sockets."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive = True
+        self.state = core.AgentState(name)
+        self.spawners: dict[SpawnerKey, Spawner] = {}
+        self.exits: list[Who] = []
+        self.launched: list[Who] = []
+        self._next_id = 0
+        clock, rng, slow = world.clock, world.rng, world.plan.slow
+        self.to_master = Pipe(clock, rng, slow, lambda m: world.from_agent(name, m))
+        self.to_agent = Pipe(clock, rng, slow, self._receive)
+        names = [role.name for role in world.plan.spec.roles]
+        keys = dict.fromkeys([*map(self._store_key, names), *map(self._key, names)])
+        self.state = core.AgentState(name, spawners=dict.fromkeys(keys, False))
+        for key in keys:
+            self.spawners[key] = Spawner(self, key)
+
+    def join(self) -> None:
+        """Say hello to the master."""
+        if self.alive:
+            endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(self.world.plan.spec.roles)}
+            self.to_master.send(Join(self.name, 1, self.name, endpoints))
+
+    def _key(self, role: str) -> SpawnerKey:
+        spec = self.world.plan.spec
+        if spec.role(role).start_method == "exec":
+            return FRESH
+        return spawner_key(base_env(spec, role, {}))
+
+    def _store_key(self, role: str) -> SpawnerKey:
+        forking = [r.name for r in self.world.plan.spec.roles if r.start_method == "fork"]
+        if forking:
+            return self._key(role if role in forking else forking[0])
+        return spawner_key({"OMP_NUM_THREADS": "1"})
+
+    def _receive(self, message: Message) -> None:
+        if not self.alive:
+            return
+        match message:
+            case StartRole():
+                self.apply(self._launch(message))
+            case StopWorkers() | View() | Shutdown():
+                self.apply(message)
+            case _:
+                raise AssertionError(f"the master sent an agent {message}")
+
+    def _launch(self, order: StartRole) -> events.Launch:
+        workers = []
+        for member in order.members:
+            self._next_id += 1
+            key = self._key(order.role)
+            request = spawn_request(
+                self._next_id, self.world.plan.spec, order, member, JOB, self.name, "/", {}
+            )
+            workers.append(
+                events.Worker(self._next_id, order.role, member.rank, member.incarnation, key, request)
+            )
+            self.launched.append((order.role, member.rank, member.incarnation))
+        store = OpenStore(order.role, 5) if any(m.rank == 0 for m in order.members) else None
+        return events.Launch(tuple(workers), store, self._store_key(order.role))
+
+    def apply(self, event: events.Event) -> None:
+        """One step of the real core, and its commands."""
+        if not self.alive:
+            return
+        before = self.state
+        self.state, commands = core.step(self.state, event)
+        self.world.checked_agent(self, before, event)
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: events.Command) -> None:
+        match command:
+            case events.ToMaster(message):
+                if isinstance(message, WorkerExited):
+                    self.exits.append((message.role, message.rank, message.incarnation))
+                self.to_master.send(message)
+            case events.ToSpawner(key, message):
+                if key in self.spawners:
+                    self.spawners[key].inbox.send(message)
+            case events.StartSpawner(key):
+                assert key not in self.spawners, "there is such a spawner already"
+                self.spawners[key] = Spawner(self, key)
+            case events.After(delay, event):
+                self.world.clock.after(delay, lambda: self.apply(event))
+            case events.KillGroups(pids):
+                self.world.kill_pids(pids)
+            case events.Leave():
+                self.die("it left")
+            case events.ToWorkers():
+                pass
+
+    def die(self, reason: str) -> None:
+        """The agent ends; its workers end with it, and the master sees the end of the stream."""
+        if not self.alive:
+            return
+        self.alive = False
+        for spawner in self.spawners.values():
+            spawner.alive = False
+            for process in spawner.processes.values():
+                process.alive = False
+        self.world.trace(f"agent {self.name} is gone: {reason}")
+        self.to_master.close(lambda error: self.world.agent_stream_ended(self.name, str(error)))

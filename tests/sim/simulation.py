@@ -1,0 +1,307 @@
+"""One history: the master's core and the agents' cores against each other, with invariants after every step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+
+from tests.sim.model import Node, Process, Spawner
+from tests.sim.world import Clock, make_plan
+from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS
+from unirun.launcher import core, events
+from unirun.master import JobPhase, JobState, RolePhase, RoleState, new_job, step
+from unirun.master.events import (
+    AgentLost,
+    Event,
+    Finish,
+    JoinTimedOut,
+    OwnerLost,
+    Record,
+    ToAgent,
+    ToWatchers,
+)
+from unirun.master.state import JOB_ENDS, ROLE_ENDS
+from unirun.wire.messages import Join, Message, Shutdown, StartRole, Stop, StopWorkers, WorkerExited
+
+PATIENCE = 300.0
+"""Seconds after which somebody stops a job that does not end of itself."""
+
+GOODBYE = 5.0
+
+DELAYS = 12.0
+"""Seconds that all messages of one exchange take at most."""
+
+
+class Simulation:
+    """The history of one seed. `run` raises AssertionError or IllegalTransition when something is wrong."""
+
+    def __init__(self, seed: int) -> None:
+        self.plan = make_plan(seed)
+        self.rng = random.Random(f"history {seed}")
+        self.clock = Clock()
+        self.log: list[str] = []
+        self.stores: dict[str, Spawner] = {}
+        self.processes: list[Process] = []
+        self._pids = itertools.count(100)
+        spec, placement = self.plan.spec, self.plan.placement
+        self.state: JobState = new_job(spec, placement, started=self.clock.now, logs="/logs")
+        self.finish: Finish | None = None
+        self.master_alive = True
+        self.connected: set[str] = set()
+        self.nodes = {name: Node(self, name) for name in placement.nodes}
+
+    # what the model asks for
+
+    def next_pid(self) -> int:
+        """A pid that was never used."""
+        return next(self._pids)
+
+    def born(self, process: Process) -> None:
+        """A process is there: nobody else may hold its rank."""
+        rank = process.who[:2]
+        holders = [p.who for p in self.processes if p.alive and p.who[:2] == rank]
+        assert not holders, f"{process.who} is started while {holders} lives"
+        assert all(p.who != process.who for p in self.processes), f"{process.who} is started twice"
+        self.processes.append(process)
+
+    def peers_see(self, process: Process) -> None:
+        """A process has failed: peers of its role may fail because of that."""
+        for node in self.nodes.values():
+            for spawner in node.spawners.values():
+                for number, peer in spawner.processes.items():
+                    if (
+                        peer.alive
+                        and peer.who[0] == process.who[0]
+                        and self.rng.random() < self._follows(peer)
+                    ):
+                        delay = self.rng.uniform(0.0, 0.05)
+                        self.clock.after(delay, lambda s=spawner, n=number, p=peer: s.follow(n, p))
+
+    def _follows(self, process: Process) -> float:
+        return self.plan.habits[process.who[0]].follows
+
+    def kill_pids(self, pids: tuple[int, ...]) -> None:
+        """SIGKILL."""
+        for process in self.processes:
+            if process.pid in pids:
+                process.alive = False
+
+    def trace(self, text: str) -> None:
+        """Note something for a failing seed."""
+        self.log.append(f"{self.clock.now - 1_000_000.0:10.4f}  {text}")
+
+    def from_agent(self, node: str, message: Message) -> None:
+        """A message of an agent has arrived."""
+        if not self.master_alive:
+            return
+        if isinstance(message, Join):
+            self.connected.add(node)
+            if self.finish is not None:
+                # The master says goodbye to those who are connected; this one sees the stream close.
+                return
+        if isinstance(message, Event):
+            self.master(message)
+
+    def agent_stream_ended(self, node: str, reason: str) -> None:
+        """The stream of an agent has ended."""
+        if self.master_alive and node in self.connected:
+            self.connected.discard(node)
+            self.master(AgentLost(node, reason))
+
+    # the master's shell
+
+    def master(self, event: Event) -> None:
+        """One step of the master's core, its checks and its commands."""
+        if not self.master_alive:
+            return
+        before = self.state
+        self.trace(f"master: {event}")
+        self.state, commands = step(self.state, event, self.clock.now)
+        self.state.check()
+        self._check_master(before, event)
+        self._watch_promptness(before)
+        for command in commands:
+            match command:
+                case ToAgent(node, message):
+                    self.trace(f"  to {node}: {message}")
+                    self._check_order(before, event, message)
+                    if node in self.connected:
+                        self.nodes[node].to_agent.send(message)
+                case Finish():
+                    assert self.finish is None, "the job ends twice"
+                    self._finished(command)
+                case Record() | ToWatchers():
+                    pass
+
+    def _finished(self, finish: Finish) -> None:
+        self.finish = finish
+        self.trace(f"the job ends with {finish}")
+        for node in self.connected:
+            self.nodes[node].to_agent.send(Shutdown())
+        self.clock.after(GOODBYE, lambda: self._end_master("it is done"))
+
+    def _end_master(self, reason: str) -> None:
+        if self.master_alive:
+            self.master_alive = False
+            self.trace(f"the master is gone: {reason}")
+            for node in self.nodes.values():
+                node.to_agent.close(lambda _, n=node: n.apply(events.MasterLost("the master is gone")))
+
+    # what must hold
+
+    def _check_master(self, before: JobState, event: Event) -> None:
+        after = self.state
+        if before.phase in JOB_ENDS:
+            assert after == before, "a job that has ended has changed"
+        if before.verdict is not None:
+            assert after.verdict is not None
+            assert after.verdict.phase is before.verdict.phase, "the verdict has changed"
+        for name, role in after.roles.items():
+            old = before.roles[name]
+            if old.phase in ROLE_ENDS:
+                assert role == old, f"role {name} was {old.phase} and has changed"
+            assert role.restarts in (old.restarts, old.restarts + 1)
+            assert role.generation == {w.incarnation for w in role.workers}.pop()
+            assert len({w.incarnation for w in role.workers}) == 1
+            assert role.generation <= role.restarts
+            if role.generation != old.generation:
+                assert isinstance(event, WorkerExited), f"{event} starts a new generation of {name}"
+                assert event.role == name, f"{event} starts a new generation of {name}"
+        if after.phase is JobPhase.SUCCEEDED:
+            assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
+
+    def _watch_promptness(self, before: JobState) -> None:
+        """What has begun to end must have ended when its grace is over and the last message has arrived."""
+        soon = self.plan.spec.shutdown_timeout + DELAYS
+        if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
+            self.clock.after(soon, self._must_be_over)
+        for name, role in self.state.roles.items():
+            if role.phase is RolePhase.RESTARTING and before.roles[name].phase is not RolePhase.RESTARTING:
+                self.clock.after(soon, lambda old=role: self._must_have_restarted(old))
+
+    def _must_be_over(self) -> None:
+        assert self.state.phase in JOB_ENDS or not self.master_alive, "the job does not end"
+
+    def _must_have_restarted(self, old: RoleState) -> None:
+        role = self.state.roles[old.name]
+        if self.master_alive and self.state.phase is JobPhase.RUNNING:
+            assert (role.phase, role.generation) != (old.phase, old.generation), (
+                f"{role.name} does not restart"
+            )
+
+    def _must_have_stores(self) -> None:
+        """Ranks of a role that runs can meet: the store of its generation is served."""
+        for role in self.state.roles.values():
+            if self.master_alive and self.state.phase is JobPhase.RUNNING and role.live:
+                store = self.stores.get(role.name)
+                assert store is not None, f"no store was opened for {role.name}"
+                assert store.alive, f"the store of {role.name} is gone"
+
+    def _check_order(self, before: JobState, event: Event, message: Message) -> None:
+        """A worker is stopped when its own role restarts or the job ends, never for another role."""
+        if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
+            assert isinstance(event, WorkerExited)
+            assert event.role == message.role
+        if isinstance(message, StartRole):
+            assert self.state.phase is JobPhase.RUNNING
+            assert not before.roles[message.role].live or isinstance(event, WorkerExited)
+
+    def checked_agent(self, node: Node, before: core.AgentState, event: events.Event) -> None:
+        """Check what must hold after a step of an agent's core."""
+        self.trace(f"{node.name}: {_brief(event)}")
+        state = node.state
+        if state.leaving and not before.leaving:
+            self.clock.after(DELAYS, lambda: self._must_have_left(node))
+        ranks = [(w.role, w.rank) for w in state.workers.values()]
+        assert len(set(ranks)) == len(ranks), f"two workers hold one rank: {ranks}"
+        assert len(set(node.exits)) == len(node.exits), f"{node.exits} tells one end twice"
+        for worker in state.workers.values():
+            who = worker.role, worker.rank, worker.incarnation
+            assert who not in node.exits, f"{who} has ended and is kept"
+            assert (worker.pid is not None) == (worker.phase is events.Phase.ALIVE)
+            assert worker.spawner in state.spawners, f"{who} waits for a spawner that is not there"
+            if worker.phase is events.Phase.QUEUED:
+                assert not state.spawners[worker.spawner], f"{who} waits for a spawner that is ready"
+        for key in state.pending_stores:
+            assert not state.spawners.get(key, False), "a store waits for a spawner that is ready"
+
+    def _must_have_left(self, node: Node) -> None:
+        assert not node.alive, f"the agent of {node.name} does not leave"
+
+    # the whole history
+
+    def run(self) -> None:
+        """Let everything happen, then check how it ended."""
+        for name, node in self.nodes.items():
+            if name not in self.plan.absent:
+                self.clock.after(self.rng.uniform(0.0, 0.2), node.join)
+        self.clock.after(self.plan.spec.join_timeout, lambda: self.master(JoinTimedOut()))
+        for when, what in self.plan.accidents:
+            self.clock.after(when, lambda what=what: self._accident(what))
+        self.clock.after(PATIENCE - 1.0, self._must_have_stores)
+        self.clock.after(PATIENCE, lambda: self.master(Stop(signal.SIGTERM, "it takes too long")))
+        while self.clock.turn():
+            assert self.clock.turns < 50_000, "the history does not end"
+        self._check_end()
+
+    def _accident(self, what: str) -> None:
+        self.trace(f"accident: {what}")
+        node = self.rng.choice([*self.nodes.values()])
+        if what.startswith("stop"):
+            signum = self.rng.choice((signal.SIGTERM, signal.SIGINT))
+            self.master(Stop(signum, what, 0.0 if what == "stop_now" else None))
+            if what == "stop_again":
+                self.clock.after(self.rng.uniform(0, 1), lambda: self.master(Stop(signum, what)))
+        elif what == "owner":
+            self.clock.after(self.rng.uniform(0, 0.1), lambda: self.master(OwnerLost()))
+            lost = events.MasterLost("the unirun command is gone")
+            for each in self.nodes.values():
+                self.clock.after(self.rng.uniform(0, 0.1), lambda n=each: n.apply(lost))
+        elif what == "agent_killed":
+            node.die("killed")
+        elif what == "agent_signalled":
+            node.apply(events.MasterLost("the agent got a signal"))
+        elif what == "master_killed":
+            self._end_master("killed")
+        elif node.spawners:
+            self.rng.choice([*node.spawners.values()]).die()
+
+    def _check_end(self) -> None:
+        lives = [process.who for process in self.processes if process.alive]
+        assert not lives, f"{lives} live on"
+        joined = [node for name, node in self.nodes.items() if name not in self.plan.absent]
+        assert not any(node.alive for node in joined), "an agent has not left"
+        for node in joined:
+            assert node.state.leaving or node.exits == [] or not node.alive
+        if self.finish is None:
+            assert not self.master_alive, "the job has not ended"
+            return
+        self._check_verdict(self.finish)
+
+    def _check_verdict(self, finish: Finish) -> None:
+        phase, code = self.state.phase, finish.code
+        assert phase in JOB_ENDS
+        statuses = {failure.exit.status for failure in self.state.failures}
+        if phase is JobPhase.SUCCEEDED:
+            assert code == 0
+        elif phase is JobPhase.STOPPED:
+            assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        else:
+            assert code in statuses | {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}, (
+                f"{code} of {statuses}"
+            )
+            assert code != 0
+            assert finish.report
+        if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:
+            assert any(
+                r.restarts == self.state.role_spec(r.name).max_restarts > 0 for r in self.state.roles.values()
+            )
+        if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
+            assert self.plan.absent or not self.master_alive
+
+
+def _brief(event: events.Event) -> str:
+    if isinstance(event, events.Launch):
+        return f"Launch({', '.join(f'{w.who}#{w.incarnation}' for w in event.workers)})"
+    return str(event)

@@ -1,0 +1,41 @@
+"""Thousands of things go wrong in hundreds of histories, and every job ends as it should.
+
+A failing history is replayed with ``UNIRUN_SIM_SEED=<seed> pytest tests/sim``; ``UNIRUN_SIM_SEEDS=5000`` runs more.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.sim.simulation import Simulation
+from unirun.errors import IllegalTransition
+
+BLOCK = 250
+SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "2000"))
+ONE = os.environ.get("UNIRUN_SIM_SEED")
+
+
+def histories() -> list[range]:
+    if ONE is not None:
+        return [range(int(ONE), int(ONE) + 1)]
+    return [range(first, min(first + BLOCK, SEEDS)) for first in range(0, SEEDS, BLOCK)]
+
+
+@pytest.mark.parametrize("seeds", histories(), ids=lambda seeds: f"seeds {seeds.start} to {seeds.stop - 1}")
+def test_every_history_ends_well_or_for_a_reason(seeds: range) -> None:
+    for seed in seeds:
+        simulation = Simulation(seed)
+        try:
+            simulation.run()
+        except (AssertionError, IllegalTransition, LookupError, TypeError) as error:
+            last = "\n".join(simulation.log[-60:])
+            pytest.fail(f"seed {seed}: {type(error).__name__}: {error}\n{last}")
+
+
+def test_a_seed_gives_the_same_history_twice() -> None:
+    one, two = Simulation(7), Simulation(7)
+    one.run()
+    two.run()
+    assert one.log == two.log

@@ -1,0 +1,176 @@
+"""A world in one process: the real cores of master and agents, a model of everything around them, fake time.
+
+One `random.Random` decides everything, so a seed is a history. Streams deliver in order after a random delay;
+between two streams nothing is ordered. Every message goes through its JSON form on the way.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unirun.collocation import Assignment, Placement
+from unirun.errors import ConnectionLost
+from unirun.launcher.environment import SpawnerKey
+from unirun.rendezvous import JobDir
+from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.wire.messages import Message, decode, encode
+
+JOB = JobDir(Path("/jobs/sim"))
+TORCH: SpawnerKey = (("OMP_NUM_THREADS", "1"),)
+
+
+class Clock:
+    """Fake time: events in order of time, then of their making."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._made = 0
+        self.turns = 0
+
+    def after(self, delay: float, do: Callable[[], None]) -> None:
+        """Call `do` in `delay` seconds."""
+        self._made += 1
+        heapq.heappush(self._queue, (self.now + delay, self._made, do))
+
+    def turn(self) -> bool:
+        """Let the next thing happen; False when nothing is left."""
+        if not self._queue:
+            return False
+        self.now, _, do = heapq.heappop(self._queue)
+        self.turns += 1
+        do()
+        return True
+
+
+class Pipe:
+    """One direction of a stream: in order, delayed; `close` delivers an end after all that was sent."""
+
+    def __init__(
+        self, clock: Clock, rng: random.Random, slow: float, receive: Callable[[Message], None]
+    ) -> None:
+        self._clock, self._rng, self._slow, self._receive = clock, rng, slow, receive
+        self._last = clock.now
+        self._open = True
+        self.cut = False
+
+    def _at(self) -> float:
+        delay = self._rng.expovariate(1 / self._slow) if self._rng.random() < 0.9 else self._slow * 20
+        self._last = max(self._last, self._clock.now + delay)
+        return self._last - self._clock.now
+
+    def send(self, message: Message) -> None:
+        """Send; what is sent into a closed pipe is lost, as on a socket."""
+        if not self._open:
+            return
+        again = decode(json.loads(json.dumps(encode(message), allow_nan=False)))
+        assert again == message, f"{message} is another after its trip: {again}"
+        self._clock.after(self._at(), lambda: None if self.cut else self._receive(again))
+
+    def close(self, then: Callable[[ConnectionLost], None]) -> None:
+        """The sender is gone; the receiver hears of it after the last message."""
+        if self._open:
+            self._open = False
+            self._clock.after(self._at(), lambda: then(ConnectionLost("the peer closed the stream")))
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How the processes of one role behave in this history."""
+
+    fails: float
+    """Chance that a worker fails of itself."""
+    finishes: float
+    """Chance that a worker ends well of itself."""
+    lifetime: float
+    stubborn: float
+    """Chance that TERM is ignored."""
+    follows: float
+    """Chance that a worker fails when a peer of its role does."""
+
+
+@dataclass
+class Plan:
+    """What a seed means: the job, the habits of its roles, and the accidents."""
+
+    spec: JobSpec
+    placement: Placement
+    habits: dict[str, Habits]
+    slow: float
+    accidents: list[tuple[float, str]] = field(default_factory=list)
+    absent: frozenset[str] = frozenset()
+
+
+ACCIDENTS = (
+    "stop",
+    "stop_again",
+    "stop_now",
+    "owner",
+    "agent_killed",
+    "agent_signalled",
+    "master_killed",
+    "spawner_killed",
+    "spawner_killed",
+)
+
+
+def make_plan(seed: int) -> Plan:
+    """The plan of a seed."""
+    rng = random.Random(seed)
+    names = ("actor", "rollout", "critic")[: rng.randint(1, 3)]
+    nodes = tuple(f"n{i}" for i in range(rng.choice((1, 1, 1, 2, 3))))
+    roles = tuple(
+        RoleSpec(
+            name,
+            rng.randint(1, 4),
+            Entry("program" if rng.random() < 0.15 else "script", f"{name}.py"),
+            env={"OMP_NUM_THREADS": "2"} if rng.random() < 0.2 else {},
+            max_restarts=rng.choice((0, 0, 1, 2, 5)),
+            start_method="exec" if rng.random() < 0.2 else "fork",
+        )
+        for name in names
+    )
+    primary = tuple(rng.sample(names, rng.randint(1, len(names)))) if rng.random() < 0.5 else names
+    spec = JobSpec(
+        name="sim",
+        run_id="sim",
+        roles=roles,
+        primary=primary,
+        shutdown_timeout=rng.choice((0.0, 0.2, 3.0, 30.0)),
+        join_timeout=5.0,
+    )
+    placement = Placement(tuple(_places(spec, nodes, rng)), "simulated")
+    habits = {
+        name: Habits(
+            fails=rng.choice((0.0, 0.0, 0.1, 0.4, 0.9)),
+            finishes=rng.choice((0.5, 0.9, 1.0)),
+            lifetime=rng.choice((0.01, 0.5, 5.0)),
+            stubborn=rng.choice((0.0, 0.0, 0.3)),
+            follows=rng.choice((0.0, 0.5, 1.0)),
+        )
+        for name in names
+    }
+    accidents = [
+        (rng.uniform(0.0, rng.choice((0.1, 3.0, 12.0))), rng.choice(ACCIDENTS))
+        for _ in range(rng.choice((0, 0, 1, 1, 2, 4)))
+    ]
+    absent = frozenset(node for node in nodes if rng.random() < 0.04)
+    return Plan(spec, placement, habits, rng.choice((0.0005, 0.005, 0.05)), accidents, absent)
+
+
+def _places(spec: JobSpec, nodes: tuple[str, ...], rng: random.Random) -> list[Assignment]:
+    """Ranks anywhere, so that a role may span nodes; slots count up on each node."""
+    places = []
+    slots = dict.fromkeys(nodes, 0)
+    for role in spec.roles:
+        local = dict.fromkeys(nodes, 0)
+        for rank, node in enumerate(sorted(rng.choice(nodes) for _ in range(role.count))):
+            places.append(Assignment(role.name, rank, node, slots[node], local[node]))
+            slots[node] += 1
+            local[node] += 1
+    return places

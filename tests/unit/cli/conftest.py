@@ -1,0 +1,49 @@
+"""A host, and a directory with scripts, for specs that name files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from unirun.cli.compose import job_spec
+from unirun.cli.options import parse
+from unirun.collocation import Device, Inventory, Node
+from unirun.spec import JobSpec
+
+HOST = Inventory((Node("host", cpus=(0, 1, 2, 3)),))
+GPUS = Inventory((Node("host", cpus=(0, 1), devices=tuple(Device(str(i), "H", "", 0) for i in range(8))),))
+
+Compose = Callable[..., JobSpec]
+
+
+@pytest.fixture(autouse=True)
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with train.py and serve.py in it."""
+    for name in ("train.py", "serve.py", "pkg"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def compose() -> Compose:
+    """``compose("--roles", "a=1", "train.py")``: the spec; `environ` is all of the environment."""
+
+    def build(*argv: str, environ: Mapping[str, str] | None = None, inventory: Inventory = HOST) -> JobSpec:
+        return job_spec(parse(argv), inventory, environ or {})
+
+    return build
+
+
+@pytest.fixture
+def job_file(scripts: Path) -> Callable[[str], str]:
+    """Writes a job file."""
+
+    def write(text: str) -> str:
+        path = scripts / "job.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write

@@ -1,0 +1,428 @@
+"""Defaults < PET_* < YAML < key=value < flags, and whichever way, the same spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.unit.cli.conftest import GPUS, Compose
+from unirun.errors import SpecError, UsageError
+from unirun.spec import Entry, JobSpec, LogSpec
+
+JobFile = Callable[[str], str]
+
+
+def same(one: JobSpec, two: JobSpec) -> bool:
+    """Equal but for the id, which is new each time."""
+    return dataclasses.replace(one, run_id="x") == dataclasses.replace(two, run_id="x")
+
+
+class TestALineLikeTorchruns:
+    def test_is_one_role(self, compose: Compose) -> None:
+        spec = compose("--nproc-per-node", "3", "train.py", "--lr", "1")
+        (role,) = spec.roles
+        assert (role.name, role.count, role.entry) == ("default", 3, Entry("script", "train.py", ("--lr", "1")))
+        assert spec.primary == ("default",)
+        assert spec.name == "train"
+        assert spec.run_id.startswith("train-")
+
+    def test_names_its_role(self, compose: Compose) -> None:
+        assert [r.name for r in compose("--role", "trainer", "train.py").roles] == ["trainer"]
+
+    def test_runs_a_module_or_a_program(self, compose: Compose) -> None:
+        assert compose("-m", "pkg.train", "a").roles[0].entry == Entry("module", "pkg.train", ("a",))
+        assert compose("--no-python", "ls", "-l").roles[0].entry == Entry("program", "ls", ("-l",))
+        assert compose("--no-python", "ls").roles[0].start_method == "exec"
+
+    def test_counts_what_the_host_has(self, compose: Compose) -> None:
+        assert compose("--nproc-per-node", "cpu", "train.py").roles[0].count == 4
+        assert compose("--nproc-per-node", "auto", "train.py").roles[0].count == 4
+        assert compose("--nproc-per-node", "auto", "train.py", inventory=GPUS).roles[0].count == 8
+        assert compose("--nproc-per-node", "gpu", "train.py", inventory=GPUS).roles[0].count == 8
+
+    @pytest.mark.parametrize("count", ["gpu", "xpu"])
+    def test_says_that_there_is_no_such_device(self, compose: Compose, count: str) -> None:
+        with pytest.raises(SpecError, match="use a number"):
+            compose("--nproc-per-node", count, "train.py")
+
+
+LANDS = {
+    "nnodes": ("1:1", lambda s: True),
+    "nproc_per_node": ("2", lambda s: s.roles[0].count == 2),
+    "rdzv_backend": ("c10d", lambda s: True),
+    "rdzv_endpoint": ("127.0.0.2:29501", lambda s: (s.master_addr, s.master_port) == ("127.0.0.2", 29501)),
+    "rdzv_id": ("run7", lambda s: s.run_id == "run7"),
+    "rdzv_conf": ("join_timeout=7", lambda s: s.join_timeout == 7.0),
+    "standalone": (None, lambda s: s.master_port == 0),
+    "max_restarts": ("3", lambda s: s.roles[0].max_restarts == 3),
+    "monitor_interval": ("0.5", lambda s: s.sample_interval == 0.5),
+    "start_method": ("spawn", lambda s: s.roles[0].start_method == "exec"),
+    "event_log_handler": ("console", lambda s: s.event_log == "console"),
+    "role": ("trainer", lambda s: s.roles[0].name == "trainer"),
+    "module": (None, lambda s: s.roles[0].entry.kind == "module"),
+    "no_python": (None, lambda s: s.roles[0].entry.kind == "program"),
+    "run_path": (None, lambda s: s.roles[0].entry.kind == "script" and s.roles[0].start_method == "fork"),
+    "log_dir": ("some/logs", lambda s: s.log.dir == "some/logs"),
+    "redirects": ("0:1,1:3", lambda s: s.log.redirects == "0:1,1:3"),
+    "tee": ("3", lambda s: s.log.tee == "3"),
+    "local_ranks_filter": ("0,2", lambda s: s.log.local_ranks_filter == (0, 2)),
+    "duplicate_stdout_filters": ("loss,a,,b", lambda s: s.log.duplicate_stdout_filters == ("loss", "a,b")),
+    "duplicate_stderr_filters": ("warn", lambda s: s.log.duplicate_stderr_filters == ("warn",)),
+    "node_rank": ("0", lambda s: True),
+    "master_addr": ("127.0.0.3", lambda s: s.master_addr == "127.0.0.3"),
+    "master_port": ("29502", lambda s: s.master_port == 29502),
+    "local_addr": ("127.0.0.4", lambda s: s.master_addr == "127.0.0.4"),
+    "signals_to_handle": ("SIGTERM,SIGUSR1", lambda s: s.signals == ("SIGTERM", "SIGUSR1")),
+    "shutdown_timeout": ("9", lambda s: s.shutdown_timeout == 9.0),
+    "virtual_local_rank": (None, lambda s: s.virtual_local_rank),
+}
+NOT_HERE = {"logs_specs", "numa_binding", "help"}
+
+
+class TestEveryTorchrunOption:
+    def test_is_looked_at_here(self) -> None:
+        dests = {action.dest for action in get_args_parser()._actions if action.option_strings}
+        assert dests == LANDS.keys() | NOT_HERE
+
+    @pytest.mark.parametrize("dest", LANDS)
+    def test_lands_where_it_should(self, dest: str, compose: Compose, scripts: Path) -> None:
+        value, landed = LANDS[dest]
+        (scripts / "tool").touch()
+        argv = [f"--{dest.replace('_', '-')}", *([value] if value else [])]
+        assert landed(compose(*argv, "tool"))
+
+    @pytest.mark.parametrize("dest", LANDS)
+    def test_may_come_from_the_environment(self, dest: str, compose: Compose, scripts: Path) -> None:
+        value, landed = LANDS[dest]
+        (scripts / "tool").touch()
+        assert landed(compose("tool", environ={f"PET_{dest.upper()}": value or "1"}))
+
+    def test_filters_are_split_as_torchrun_does(self, compose: Compose) -> None:
+        for text in ("a", "a,b", "a,,b", ",,", "a,,,b", "a b,c"):
+            theirs = get_args_parser().parse_args(["--duplicate-stdout-filters", text, "train.py"])
+            ours = compose("--duplicate-stdout-filters", text, "train.py").log.duplicate_stdout_filters
+            assert [*ours] == theirs.duplicate_stdout_filters
+
+    def test_numa_binding_lands_on_a_host_with_devices(self, compose: Compose) -> None:
+        assert compose("--numa-binding", "node", "train.py", inventory=GPUS).numa_binding == "node"
+
+
+class TestWhatCannotApplyIsRefused:
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            (["--nnodes", "2"], "--nnodes 2: this version of unirun runs on one node"),
+            (["--nnodes", "1:4"], "runs on one node"),
+            (["--node-rank", "1"], "the rank of the node is 0"),
+            (["--rdzv-backend", "etcd-v2"], "only static and c10d apply"),
+            (["--rdzv-conf", "is_host=1"], "only join_timeout and timeout apply"),
+            (["--logs-specs", "mine"], "has nothing to decide"),
+            (["--numa-binding", "node"], "this host has none"),
+            (["-m", "--no-python"], "exclude each other"),
+            (["-m", "--run-path"], "--run-path runs a file"),
+        ],
+    )
+    def test_with_a_reason(self, compose: Compose, argv: list[str], says: str) -> None:
+        with pytest.raises(UsageError, match=says) as caught:
+            compose(*argv, "train.py")
+        assert caught.value.remedy
+        assert caught.value.exit_code == 2
+
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            (["--max-restarts", "many"], "roles.default.max_restarts: expected a whole number, found 'many'"),
+            (["--max-restarts", "-1"], "from 0 to"),
+            (["--nproc-per-node", "0"], "roles.default.count: expected a number from 1"),
+            (["--nproc-per-node=-2"], "roles.default.count: expected a number from 1"),
+            (["--redirects", "4"], "log.redirects: expected 0, 1, 2, 3 or RANK:N"),
+            (["--local-ranks-filter", "a"], "log.local_ranks_filter: expected a whole number"),
+            (["--signals-to-handle", "SIGFOO"], "'SIGFOO' is no signal"),
+            (["--signals-to-handle", "SIGKILL"], "SIGKILL cannot be handled"),
+            (["--shutdown-timeout", "-1"], "shutdown_timeout: expected a number of seconds"),
+            (["--master-port", "70000"], "from 0 to 65535"),
+            (["--rdzv-id", "../x"], "is no job id"),
+            (["--primary", "other"], "no role is called 'other'"),
+        ],
+    )
+    def test_a_wrong_value_is_told_with_its_place(self, compose: Compose, argv: list[str], says: str) -> None:
+        with pytest.raises(SpecError, match=says):
+            compose(*argv, "train.py")
+
+
+class TestRoles:
+    def test_have_their_numbers(self, compose: Compose) -> None:
+        spec = compose("--roles", "actor=4,rollout=2", "--roles", "critic", "train.py")
+        assert {r.name: r.count for r in spec.roles} == {"actor": 4, "rollout": 2, "critic": 1}
+        assert spec.primary == ("actor", "rollout", "critic")
+
+    def test_without_a_number_have_the_common_one(self, compose: Compose) -> None:
+        spec = compose("--roles", "actor,rollout=2", "--nproc-per-node", "3", "train.py")
+        assert {r.name: r.count for r in spec.roles} == {"actor": 3, "rollout": 2}
+
+    def test_take_options_of_their_own(self, compose: Compose, scripts: Path) -> None:
+        (scripts / "there").mkdir()
+        (scripts / "there" / "train.py").touch()
+        spec = compose(
+            *("--roles", "actor=1,rollout=1"),
+            *("--script", "rollout=serve.py"),
+            *("--env", "A=1", "--env", "actor:A=2", "--env", "actor:B=x=y:z"),
+            *("--max-restarts", "1", "--max-restarts", "rollout=5"),
+            *("--nproc-per-node", "rollout=7"),
+            *("--cwd", "actor=there"),
+            *("--primary", "actor"),
+            *("train.py", "--x"),
+        )
+        actor, rollout = spec.roles
+        assert actor.entry == Entry("script", "train.py", ("--x",))
+        assert rollout.entry == Entry("script", "serve.py", ("--x",))
+        assert (spec.env, actor.env, rollout.env) == ({"A": "1"}, {"A": "2", "B": "x=y:z"}, {})
+        assert (actor.max_restarts, rollout.max_restarts) == (1, 5)
+        assert (actor.count, rollout.count) == (1, 7)
+        assert (actor.cwd, rollout.cwd) == ("there", None)
+        assert spec.primary == ("actor",)
+
+    def test_default_may_be_scoped_when_there_are_no_others(self, compose: Compose) -> None:
+        assert compose("--env", "default:A=1", "train.py").roles[0].env == {"A": "1"}
+
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            (["--env", "aktor:A=1"], r"--env: no role is called 'aktor'; did you mean 'actor'\?"),
+            (["--max-restarts", "rolout=1"], r"did you mean 'rollout'\?"),
+            (["--script", "serve.py"], "--script: 'serve.py' names no role; write ROLE=serve.py"),
+            (["--cwd", "xyz=there"], "no role is called 'xyz'; known: actor, rollout"),
+            (["--env", "A"], "--env: 'A' has no value; write K=V or ROLE:K=V"),
+            (["--roles", "actor=2"], "role 'actor' is there twice"),
+            (["--primary", "acto"], r"no role is called 'acto'; did you mean 'actor'\?"),
+            (["--env", "RANK=1"], "env.RANK: unirun sets this for every worker itself"),
+            (["--env", "actor:UNIRUN_X=1"], "roles.actor.env.UNIRUN_X: unirun sets this"),
+            (["--env", "1A=1"], "not a name for an environment variable"),
+        ],
+    )
+    def test_faults_name_the_place_and_the_nearest_name(
+        self, compose: Compose, argv: list[str], says: str
+    ) -> None:
+        with pytest.raises(SpecError, match=says):
+            compose("--roles", "actor=1,rollout=1", *argv, "train.py")
+
+    def test_all_faults_are_told_at_once(self, compose: Compose) -> None:
+        with pytest.raises(SpecError) as caught:
+            compose("--roles", "actor=0,9rollout=x", "--master-port", "-1", "train.py")
+        places = {fault.where for fault in caught.value.faults}
+        assert {"roles.actor.count", "roles.9rollout", "roles.9rollout.count", "master_port"} <= places
+
+    def test_a_workload_is_parsed_and_refused_for_now(self, compose: Compose) -> None:
+        with pytest.raises(SpecError, match="workload 'pkg.mod:Class' cannot be run by this version"):
+            compose("--roles", "actor=4@pkg.mod:Class")
+        with pytest.raises(SpecError, match="not of the form pkg.mod:Class"):
+            compose("--roles", "actor=4@pkg")
+
+    @pytest.mark.parametrize(
+        ("script", "says"),
+        [
+            ("nowhere.py", "script 'nowhere.py' does not exist; looked in"),
+            ("folder", "script 'folder' is a directory"),
+            ("a" * 5000, "does not exist"),
+        ],
+    )
+    def test_a_script_that_cannot_be_run_is_told(
+        self, compose: Compose, scripts: Path, script: str, says: str
+    ) -> None:
+        (scripts / "folder").mkdir()
+        with pytest.raises(SpecError, match=says):
+            compose(script)
+
+    def test_nothing_to_run_is_told(self, compose: Compose) -> None:
+        with pytest.raises(SpecError, match="roles.actor: nothing to run"):
+            compose("--roles", "actor=1")
+        with pytest.raises(UsageError, match="there are arguments but no script"):
+            compose("--roles", "actor=1", "--", "x")
+
+    def test_role_and_roles_exclude_each_other(self, compose: Compose, job_file: JobFile) -> None:
+        with pytest.raises(UsageError, match="--role names the only role"):
+            compose("--roles", "actor=1", "--role", "b", "train.py")
+        with pytest.raises(UsageError, match="--role names the only role"):
+            compose("--role", "b", "--config", job_file("roles: {actor: 1}"), "train.py")
+
+
+class TestLayers:
+    FILE = """
+        run_id: of-the-file
+        shutdown_timeout: 3
+        roles: {actor: {count: 2, env: {A: file}}, rollout: 1}
+        script: train.py
+        env: {X: "${shutdown_timeout}"}
+        config: {lr: 0.1, deep: {er: [1, 2]}}
+    """
+
+    def test_a_file_alone_is_a_job(self, compose: Compose, job_file: JobFile) -> None:
+        spec = compose("--config", job_file(self.FILE))
+        assert spec.run_id == "of-the-file"
+        assert spec.env == {"X": "3"}
+        assert spec.config == {"lr": 0.1, "deep": {"er": [1, 2]}}
+        assert spec.role("actor").count == 2
+
+    def test_the_environment_is_the_weakest(self, compose: Compose, job_file: JobFile) -> None:
+        environ = {"PET_SHUTDOWN_TIMEOUT": "8", "PET_MAX_RESTARTS": "4", "PET_RDZV_ID": "pet"}
+        spec = compose("--config", job_file(self.FILE), environ=environ)
+        assert (spec.shutdown_timeout, spec.run_id, spec.role("actor").max_restarts) == (3.0, "of-the-file", 4)
+
+    def test_an_override_beats_the_file(self, compose: Compose, job_file: JobFile) -> None:
+        spec = compose("--config", job_file(self.FILE), "roles.actor.count=5", "shutdown_timeout=6", "config.lr=1")
+        assert spec.role("actor").count == 5
+        assert spec.config["lr"] == 1
+        assert spec.env == {"X": "6"}, "interpolation sees the override"
+
+    def test_a_flag_beats_all(self, compose: Compose, job_file: JobFile) -> None:
+        spec = compose(
+            *("--shutdown-timeout", "9", "--env", "actor:A=flag", "--env", "actor:B=2", "--max-restarts", "actor=1"),
+            *("--config", job_file(self.FILE), "shutdown_timeout=6"),
+            environ={"PET_SHUTDOWN_TIMEOUT": "8"},
+        )
+        assert spec.shutdown_timeout == 9.0
+        assert spec.role("actor").env == {"A": "flag", "B": "2"}
+        assert (spec.role("actor").count, spec.role("actor").max_restarts) == (2, 1)
+
+    def test_a_flag_adds_a_role_to_those_of_the_file(self, compose: Compose, job_file: JobFile) -> None:
+        spec = compose("--roles", "critic=2,rollout=3", "--config", job_file(self.FILE))
+        assert {r.name: r.count for r in spec.roles} == {"actor": 2, "rollout": 3, "critic": 2}
+
+    def test_the_shutdown_timeout_of_torch_counts_when_nobody_says_otherwise(self, compose: Compose) -> None:
+        environ = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "11"}
+        assert compose("train.py", environ=environ).shutdown_timeout == 11.0
+        assert compose("--shutdown-timeout", "1", "train.py", environ=environ).shutdown_timeout == 1.0
+        assert compose("train.py").shutdown_timeout == 30.0
+
+    @pytest.mark.parametrize(
+        ("variable", "flag"),
+        [
+            ({"PET_NNODES": "2"}, ["--nnodes", "1"]),
+            ({"PET_RDZV_BACKEND": "etcd"}, ["--rdzv-backend", "c10d"]),
+            ({"PET_RDZV_BACKEND": "etcd", "PET_RDZV_ID": "x"}, ["--standalone"]),
+            ({"PET_NODE_RANK": "3"}, ["--node-rank", "0"]),
+            ({"PET_START_METHOD": "spawn"}, ["--start-method", "fork"]),
+            ({"PET_ROLE": "a"}, ["--role", "default"]),
+            ({"PET_TEE": "9"}, ["--tee", "0"]),
+            ({"PET_MAX_RESTARTS": "9"}, ["--max-restarts", "0"]),
+            ({"PET_NPROC_PER_NODE": "gpu"}, ["--nproc-per-node", "1"]),
+        ],
+        ids=str,
+    )
+    def test_a_flag_replaces_its_variable_right_or_wrong(
+        self, compose: Compose, variable: dict[str, str], flag: list[str]
+    ) -> None:
+        spec = compose(*flag, "train.py", environ=variable)
+        assert same(spec, compose(*flag, "train.py"))
+        assert spec.run_id.startswith("train-")
+
+    def test_a_variable_that_has_no_place_is_refused(self, compose: Compose, job_file: JobFile) -> None:
+        with pytest.raises(UsageError, match="--role names the only role"):
+            compose("--roles", "actor=1,rollout=1", "train.py", environ={"PET_ROLE": "x"})
+        with pytest.raises(UsageError, match="--role names the only role"):
+            compose("--config", job_file(self.FILE), environ={"PET_ROLE": "x"})
+        with pytest.raises(UsageError, match="runs on one node"):
+            compose("train.py", environ={"PET_NNODES": "2"})
+
+
+class TestFlagsAndFile:
+    def test_build_the_equal_spec(self, compose: Compose, job_file: JobFile) -> None:
+        flags = compose(
+            *("--roles", "actor=2,rollout=3", "--script", "rollout=serve.py", "--primary", "actor"),
+            *("--env", "A=1", "--env", "rollout:B=2", "--max-restarts", "1", "--max-restarts", "rollout=4"),
+            *("--rdzv-id", "seven", "--name", "ppo", "--start-method", "exec", "--preload", "json,csv"),
+            *("--master-addr", "127.0.0.2", "--master-port", "29500", "--rdzv-conf", "timeout=7"),
+            *("--monitor-interval", "2", "--signals-to-handle", "SIGTERM,SIGINT", "--shutdown-timeout", "4"),
+            *("--virtual-local-rank", "--event-log-handler", "console", "--log-dir", "logs", "-r3", "-t", "0:1"),
+            *("--local-ranks-filter", "0,1", "--duplicate-stdout-filters", "loss,acc"),
+            *("train.py", "--lr", "0.1"),
+        )
+        file = compose(
+            "--config",
+            job_file(
+                """
+                roles:
+                  actor: {count: 2}
+                  rollout: {count: 3, script: serve.py, env: {B: 2}, max_restarts: 4}
+                primary: actor
+                env: {A: 1}
+                max_restarts: 1
+                run_id: seven
+                name: ppo
+                start_method: exec
+                preload: [json, csv]
+                master_addr: 127.0.0.2
+                master_port: 29500
+                join_timeout: 7
+                sample_interval: 2
+                signals: [SIGTERM, SIGINT]
+                shutdown_timeout: 4
+                virtual_local_rank: true
+                event_log: console
+                log:
+                  dir: logs
+                  redirects: 3
+                  tee: "0:1"
+                  local_ranks_filter: [0, 1]
+                  duplicate_stdout_filters: [loss, acc]
+                script: train.py
+                args: [--lr, 0.1]
+                """
+            ),
+        )
+        assert flags == file
+        assert file.log == LogSpec("logs", "3", "0:1", (0, 1), ("loss", "acc"))
+
+
+class TestAWrongFile:
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("rolls: {a: 1}\nscript: train.py", r"rolls: unknown key; did you mean 'roles'\?"),
+            ("roles: {a: {counts: 1}}\nscript: train.py", r"roles.a.counts: unknown key; did you mean 'count'\?"),
+            ("log: {tea: 1}\nscript: train.py", r"log.tea: unknown key; did you mean 'tee'\?"),
+            ("roles: {a: {1: 2}}\nscript: train.py", "roles.a: expected a mapping with names as keys"),
+            ("roles: [a, b]\nscript: train.py", "roles: expected a mapping with names"),
+            ("script: [train.py]", "script: expected a text"),
+            ("virtual_local_rank: yess\nscript: train.py", "expected true or false, found 'yess'"),
+            ("config: {clip: .inf}\nscript: train.py", "config: cannot be sent to workers as JSON"),
+            ("config: {raw: !!binary aGk=}\nscript: train.py", "config: cannot be sent to workers as JSON"),
+            ("args: [\"a\\0b\"]\nscript: train.py", "args: expected a text"),
+            ("shutdown_timeout: 1" + "0" * 400 + "\nscript: train.py", "shutdown_timeout: expected a number"),
+            ("env: {A: [1]}\nscript: train.py", "env.A: expected a text or a number"),
+            ("env: {A: yes}\nscript: train.py", "quote it"),
+            ("script: train.py\nmodule: pkg", "script and module are given"),
+            ("script: ${nowhere}", "nowhere"),
+            ("a: [", "is no YAML"),
+            ("- a\n- b", "holds a list, expected a mapping|Cannot merge"),
+            ("roles: {a: '???'}\nscript: train.py", "roles.a.count: expected a whole number"),
+        ],
+    )
+    def test_is_told_in_words(self, compose: Compose, job_file: JobFile, text: str, says: str) -> None:
+        with pytest.raises(SpecError, match=says):
+            compose("--config", job_file(text))
+
+    def test_that_is_not_there_is_told(self, compose: Compose, scripts: Path) -> None:
+        for path in ("nowhere.yaml", "."):
+            with pytest.raises(SpecError, match="cannot be read"):
+                compose("--config", path)
+        (scripts / "latin.yaml").write_bytes(b"name: \xff\xfe\xe4")
+        with pytest.raises(SpecError, match=r"latin.yaml"):
+            compose("--config", "latin.yaml")
+
+
+def test_an_id_is_made_of_the_scripts_name(compose: Compose, scripts: Path) -> None:
+    (scripts / "my script.v2.py").touch()
+    assert compose("my script.v2.py").run_id.startswith("my-script-v2-")
+    assert compose("train.py").run_id != compose("train.py").run_id
+
+
+def test_an_endpoint_may_be_v6_or_lack_its_port(compose: Compose) -> None:
+    spec = compose("--rdzv-endpoint", "[::1]:29500", "train.py")
+    assert (spec.master_addr, spec.master_port) == ("::1", 29500)
+    assert compose("--rdzv-endpoint", "localhost", "train.py").master_addr == "localhost"
+    assert compose("--rdzv-endpoint", ":29500", "train.py").master_addr == "127.0.0.1"

@@ -1,0 +1,251 @@
+"""From any mapping to a checked spec, or to faults; and from a spec to JSON and YAML and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from unirun.errors import SpecError
+from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec, parse_job
+from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES, RESERVED_ENV, ROLE_KEYS, nearest
+from unirun.spec.yaml import load_job_file
+
+quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.sampled_from(["auto", "gpu", "train.py", "0:1", "1,2", "SIGTERM", "a:b", "x" * 400, "\ud800", "\0", "/"])
+)
+json_values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def mapping_of(keys: tuple[str, ...], special: dict[str, Any]) -> Any:
+    known = {key: special.get(key, json_values) | scalars for key in keys}
+    return st.fixed_dictionaries({}, optional=known).flatmap(
+        lambda found: st.just(found) | st.dictionaries(st.text(max_size=5), json_values, max_size=1).map(
+            lambda more: {**more, **found}
+        )
+    )
+
+
+roles_like = mapping_of(ROLE_KEYS, {})
+jobs_like = mapping_of(
+    JOB_KEYS,
+    {
+        "roles": st.dictionaries(st.sampled_from(["actor", "rollout", "9", ""]), roles_like | scalars, max_size=2),
+        "log": mapping_of(LOG_KEYS, {}),
+    },
+)
+
+
+def count(kind: str) -> int:
+    if kind == "gpu":
+        raise ValueError("no GPU")
+    return 2
+
+
+@quick
+@given(jobs_like)
+@example({"roles": {"a": {"script": "x" * 5000}}})
+@example({"script": "x", "cwd": "y" * 5000})
+@example({"shutdown_timeout": 10**400})
+@example({"config": {"a": float("nan")}})
+def test_any_mapping_gives_a_spec_or_faults_and_nothing_else(data: dict[str, Any]) -> None:
+    try:
+        spec = parse_job(data, count_slots=count, run_id="fallback")
+    except SpecError as error:
+        assert error.faults
+        assert all(fault.problem for fault in error.faults)
+    else:
+        assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+names = st.from_regex(r"[A-Za-z][A-Za-z0-9_-]{0,8}", fullmatch=True)
+texts = st.text("abXY09 ._-/=:,#'\"{}[]&*!|>%@äß中\t\n", max_size=8)
+env_names = st.from_regex(r"[A-Z_][A-Z0-9_]{0,6}", fullmatch=True).map(
+    lambda name: f"{name}_" if name in RESERVED_ENV or name.startswith("UNIRUN_") else name
+).filter(lambda name: not name.startswith("UNIRUN_"))
+envs = st.dictionaries(env_names, texts, max_size=3)
+configs = st.dictionaries(
+    names,
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**31), 2**31) | texts,
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2),
+        max_leaves=4,
+    ),
+    max_size=2,
+)
+entries = st.builds(
+    Entry, st.sampled_from(["script", "module"]), st.just("train.py"), st.lists(texts, max_size=3).map(tuple)
+)
+roles = st.builds(
+    RoleSpec,
+    name=names,
+    count=st.integers(1, 1000),
+    entry=entries,
+    env=envs,
+    cwd=st.none() | st.just("."),
+    max_restarts=st.integers(0, 99),
+    start_method=st.sampled_from(["fork", "exec"]),
+)
+masks = st.sampled_from(["0", "3", "0:1", "0:1,12:3"])
+filters = st.lists(texts.filter(bool), max_size=2).map(tuple)
+seconds = st.integers(1, 10_000).map(lambda n: n / 16)
+logs = st.builds(
+    LogSpec,
+    dir=st.none() | st.just("logs"),
+    redirects=masks,
+    tee=masks,
+    local_ranks_filter=st.none() | st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    duplicate_stdout_filters=filters,
+    duplicate_stderr_filters=filters,
+)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> JobSpec:
+    chosen = tuple(draw(st.lists(roles, min_size=1, max_size=3, unique_by=lambda role: role.name)))
+    known = [role.name for role in chosen]
+    return JobSpec(
+        name=draw(names),
+        run_id=draw(names),
+        roles=chosen,
+        primary=tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=2, unique=True))),
+        env=draw(envs),
+        config=draw(configs),
+        preload=tuple(draw(st.lists(names, max_size=2))),
+        master_addr=draw(st.sampled_from(["127.0.0.1", "localhost", "::1"])),
+        master_port=draw(st.integers(0, 65535)),
+        shutdown_timeout=draw(seconds),
+        join_timeout=draw(seconds.filter(lambda s: s >= 0.1)),
+        sample_interval=draw(seconds),
+        virtual_local_rank=draw(st.booleans()),
+        numa_binding=draw(st.none() | st.sampled_from(NUMA_MODES)),
+        signals=tuple(draw(st.lists(st.sampled_from(["SIGTERM", "SIGINT", "SIGUSR1"]), max_size=2))),
+        event_log=draw(st.sampled_from(["null", "console"])),
+        log=draw(logs),
+    )
+
+
+def as_job_file(spec: JobSpec) -> dict[str, Any]:
+    """The mapping that a person would write for `spec`."""
+    data = spec.to_json()
+    data["roles"] = {
+        role["name"]: {
+            **{key: role[key] for key in ("count", "env", "cwd", "max_restarts", "start_method")},
+            role["entry"]["kind"]: role["entry"]["target"],
+            "args": role["entry"]["args"],
+        }
+        for role in data["roles"]
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(data))
+    return plain
+
+
+@quick
+@given(specs())
+def test_a_spec_survives_json(spec: JobSpec) -> None:
+    assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@settings(quick, max_examples=40)
+@given(spec=specs())
+def test_a_spec_survives_a_job_file(
+    spec: JobSpec, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    monkeypatch.chdir(folder)
+    Path("train.py").touch()
+    Path("job.yaml").write_text(yaml.safe_dump(as_job_file(spec), allow_unicode=True, sort_keys=False))
+    assert parse_job(load_job_file("job.yaml"), count_slots=count, run_id="other") == spec
+
+
+@quick
+@given(spec=specs())
+def test_a_mapping_is_parsed_without_being_changed(
+    spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    mapping = as_job_file(spec)
+    before = json.dumps(mapping)
+    assert parse_job(mapping, count_slots=count, run_id="x") == spec
+    assert json.dumps(mapping) == before
+
+
+@given(st.sampled_from(JOB_KEYS), st.integers(0, 20), st.characters(codec="ascii", categories=["Ll"]))
+def test_a_slip_of_the_pen_gets_the_key_that_was_meant(key: str, place: int, letter: str) -> None:
+    place = place % len(key)
+    slip = key[:place] + letter + key[place + 1 :]
+    assume(slip not in JOB_KEYS and len(key) > 4)
+    with pytest.raises(SpecError) as caught:
+        parse_job({slip: 1, "module": "m"}, count_slots=count, run_id="x")
+    (fault,) = caught.value.faults
+    assert (fault.where, fault.problem) == (slip, "unknown key")
+    assert fault.remedy == nearest(slip, JOB_KEYS)
+    assert "did you mean" in fault.remedy
+
+
+def test_the_defaults_are_those_of_the_spec() -> None:
+    spec = parse_job({"module": "pkg"}, count_slots=count, run_id="x")
+    role = RoleSpec("default", 1, Entry("module", "pkg"))
+    assert spec == JobSpec("pkg", "x", (role,), ("default",))
+
+
+def test_a_role_takes_from_the_job_what_it_does_not_say() -> None:
+    data = {"module": "m", "args": ["1"], "max_restarts": 2, "start_method": "spawn", "roles": {"a": {}, "b": 3}}
+    spec = parse_job(data, count_slots=count, run_id="x")
+    assert [(r.name, r.count, r.entry.args, r.max_restarts, r.start_method) for r in spec.roles] == [
+        ("a", 1, ("1",), 2, "exec"),
+        ("b", 3, ("1",), 2, "exec"),
+    ]
+
+
+def test_a_role_may_say_all_of_it() -> None:
+    data = {
+        "module": "m",
+        "max_restarts": 2,
+        "roles": {"a": {"module": "n", "args": [], "max_restarts": 0, "start_method": "fork", "count": "auto"}},
+    }
+    (role,) = parse_job(data, count_slots=count, run_id="x").roles
+    assert role == RoleSpec("a", 2, Entry("module", "n"))
+
+
+def test_a_file_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may read everything
+    (tmp_path / "train.py").touch()
+    with pytest.raises(SpecError, match="cannot be read; check its permissions"):
+        parse_job({"script": str(tmp_path / "train.py")}, count_slots=count, run_id="x")
+
+
+def test_a_folder_with_a_main_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").touch()
+    assert parse_job({"script": str(tmp_path)}, count_slots=count, run_id="x").roles[0].entry.kind == "script"
+
+
+def test_a_missing_program_is_told() -> None:
+    with pytest.raises(SpecError, match="program 'no-such-program' is not found"):
+        parse_job({"program": "no-such-program"}, count_slots=count, run_id="x")
+
+
+def test_specs_are_frozen() -> None:
+    spec = parse_job({"module": "m"}, count_slots=count, run_id="x")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.name = "other"  # type: ignore[misc]
+    with pytest.raises(KeyError):
+        spec.role("nobody")
