@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from benchmarks.figure import Figure
 
@@ -23,10 +24,10 @@ def table(figures: Sequence[Figure]) -> str:
             lines += [f"    {line}" for line in figure.fault.splitlines()]
     busiest = max((figure.busy for figure in figures), default=0.0)
     if busiest >= BUSY:
-        lines.append(
-            f"Other processes used up to {busiest:.0f} % of the processors meanwhile; that slows both sides, "
-        )
-        lines[-1] += "and unirun more, which imports in one process where its peer does in one per rank."
+        lines += [
+            f"Other processes used up to {busiest:.0f} % of the processors meanwhile. That slows both sides,",
+            "and unirun more: it imports torch in one process, where its peer does so in one per rank.",
+        ]
     return "\n".join(lines)
 
 
@@ -54,7 +55,5 @@ def spread(values: Sequence[float], unit: str) -> str:
     """The median with the least and the greatest: ``1.27 s (1.21–1.40)``."""
     if not values:
         return "-"
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    return f"{quantity(median, unit)} ({quantity(ordered[0], 'ratio')}–{quantity(ordered[-1], 'ratio')})"
+    least, greatest = quantity(min(values), "ratio"), quantity(max(values), "ratio")
+    return f"{quantity(median(values), unit)} ({least}–{greatest})"

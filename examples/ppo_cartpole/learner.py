@@ -73,7 +73,7 @@ class Learner:
                     entropy_weight=ENTROPY_WEIGHT,
                 )
                 self._optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 clip_grad_norm_(self._model.parameters(), GRADIENT_NORM)
                 self._optimizer.step()
         self._schedule.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import select
@@ -142,6 +143,23 @@ class TestTheConsole:
         assert re.search(rb"\r\x1b\[2K[^\n]*actor 0/2", text), text
 
 
+    def test_shows_the_events_with_torchruns_handler(self, unirun: Unirun, script: Script) -> None:
+        result = unirun(*EXEC, "-q", "--event-log-handler", "console", script("print('x')"))
+        events = [json.loads(line) for line in result.err.splitlines()]
+        assert (result.code, result.out) == (0, "x\n")
+        kinds = [event["kind"] for event in events]
+        assert kinds[0] == "join"
+        assert kinds[-1] == "end"
+        assert len(kinds) == len((unirun.job_dir() / "events.jsonl").read_text().splitlines())
+
+    def test_that_is_gone_with_the_events_on_it_does_not_end_the_job(self, unirun: Unirun, script: Script) -> None:
+        ours, theirs = os.pipe()
+        os.close(ours)
+        job = unirun.start(*EXEC, "--event-log-handler", "console", script("print('x')"), stderr=theirs)
+        os.close(theirs)
+        assert job.end().code == 0
+
+
 class TestAReaderThatFallsBehind:
     MEGABYTES = """
         import os, pathlib
@@ -165,7 +183,8 @@ class TestAReaderThatFallsBehind:
     def test_does_not_keep_a_signal_from_the_workers(self, unirun: Unirun, script: Script) -> None:
         train = script(self.MEGABYTES + "\n        import signal; signal.pause()\n")
         job = unirun.start(*EXEC, "--nproc-per-node", 2, train, read=False)
-        eventually((unirun.root / "done0").exists, "a worker has written all of it", START)
+        for rank in range(2):
+            eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START)
         pids = [worker["pid"] for worker in unirun.workers().values()]
         job.signal(signal.SIGTERM)
         assert all(gone(pid, SOON) for pid in pids)
@@ -193,6 +212,25 @@ class TestAReaderThatFallsBehind:
         out, _ = job.popen.communicate(timeout=START)
         assert out.count(b"\n") == 120_000
         assert job.end().code == 143
+
+    def test_keeps_the_command_after_the_job_only_until_a_signal(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*EXEC, script(self.MEGABYTES + "\n        raise SystemExit(3)\n"), read=False)
+        eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
+        eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START)
+        eventually(lambda: set(unirun.processes().values()) <= {"unirun"}, "its processes are gone")
+        assert not gone(job.pid, 0.0)
+        job.signal(signal.SIGINT)
+        assert job.end(SOON).code == 3
+
+    def test_may_share_a_pipe_that_does_not_block(self, unirun: Unirun, script: Script) -> None:
+        ours, theirs = os.pipe()
+        os.set_blocking(theirs, False)
+        job = unirun.start(*EXEC, script(self.MEGABYTES), read=False, stdout=theirs, stderr=subprocess.DEVNULL)
+        os.close(theirs)
+        eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
+        with os.fdopen(ours, "rb") as pipe:
+            assert pipe.read().count(b"\n") == 60_000
+        assert job.end().code == 0
 
     def test_that_goes_away_ends_the_output_and_not_the_job(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(*EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL)

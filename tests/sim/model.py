@@ -24,6 +24,7 @@ from unirun.wire.messages import (
     SpawnFailed,
     StartRole,
     StopWorkers,
+    StoreEnded,
     View,
     WorkerError,
     WorkerExited,
@@ -40,6 +41,12 @@ class Process:
     pid: int
     who: Who
     alive: bool = True
+    deaf: bool = False
+
+
+def rng_delay(rng: random.Random) -> float:
+    """A moment in the life of a worker."""
+    return rng.choice((0.001, 0.1, 3.0))
 
 
 class World(Protocol):
@@ -112,8 +119,14 @@ class Spawner:
                     self._signal(number, signum)
             case OpenStore(role, _):
                 self.world.stores[role] = self
+                if self.world.rng.random() < 0.02:
+                    self.world.clock.after(rng_delay(self.world.rng), lambda: self._store_dies(role))
             case _:
                 raise AssertionError(f"the agent sent a spawner {message}")
+
+    def _store_dies(self, role: str) -> None:
+        if self.alive and self.world.stores.get(role) is self:
+            self.outbox.send(StoreEnded(role, self.world.clock.now, "its process was killed"))
 
     def _spawn(self, request: Spawn) -> None:
         rng, clock = self.world.rng, self.world.clock
@@ -155,6 +168,10 @@ class Spawner:
         if kind == "error":
             error = WorkerError(words, f"Traceback: {words}", self.world.clock.now)
             self.node.apply(events.FromWorker(number, error))
+            if rng.random() < 0.2:
+                # A thread or an exit handler keeps it alive; only SIGKILL ends it.
+                process.deaf = True
+                return
             self.end(number, 1, None)
         elif kind == "code":
             self.end(number, rng.choice((1, 7, 127, 255)), None)
@@ -178,7 +195,7 @@ class Spawner:
             self.end(number, None, signum)
             return
         habits = self.world.plan.habits[process.who[0]]
-        if rng.random() < habits.stubborn:
+        if process.deaf or rng.random() < habits.stubborn:
             return
         code, by = rng.choice(((None, signum), (128 + signum, None), (0, None), (1, None)))
         self.world.clock.after(rng.uniform(0.0, 0.3), lambda: self.end(number, code, by))
@@ -265,7 +282,15 @@ class Node:
                 self._next_id, self.world.plan.spec, order, member, JOB, self.name, "/", {}
             )
             workers.append(
-                events.Worker(self._next_id, order.role, member.rank, member.incarnation, key, request)
+                events.Worker(
+                    self._next_id,
+                    order.role,
+                    member.rank,
+                    member.incarnation,
+                    key,
+                    request,
+                    grace=self.world.plan.spec.shutdown_timeout,
+                )
             )
             self.launched.append((order.role, member.rank, member.incarnation))
         store = OpenStore(order.role, 5) if any(m.rank == 0 for m in order.members) else None

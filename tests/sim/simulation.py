@@ -194,6 +194,8 @@ class Simulation:
         """Ranks of a role that runs can meet: the store of its generation is served."""
         for role in self.state.roles.values():
             if self.master_alive and self.state.phase is JobPhase.RUNNING and role.live:
+                broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
+                assert not broken, f"{role.name} runs on without its ranks {broken}"
                 store = self.stores.get(role.name)
                 assert store is not None, f"no store was opened for {role.name}"
                 assert store.alive, f"the store of {role.name} is gone"

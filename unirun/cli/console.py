@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import select
 import sys
 import threading
 from string import Template
@@ -51,15 +53,19 @@ class Prefixer:
 class Console:
     """Writes to stdout and stderr from several threads; keeps the live line below what is written.
 
-    A reader that went away (``| head``) ends the output, not the job.
+    A reader that went away (``| head``) ends the output, not the job. One that does not read (a pager, a stopped
+    terminal) holds up `lines` and `close` alone: what `note`, `error` and `live` say is written by a thread.
     """
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
         self._live_possible = sys.stderr.isatty() and not quiet
         self._lock = threading.Lock()
-        self._live = ""
+        self._live = b""
         self._closed: set[int] = set()
+        self._said: queue.SimpleQueue[tuple[bytes, bytes | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_said, name="unirun-console", daemon=True)
+        self._thread.start()
         self.colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
 
     def lines(self, stream: int, prefix: bytes, data: bytes) -> None:
@@ -78,14 +84,29 @@ class Console:
 
     def error(self, text: str) -> None:
         """Lines of unirun's own that are always shown."""
-        self._write(sys.stderr.buffer, "".join(f"unirun: {t}\n" for t in text.splitlines()).encode())
+        self._said.put(
+            ("".join(f"unirun: {t}\n" for t in text.splitlines()).encode(errors="backslashreplace"), None)
+        )
 
     def live(self, text: str) -> None:
         """Replace the live line; shown on a terminal only."""
         if self._live_possible:
+            self._said.put((b"", text.encode(errors="backslashreplace")))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait until everything that was said is written, or for `timeout` seconds."""
+        self._said.put(None)
+        self._thread.join(timeout)
+
+    def _write_said(self) -> None:
+        while (said := self._said.get()) is not None:
+            line, live = said
+            if live is None:
+                self._write(sys.stderr.buffer, line)
+                continue
             with self._lock:
-                self._live = text
-                self._raw(sys.stderr.buffer, b"\r\x1b[2K" + text.encode())
+                self._live = live
+                self._raw(sys.stderr.buffer, b"\r\x1b[2K" + live)
 
     def _write(self, file: BinaryIO, data: bytes) -> None:
         with self._lock:
@@ -93,15 +114,25 @@ class Console:
                 self._raw(sys.stderr.buffer, b"\r\x1b[2K")
             self._raw(file, data)
             if self._live:
-                self._raw(sys.stderr.buffer, self._live.encode())
+                self._raw(sys.stderr.buffer, self._live)
 
     def _raw(self, file: BinaryIO, data: bytes) -> None:
         number = file.fileno()
         if number in self._closed:
             return
         view = memoryview(data)
-        try:
-            while view:
+        while view:
+            try:
                 view = view[os.write(number, view) :]
-        except OSError:
-            self._closed.add(number)
+            except BlockingIOError:
+                # Whoever shares the terminal or the pipe has made it non-blocking.
+                _await_writable(number)
+            except OSError:
+                self._closed.add(number)
+                return
+
+
+def _await_writable(number: int) -> None:
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    poll.poll()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
 
     follower = LogFollower()
     lock = threading.Lock()
+    gone = threading.Event()
     seen: set[Path] = set()
 
     def sink(prefix: bytes, skip: int) -> object:
@@ -89,7 +91,10 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
             drop, left = min(left, data.count(b"\n")), max(left - data.count(b"\n"), 0)
             rows = data.splitlines(keepends=True)[drop:]
             with lock:
-                _put(b"".join(prefix + row for row in rows))
+                try:
+                    _put(b"".join(prefix + row for row in rows))
+                except BrokenPipeError:
+                    gone.set()
 
         return put
 
@@ -103,19 +108,19 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
                     follower.follow(path, sink(prefix, skip))  # type: ignore[arg-type]
             if ended:
                 break
-            _wait_for_change(job)
+            _wait_for_change(job, gone)
+            if gone.is_set():
+                raise BrokenPipeError
     finally:
         follower.finish()
 
 
-def _wait_for_change(job: JobDir) -> None:
-    """Until the job's state was written again (it is replaced as a whole), at most a second."""
-    import time
-
+def _wait_for_change(job: JobDir, gone: threading.Event) -> None:
+    """Until the job's state was written again (it is replaced as a whole) or `gone` is set; at most a second."""
     before = _mtime(job)
     end = time.monotonic() + 1.0
-    while time.monotonic() < end and _mtime(job) == before:
-        time.sleep(0.05)
+    while time.monotonic() < end and _mtime(job) == before and not gone.wait(0.05):
+        continue
 
 
 def _mtime(job: JobDir) -> int:

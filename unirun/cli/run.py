@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,10 +53,9 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
             f"the job's directory {job.path} cannot be written: {error.strerror}",
             "free some space, or set UNIRUN_HOME to another directory",
         ) from error
-    mirror = os.fdopen(os.dup(2), "w") if spec.event_log == "console" else None
 
     def run_master(owner: int | None) -> None:
-        asyncio.run(Master(job, spec, placement, socket.socket(fileno=of_master[1]), mirror).run(owner))
+        asyncio.run(Master(job, spec, placement, socket.socket(fileno=of_master[1])).run(owner))
 
     if not detach:
         adopt_orphans()
@@ -88,6 +88,7 @@ class _Session:
         self._began = time.monotonic()
         self._up = False
         self._followed: set[WorkerStarted] = set()
+        self._over: asyncio.Event | None = None
 
     async def run(self) -> int:
         """Follow the job to its end. Returns its exit code."""
@@ -98,6 +99,8 @@ class _Session:
         self._catch_signals(master)
         master.send(Attach())
         self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
+        if self._spec.event_log == "console":
+            self._follower.follow(self._job.events, lambda data: self._console.lines(2, b"", data))
         ticker = asyncio.create_task(self._tick())
         try:
             while True:
@@ -110,15 +113,18 @@ class _Session:
         finally:
             ticker.cancel()
             self._console.live("")
-        self._follower.finish()
         await master.close()
         _reap(self._launched)
-        return self._tell_end(message)
+        await self._show_rest(message)
+        return message.code
 
     def _catch_signals(self, master: Stream) -> None:
         loop = asyncio.get_running_loop()
 
         def passed_on(signum: signal.Signals) -> None:
+            if self._over is not None:
+                self._over.set()
+                return
             master.send(Stop(int(signum), f"got {signum.name}"))
             self._console.note(
                 f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
@@ -203,9 +209,27 @@ class _Session:
             text = (self._job.path / "master.log").read_text().rstrip()
             if text:
                 self._console.error(text)
+        self._console.close(FAREWELL)
         return status or EXIT_FAILURE
 
-    def _tell_end(self, ended: Ended) -> int:
+    async def _show_rest(self, ended: Ended) -> None:
+        """Show what is left and how the job ended; a signal ends the wait for a reader that does not read."""
+        if ended.phase == "failed":
+            pass_on_error(ended, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        loop = asyncio.get_running_loop()
+        over = self._over = asyncio.Event()
+
+        def show() -> None:
+            self._follower.finish()
+            self._tell_end(ended)
+            self._console.close()
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=show, name="unirun-end", daemon=True).start()
+        await over.wait()
+
+    def _tell_end(self, ended: Ended) -> None:
         seconds = time.monotonic() - self._began
         if ended.code == 0:
             self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
@@ -214,8 +238,6 @@ class _Session:
         else:
             self._console.error(ended.report)
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
-            pass_on_error(ended, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        return ended.code
 
 
 def pass_on_error(ended: Ended, path: str | None) -> None:

@@ -12,12 +12,11 @@ from unirun.collocation.numa import Topology, read_topology
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form; `memory` in bytes."""
+    """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form."""
 
     index: str
     name: str
     pci: str
-    memory: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,6 @@ def _device(index: int) -> Device:
         index=str(index),
         name=str(nvml.nvmlDeviceGetName(handle)),
         pci=pci[-12:],
-        memory=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
     )
 
 
@@ -87,7 +85,7 @@ def visible(devices: tuple[Device, ...], mask: str | None) -> tuple[Device, ...]
     for item in (part.strip() for part in mask.split(",")):
         if item.startswith(("GPU-", "MIG-")):
             # A mask by UUID is passed on as it is; its entries are opaque here.
-            left.append(Device(item, "NVIDIA", "", 0))
+            left.append(Device(item, "NVIDIA", ""))
         elif item in by_index:
             left.append(by_index[item])
         else:

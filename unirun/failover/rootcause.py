@@ -51,7 +51,7 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
 
 def diagnose(failures: Sequence[Failure]) -> Diagnosis:
     """The root cause among `failures` (at least one)."""
-    ordered = sorted(failures, key=lambda failure: (failure.time, failure.role, failure.rank))
+    ordered = sorted(failures, key=lambda f: (f.time, f.role, f.rank, f.generation))
     firsts = [failure for failure in ordered if not is_consequence(failure)]
     cause = (firsts or ordered)[0]
     others = tuple(failure for failure in ordered if failure is not cause)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from unirun.launcher.filters import LineFilters
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
-from unirun.wire import Stream, accept, connect, listen, load_token
+from unirun.wire import BACKLOG, Stream, accept, connect, listen, load_token
 from unirun.wire.messages import (
     Hello,
     Join,
@@ -65,7 +66,8 @@ class Agent:
         self._master: Stream | None = None
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
         self._links: dict[int, set[Stream]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._popens: set[subprocess.Popen[bytes]] = set()
         self._next_id = 0
         self._left = asyncio.Event()
         self._oom_kills = out_of_memory_kills()
@@ -78,7 +80,8 @@ class Agent:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, lambda: self._apply(events.MasterLost("the agent got a signal")))
         self._warm_up()
-        server = await asyncio.start_unix_server(self._serve_worker, sock=listen(self._job.agent_socket))
+        listener = listen(self._job.agent_socket)
+        server = await asyncio.start_unix_server(self._serve_worker, sock=listener, backlog=BACKLOG)
         owner = None
         if owner_pid is not None:
             lost = events.MasterLost("the unirun command is gone")
@@ -107,7 +110,14 @@ class Agent:
     def _background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Future[None]) -> None:
+        """An agent that has lost a part of itself must not go on as if it could do its work."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            traceback.print_exception(error)
+            self._apply(events.MasterLost(f"a bug in the agent: {error!r}"))
 
     def _warm_up(self) -> None:
         """Start importing before the master has said anything: that import is what start-up waits for."""
@@ -156,7 +166,7 @@ class Agent:
             case events.KillGroups(pids):
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
-                kill_children(keep={popen.pid for _, popen in self._spawners.values()})
+                kill_children(keep={popen.pid for popen in self._popens})
             case events.Leave():
                 self._left.set()
 
@@ -188,7 +198,15 @@ class Agent:
                 self._next_id, self._spec, order, member, self._job, node, self._cwd, self._inherited
             )
             workers.append(
-                events.Worker(self._next_id, order.role, member.rank, member.incarnation, key, request)
+                events.Worker(
+                    id=self._next_id,
+                    role=order.role,
+                    rank=member.rank,
+                    incarnation=member.incarnation,
+                    spawner=key,
+                    request=request,
+                    grace=self._spec.shutdown_timeout,
+                )
             )
         store = None
         if any(member.rank == 0 for member in order.members):
@@ -207,6 +225,7 @@ class Agent:
         handles = [theirs.fileno(), *(endpoint.socket.fileno() for endpoint in self._endpoints.values())]
         command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno()), *modules]
         popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
+        self._popens.add(popen)
         theirs.close()
         self._background(self._follow_spawner(key, ours, popen))
 
@@ -226,6 +245,7 @@ class Agent:
                 self._apply(events.FromSpawner(key, message, self._note(message), self._tail(message)))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
+            self._popens.discard(popen)
             del self._spawners[key]
             reason = f"its spawner {why or _describe(code)}; see {self._job.path / 'agent.log'}"
             self._apply(events.SpawnerDown(key, reason, time.time()))
@@ -235,6 +255,9 @@ class Agent:
     def _note(self, message: Message) -> str:
         """Whether a SIGKILL that nobody here has sent came from the kernel, for want of memory."""
         if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
+            return ""
+        worker = self._state.workers.get(message.id)
+        if worker is None or worker.asked is not None or worker.doom:
             return ""
         kills = out_of_memory_kills()
         if kills > self._oom_kills:

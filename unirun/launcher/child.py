@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from unirun.launcher import worker
 from unirun.launcher.process import set_title
 from unirun.wire.messages import Spawn
 
 SETUP_FAILED = 126
 """Exit code of a worker whose surroundings could not be made; what is wrong stands in its stderr."""
+
+HELD_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
+"""Blocked from the fork until the child has handlers of its own: the spawner's would drop them."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,6 @@ class WorkerTask:
         if request.fresh:
             command = [sys.executable, "-u", "-P", "-m", "unirun.launcher.worker"]
             _execute([*command, request.kind, request.target, *request.args], request)
-        from unirun.launcher import worker
-
         worker.run_forked(request)
 
 
@@ -102,9 +104,13 @@ def _set_up(request: Spawn, logs: Logs) -> None:
     os.environ.update(request.env)
     if request.cpus is not None:
         os.sched_setaffinity(0, request.cpus)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
 
 
 def _execute(command: list[str], request: Spawn) -> NoReturn:
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):
+        # Python ignores these; a program expects them as the kernel gives them.
+        signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, request.env)
     except OSError as error:

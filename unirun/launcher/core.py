@@ -46,6 +46,7 @@ from unirun.wire.messages import (
     SpawnerReady,
     SpawnFailed,
     StopWorkers,
+    StoreEnded,
     View,
     WorkerError,
     WorkerExited,
@@ -184,6 +185,8 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
             return state, commands
         case Notice():
             return state, [ToMaster(event.message)]
+        case StoreEnded(role, when, reason):
+            return _store_ended(state, role, when, reason)
         case SpawnFailed(number, when, reason):
             return _ended(state, number, WorkerExited("", 0, 0, when, 1, None, note=reason))
         case Reaped(number, when, code, signum):
@@ -220,11 +223,18 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
         end = WorkerExited("", 0, 0, event.time, code, signum, note=event.reason)
         state, more = _ended(state, worker.id, end)
         commands += more
+    for role in orphaned:
+        state, more = _store_ended(state, role, event.time, event.reason)
+        commands += more
+    return state, commands
+
+
+def _store_ended(state: AgentState, role: str, when: float, reason: str) -> tuple[AgentState, list[Command]]:
+    """Its listening socket is held, so who comes late would wait in vain: the role needs a new generation."""
+    commands: list[Command] = []
     for worker in state.workers.values():
-        if worker.role in orphaned and worker.asked is None:
-            state, more = _give_up(
-                state, worker, f"the store of its role is gone: {event.reason}", event.time
-            )
+        if worker.role == role and worker.asked is None:
+            state, more = _give_up(state, worker, f"the store of its role is gone: {reason}", when)
             commands += more
     return state, commands
 
@@ -269,7 +279,9 @@ def _from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list
             state = state.with_worker(replace(worker, running=True))
             return state, [ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation))]
         case WorkerError():
-            return state.with_worker(replace(worker, error=event.message)), []
+            # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
+            end = After(worker.grace, GraceOver(worker.id))
+            return state.with_worker(replace(worker, error=event.message)), [end]
     return state, []
 
 

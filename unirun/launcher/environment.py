@@ -12,8 +12,15 @@ from unirun.rendezvous.jobdir import JobDir
 from unirun.spec import JobSpec
 from unirun.wire.messages import Member, Spawn, StartRole
 
-_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
-_AT_IMPORT_NAMES = ("TORCH_CPP_LOG_LEVEL",)
+# fmt: off
+_AT_IMPORT = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES", "TORCH_",
+    "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ONEDNN_", "DNNL_", "MKLDNN_", "NPY_", "KINETO_", "OPENSSL_",
+    "LC_", "LANG", "TZ",
+)
+# fmt: on
+_READ_LATER = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_GLOO_")
+"""Of those, the ones that are read when a group is formed, or again by the worker's bootstrap."""
 
 SpawnerKey = tuple[tuple[str, str], ...]
 """The variables that count only when libraries are loaded: workers that differ in them need other spawners."""
@@ -23,12 +30,13 @@ FRESH: SpawnerKey = (("", "fresh"),)
 
 
 def spawner_key(env: Mapping[str, str]) -> SpawnerKey:
-    """The part of `env` that is read once, when Python, libgomp, MKL, the allocator or torch is loaded."""
+    """The part of `env` that is read once, when Python, libgomp, MKL, the allocator, numpy or torch is loaded."""
     return tuple(sorted((name, value) for name, value in env.items() if _at_import(name)))
 
 
 def _at_import(name: str) -> bool:
-    return name.startswith(_AT_IMPORT) or name in _AT_IMPORT_NAMES or name.endswith("_ALLOC_CONF")
+    early = name.startswith(_AT_IMPORT) or name.endswith("_ALLOC_CONF")
+    return early and not name.startswith(_READ_LATER)
 
 
 def is_loopback(addr: str) -> bool:

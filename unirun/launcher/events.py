@@ -19,7 +19,8 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker that has not ended. `asked` is the last signal that was sent to it.
+    """One worker that has not ended. `asked` is the last signal that was sent to it, `grace` the seconds that it
+    has to end after its code has failed.
 
     `doom` says why it is killed though nobody asked for its end: what it needs is gone.
     """
@@ -35,6 +36,7 @@ class Worker:
     asked: int | None = None
     error: WorkerError | None = None
     running: bool = False
+    grace: float = 30.0
     doom: str = ""
 
     @property

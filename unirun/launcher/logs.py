@@ -19,6 +19,7 @@ Sink = Callable[[bytes], None]
 MAX_LINE = 1 << 16
 _CHUNK = 1 << 20
 _IN_MODIFY = 0x2
+_OVERFLOW = -1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -60,6 +61,7 @@ class LogFollower:
             raise OSError(code, f"inotify cannot be used: {os.strerror(code)}")
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._files: dict[int, _File] = {}
+        self._unwatched: list[_File] = []
         self._new: list[tuple[Path, Sink]] = []
         self._lock = threading.Lock()
         self._stopping = False
@@ -95,11 +97,22 @@ class LogFollower:
                 if self._stopping:
                     break
             if self._inotify in ready:
-                for watch in self._changed():
-                    if watch in self._files:
-                        self._files[watch].read()
-        for file in self._files.values():
+                self._read_changed()
+        for file in self._all():
             file.close()
+
+    def _all(self) -> list[_File]:
+        return [*self._files.values(), *self._unwatched]
+
+    def _read_changed(self) -> None:
+        changed = self._changed()
+        if _OVERFLOW in changed:
+            # The kernel could not keep up with the writers and has dropped events: any file may have grown.
+            for file in self._all():
+                file.read()
+            return
+        for watch in changed & self._files.keys():
+            self._files[watch].read()
 
     def _take_new(self) -> None:
         with self._lock:
@@ -109,6 +122,9 @@ class LogFollower:
             file = _File(path, sink)
             if watch >= 0:
                 self._files[watch] = file
+            else:
+                # The user's inotify watches are used up: it is read again at the end, at the latest.
+                self._unwatched.append(file)
             file.read()
 
     def _changed(self) -> set[int]:

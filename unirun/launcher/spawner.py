@@ -32,7 +32,17 @@ from unirun.launcher.process import (
     title_of,
 )
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Forked, Kill, Notice, OpenStore, Preloaded, Reaped, Spawn, SpawnFailed
+from unirun.wire.messages import (
+    Forked,
+    Kill,
+    Notice,
+    OpenStore,
+    Preloaded,
+    Reaped,
+    Spawn,
+    SpawnFailed,
+    StoreEnded,
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,8 @@ class Spawner:
                         self._reap(key.data)
                         continue
                     if isinstance(key.data, _Store):
-                        self._store_ended(key.data)
+                        if self._stores.get(key.data.role) is key.data:
+                            self._store_ended(key.data)
                         continue
                     task = self._obey()
                 except ConnectionLost:
@@ -102,7 +113,7 @@ class Spawner:
                 case Kill(number, signum):
                     task = None
                     if number in self._children:
-                        kill_group(self._children[number].pid, signum)
+                        self._kill(self._children[number], signum)
                 case _:
                     raise WireError(f"the agent sent {type(message).__name__}")
             if task is not None:
@@ -136,12 +147,24 @@ class Spawner:
 
     def _fork(self) -> int:
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            # A new session, hence a new process group, made before anything can go wrong.
-            os.setsid()
-            die_with_parent(parent)
-            self._forget()
+        # What is sent to the child before it can receive it waits; `child` lets it in.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, child.HELD_SIGNALS)
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        else:
+            try:
+                # A new session, hence a new process group, made before anything can go wrong.
+                os.setsid()
+                die_with_parent(parent)
+                self._forget()
+            except OSError:
+                # The spawner's own handling of errors must not run in a second process.
+                os._exit(child.SETUP_FAILED)
         return pid
 
     def _forget(self) -> None:
@@ -159,7 +182,11 @@ class Spawner:
         if role in self._stores:
             os.kill(self._stores[role].pid, signal.SIGKILL)
             self._close_store(self._stores[role])
-        pid = self._fork()
+        try:
+            pid = self._fork()
+        except OSError as error:
+            self._stream.send(StoreEnded(role, time.time(), f"no process can be forked: {error.strerror}"))
+            return None
         if pid == 0:
             return child.StoreTask(role, handle)
         store = _Store(role, pid, os.pidfd_open(pid))
@@ -168,10 +195,8 @@ class Spawner:
         return None
 
     def _store_ended(self, store: _Store) -> None:
-        """Groups that are formed do without their store; the next generation gets a new one."""
         self._close_store(store)
-        text = f"the store of role {store.role} has ended; no new group can be formed in this generation"
-        self._stream.send(Notice(f"store:{store.role}", text))
+        self._stream.send(StoreEnded(store.role, time.time(), "its process was killed"))
 
     def _close_store(self, store: _Store) -> None:
         os.waitid(os.P_PIDFD, store.handle, os.WEXITED)
@@ -201,8 +226,22 @@ class Spawner:
         """
         ours = {known.pid for known in self._children.values()} | {s.pid for s in self._stores.values()}
         strays = {pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid)}
+        for pid in strays:
+            self._stream.send(
+                Notice(ended.title, f"left process {pid} ({title_of(pid) or '…'}), which is killed")
+            )
         if strays:
             kill_children(keep=set(children()) - strays)
+
+    def _kill(self, known: _Child, signum: int) -> None:
+        try:
+            os.killpg(known.pid, signum)
+        except PermissionError:
+            text = "runs as another user and cannot be signalled; end it yourself"
+            self._stream.send(Notice(known.title, text))
+        except ProcessLookupError:
+            # It has not made its group yet; it cannot have gone, as it was not reaped.
+            signal.pidfd_send_signal(known.handle, signum)
 
     def _kill_all(self) -> None:
         for known in self._children.values():

@@ -7,7 +7,7 @@ import socket
 
 
 def serve(handle: int) -> None:
-    """Serve an empty TCPStore on the listening socket `handle` until SIGTERM or SIGKILL."""
+    """Serve an empty TCPStore on the listening socket `handle` until SIGKILL."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket(fileno=handle)

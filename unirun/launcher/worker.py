@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
-import importlib.util
+import importlib.machinery
 import io
 import json
 import os
@@ -28,6 +29,10 @@ from unirun.errors import UnirunError
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
 from unirun.wire.messages import Spawn, WorkerError
+
+MAX_MESSAGE = 1 << 16
+MAX_TRACEBACK = 1 << 18
+"""Characters of an exception that are reported; the error file and the log have all of it."""
 
 
 def run_forked(request: Spawn) -> NoReturn:
@@ -57,7 +62,7 @@ def _exit_code(leave: SystemExit) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as the interpreter does (threads, exit handlers, buffers), but without taking modules apart.
+    """End as the interpreter does (threads, exit handlers, open files), but without taking modules apart.
 
     That last part would copy, page by page, all the memory that is shared with the spawner, a second of work for
     nothing, and it is where a script without ``destroy_process_group`` aborts ("terminate called without an
@@ -69,10 +74,22 @@ def _leave(code: int) -> NoReturn:
     except BaseException:  # noqa: BLE001 - an exit handler must not keep the process alive
         traceback.print_exc()
         code = code or 1
-    for stream in (sys.stdout, sys.stderr):
+    _close_files()
+    os._exit(code & 0xFF)
+
+
+def _close_files() -> None:
+    """Write what the script's files still hold. The spawner's own objects are frozen, so they are not found."""
+    standard = (sys.stdin, sys.stdout, sys.stderr)
+    found = [o for o in gc.get_objects() if issubclass(type(o), io.IOBase) and o not in standard]
+    # A wrapper comes before what it wraps: text, then Python's own classes (gzip), then buffers.
+    order: dict[type, int] = {io.TextIOWrapper: 0, io.BufferedWriter: 2, io.BufferedRandom: 2, io.FileIO: 3}
+    for file in sorted(found, key=lambda file: order.get(type(file), 1)):
+        with contextlib.suppress(Exception):
+            file.close()
+    for stream in standard[1:]:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code & 0xFF)
 
 
 def run(kind: str, target: str, args: tuple[str, ...]) -> None:
@@ -104,12 +121,19 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
         sys.argv = [path, *args]
         runpy.run_path(path, run_name="__main__")
         return
+    full = os.path.abspath(path)
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=os.path.abspath(path), __builtins__=__builtins__, __annotations__={})
+    main.__dict__.update(
+        __file__=full,
+        __builtins__=__builtins__,
+        __annotations__={},
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", full),
+    )
     sys.modules["__main__"] = main
     sys.argv = [path, *args]
     sys.path.insert(0, str(Path(path).resolve().parent))
-    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    code = compile(Path(path).read_bytes(), full, "exec", dont_inherit=True)
     exec(code, main.__dict__)  # noqa: S102 - to run the user's script is what a worker is for
 
 
@@ -129,7 +153,7 @@ def _report(link: BlockingStream, error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     now = time.time()
     with contextlib.suppress(UnirunError):
-        link.send(WorkerError(message, trace, now))
+        link.send(WorkerError(message[:MAX_MESSAGE], trace[-MAX_TRACEBACK:], now))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
@@ -166,10 +190,10 @@ def _renew_streams() -> None:
 
 
 def _renew_randomness() -> None:
-    """A fork would share the spawner's random state with its siblings."""
+    """A fork would share the spawner's random state with its siblings. What is not imported yet will seed itself."""
     random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
 

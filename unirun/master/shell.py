@@ -6,7 +6,6 @@ import asyncio
 import signal
 import socket
 import time
-from typing import TextIO
 
 from unirun.collocation import Placement
 from unirun.errors import IllegalTransition, WireError
@@ -26,7 +25,7 @@ from unirun.master.step import step
 from unirun.observe import EventLog
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.spec import JobSpec
-from unirun.wire import Stream, accept, load_token
+from unirun.wire import BACKLOG, Stream, accept, load_token
 from unirun.wire.messages import Attach, Ended, Join, Notice, Sample, Shutdown, Stop
 
 PERSIST_DELAY = 0.02
@@ -39,13 +38,11 @@ GOODBYE = 5.0
 class Master:
     """One master of one job. `run` returns when the job is over and everything is written."""
 
-    def __init__(
-        self, job: JobDir, spec: JobSpec, placement: Placement, listener: socket.socket, mirror: TextIO | None
-    ) -> None:
+    def __init__(self, job: JobDir, spec: JobSpec, placement: Placement, listener: socket.socket) -> None:
         self._job = job
         self._listener = listener
         self._token = load_token(job.token)
-        self._log = EventLog(job.events, mirror)
+        self._log = EventLog(job.events)
         logs = str(job.logs.resolve())
         self._state: JobState = new_job(spec, placement, started=time.time(), logs=logs)
         self._agents: dict[str, Stream] = {}
@@ -66,7 +63,7 @@ class Master:
         )
         loop.call_later(self._state.spec.join_timeout, lambda: self._apply(JoinTimedOut()))
         self._persist()
-        server = await asyncio.start_unix_server(self._serve, sock=self._listener)
+        server = await asyncio.start_unix_server(self._serve, sock=self._listener, backlog=BACKLOG)
         try:
             await self._over.wait()
             await self._say_goodbye()

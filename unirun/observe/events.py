@@ -7,22 +7,19 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from unirun.errors import JobError
 
 
 class EventLog:
-    """Appends events to a file; `mirror` gets each line as well (``--event-log-handler console``)."""
+    """Appends events to a file."""
 
-    def __init__(
-        self, path: Path, mirror: TextIO | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise JobError(f"the event log {path} cannot be written: {error.strerror}") from error
-        self._mirror = mirror
         self._clock = clock
 
     def write(self, kind: str, text: str, **fields: Any) -> None:
@@ -30,8 +27,6 @@ class EventLog:
         line = json.dumps({"time": round(self._clock(), 6), "kind": kind, "text": text, **fields})
         with contextlib.suppress(OSError):
             self._file.write(line.encode() + b"\n")
-        if self._mirror is not None:
-            print(line, file=self._mirror, flush=True)
 
     def close(self) -> None:
         """Close the file."""

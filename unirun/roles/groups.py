@@ -8,6 +8,7 @@ that hold different views wait in different places until their agents have told 
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.sever import Connections, noted_connections
+from unirun.roles.sever import Connections
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -33,6 +34,7 @@ class _Group:
     """A group, the generations of its roles, and the connections it stands on."""
 
     infos: tuple[RoleInfo, ...]
+    backend: str
     pg: ProcessGroup
     connections: Connections
 
@@ -43,6 +45,7 @@ class GroupForge:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._groups: dict[Key, _Group] = {}
+        self._forming: tuple[tuple[RoleInfo, ...], Connections] | None = None
         peers.when_changed(self._sever_outdated)
 
     def group(self, roles: tuple[str, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
@@ -57,18 +60,59 @@ class GroupForge:
             kept.connections.sever()
             _forget(kept.pg)
             self._await_change(kept, deadline)
-        infos, store = self._meet(roles, backend, deadline)
+        while True:
+            approach = Connections.from_now()
+            infos, store = self._meet(roles, backend, deadline)
+            try:
+                formed = self._form(infos, store, backend, timeout, approach)
+            except GroupError:
+                if self._infos(roles) == infos:
+                    raise
+                # A member was started again while the group was being formed; the next one has another place.
+                continue
+            self._groups[roles, backend] = formed
+            return formed.pg
+
+    def _form(
+        self,
+        infos: tuple[RoleInfo, ...],
+        store: Store,
+        backend: str,
+        timeout: timedelta,
+        approach: Connections,
+    ) -> _Group:
+        """Connect with the other members.
+
+        A member that dies now is waited for in the store, where it never leaves its address. So `approach`, which
+        finds the connection to the store too, is severed when the generations change meanwhile.
+        """
         size = sum(info.world_size for info in infos)
-        with noted_connections() as connections:
+        connections = Connections.from_now()
+        self._forming = infos, approach
+        try:
+            if self._outdated(infos):
+                raise GroupError(f"group {_name(infos, backend)} is out of date")
             pg = _build(self._rank(infos), size, _name(infos, backend), store, backend, timeout)
-        self._groups[roles, backend] = _Group(infos, pg, connections)
-        return pg
+        finally:
+            self._forming = None
+        connections.note()
+        return _Group(infos, backend, pg, connections)
 
     def _sever_outdated(self) -> None:
         """Called when the agent has told something new: wake whatever waits in a group of the past."""
+        forming = self._forming
+        if forming is not None and self._outdated(forming[0]):
+            forming[1].note()
+            forming[1].sever()
         for group in list(self._groups.values()):
-            if group.infos != tuple(self._peers.roles().get(info.name) for info in group.infos):
+            if self._outdated(group.infos):
                 group.connections.sever()
+                if "nccl" in group.backend:
+                    # NCCL has connections of other kinds too, and a call that ends all of them.
+                    threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
+
+    def _outdated(self, infos: tuple[RoleInfo, ...]) -> bool:
+        return infos != tuple(self._peers.roles().get(info.name) for info in infos)
 
     def _await_change(self, broken: _Group, deadline: float) -> None:
         """A member of a broken group is gone; wait until its role is started again."""

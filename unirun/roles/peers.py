@@ -95,7 +95,15 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
     role, rank = environ["ROLE_NAME"], int(environ["RANK"])
     peers = Peers(role, rank, _infos(welcome.view), welcome.config, linked=True)
-    thread = threading.Thread(target=_listen, args=(link, peers), name="unirun-link", daemon=True)
+    for message in link.buffered():
+        if isinstance(message, View):
+            peers.update(message)
+    # Taken before the script goes on, which may close what it does not know.
+    agent = _agent_handle(link.socket)
+    watched = {n: _file_behind(n) for n in (agent, link.socket.fileno()) if n is not None}
+    thread = threading.Thread(
+        target=_listen, args=(link, peers, agent, watched), name="unirun-link", daemon=True
+    )
     thread.start()
     return peers
 
@@ -104,9 +112,8 @@ def _infos(view: View) -> dict[str, RoleInfo]:
     return {r.name: RoleInfo(r.name, r.world_size, r.generation, r.endpoint) for r in view.roles}
 
 
-def _listen(link: BlockingStream, peers: Peers) -> None:
+def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapping[int, str]) -> None:
     """Take updates until the link ends. When the agent itself is gone, so is this worker: no orphan survives."""
-    agent = _agent_handle(link.socket)
     if agent is None:
         _end()
         return
@@ -115,6 +122,10 @@ def _listen(link: BlockingStream, peers: Peers) -> None:
     poll.register(link.socket, select.POLLIN)
     while True:
         ready = {handle for handle, _ in poll.poll()}
+        if any(_file_behind(number) != watched[number] for number in ready):
+            # The script has closed what is not its own, as daemons do; others may stand at these numbers now.
+            # What is left is the parent-death signal.
+            return
         if agent in ready:
             _end()
             return
@@ -125,6 +136,14 @@ def _listen(link: BlockingStream, peers: Peers) -> None:
         except WireError:
             # The script may have closed the link; only the agent's own end matters from here on.
             poll.unregister(link.socket)
+
+
+def _file_behind(number: int) -> str:
+    """What the kernel calls the open file; empty when there is none."""
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
 
 
 def _agent_handle(sock: socket.socket) -> int | None:

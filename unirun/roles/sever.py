@@ -22,6 +22,18 @@ class Connections:
     """The connections of one group: descriptors with their inodes, as a number alone may be used again."""
 
     sockets: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_now(cls) -> Connections:
+        """None yet; `note` finds those that are opened from now on."""
+        return cls(before=_sockets())
+
+    def note(self) -> None:
+        """Note the TCP connections that are open now and were not when this was made."""
+        for number, inode in _sockets().items():
+            if self.before.get(number) != inode and _established(number):
+                self.sockets[number] = inode
 
     def intact(self) -> bool:
         """Whether all of them still stand."""
@@ -33,17 +45,6 @@ class Connections:
             if _inode(number) == inode:
                 with contextlib.suppress(OSError), _borrowed(number) as sock:
                     sock.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def noted_connections() -> Iterator[Connections]:
-    """Notes the TCP connections that are opened inside the context and still open at its end."""
-    found = Connections()
-    before = _sockets()
-    yield found
-    for number, inode in _sockets().items():
-        if before.get(number) != inode and _established(number):
-            found.sockets[number] = inode
 
 
 def _sockets() -> dict[int, int]:

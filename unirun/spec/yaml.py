@@ -19,9 +19,9 @@ def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
     try:
         config = OmegaConf.load(path)
-        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([*overrides]))
-        if not isinstance(merged, DictConfig):
+        if not isinstance(config, DictConfig):
             raise SpecError([Fault(path, "holds a list, expected a mapping with keys like 'roles'")])
+        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([*overrides]))
         plain = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise SpecError([Fault(path, f"cannot be read: {(error.strerror or str(error)).lower()}")]) from error

@@ -106,7 +106,11 @@ def _raise_named(error: BaseException) -> None:
         ) from error
 
 
-def listen(path: str | Path, *, backlog: int = 1024) -> socket.socket:
+BACKLOG = 4096
+"""Connections that may wait to be accepted; asyncio must be told too, or it sets its own 100."""
+
+
+def listen(path: str | Path, *, backlog: int = BACKLOG) -> socket.socket:
     """A listening unix socket at `path`, mode 0600 (its directory is 0700 before it exists)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:

@@ -36,8 +36,7 @@ class BlockingStream:
         try:
             sock.settimeout(timeout)
             try:
-                with unix_address(path) as address:
-                    sock.connect(address)
+                _connect(sock, path, timeout)
             except OSError as error:
                 raise RendezvousError(f"nobody answers at {path}: {error}", "has the job ended?") from error
             handshake = ClientHandshake(token)
@@ -79,6 +78,11 @@ class BlockingStream:
             self._frames.extend(self._reader.feed(data))
         return decode(self._frames.popleft())
 
+    def buffered(self) -> Iterator[Message]:
+        """What `receive` has read together with what it returned; never waits."""
+        while self._frames:
+            yield decode(self._frames.popleft())
+
     def drain(self) -> Iterator[Message]:
         """Every message of one read; waits for at least some bytes. Raises `ConnectionLost` at the end."""
         try:
@@ -101,6 +105,20 @@ class BlockingStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _connect(sock: socket.socket, path: str | Path, timeout: float) -> None:
+    """Connect; a listener whose queue is full is asked again until `timeout` is over."""
+    deadline = time.monotonic() + timeout
+    with unix_address(path) as address:
+        while True:
+            try:
+                sock.connect(address)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.005)
 
 
 def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:

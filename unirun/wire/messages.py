@@ -11,7 +11,7 @@ agent→worker  Welcome View
 CLI→master    Attach Stop
 master→CLI    WorkerStarted RoleChanged Notice Ended
 agent→spawner Spawn OpenStore Kill
-spawner→agent Preloaded Forked Reaped SpawnFailed
+spawner→agent Preloaded Forked Reaped SpawnFailed StoreEnded Notice
 ============  =======================================================================
 """
 
@@ -285,8 +285,17 @@ class SpawnFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreEnded:
+    """The store of `role` could not be opened, or has ended at `time`, though nobody asked for it."""
+
+    role: str
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reaped:
-    """The process has ended at `time` (seconds since the epoch), and nothing of its group is left."""
+    """The process has ended at `time` (seconds since the epoch), and its group was sent SIGKILL."""
 
     id: int
     time: float
@@ -319,6 +328,7 @@ Message = (
     | Preloaded
     | Forked
     | SpawnFailed
+    | StoreEnded
     | Reaped
 )
 

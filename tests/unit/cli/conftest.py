@@ -13,7 +13,7 @@ from unirun.collocation import Device, Inventory, Node
 from unirun.spec import JobSpec
 
 HOST = Inventory((Node("host", cpus=(0, 1, 2, 3)),))
-GPUS = Inventory((Node("host", cpus=(0, 1), devices=tuple(Device(str(i), "H", "", 0) for i in range(8))),))
+GPUS = Inventory((Node("host", cpus=(0, 1), devices=tuple(Device(str(i), "H", "") for i in range(8))),))
 
 Compose = Callable[..., JobSpec]
 

@@ -25,7 +25,11 @@ class TestALineLikeTorchruns:
     def test_is_one_role(self, compose: Compose) -> None:
         spec = compose("--nproc-per-node", "3", "train.py", "--lr", "1")
         (role,) = spec.roles
-        assert (role.name, role.count, role.entry) == ("default", 3, Entry("script", "train.py", ("--lr", "1")))
+        assert (role.name, role.count, role.entry) == (
+            "default",
+            3,
+            Entry("script", "train.py", ("--lr", "1")),
+        )
         assert spec.primary == ("default",)
         assert spec.name == "train"
         assert spec.run_id.startswith("train-")
@@ -270,17 +274,32 @@ class TestLayers:
     def test_the_environment_is_the_weakest(self, compose: Compose, job_file: JobFile) -> None:
         environ = {"PET_SHUTDOWN_TIMEOUT": "8", "PET_MAX_RESTARTS": "4", "PET_RDZV_ID": "pet"}
         spec = compose("--config", job_file(self.FILE), environ=environ)
-        assert (spec.shutdown_timeout, spec.run_id, spec.role("actor").max_restarts) == (3.0, "of-the-file", 4)
+        assert (spec.shutdown_timeout, spec.run_id, spec.role("actor").max_restarts) == (
+            3.0,
+            "of-the-file",
+            4,
+        )
 
     def test_an_override_beats_the_file(self, compose: Compose, job_file: JobFile) -> None:
-        spec = compose("--config", job_file(self.FILE), "roles.actor.count=5", "shutdown_timeout=6", "config.lr=1")
+        spec = compose(
+            "--config", job_file(self.FILE), "roles.actor.count=5", "shutdown_timeout=6", "config.lr=1"
+        )
         assert spec.role("actor").count == 5
         assert spec.config["lr"] == 1
         assert spec.env == {"X": "6"}, "interpolation sees the override"
 
     def test_a_flag_beats_all(self, compose: Compose, job_file: JobFile) -> None:
         spec = compose(
-            *("--shutdown-timeout", "9", "--env", "actor:A=flag", "--env", "actor:B=2", "--max-restarts", "actor=1"),
+            *(
+                "--shutdown-timeout",
+                "9",
+                "--env",
+                "actor:A=flag",
+                "--env",
+                "actor:B=2",
+                "--max-restarts",
+                "actor=1",
+            ),
             *("--config", job_file(self.FILE), "shutdown_timeout=6"),
             environ={"PET_SHUTDOWN_TIMEOUT": "8"},
         )
@@ -337,7 +356,16 @@ class TestFlagsAndFile:
             *("--rdzv-id", "seven", "--name", "ppo", "--start-method", "exec", "--preload", "json,csv"),
             *("--master-addr", "127.0.0.2", "--master-port", "29500", "--rdzv-conf", "timeout=7"),
             *("--monitor-interval", "2", "--signals-to-handle", "SIGTERM,SIGINT", "--shutdown-timeout", "4"),
-            *("--virtual-local-rank", "--event-log-handler", "console", "--log-dir", "logs", "-r3", "-t", "0:1"),
+            *(
+                "--virtual-local-rank",
+                "--event-log-handler",
+                "console",
+                "--log-dir",
+                "logs",
+                "-r3",
+                "-t",
+                "0:1",
+            ),
             *("--local-ranks-filter", "0,1", "--duplicate-stdout-filters", "loss,acc"),
             *("train.py", "--lr", "0.1"),
         )
@@ -383,7 +411,10 @@ class TestAWrongFile:
         ("text", "says"),
         [
             ("rolls: {a: 1}\nscript: train.py", r"rolls: unknown key; did you mean 'roles'\?"),
-            ("roles: {a: {counts: 1}}\nscript: train.py", r"roles.a.counts: unknown key; did you mean 'count'\?"),
+            (
+                "roles: {a: {counts: 1}}\nscript: train.py",
+                r"roles.a.counts: unknown key; did you mean 'count'\?",
+            ),
             ("log: {tea: 1}\nscript: train.py", r"log.tea: unknown key; did you mean 'tee'\?"),
             ("roles: {a: {1: 2}}\nscript: train.py", "roles.a: expected a mapping with names as keys"),
             ("roles: [a, b]\nscript: train.py", "roles: expected a mapping with names"),
@@ -391,7 +422,7 @@ class TestAWrongFile:
             ("virtual_local_rank: yess\nscript: train.py", "expected true or false, found 'yess'"),
             ("config: {clip: .inf}\nscript: train.py", "config: cannot be sent to workers as JSON"),
             ("config: {raw: !!binary aGk=}\nscript: train.py", "config: cannot be sent to workers as JSON"),
-            ("args: [\"a\\0b\"]\nscript: train.py", "args: expected a text"),
+            ('args: ["a\\0b"]\nscript: train.py', "args: expected a text"),
             ("shutdown_timeout: 1" + "0" * 400 + "\nscript: train.py", "shutdown_timeout: expected a number"),
             ("env: {A: [1]}\nscript: train.py", "env.A: expected a text or a number"),
             ("env: {A: yes}\nscript: train.py", "quote it"),

@@ -121,7 +121,9 @@ class TestAbbreviations:
 
 class TestAnUnknownOption:
     def test_gets_the_nearest_one(self) -> None:
-        with pytest.raises(UsageError, match=r"unknown option --max-restart5; did you mean '--max-restarts'\?"):
+        with pytest.raises(
+            UsageError, match=r"unknown option --max-restart5; did you mean '--max-restarts'\?"
+        ):
             parse(["--max-restart5", "3", "train.py"])
 
     def test_with_one_dash_too(self) -> None:

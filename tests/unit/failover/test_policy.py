@@ -25,7 +25,10 @@ def test_a_budget_is_spent_one_by_one() -> None:
 def test_without_a_budget_nothing_was_spent() -> None:
     decision = decide(failure(Exit(signal=9)), restarts=0, max_restarts=0)
     assert (decision.action, decision.budget_spent) == ("end_job", False)
-    assert decision.reason == "actor:2 ended with killed by SIGKILL; role actor has no restarts (--max-restarts 0)"
+    assert (
+        decision.reason
+        == "actor:2 ended with killed by SIGKILL; role actor has no restarts (--max-restarts 0)"
+    )
 
 
 @given(st.integers(0, 10), st.integers(0, 10))

@@ -12,7 +12,9 @@ def fail(rank: int, time: float, **more: object) -> Failure:
 
 
 def test_a_single_failure_needs_no_list() -> None:
-    report = failure_report("why", diagnose([fail(0, 1.0, message="ValueError: x", traceback="Trace\nValueError: x\n")]))
+    report = failure_report(
+        "why", diagnose([fail(0, 1.0, message="ValueError: x", traceback="Trace\nValueError: x\n")])
+    )
     assert report.splitlines() == [
         "job failed: why",
         "root cause: actor:0 on n0: exit code 1 (the only failure)",
@@ -23,7 +25,9 @@ def test_a_single_failure_needs_no_list() -> None:
 
 
 def test_a_silent_death_shows_its_note_and_the_end_of_its_stderr() -> None:
-    killed = fail(0, 1.0, exit=Exit(signal=9), note="the kernel killed it: out of memory", tail="step 1\nstep 2")
+    killed = fail(
+        0, 1.0, exit=Exit(signal=9), note="the kernel killed it: out of memory", tail="step 1\nstep 2"
+    )
     assert failure_report("why", diagnose([killed])).splitlines()[1:] == [
         "root cause: actor:0 on n0: killed by SIGKILL (the only failure)",
         "  the kernel killed it: out of memory",

@@ -112,9 +112,7 @@ class Job:
         if incarnation is None:
             incarnation = self.state.roles[name].workers[rank].incarnation
         code = None if by else code
-        return self.on(
-            WorkerExited(name, rank, incarnation, self.now, code, by, asked, error, note)
-        )
+        return self.on(WorkerExited(name, rank, incarnation, self.now, code, by, asked, error, note))
 
     def obey(self) -> Job:
         """Every worker that was told to end does."""
@@ -160,7 +158,9 @@ class TestLaunching:
     def test_splits_a_role_over_its_nodes(self) -> None:
         job = Job({"actor": 3}, nodes=("n0", "n1")).launched()
         one, two = job.orders(StartRole)
-        assert [c.node for c in job.commands if isinstance(c, ToAgent) and isinstance(c.message, StartRole)] == [
+        assert [
+            c.node for c in job.commands if isinstance(c, ToAgent) and isinstance(c.message, StartRole)
+        ] == [
             "n0",
             "n1",
         ]
@@ -281,7 +281,10 @@ class TestAFailure:
         assert (order.role, order.generation, order.restarts) == ("actor", 1, 1)
         assert [m.incarnation for m in order.members] == [1, 1]
         assert job.state.roles["rollout"] == rollout
-        assert {role.name: role.generation for role in job.orders(View)[0].roles} == {"actor": 1, "rollout": 0}
+        assert {role.name: role.generation for role in job.orders(View)[0].roles} == {
+            "actor": 1,
+            "rollout": 0,
+        }
         assert job.all_run("actor").phases() == {"actor": "running", "rollout": "running"}
 
     def test_starts_the_next_generation_only_when_the_last_worker_is_gone(self) -> None:
@@ -485,7 +488,10 @@ def test_the_status_tells_what_the_state_holds() -> None:
 
 def test_who_attaches_late_is_told_what_is_there() -> None:
     job = Job({"actor": 2}).launched().on(WorkerStarted("n0", "actor", 1, 0, 8))
-    assert present(job.state) == [RoleChanged("actor", "starting", 0, 0, 2), WorkerStarted("n0", "actor", 1, 0, 8)]
+    assert present(job.state) == [
+        RoleChanged("actor", "starting", 0, 0, 2),
+        WorkerStarted("n0", "actor", 1, 0, 8),
+    ]
 
 
 def test_old_failures_are_forgotten_one_by_one() -> None:

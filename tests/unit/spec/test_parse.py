@@ -25,7 +25,9 @@ scalars = (
     | st.integers()
     | st.floats()
     | st.text(max_size=12)
-    | st.sampled_from(["auto", "gpu", "train.py", "0:1", "1,2", "SIGTERM", "a:b", "x" * 400, "\ud800", "\0", "/"])
+    | st.sampled_from(
+        ["auto", "gpu", "train.py", "0:1", "1,2", "SIGTERM", "a:b", "x" * 400, "\ud800", "\0", "/"]
+    )
 )
 json_values = st.recursive(
     scalars,
@@ -37,8 +39,11 @@ json_values = st.recursive(
 def mapping_of(keys: tuple[str, ...], special: dict[str, Any]) -> Any:
     known = {key: special.get(key, json_values) | scalars for key in keys}
     return st.fixed_dictionaries({}, optional=known).flatmap(
-        lambda found: st.just(found) | st.dictionaries(st.text(max_size=5), json_values, max_size=1).map(
-            lambda more: {**more, **found}
+        lambda found: (
+            st.just(found)
+            | st.dictionaries(st.text(max_size=5), json_values, max_size=1).map(
+                lambda more: {**more, **found}
+            )
         )
     )
 
@@ -47,7 +52,9 @@ roles_like = mapping_of(ROLE_KEYS, {})
 jobs_like = mapping_of(
     JOB_KEYS,
     {
-        "roles": st.dictionaries(st.sampled_from(["actor", "rollout", "9", ""]), roles_like | scalars, max_size=2),
+        "roles": st.dictionaries(
+            st.sampled_from(["actor", "rollout", "9", ""]), roles_like | scalars, max_size=2
+        ),
         "log": mapping_of(LOG_KEYS, {}),
     },
 )
@@ -77,9 +84,11 @@ def test_any_mapping_gives_a_spec_or_faults_and_nothing_else(data: dict[str, Any
 
 names = st.from_regex(r"[A-Za-z][A-Za-z0-9_-]{0,8}", fullmatch=True)
 texts = st.text("abXY09 ._-/=:,#'\"{}[]&*!|>%@äß中\t\n", max_size=8)
-env_names = st.from_regex(r"[A-Z_][A-Z0-9_]{0,6}", fullmatch=True).map(
-    lambda name: f"{name}_" if name in RESERVED_ENV or name.startswith("UNIRUN_") else name
-).filter(lambda name: not name.startswith("UNIRUN_"))
+env_names = (
+    st.from_regex(r"[A-Z_][A-Z0-9_]{0,6}", fullmatch=True)
+    .map(lambda name: f"{name}_" if name in RESERVED_ENV or name.startswith("UNIRUN_") else name)
+    .filter(lambda name: not name.startswith("UNIRUN_"))
+)
 envs = st.dictionaries(env_names, texts, max_size=3)
 configs = st.dictionaries(
     names,
@@ -208,7 +217,13 @@ def test_the_defaults_are_those_of_the_spec() -> None:
 
 
 def test_a_role_takes_from_the_job_what_it_does_not_say() -> None:
-    data = {"module": "m", "args": ["1"], "max_restarts": 2, "start_method": "spawn", "roles": {"a": {}, "b": 3}}
+    data = {
+        "module": "m",
+        "args": ["1"],
+        "max_restarts": 2,
+        "start_method": "spawn",
+        "roles": {"a": {}, "b": 3},
+    }
     spec = parse_job(data, count_slots=count, run_id="x")
     assert [(r.name, r.count, r.entry.args, r.max_restarts, r.start_method) for r in spec.roles] == [
         ("a", 1, ("1",), 2, "exec"),
@@ -220,7 +235,9 @@ def test_a_role_may_say_all_of_it() -> None:
     data = {
         "module": "m",
         "max_restarts": 2,
-        "roles": {"a": {"module": "n", "args": [], "max_restarts": 0, "start_method": "fork", "count": "auto"}},
+        "roles": {
+            "a": {"module": "n", "args": [], "max_restarts": 0, "start_method": "fork", "count": "auto"}
+        },
     }
     (role,) = parse_job(data, count_slots=count, run_id="x").roles
     assert role == RoleSpec("a", 2, Entry("module", "n"))

@@ -1,0 +1,238 @@
+"""``ctx.group``: a process group of several roles, beside the default group of each."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .harness import START, TORCHRUN, Unirun, alive
+
+Script = Callable[..., Path]
+
+COLLECTIVES = """
+    import torch, torch.distributed as dist, unirun
+    ctx = unirun.init()
+    dist.init_process_group("gloo")
+    group = ctx.group("actor", "rollout")
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    assert me == ctx.group_rank("actor", "rollout")
+    words = [ctx.role, ctx.rank, f"{me}/{size}"]
+
+    total = torch.tensor([10.0 ** me])
+    dist.all_reduce(total, group=group)
+    words.append(int(total))
+
+    told = torch.tensor([me])
+    dist.broadcast(told, src=3, group=group)
+    words.append(int(told))
+
+    passed = torch.tensor([-1])
+    if me == 4:
+        dist.send(torch.tensor([44]), dst=1, group=group)
+    if me == 1:
+        dist.recv(passed, src=4, group=group)
+    words.append(int(passed))
+
+    parts = [torch.zeros(1, dtype=torch.long) for _ in range(size)] if me == 2 else None
+    dist.gather(torch.tensor([me]), parts, dst=2, group=group)
+    words.append("".join(str(int(part)) for part in parts or ()))
+
+    own = torch.ones(1)
+    dist.all_reduce(own)
+    words.append(int(own))
+    dist.barrier(group=group)
+    assert ctx.group("actor", "rollout") is group
+    members = ctx.members("rollout")
+    words.append(",".join(map(str, members)))
+    print(*words, flush=True)
+"""
+
+SURVIVING = """
+    import os, signal, sys, time, torch, torch.distributed as dist, unirun
+    ctx = unirun.init()
+    if "default" in sys.argv:
+        dist.init_process_group("gloo")
+    for turn in range(3):
+        group = ctx.group("actor", "rollout")
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        generations = [ctx.roles[name].generation for name in ("actor", "rollout")]
+        print("formed", ctx.role, ctx.rank, os.getpid(), "sum", int(total), "generations", *generations, flush=True)
+        if generations[1] == 2:
+            break
+        try:
+            # Nobody sends: only the end of the group can end this.
+            if ctx.role == "rollout":
+                signal.pause()
+            dist.recv(torch.zeros(1), src=2, group=group)
+        except RuntimeError:
+            print("broken", ctx.role, ctx.rank, time.time(), flush=True)
+"""
+
+
+class TestAGroup:
+    def test_has_the_ranks_of_its_roles_in_order(self, unirun: Unirun, script: Script) -> None:
+        result = unirun("--roles", "actor=2,rollout=3", script(COLLECTIVES))
+        assert result.code == 0, result.err
+        rollouts = "rollout:0,rollout:1,rollout:2"
+        assert result.lines == [
+            f"actor 0 0/5 11111 3 -1  2 {rollouts}",
+            f"actor 1 1/5 11111 3 44  2 {rollouts}",
+            f"rollout 0 2/5 11111 3 -1 01234 3 {rollouts}",
+            f"rollout 1 3/5 11111 3 -1  3 {rollouts}",
+            f"rollout 2 4/5 11111 3 -1  3 {rollouts}",
+        ]
+
+    def test_works_with_new_interpreters_too_and_without_a_default_group(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            """
+            import torch, torch.distributed as dist, unirun
+            ctx = unirun.init()
+            group = ctx.group("b", "a")
+            total = torch.tensor([10.0 ** dist.get_rank(group)])
+            dist.all_reduce(total, group=group)
+            print(ctx.role, ctx.rank, dist.get_rank(group), int(total), dist.is_initialized())
+            """
+        )
+        result = unirun("--roles", "a=1,b=2", "--start-method", "exec", train)
+        assert (result.code, result.lines) == (
+            0,
+            ["a 0 2 111 False", "b 0 0 111 False", "b 1 1 111 False"],
+        ), result.err
+
+    def test_may_overlap_with_others(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import torch, torch.distributed as dist, unirun
+            ctx = unirun.init()
+            sums = []
+            for names in (("a", "b"), ("b", "c"), ("a", "b", "c"), ("a", "c")):
+                if ctx.role in names:
+                    total = torch.ones(1)
+                    dist.all_reduce(total, group=ctx.group(*names))
+                    sums.append(int(total))
+            print(ctx.role, *sums)
+            """
+        )
+        result = unirun("--roles", "a=1,b=2,c=1", train)
+        assert (result.code, result.lines) == (0, ["a 3 4 2", "b 3 3 4", "b 3 3 4", "c 3 4 2"]), result.err
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            ("ctx.group('actor', 'rolout')", "this job has no role 'rolout'; it has actor, rollout"),
+            ("ctx.group('rollout')", "group('rollout') is called by actor:0; name each role once"),
+            ("ctx.group('actor', 'actor')", "name each role once"),
+            ("ctx.members('critic')", "this job has no role 'critic'"),
+            (
+                "ctx.group('actor', 'rollout', timeout=datetime.timedelta(seconds=0.5))",
+                "group rank 1 did not come in time; every member must call ctx.group",
+            ),
+        ],
+    )
+    def test_that_cannot_be_formed_says_why(self, unirun: Unirun, script: Script, call: str, message: str) -> None:
+        train = script(
+            f"""
+            import datetime, signal, unirun
+            ctx = unirun.init()
+            if ctx.role == "rollout":
+                signal.pause()
+            {call}
+            """
+        )
+        result = unirun("--roles", "actor=1,rollout=1", train)
+        assert result.code == 1
+        assert message in result.err, result.err
+
+    @pytest.mark.parametrize("default", ["default", "none"])
+    def test_fails_in_the_survivors_when_a_role_restarts_and_forms_again(
+        self, unirun: Unirun, script: Script, default: str
+    ) -> None:
+        job = unirun.start("--roles", "actor=2,rollout=2", "--max-restarts", "rollout=2", script(SURVIVING), default)
+        survivors = set(job.lines(r"formed (actor \d \d+) sum 4 generations 0 0", 2))
+        for turn in (1, 2):
+            victims = job.lines(rf"formed rollout 1 (\d+) sum 4 generations 0 {turn - 1}")
+            job.lines(rf"formed rollout 0 \d+ sum 4 generations 0 {turn - 1}")
+            os.kill(int(victims[-1]), signal.SIGKILL)
+            again = job.lines(rf"formed (actor \d \d+) sum 4 generations 0 {turn}", 2)
+            assert set(again) == survivors, "the survivors are the same processes"
+        result = job.end()
+        assert result.code == 0, result.err
+        assert len(re.findall(r"broken actor", result.out)) == 4
+        assert len(re.findall(r"formed \w+ \d \d+ sum 4 generations 0 2", result.out)) == 4
+
+    def test_breaks_at_once(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start("--roles", "actor=3,rollout=1", "--max-restarts", "rollout=1", script(
+            """
+            import os, signal, time, torch, torch.distributed as dist, unirun
+            ctx = unirun.init()
+            group = ctx.group("actor", "rollout")
+            if ctx.incarnation:
+                raise SystemExit
+            print("formed", ctx.role, os.getpid(), flush=True)
+            if ctx.role == "rollout":
+                signal.pause()
+            try:
+                # Not one of these waits for the member that dies: they wait for each other.
+                dist.recv(torch.zeros(1), src=(ctx.rank + 1) % 3, group=group)
+            except RuntimeError:
+                print("broken", time.time(), flush=True)
+            ctx.group("actor", "rollout")
+            """
+        ))
+        (victim,) = job.lines(r"formed rollout (\d+)")
+        job.lines("formed actor", 3)
+        os.kill(int(victim), signal.SIGKILL)
+        job.lines(r"broken ([\d.]+)", 3)
+        assert not alive(int(victim))
+        assert job.end().code == 0
+        times = [float(moment) for moment in job.lines(r"broken ([\d.]+)", 3)]
+        assert max(times) - min(times) < 2.0
+
+
+class TestWithoutUnirun:
+    ALONE = """
+        import torch, torch.distributed as dist, unirun
+        ctx = unirun.init()
+        if ctx.world_size > 1:
+            dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total, group=ctx.group(ctx.role))
+        print("result", ctx.role, ctx.rank, ctx.world_size, int(total), flush=True)
+    """
+
+    @pytest.mark.parametrize(
+        ("launcher", "expected"),
+        [
+            ([sys.executable], ["result default 0 1 1"]),
+            ([TORCHRUN, "--standalone", "--nproc-per-node", "2"], ["result default 0 2 2", "result default 1 2 2"]),
+        ],
+        ids=["python", "torchrun"],
+    )
+    def test_the_same_script_runs(
+        self, unirun: Unirun, script: Script, launcher: list[str], expected: list[str]
+    ) -> None:
+        train = script(self.ALONE)
+        done = subprocess.run(
+            [*launcher, str(train)], env=unirun.environment(), capture_output=True, text=True, timeout=START
+        )
+        assert done.returncode == 0, done.stderr
+        assert sorted(line for line in done.stdout.splitlines() if line.startswith("result")) == expected
+        ours = unirun("--nproc-per-node", len(expected), train)
+        assert (ours.code, ours.lines) == (0, expected), ours.err
+
+    def test_a_group_with_a_role_that_is_not_there_is_refused(self, unirun: Unirun, script: Script) -> None:
+        train = script("import unirun; unirun.init().group('default', 'rollout')")
+        done = subprocess.run(
+            [sys.executable, str(train)], env=unirun.environment(), capture_output=True, text=True, timeout=START
+        )
+        assert (done.returncode, "this job has no role 'rollout'; it has default" in done.stderr) == (1, True)

@@ -1,0 +1,182 @@
+"""What a worker finds in its environment, and what keys its spawner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.launcher.environment import base_env, is_loopback, spawn_request, spawner_key, worker_env
+from unirun.rendezvous import JobDir
+from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.wire.messages import Member, StartRole
+
+JOB = JobDir(Path("/jobs/run-1"))
+
+
+def spec(**more: object) -> JobSpec:
+    roles = more.pop(
+        "roles", (RoleSpec("actor", 4, Entry("script", "a.py", ("--rank", "${local_rank}")), max_restarts=3),)
+    )
+    return JobSpec("job", "run-1", roles, ("actor",), **more)  # type: ignore[arg-type]
+
+
+ORDER = StartRole(
+    role="actor",
+    generation=2,
+    restarts=2,
+    world_size=4,
+    local_world_size=2,
+    group_rank=1,
+    group_world_size=2,
+    endpoint="10.0.0.1:29500",
+    members=(),
+)
+MEMBER = Member(rank=3, local_rank=1, incarnation=2)
+
+
+def env_of(job: JobSpec, member: Member = MEMBER, **inherited: str) -> dict[str, str]:
+    return worker_env(job, ORDER, member, JOB, "n1", inherited)
+
+
+def test_torchruns_contract_and_our_own() -> None:
+    env = env_of(spec())
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_NAME": "actor",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "run-1",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_ERROR_FILE": "/jobs/run-1/logs/actor/3/2/error.json",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "UNIRUN_JOB": "run-1",
+        "UNIRUN_NODE": "n1",
+        "UNIRUN_GENERATION": "2",
+        "UNIRUN_INCARNATION": "2",
+        "UNIRUN_SOCKET": "/jobs/run-1/agent.sock",
+    }.items():
+        assert env[name] == value, name
+
+
+def test_built_in_gives_way_to_the_job_and_the_job_to_the_role() -> None:
+    role = RoleSpec("actor", 2, Entry("script", "a.py"), env={"B": "role", "C": "role"})
+    job = spec(roles=(role,), env={"A": "job", "B": "job", "OMP_NUM_THREADS": "6"})
+    env = env_of(job, A="shell", B="shell", C="shell", D="shell")
+    assert [env[name] for name in "ABCD"] == ["job", "role", "role", "shell"]
+    assert env["OMP_NUM_THREADS"] == "6"
+
+
+def test_nobody_can_change_who_a_worker_is() -> None:
+    env = env_of(spec(env={"RANK": "9"}), RANK="7", UNIRUN_SOCKET="/other")
+    assert (env["RANK"], env["UNIRUN_SOCKET"]) == ("3", "/jobs/run-1/agent.sock")
+
+
+def test_threads_are_limited_when_there_are_several_workers() -> None:
+    alone = spec(roles=(RoleSpec("actor", 1, Entry("script", "a.py")),))
+    assert "OMP_NUM_THREADS" not in base_env(alone, "actor", {})
+    assert base_env(spec(), "actor", {})["OMP_NUM_THREADS"] == "1"
+    assert base_env(spec(), "actor", {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+def test_libraries_listen_on_loopback_when_the_job_does() -> None:
+    assert base_env(spec(), "actor", {})["GLOO_SOCKET_IFNAME"] == "lo"
+    assert base_env(spec(), "actor", {"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "GLOO_SOCKET_IFNAME" not in base_env(spec(master_addr="10.0.0.1"), "actor", {})
+
+
+@pytest.mark.parametrize(
+    ("addr", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_loopback_is_recognised(addr: str, local: bool) -> None:
+    assert is_loopback(addr) is local
+
+
+class TestTheDeviceMask:
+    MASKED = Member(3, 1, 2, devices=("4", "5"))
+
+    def test_is_set_when_devices_are_handed_out(self) -> None:
+        assert env_of(spec(), self.MASKED)["CUDA_VISIBLE_DEVICES"] == "4,5"
+        assert env_of(spec(), self.MASKED, CUDA_VISIBLE_DEVICES="0")["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+    def test_is_left_alone_when_none_are(self) -> None:
+        assert "CUDA_VISIBLE_DEVICES" not in env_of(spec())
+        assert env_of(spec(), CUDA_VISIBLE_DEVICES="6")["CUDA_VISIBLE_DEVICES"] == "6"
+
+    def test_is_the_users_when_the_user_says_so(self) -> None:
+        job = spec(env={"CUDA_VISIBLE_DEVICES": "7"})
+        assert env_of(job, self.MASKED)["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+class TestTheKeyOfASpawner:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "KMP_AFFINITY",
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "LD_PRELOAD",
+            "PYTHONPATH",
+            "MALLOC_ARENA_MAX",
+            "TORCH_CPP_LOG_LEVEL",
+        ],
+    )
+    def test_holds_what_is_read_once(self, name: str) -> None:
+        assert spawner_key({name: "1", "HOME": "/"}) == ((name, "1"),)
+
+    @pytest.mark.parametrize(
+        "name", ["RANK", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES", "PATH"]
+    )
+    def test_holds_nothing_else(self, name: str) -> None:
+        assert spawner_key({name: "1"}) == ()
+
+    @given(st.dictionaries(st.sampled_from(["OMP_A", "LD_B", "PATH", "X"]), st.text(max_size=3)))
+    def test_does_not_depend_on_order_and_is_its_own_key(self, env: dict[str, str]) -> None:
+        turned = dict(reversed(env.items()))
+        assert spawner_key(env) == spawner_key(turned)
+        assert spawner_key(dict(spawner_key(env))) == spawner_key(env)
+
+    def test_tells_roles_apart_that_differ_in_such_a_variable_only(self) -> None:
+        roles = tuple(
+            RoleSpec(name, 1, Entry("script", "a.py"), env=env)
+            for name, env in (("actor", {}), ("rollout", {"X": "1"}), ("critic", {"OMP_NUM_THREADS": "2"}))
+        )
+        actor, rollout, critic = (spawner_key(base_env(spec(roles=roles), r.name, {})) for r in roles)
+        assert actor == rollout != critic
+
+
+class TestARequest:
+    def test_says_all_that_a_process_needs(self) -> None:
+        request = spawn_request(7, spec(), ORDER, MEMBER, JOB, "n1", "/where", {"PATH": "/bin"})
+        assert (request.id, request.title, request.kind, request.target) == (7, "actor:3", "script", "a.py")
+        assert (request.cwd, request.fresh, request.cpus) == ("/where", False, None)
+        assert request.stdout == "/jobs/run-1/logs/actor/3/2/stdout.log"
+        assert request.env["PATH"] == "/bin"
+
+    def test_fills_in_the_local_rank(self) -> None:
+        assert spawn_request(7, spec(), ORDER, MEMBER, JOB, "n1", "/", {}).args == ("--rank", "1")
+
+    def test_takes_the_roles_own_directory_and_processors(self) -> None:
+        role = RoleSpec("actor", 1, Entry("program", "ls"), cwd="/own", start_method="exec")
+        member = Member(0, 0, 0, cpus=(1, 2))
+        request = spawn_request(7, spec(roles=(role,)), ORDER, member, JOB, "n1", "/", {})
+        assert (request.cwd, request.fresh, request.cpus) == ("/own", True, (1, 2))

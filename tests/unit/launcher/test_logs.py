@@ -1,0 +1,192 @@
+"""Whatever is in the files reaches the sinks, in order, once."""
+
+from __future__ import annotations
+
+import queue
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.launcher import logs
+from unirun.launcher.logs import MAX_LINE, LogFollower
+
+SOON = 20.0
+
+
+@pytest.fixture
+def follower() -> Iterator[LogFollower]:
+    made = LogFollower()
+    yield made
+    if made._thread.is_alive():
+        made.finish(SOON)
+
+
+class Seen:
+    """A sink that can be waited for."""
+
+    def __init__(self) -> None:
+        self.parts: queue.Queue[bytes] = queue.Queue()
+        self.data = b""
+
+    def __call__(self, data: bytes) -> None:
+        self.parts.put(data)
+
+    def until(self, enough: Callable[[bytes], bool]) -> bytes:
+        while not enough(self.data):
+            self.data += self.parts.get(timeout=SOON)
+        return self.data
+
+    def all(self) -> bytes:
+        while not self.parts.empty():
+            self.data += self.parts.get()
+        return self.data
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "stdout.log"
+    path.touch()
+    return path
+
+
+def test_what_was_there_and_what_comes_is_passed_on(follower: LogFollower, log: Path) -> None:
+    log.write_bytes(b"one\n")
+    seen = Seen()
+    follower.follow(log, seen)
+    assert seen.until(lambda data: data == b"one\n")
+    with log.open("ab", buffering=0) as file:
+        file.write(b"two\nthree\n")
+        assert seen.until(lambda data: data == b"one\ntwo\nthree\n")
+
+
+def test_a_line_waits_for_its_end(follower: LogFollower, log: Path) -> None:
+    seen, marker = Seen(), Seen()
+    other = log.with_name("other.log")
+    other.touch()
+    follower.follow(log, seen)
+    follower.follow(other, marker)
+    with log.open("ab", buffering=0) as file:
+        file.write(b"whole\nhal")
+        assert seen.until(lambda data: data == b"whole\n")
+        other.write_bytes(b"now\n")
+        marker.until(bool)
+        assert seen.all() == b"whole\n"
+        file.write(b"f\n")
+        assert seen.until(lambda data: data == b"whole\nhalf\n")
+
+
+def test_a_last_line_that_was_cut_off_is_ended(follower: LogFollower, log: Path) -> None:
+    log.write_bytes(b"whole\ncut o")
+    seen = Seen()
+    follower.follow(log, seen)
+    assert follower.finish(SOON)
+    assert seen.all() == b"whole\ncut o\n"
+
+
+def test_a_very_long_line_comes_in_parts(follower: LogFollower, log: Path) -> None:
+    line = b"x" * (10 << 20) + b"\n"
+    log.write_bytes(b"before\n" + line + b"after\n")
+    seen = Seen()
+    follower.follow(log, seen)
+    data = seen.until(lambda data: data.endswith(b"after\n"))
+    assert data == b"before\n" + line + b"after\n"
+
+
+def test_a_long_line_without_an_end_is_not_kept_back(follower: LogFollower, log: Path) -> None:
+    log.write_bytes(b"x" * (MAX_LINE + 1))
+    seen = Seen()
+    follower.follow(log, seen)
+    assert seen.until(lambda data: len(data) == MAX_LINE + 1)
+    assert follower.finish(SOON)
+    assert len(seen.all()) == MAX_LINE + 1
+
+
+def test_bytes_that_are_no_text_pass_as_they_are(follower: LogFollower, log: Path) -> None:
+    raw = bytes(b for b in range(256) if b != 10) + b"\n"
+    log.write_bytes(raw)
+    seen = Seen()
+    follower.follow(log, seen)
+    assert seen.until(lambda data: data.endswith(b"\n")) == raw
+
+
+def test_many_files_with_many_writers_lose_nothing(follower: LogFollower, tmp_path: Path) -> None:
+    count, lines = 12, 3000
+    sinks = []
+    for number in range(count):
+        path = tmp_path / f"{number}.log"
+        path.touch()
+        sinks.append(Seen())
+        follower.follow(path, sinks[-1])
+
+    def write(number: int) -> None:
+        with (tmp_path / f"{number}.log").open("ab", buffering=0) as file:
+            for line in range(lines):
+                file.write(f"{number} {line}\n".encode())
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(count)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert follower.finish(SOON)
+    for number, seen in enumerate(sinks):
+        assert seen.all() == b"".join(f"{number} {line}\n".encode() for line in range(lines))
+
+
+def test_a_queue_that_overflowed_costs_no_line(
+    follower: LogFollower, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel says it: one event for no file, and that of the file itself was dropped."""
+    read = LogFollower._changed
+    monkeypatch.setattr(LogFollower, "_changed", lambda self: {logs._OVERFLOW} if read(self) else set())
+    seen = Seen()
+    follower.follow(log, seen)
+    with log.open("ab", buffering=0) as file:
+        file.write(b"one\n")
+        assert seen.until(lambda data: data == b"one\n")
+
+
+def test_a_file_that_cannot_be_watched_is_read_at_the_end(
+    follower: LogFollower, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoWatches:
+        @staticmethod
+        def inotify_add_watch(*_: object) -> int:
+            return -1
+
+    monkeypatch.setattr(logs, "_libc", NoWatches)
+    log.write_bytes(b"one\n")
+    seen = Seen()
+    follower.follow(log, seen)
+    assert seen.until(lambda data: data == b"one\n")
+    with log.open("ab") as file:
+        file.write(b"two\n")
+    assert follower.finish(SOON)
+    assert seen.all() == b"one\ntwo\n"
+
+
+def test_a_sink_that_blocks_is_not_waited_for_longer_than_said(log: Path) -> None:
+    follower = LogFollower()
+    release = threading.Event()
+    log.write_bytes(b"one\n")
+    follower.follow(log, lambda _: release.wait(SOON) and None)
+    assert follower.finish(0.05) is False
+    release.set()
+    follower._thread.join(SOON)
+    assert not follower._thread.is_alive()
+
+
+def test_no_descriptor_is_left_behind(log: Path) -> None:
+    def open_ones() -> int:
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    before = open_ones()
+    for _ in range(5):
+        follower = LogFollower()
+        follower.follow(log, lambda _: None)
+        assert follower.finish(SOON)
+    assert open_ones() == before
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0

@@ -1,0 +1,106 @@
+"""What Linux offers to keep processes together, tried on real ones."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from unirun.launcher import process
+
+SOON = 20.0
+
+
+def run(code: str, *args: str) -> str:
+    """The output of a Python of its own: what it does to itself must not happen to the tests."""
+    command = [
+        sys.executable,
+        "-c",
+        f"from unirun.launcher.process import *\nimport os, sys, time\n{code}",
+        *args,
+    ]
+    return subprocess.run(command, stdout=subprocess.PIPE, timeout=SOON, check=True, text=True).stdout
+
+
+def ends(handle: int) -> bool:
+    return bool(select.select([handle], [], [], SOON)[0])
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    """The child is watched by its handle, which outlives the parent."""
+    code = """
+parent = os.getpid()
+child = os.fork()
+if child == 0:
+    die_with_parent(parent)
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+sys.stdin.readline()
+os.kill(os.getpid(), 9)
+"""
+    command = [sys.executable, "-c", f"from unirun.launcher.process import *\nimport os, sys, time\n{code}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        handle = os.pidfd_open(int(parent.stdout.readline()))
+        parent.stdin.write(b"go\n")
+        parent.stdin.close()
+        assert ends(handle)
+        os.close(handle)
+        assert parent.wait(SOON) == -signal.SIGKILL
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    output = run("""
+child = os.fork()
+if child == 0:
+    die_with_parent(1 << 22)
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""")
+    assert output == "137\n"
+
+
+def test_orphans_are_adopted_and_killed_with_everything_below() -> None:
+    output = run("""
+import subprocess
+adopt_orphans()
+inner = "import subprocess as s; p = s.Popen(['sleep', '100'], start_new_session=True, stdout=-3); print(p.pid)"
+orphan = int(subprocess.run([sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True).stdout)
+keep = subprocess.Popen(["sleep", "100"])
+assert set(children()) == {orphan, keep.pid}, children()
+kill_children(keep={keep.pid})
+assert children() == [keep.pid]
+kill_children()
+print(children())
+""")
+    assert output == "[]\n"
+
+
+def test_a_group_that_is_gone_is_no_error() -> None:
+    process.kill_group(1 << 22, signal.SIGTERM)
+
+
+def test_a_title_is_cut_to_what_the_kernel_keeps() -> None:
+    assert run("set_title('rollout-workers:123456'); print(open('/proc/self/comm').read())").strip() == (
+        "rollout-workers"
+    )
+
+
+def test_the_environment_of_a_process_is_that_of_its_start() -> None:
+    with subprocess.Popen(["sleep", "100"], env={"RANK": "3", "X": "a=b"}) as child:
+        # A fork has its parent's environment until it has become the new program.
+        while process.environment_of(child.pid).get("RANK") != "3":
+            assert child.poll() is None
+        assert process.environment_of(child.pid) == {"RANK": "3", "X": "a=b"}
+        child.kill()
+    assert process.environment_of(1 << 22) == {}
+
+
+def test_kills_for_want_of_memory_are_counted_where_the_kernel_tells() -> None:
+    told = "oom_kill " in Path("/proc/vmstat").read_text()
+    assert process.out_of_memory_kills() >= 0
+    assert told or process.out_of_memory_kills() == 0

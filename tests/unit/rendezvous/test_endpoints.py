@@ -1,0 +1,67 @@
+"""A port is bound once and held; what cannot be had is told with what to do."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from unirun.errors import RendezvousError
+from unirun.rendezvous import hold_endpoint
+from unirun.rendezvous.endpoints import split_endpoint
+
+
+def test_a_free_port_is_found_and_listened_on() -> None:
+    endpoint = hold_endpoint("127.0.0.1")
+    with socket.create_connection((endpoint.addr, endpoint.port), timeout=5):
+        assert str(endpoint) == f"127.0.0.1:{endpoint.port}"
+        assert not endpoint.socket.get_inheritable()
+    endpoint.close()
+
+
+def test_a_port_can_be_chosen_and_is_given_back() -> None:
+    first = hold_endpoint("127.0.0.1")
+    port = first.port
+    first.close()
+    again = hold_endpoint("127.0.0.1", port)
+    assert again.port == port
+    again.close()
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    first = hold_endpoint("127.0.0.1")
+    with pytest.raises(RendezvousError, match="address already in use; leave out --master-port") as caught:
+        hold_endpoint("127.0.0.1", first.port)
+    assert caught.value.exit_code == 4
+    first.close()
+
+
+def test_every_endpoint_has_a_port_of_its_own() -> None:
+    held = [hold_endpoint("127.0.0.1") for _ in range(20)]
+    assert len({endpoint.port for endpoint in held}) == 20
+    for endpoint in held:
+        endpoint.close()
+
+
+@pytest.mark.parametrize("addr", ["no.such.host.invalid", "192.0.2.1"])
+def test_an_address_that_is_not_ours_is_told(addr: str) -> None:
+    with pytest.raises(RendezvousError, match="see --master-addr"):
+        hold_endpoint(addr)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("127.0.0.1:5", ("127.0.0.1", 5)),
+        ("[::1]:5", ("::1", 5)),
+        ("::1:5", ("::1", 5)),
+        ("host:0", ("host", 0)),
+    ],
+)
+def test_an_endpoint_is_taken_apart(text: str, parts: tuple[str, int]) -> None:
+    assert split_endpoint(text) == parts
+
+
+def test_half_an_endpoint_is_none() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        split_endpoint("host:")

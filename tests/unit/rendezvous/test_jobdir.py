@@ -1,0 +1,229 @@
+"""The directory of a job: private, held as long as the job lives, found by a part of its name."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import JobError
+from unirun.rendezvous import JobDir, all_jobs, create_job, find_job, jobs_root
+from unirun.wire import load_token, new_token
+
+Create = Callable[..., JobDir]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def locks() -> Iterator[list[int]]:
+    held: list[int] = []
+    yield held
+    for handle in held:
+        os.close(handle)
+
+
+@pytest.fixture
+def create(locks: list[int]) -> Create:
+    """Makes a job; it runs until its lock is let go."""
+
+    def make(run_id: str = "run-1", *, running: bool = True, log_dir: str | None = None) -> JobDir:
+        job, lock = create_job(run_id, new_token(), log_dir)
+        if running:
+            locks.append(lock)
+        else:
+            os.close(lock)
+        return job
+
+    return make
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+class TestANewJob:
+    def test_is_nobody_elses_business(self, create: Create) -> None:
+        previous = os.umask(0)
+        try:
+            job = create()
+        finally:
+            os.umask(previous)
+        assert mode(job.path) == 0o700
+        assert mode(job.token) == 0o600
+        assert mode(job.lock) == 0o600
+
+    def test_has_a_token_that_can_be_loaded(self) -> None:
+        token = new_token()
+        job, lock = create_job("run-1", token)
+        os.close(lock)
+        assert load_token(job.token) == token
+
+    def test_has_a_place_for_logs(self, create: Create) -> None:
+        job = create()
+        assert job.logs.is_dir()
+        assert job.worker_logs("actor", 2, 1) == job.logs / "actor" / "2" / "1"
+
+    def test_is_held_until_its_lock_is_let_go(self, create: Create, locks: list[int]) -> None:
+        job = create()
+        assert job.master_alive()
+        inherited = os.dup(locks[0])
+        os.close(locks.pop())
+        assert job.master_alive(), "who has inherited the lock holds it too"
+        os.close(inherited)
+        assert not job.master_alive()
+
+    def test_cannot_take_the_id_of_one_that_runs(self, create: Create) -> None:
+        job = create()
+        (job.path / "keep").touch()
+        with pytest.raises(JobError, match="job run-1 is running; stop it with: unirun stop run-1"):
+            create()
+        assert (job.path / "keep").exists()
+
+    def test_replaces_one_that_has_ended(self, create: Create) -> None:
+        job = create(running=False)
+        (job.path / "old").touch()
+        again = create()
+        assert not (again.path / "old").exists()
+
+    def test_that_starts_at_once_with_others_is_one(self) -> None:
+        results: list[object] = []
+        barrier = threading.Barrier(8)
+
+        def start() -> None:
+            barrier.wait()
+            try:
+                results.append(create_job("same", new_token())[1])
+            except JobError as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=start) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        won = [result for result in results if isinstance(result, int)]
+        assert len(won) == 1
+        assert len(results) == 8
+        os.close(won[0])
+
+    def test_says_where_it_may_not_write(self, home: Path, create: Create) -> None:
+        home.mkdir()
+        (home / "jobs").touch()
+        with pytest.raises(JobError, match="set UNIRUN_HOME to a directory that you may write"):
+            create()
+
+
+class TestALogDirectory:
+    def test_is_linked_to(self, create: Create, tmp_path: Path) -> None:
+        job = create(log_dir=str(tmp_path / "logs"))
+        assert job.logs.resolve() == tmp_path / "logs" / "run-1"
+
+    def test_of_an_earlier_run_is_replaced(self, create: Create, tmp_path: Path) -> None:
+        job = create(running=False, log_dir=str(tmp_path / "logs"))
+        (job.logs / "old").touch()
+        again = create(log_dir=str(tmp_path / "logs"))
+        assert not (again.logs / "old").exists()
+
+    def test_that_holds_something_else_is_left_alone(self, create: Create, tmp_path: Path) -> None:
+        (tmp_path / "run-1").mkdir()
+        (tmp_path / "run-1" / "thesis.tex").touch()
+        with pytest.raises(JobError, match="is not empty and holds no logs of unirun"):
+            create(log_dir=str(tmp_path))
+        assert (tmp_path / "run-1" / "thesis.tex").exists()
+        assert not (jobs_root() / "run-1").exists(), "the job is not there either"
+        create("run-2", log_dir=str(tmp_path))
+
+    def test_that_is_empty_is_taken(self, create: Create, tmp_path: Path) -> None:
+        (tmp_path / "run-1").mkdir()
+        assert create(log_dir=str(tmp_path)).logs.resolve() == tmp_path / "run-1"
+
+    def test_that_cannot_be_made_is_told(self, create: Create, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(JobError, match="logs cannot be written to .*; choose another --log-dir"):
+            create(log_dir=str(tmp_path / "file"))
+        assert [*all_jobs()] == []
+
+
+class TestAJobIsFound:
+    def test_by_its_name_or_the_beginning_of_it(self, create: Create) -> None:
+        for name in ("train-aa1", "train-bb2", "other"):
+            create(name)
+        assert find_job("other").run_id == "other"
+        assert find_job("train-a").run_id == "train-aa1"
+
+    def test_by_its_whole_name_before_a_longer_one(self, create: Create) -> None:
+        create("train")
+        create("train-2")
+        assert find_job("train").run_id == "train"
+
+    def test_only_when_it_is_clear_which(self, create: Create) -> None:
+        create("train-1")
+        create("train-2")
+        with pytest.raises(JobError, match="'train' fits 2 jobs; write more of the id"):
+            find_job("train")
+        with pytest.raises(JobError, match="no job is called 'x'; unirun ls shows"):
+            find_job("x")
+
+    def test_without_a_name_when_it_was_started_last(self, create: Create) -> None:
+        with pytest.raises(JobError, match="there are no jobs"):
+            find_job(None)
+        for number, name in enumerate(("b", "a", "c")):
+            job = create(name)
+            os.utime(job.token, ns=(number, number))
+        find_job("b").write_json("state.json", {"changed": "later"})
+        assert find_job(None).run_id == "c"
+        assert [job.run_id for job in all_jobs()] == ["b", "a", "c"]
+
+    def test_even_without_its_token(self, create: Create) -> None:
+        create("a").token.unlink()
+        assert [job.run_id for job in all_jobs()] == ["a"]
+
+
+def test_the_root_follows_the_usual_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert jobs_root() == tmp_path / "home" / "jobs"
+    monkeypatch.delenv("UNIRUN_HOME")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert jobs_root() == Path("/state/unirun/jobs")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert jobs_root() == Path("/home/me/.local/state/unirun/jobs")
+
+
+def test_a_document_is_replaced_as_a_whole(create: Create) -> None:
+    job = create()
+    job.write_json("state.json", {"n": 1})
+    with (job.path / "state.json").open() as reader:
+        job.write_json("state.json", {"n": 2})
+        assert reader.read() == '{"n":1}'
+    assert job.read_json("state.json") == {"n": 2}
+    assert {path.name for path in job.path.iterdir()} == {"logs", "master.lock", "state.json", "token"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "cannot be read"), ("[1]", "holds no object"), (None, "cannot be")]
+)
+def test_a_document_that_is_none_is_told(create: Create, text: str | None, says: str) -> None:
+    job = create()
+    if text is not None:
+        (job.path / "state.json").write_text(text)
+    with pytest.raises(JobError, match=says):
+        job.read_json("state.json")
+
+
+def test_who_looks_whether_a_master_lives_does_not_disturb_it(create: Create, locks: list[int]) -> None:
+    job = create(running=False)
+    assert not job.master_alive()
+    handle = os.open(job.lock, os.O_RDWR)
+    locks.append(handle)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert all(job.master_alive() for _ in range(3))

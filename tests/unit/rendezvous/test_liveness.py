@@ -1,0 +1,55 @@
+"""A process's end is news, told once."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+
+from unirun.rendezvous import ProcessWatch
+
+SOON = 20.0
+
+
+def test_an_end_is_told_once() -> None:
+    async def watch() -> int:
+        told = 0
+        gone = asyncio.Event()
+
+        def when_gone() -> None:
+            nonlocal told
+            told += 1
+            gone.set()
+
+        with subprocess.Popen(["sleep", "100"]) as child:
+            watch = ProcessWatch(child.pid, when_gone)
+            await asyncio.sleep(0)
+            assert not gone.is_set()
+            child.kill()
+            await asyncio.wait_for(gone.wait(), SOON)
+        watch.close()
+        await asyncio.sleep(0)
+        return told
+
+    assert asyncio.run(watch()) == 1
+
+
+def test_a_process_that_is_gone_already_is_told_too() -> None:
+    async def watch() -> None:
+        gone = asyncio.Event()
+        ProcessWatch(1 << 22, gone.set).close()
+        await asyncio.wait_for(gone.wait(), SOON)
+
+    asyncio.run(watch())
+
+
+def test_nothing_is_told_after_close() -> None:
+    async def watch() -> None:
+        with subprocess.Popen(["sleep", "100"]) as child:
+            watch = ProcessWatch(child.pid, lambda: (_ for _ in ()).throw(AssertionError("told after close")))
+            watch.close()
+            watch.close()
+            child.kill()
+            await asyncio.to_thread(child.wait, SOON)
+            await asyncio.sleep(0)
+
+    asyncio.run(watch())
