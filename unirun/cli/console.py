@@ -70,11 +70,13 @@ class Console:
 
     def lines(self, stream: int, prefix: bytes, data: bytes) -> None:
         """Whole lines of one worker."""
-        if prefix:
-            body = data.removesuffix(b"\n")
-            data = prefix + body.replace(b"\n", b"\n" + prefix) + b"\n"
-        elif not data.endswith(b"\n"):
+        if not data.endswith((b"\n", b"\r")):
             data += b"\n"
+        if prefix:
+            body = data[:-1].replace(b"\r\n", b"\n")
+            for end in (b"\n", b"\r"):
+                body = body.replace(end, end + prefix)
+            data = prefix + body + data[-1:]
         self._write(sys.stdout.buffer if stream == 1 else sys.stderr.buffer, data)
 
     def note(self, text: str) -> None:

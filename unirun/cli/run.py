@@ -158,6 +158,9 @@ class _Session:
         local_rank = self._local_ranks[worker.role, worker.rank]
         prefix = self._prefix(worker.role, worker.rank, local_rank)
         for stream, name in ((1, "stdout"), (2, "stderr")):
+            if worker.incarnation > 0:
+                before = self._job.worker_logs(worker.role, worker.rank, worker.incarnation - 1)
+                self._follower.release(before / f"{name}.log")
             if shown(self._spec.log, local_rank, stream):
                 self._follower.follow(
                     logs / f"{name}.log",

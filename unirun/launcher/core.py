@@ -305,8 +305,10 @@ def _grace_over(state: AgentState, event: GraceOver) -> tuple[AgentState, list[C
     worker = state.workers.get(event.id)
     if worker is None:
         return state, []
+    # One that was not asked to end has failed before: being killed for it must not look like obedience.
+    asked = None if worker.asked is None else int(signal.SIGKILL)
     return (
-        state.with_worker(replace(worker, asked=int(signal.SIGKILL))),
+        state.with_worker(replace(worker, asked=asked)),
         [
             ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
             ToMaster(Notice(worker.who, "did not end in its grace period and is killed")),

@@ -35,6 +35,8 @@ class LineFilters:
             return
         logs = self._job.worker_logs(role, rank, incarnation)
         for name, handle in self._files.items():
+            if incarnation > 0:
+                self._follower.release(self._job.worker_logs(role, rank, incarnation - 1) / f"{name}.log")
             sink = _sink(handle, f"[{role}:{rank}] ".encode(), self._words[name])
             self._follower.follow(logs / f"{name}.log", sink)
 

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 Sink = Callable[[bytes], None]
-"""Gets whole lines, each with its newline; a line over `MAX_LINE` comes in parts."""
+"""Gets whole lines, each with its end (a newline, or the return of a progress bar); one over `MAX_LINE` in parts."""
 
 MAX_LINE = 1 << 16
 _CHUNK = 1 << 20
 _IN_MODIFY = 0x2
 _OVERFLOW = -1
+_LOOK = 200
+"""Milliseconds between two looks at files for which the user's inotify watches do not suffice."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,7 +37,7 @@ class _File:
         """Pass on everything that is there now."""
         while data := os.read(self._handle, _CHUNK):
             data = self._rest + data
-            whole = data.rfind(b"\n") + 1
+            whole = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
             if len(data) - whole > MAX_LINE:
                 whole = len(data)
             self._rest = data[whole:]
@@ -55,14 +57,13 @@ class LogFollower:
     """Follows files in a thread of its own."""
 
     def __init__(self) -> None:
-        self._inotify = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        if self._inotify < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"inotify cannot be used: {os.strerror(code)}")
+        # -1 when the user's inotify instances are used up: then the files are looked at from time to time.
+        self._inotify: int = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._files: dict[int, _File] = {}
         self._unwatched: list[_File] = []
-        self._new: list[tuple[Path, Sink]] = []
+        self._paths: dict[Path, int | _File] = {}
+        self._new: list[tuple[Path, Sink | None]] = []
         self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="unirun-logs", daemon=True)
@@ -74,6 +75,12 @@ class LogFollower:
             self._new.append((path, sink))
         os.write(self._waker, b"+")
 
+    def release(self, path: Path) -> None:
+        """Pass on what is left of `path`, to which nobody writes any more, and close it."""
+        with self._lock:
+            self._new.append((path, None))
+        os.write(self._waker, b"-")
+
     def finish(self, timeout: float | None = None) -> bool:
         """Pass on what is left of every file and end; False when the sinks took longer than `timeout`."""
         self._stopping = True
@@ -82,15 +89,19 @@ class LogFollower:
         if self._thread.is_alive():
             return False
         for handle in (self._inotify, self._wake, self._waker):
-            os.close(handle)
+            if handle >= 0:
+                os.close(handle)
         return True
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._inotify, select.POLLIN)
+        if self._inotify >= 0:
+            poll.register(self._inotify, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         while True:
-            ready = {handle for handle, _ in poll.poll()}
+            ready = {handle for handle, _ in poll.poll(_LOOK if self._unwatched else None)}
+            for file in self._unwatched:
+                file.read()
             if self._wake in ready:
                 os.read(self._wake, 4096)
                 self._take_new()
@@ -118,14 +129,31 @@ class LogFollower:
         with self._lock:
             new, self._new = self._new, []
         for path, sink in new:
+            if sink is None:
+                self._drop(path)
+                continue
+            try:
+                file = _File(path, sink)
+            except OSError as error:
+                sink(f"unirun: {path} cannot be followed: {error.strerror}\n".encode())
+                continue
             watch = _libc.inotify_add_watch(self._inotify, os.fsencode(path), _IN_MODIFY)
-            file = _File(path, sink)
             if watch >= 0:
                 self._files[watch] = file
+                self._paths[path] = watch
             else:
-                # The user's inotify watches are used up: it is read again at the end, at the latest.
                 self._unwatched.append(file)
+                self._paths[path] = file
             file.read()
+
+    def _drop(self, path: Path) -> None:
+        found = self._paths.pop(path, None)
+        if isinstance(found, int):
+            _libc.inotify_rm_watch(self._inotify, found)
+            self._files.pop(found).close()
+        elif found is not None:
+            self._unwatched.remove(found)
+            found.close()
 
     def _changed(self) -> set[int]:
         data = os.read(self._inotify, 1 << 16)

@@ -63,6 +63,14 @@ def kill_group(group: int, signum: int) -> None:
         os.killpg(group, signum)
 
 
+def group_of(pid: int) -> int:
+    """The process group of `pid`; 0 when it is gone."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
 def children() -> list[int]:
     """The processes whose parent this process is, adopted ones included."""
     found: list[int] = []

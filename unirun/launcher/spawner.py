@@ -25,6 +25,7 @@ from unirun.launcher.process import (
     children,
     die_with_parent,
     environment_of,
+    group_of,
     kill_children,
     kill_group,
     outlive_parent,
@@ -227,9 +228,9 @@ class Spawner:
         ours = {known.pid for known in self._children.values()} | {s.pid for s in self._stores.values()}
         strays = {pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid)}
         for pid in strays:
-            self._stream.send(
-                Notice(ended.title, f"left process {pid} ({title_of(pid) or '…'}), which is killed")
-            )
+            if group_of(pid) != ended.pid:
+                text = f"left process {pid} ({title_of(pid) or 'no name'}) behind, which is killed"
+                self._stream.send(Notice(ended.title, text))
         if strays:
             kill_children(keep=set(children()) - strays)
 
