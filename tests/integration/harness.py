@@ -124,7 +124,9 @@ class Running:
         self.command, self.popen, self.pid = command, popen, popen.pid
         self._began = time.monotonic()
         self._changed = threading.Condition()
-        self._readers = [_Reader(pipe, self._changed) for pipe in (popen.stdout, popen.stderr) if pipe and read]
+        self._readers = [
+            _Reader(pipe, self._changed) for pipe in (popen.stdout, popen.stderr) if pipe and read
+        ]
 
     @property
     def text(self) -> str:
@@ -168,7 +170,9 @@ class Unirun:
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment of the command: this process's, without what a launcher around it would set."""
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_", "UNIRUN_"))}
+        clean = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_", "UNIRUN_"))
+        }
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
             clean.pop(name, None)
         return {**clean, "UNIRUN_HOME": str(self.home), **(extra or {})}

@@ -24,15 +24,27 @@ class TestACommandLine:
         [
             ((*ROLES, "--env", "rolout:K=V"), "--env: no role is called 'rolout'; did you mean 'rollout'?"),
             ((*ROLES, "--script", "actr=x.py"), "--script: no role is called 'actr'; did you mean 'actor'?"),
-            ((*ROLES, "--max-restarts", "critic=1"), "--max-restarts: no role is called 'critic'; known: actor, rollout"),
-            ((*ROLES, "--nproc-per-node", "acter=2"), "--nproc-per-node: no role is called 'acter'; did you mean 'actor'?"),
+            (
+                (*ROLES, "--max-restarts", "critic=1"),
+                "--max-restarts: no role is called 'critic'; known: actor, rollout",
+            ),
+            (
+                (*ROLES, "--nproc-per-node", "acter=2"),
+                "--nproc-per-node: no role is called 'acter'; did you mean 'actor'?",
+            ),
             ((*ROLES, "--cwd", "acter=."), "--cwd: no role is called 'acter'; did you mean 'actor'?"),
             ((*ROLES, "--primary", "actors"), "primary: no role is called 'actors'; did you mean 'actor'?"),
             (("--roles", "actor=0"), "roles.actor.count: expected a number from 1 to 1000000, found 0"),
             (("--roles", "actor=-2"), "roles.actor.count: expected a number from 1 to 1000000, found -2"),
             (("--roles", "actor=two"), "roles.actor.count: expected a whole number, found 'two'"),
-            (("--roles", "actor=1,actor=2"), "--roles: role 'actor' is there twice; give each role one name and number"),
-            (("--roles", "2actor=1"), "roles.2actor: '2actor' is no name for a role; a letter, then letters,"),
+            (
+                ("--roles", "actor=1,actor=2"),
+                "--roles: role 'actor' is there twice; give each role one name and number",
+            ),
+            (
+                ("--roles", "2actor=1"),
+                "roles.2actor: '2actor' is no name for a role; a letter, then letters,",
+            ),
             (("--nproc-per-node", "gpu"), "has no GPU; use a number, 'cpu' or 'auto'"),
             (("--max-restarts", "-1"), "max_restarts: expected a number from 0"),
             (("--env", "K"), "--env: 'K' has no value; write K=V or ROLE:K=V"),
@@ -87,11 +99,17 @@ class TestAJobFile:
         [
             ("roles: {actor: {count: many}}", "roles.actor.count: expected a whole number, found 'many'"),
             ("roles: [actor]", "roles: expected a mapping with names as keys, found ['actor']"),
-            ("roles: {actor: {count: 1, scirpt: x.py}}", "roles.actor.scirpt: unknown key; did you mean 'script'?"),
+            (
+                "roles: {actor: {count: 1, scirpt: x.py}}",
+                "roles.actor.scirpt: unknown key; did you mean 'script'?",
+            ),
             ("max_restart: 1", "max_restart: unknown key; did you mean 'max_restarts'?"),
             ("log: {tees: 1}", "log.tees: unknown key; did you mean 'tee'?"),
             ("env: {K: [1]}", "env.K: expected a text or a number, found [1]; quote it"),
-            ("shutdown_timeout: soon", "shutdown_timeout: expected a number of seconds, at least 0, found 'soon'"),
+            (
+                "shutdown_timeout: soon",
+                "shutdown_timeout: expected a number of seconds, at least 0, found 'soon'",
+            ),
             ("args: {a: 1}", "args: expected a list of texts, found {'a': 1}"),
             ("virtual_local_rank: 3", "virtual_local_rank: expected true or false, found 3"),
             ("name: ${nothing.here}", "nothing.here"),
@@ -145,7 +163,10 @@ class TestAnId:
         job = unirun.start(*EXEC, "--rdzv-id", "mine", train)
         job.lines("up$")
         second = unirun(*EXEC, "--rdzv-id", "mine", train)
-        assert (second.code, second.err) == (2, "unirun: job mine is running; stop it with: unirun stop mine\n")
+        assert (second.code, second.err) == (
+            2,
+            "unirun: job mine is running; stop it with: unirun stop mine\n",
+        )
         job.signal(signal.SIGTERM)
         assert job.end(SOON).code == 143
 
@@ -165,7 +186,9 @@ class TestAHome:
 
     def test_with_a_very_long_path_works(self, unirun: Unirun, script: Script) -> None:
         home = unirun.root.joinpath(*["d" * 100] * 3)
-        result = unirun(*EXEC, script("import unirun; print(unirun.init().rank)"), env={"UNIRUN_HOME": str(home)})
+        result = unirun(
+            *EXEC, script("import unirun; print(unirun.init().rank)"), env={"UNIRUN_HOME": str(home)}
+        )
         assert (result.code, result.out) == (0, "0\n"), result.err
 
 
@@ -278,7 +301,9 @@ class TestAWorkerThatClosesItsLink:
 
 
 class TestAWorkerThatTalksNonsense:
-    def test_on_the_agents_socket_is_refused_and_does_not_end_the_job(self, unirun: Unirun, script: Script) -> None:
+    def test_on_the_agents_socket_is_refused_and_does_not_end_the_job(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import os, socket
@@ -304,7 +329,10 @@ class TestMemoryThatRunsOut:
     @pytest.fixture
     def small_memory(self) -> Iterator[Path | None]:
         """A control group with little memory where one can be made, else None."""
-        for root, name in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+        for root, name in (
+            (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+            (Path("/sys/fs/cgroup"), "memory.max"),
+        ):
             group = root / f"unirun-test-{os.getpid()}"
             try:
                 group.mkdir()
@@ -322,8 +350,10 @@ class TestMemoryThatRunsOut:
         yield None
 
     def test_is_named_as_the_cause(self, unirun: Unirun, script: Script, small_memory: Path | None) -> None:
-        enter = f"open({str(small_memory / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))" if small_memory else (
-            "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)"
+        enter = (
+            f"open({str(small_memory / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
+            if small_memory
+            else ("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)")
         )
         train = script(
             f"""

@@ -61,7 +61,18 @@ class TestPlan:
     def test_in_json_has_everything_and_starts_nothing(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")
         result = unirun(
-            *("plan", "--json", "--roles", "actor=2,rollout=1", "--env", "actor:K=V", "--rdzv-id", "mine", train, "x"),
+            *(
+                "plan",
+                "--json",
+                "--roles",
+                "actor=2,rollout=1",
+                "--env",
+                "actor:K=V",
+                "--rdzv-id",
+                "mine",
+                train,
+                "x",
+            ),
             within=QUICK,
         )
         plan = json.loads(result.out)
@@ -147,21 +158,28 @@ class TestLogs:
         assert len(re.findall("line actor", result.out)) == 4
 
     def test_has_earlier_incarnations_on_demand(self, unirun: Unirun, script: Script) -> None:
-        train = script("import os, sys; n = os.environ['UNIRUN_INCARNATION']; print('I', n); sys.exit(n == '0')")
+        train = script(
+            "import os, sys; n = os.environ['UNIRUN_INCARNATION']; print('I', n); sys.exit(n == '0')"
+        )
         unirun(*EXEC, "--max-restarts", 1, train)
         assert unirun("logs").out == "[default:0] I 1\n"
         job = unirun.job_dir().name
         assert unirun("logs", job, "--all").out.splitlines() == ["[default:0] I 0", "[default:0] I 1"]
 
     def test_of_who_is_not_there_is_refused(self, unirun: Unirun, running: Running) -> None:
-        for who, message in (("critic", "job mine has no role 'critic'; it has actor, rollout"), ("actor:9", "no logs of actor:9")):
+        for who, message in (
+            ("critic", "job mine has no role 'critic'; it has actor, rollout"),
+            ("actor:9", "no logs of actor:9"),
+        ):
             result = unirun("logs", "mine", who)
             assert (result.code, message in result.err) == (2, True), result.err
         end_well(unirun, running)
 
 
 class TestStop:
-    def test_from_another_process_ends_the_job_and_waits_for_it(self, unirun: Unirun, running: Running) -> None:
+    def test_from_another_process_ends_the_job_and_waits_for_it(
+        self, unirun: Unirun, running: Running
+    ) -> None:
         pids = [worker["pid"] for worker in unirun.workers().values()]
         result = unirun("stop", "mine", within=SOON)
         assert (result.code, result.out) == (0, "job mine stopped, exit code 143\n"), result.err
@@ -226,13 +244,22 @@ class TestWithoutAJob:
     @pytest.mark.parametrize("command", ["status", "logs", "stop"])
     def test_a_command_says_what_to_do(self, unirun: Unirun, command: str) -> None:
         result = unirun(command, within=QUICK)
-        assert (result.code, result.err) == (2, "unirun: there are no jobs; start one with: unirun script.py\n")
+        assert (result.code, result.err) == (
+            2,
+            "unirun: there are no jobs; start one with: unirun script.py\n",
+        )
 
     def test_a_name_that_fits_none_or_several_is_refused(self, unirun: Unirun, script: Script) -> None:
         for name in ("one-a", "one-b"):
             unirun(*EXEC, "--rdzv-id", name, script(""))
-        assert unirun("status", "two").err == "unirun: no job is called 'two'; unirun ls shows the jobs there are\n"
-        assert unirun("status", "one").err == "unirun: 'one' fits 2 jobs; write more of the id; unirun ls shows them\n"
+        assert (
+            unirun("status", "two").err
+            == "unirun: no job is called 'two'; unirun ls shows the jobs there are\n"
+        )
+        assert (
+            unirun("status", "one").err
+            == "unirun: 'one' fits 2 jobs; write more of the id; unirun ls shows them\n"
+        )
         assert unirun("status", "one-b").out.startswith("job one-b: succeeded")
 
 
@@ -253,7 +280,9 @@ class TestDetach:
         status = unirun.status()
         assert (status["run_id"], status["phase"], status["code"]) == (name, "succeeded", 0)
 
-    def test_is_not_ended_by_a_hang_up_or_an_interrupt_of_the_terminal(self, unirun: Unirun, script: Script) -> None:
+    def test_is_not_ended_by_a_hang_up_or_an_interrupt_of_the_terminal(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         started = unirun.start("-d", *EXEC, script(SERVE))
         assert started.end().code == 0
         eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "the rank runs")
@@ -268,13 +297,17 @@ class TestDetach:
 
 
 class TestHelp:
-    @pytest.mark.parametrize("args", [["--help"], ["-h"], [], ["status", "--help"], ["plan", "--help"], ["stop", "-h"]])
+    @pytest.mark.parametrize(
+        "args", [["--help"], ["-h"], [], ["status", "--help"], ["plan", "--help"], ["stop", "-h"]]
+    )
     def test_is_printed(self, unirun: Unirun, args: list[str]) -> None:
         result = unirun(*args, within=QUICK)
         assert (result.code, "usage: unirun" in result.out.lower()) == (0, True)
 
     @pytest.mark.parametrize("args", [["--help"], ["status", "--json"], ["ls"], ["plan", "train.py"]])
-    def test_and_the_short_commands_import_no_torch(self, unirun: Unirun, script: Script, args: list[str]) -> None:
+    def test_and_the_short_commands_import_no_torch(
+        self, unirun: Unirun, script: Script, args: list[str]
+    ) -> None:
         script("")
         # torch is not to be found on the path that this process has: an import of it would fail.
         script("raise SystemExit('torch was imported')", "blocked/torch.py")

@@ -49,7 +49,9 @@ print("up", flush=True)
 
 def root_cause(err: str) -> list[str]:
     """The lines of the report from the root cause on, without the command's name and indentation."""
-    lines = [line.removeprefix("unirun: ").strip() for line in err.splitlines() if line.startswith("unirun: ")]
+    lines = [
+        line.removeprefix("unirun: ").strip() for line in err.splitlines() if line.startswith("unirun: ")
+    ]
     (start,) = (n for n, line in enumerate(lines) if line.startswith("root cause: "))
     return lines[start:]
 
@@ -121,11 +123,15 @@ class TestTheRootCause:
         assert ": exit code 1 (the " in cause[0]
         assert "ValueError: the cause" in cause
         assert any(line.startswith('File "') and "train.py" in line for line in cause)
-        assert not any("unirun/launcher" in line for line in cause), "frames of unirun are no news to the user"
+        assert not any("unirun/launcher" in line for line in cause), (
+            "frames of unirun are no news to the user"
+        )
         assert cause[-2] == f"log: {unirun.job_dir()}/logs/actor/1/0/stderr.log"
         assert cause[-1].endswith(" failed, exit code 1")
 
-    def test_is_the_killed_worker_and_not_the_peers_that_lost_it(self, unirun: Unirun, script: Script) -> None:
+    def test_is_the_killed_worker_and_not_the_peers_that_lost_it(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import os, torch, torch.distributed as dist
@@ -147,7 +153,11 @@ class TestTheRootCause:
     def test_has_the_traceback_with_record_and_without(
         self, unirun: Unirun, script: Script, recorded: bool, method: str
     ) -> None:
-        head = "from torch.distributed.elastic.multiprocessing.errors import record" if recorded else "record = lambda f: f"
+        head = (
+            "from torch.distributed.elastic.multiprocessing.errors import record"
+            if recorded
+            else "record = lambda f: f"
+        )
         train = script(f"{head}\n@record\ndef main():\n    raise KeyError('words in the error')\nmain()\n")
         result = unirun("--start-method", method, train)
         assert result.code == 1
@@ -162,7 +172,9 @@ class TestTheRootCause:
         log = unirun.log("default", 0, stream="stderr").decode()
         assert log.count("KeyError: 'words in the error'") >= 1
 
-    def test_shows_the_end_of_stderr_when_a_signal_left_no_traceback(self, unirun: Unirun, script: Script) -> None:
+    def test_shows_the_end_of_stderr_when_a_signal_left_no_traceback(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import os, sys
@@ -191,12 +203,17 @@ class TestTheRootCause:
     def test_is_in_the_status_too(self, unirun: Unirun, script: Script) -> None:
         unirun("--start-method", "exec", script("raise ValueError('x')"))
         status = unirun.status()
-        assert status["reason"] == "default:0 ended with exit code 1; role default has no restarts (--max-restarts 0)"
+        assert (
+            status["reason"]
+            == "default:0 ended with exit code 1; role default has no restarts (--max-restarts 0)"
+        )
         assert status["roles"][0]["workers"][0]["exit"] == "exit code 1"
 
 
 class TestASignalToTheCommand:
-    @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+    @pytest.mark.parametrize(
+        ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+    )
     def test_stops_the_workers_and_is_the_exit_code(
         self, unirun: Unirun, script: Script, signum: signal.Signals, code: int
     ) -> None:
@@ -232,7 +249,9 @@ class TestASignalToTheCommand:
         assert "root cause" not in result.err
 
     def test_is_followed_by_sigkill_after_the_grace_period(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", "--shutdown-timeout", 0.5, "--start-method", "exec", script(STUBBORN))
+        job = unirun.start(
+            "--roles", "a=2", "--shutdown-timeout", 0.5, "--start-method", "exec", script(STUBBORN)
+        )
         job.lines("up$", 2)
         job.signal(signal.SIGTERM)
         result = job.end(SOON)
@@ -240,7 +259,9 @@ class TestASignalToTheCommand:
         assert result.err.count("did not end in its grace period and is killed") == 2
 
     def test_that_comes_twice_kills_at_once(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", "--shutdown-timeout", 600, "--start-method", "exec", script(STUBBORN))
+        job = unirun.start(
+            "--roles", "a=2", "--shutdown-timeout", 600, "--start-method", "exec", script(STUBBORN)
+        )
         job.lines("up$", 2)
         job.signal(signal.SIGINT)
         job.lines("SIGINT: stopping")
@@ -256,7 +277,8 @@ class TestASignalToTheCommand:
 
     def test_that_nohup_ignores_is_ignored(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(
-            *("--start-method", "exec", script(PAUSE)), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            *("--start-method", "exec", script(PAUSE)),
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
         )
         job.lines("up$")
         job.signal(signal.SIGHUP)

@@ -66,7 +66,9 @@ class TestNobodySurvivesTheKillOf:
         result = job.end()
         assert result.code == {"unirun": -9}.get(part, 137), result.err
         unirun.assert_nothing_left()
-        eventually(lambda: unirun.status()["phase"] in ("failed", "stopped", "lost"), "the status tells of the end")
+        eventually(
+            lambda: unirun.status()["phase"] in ("failed", "stopped", "lost"), "the status tells of the end"
+        )
 
 
 class TestTheStatusAfterwards:
@@ -119,7 +121,9 @@ class TestADetachedJob:
         assert started.code == 0, started.err
 
         def pids() -> list[int]:
-            lines = [line for rank in range(2) for line in unirun.log("a", rank).split(b"\n") if b"pids" in line]
+            lines = [
+                line for rank in range(2) for line in unirun.log("a", rank).split(b"\n") if b"pids" in line
+            ]
             return [int(pid) for line in lines for pid in line.split()[1:]] if len(lines) == 2 else []
 
         def look() -> list[int]:
@@ -139,7 +143,8 @@ class TestADetachedJob:
         assert unirun.status()["phase"] == "stopped"
 
     @pytest.mark.parametrize(
-        ("part", "phase"), [("unirun-master", "lost"), ("unirun-agent", "failed"), ("unirun-spawner", "failed")]
+        ("part", "phase"),
+        [("unirun-master", "lost"), ("unirun-agent", "failed"), ("unirun-spawner", "failed")],
     )
     def test_leaves_nobody_when_a_part_of_it_is_killed(
         self, unirun: Unirun, detached: list[int], part: str, phase: str

@@ -101,7 +101,9 @@ class TestTheConsole:
     def test_shows_the_streams_that_were_asked_for(
         self, unirun: Unirun, script: Script, options: tuple[str, ...], out: list[str], err: list[str]
     ) -> None:
-        train = script("import os, sys; r = os.environ['RANK']; print('o' + r); print('e' + r, file=sys.stderr)")
+        train = script(
+            "import os, sys; r = os.environ['RANK']; print('o' + r); print('e' + r, file=sys.stderr)"
+        )
         result = unirun(*EXEC, "--nproc-per-node", 2, *options, train)
         assert result.code == 0, result.err
         assert result.lines == out
@@ -127,7 +129,11 @@ class TestTheConsole:
         ours, theirs = os.openpty()
         try:
             job = unirun.start(
-                *("--roles", "actor=2", script("print('x')")), read=False, stdin=theirs, stdout=theirs, stderr=theirs
+                *("--roles", "actor=2", script("print('x')")),
+                read=False,
+                stdin=theirs,
+                stdout=theirs,
+                stderr=theirs,
             )
             os.close(theirs)
             text = b""
@@ -142,7 +148,6 @@ class TestTheConsole:
         assert re.search(rb"\x1b\[\d+m\[actor:0\] \x1b\[0mx\r\n", text), text
         assert re.search(rb"\r\x1b\[2K[^\n]*actor 0/2", text), text
 
-
     def test_shows_the_events_with_torchruns_handler(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "-q", "--event-log-handler", "console", script("print('x')"))
         events = [json.loads(line) for line in result.err.splitlines()]
@@ -152,7 +157,9 @@ class TestTheConsole:
         assert kinds[-1] == "end"
         assert len(kinds) == len((unirun.job_dir() / "events.jsonl").read_text().splitlines())
 
-    def test_that_is_gone_with_the_events_on_it_does_not_end_the_job(self, unirun: Unirun, script: Script) -> None:
+    def test_that_is_gone_with_the_events_on_it_does_not_end_the_job(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         ours, theirs = os.pipe()
         os.close(ours)
         job = unirun.start(*EXEC, "--event-log-handler", "console", script("print('x')"), stderr=theirs)
@@ -169,7 +176,9 @@ class TestAReaderThatFallsBehind:
     """
 
     def test_never_blocks_a_worker_and_gets_everything(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start(*EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL)
+        job = unirun.start(
+            *EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL
+        )
         for rank in range(2):
             eventually((unirun.root / f"done{rank}").exists, "a worker has written all of it", START)
         eventually(lambda: all(w["exit"] for w in unirun.workers().values()), "both workers have ended")
@@ -192,7 +201,9 @@ class TestAReaderThatFallsBehind:
         assert out.count(b"\n") == 120_000
         assert job.end().code == 143
 
-    def test_does_not_keep_a_signal_from_the_workers_after_a_restart(self, unirun: Unirun, script: Script) -> None:
+    def test_does_not_keep_a_signal_from_the_workers_after_a_restart(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import os, pathlib, signal, sys
@@ -206,14 +217,20 @@ class TestAReaderThatFallsBehind:
             """
         )
         job = unirun.start(*EXEC, "--max-restarts", 1, train, read=False)
-        pid = int(eventually(lambda: (p := unirun.root / "again").exists() and p.read_text(), "it runs again", START))
+        pid = int(
+            eventually(
+                lambda: (p := unirun.root / "again").exists() and p.read_text(), "it runs again", START
+            )
+        )
         job.signal(signal.SIGTERM)
         assert gone(pid, SOON)
         out, _ = job.popen.communicate(timeout=START)
         assert out.count(b"\n") == 120_000
         assert job.end().code == 143
 
-    def test_keeps_the_command_after_the_job_only_until_a_signal(self, unirun: Unirun, script: Script) -> None:
+    def test_keeps_the_command_after_the_job_only_until_a_signal(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         job = unirun.start(*EXEC, script(self.MEGABYTES + "\n        raise SystemExit(3)\n"), read=False)
         eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
         eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START)
@@ -225,7 +242,9 @@ class TestAReaderThatFallsBehind:
     def test_may_share_a_pipe_that_does_not_block(self, unirun: Unirun, script: Script) -> None:
         ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
-        job = unirun.start(*EXEC, script(self.MEGABYTES), read=False, stdout=theirs, stderr=subprocess.DEVNULL)
+        job = unirun.start(
+            *EXEC, script(self.MEGABYTES), read=False, stdout=theirs, stderr=subprocess.DEVNULL
+        )
         os.close(theirs)
         eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
         with os.fdopen(ours, "rb") as pipe:
@@ -233,7 +252,9 @@ class TestAReaderThatFallsBehind:
         assert job.end().code == 0
 
     def test_that_goes_away_ends_the_output_and_not_the_job(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start(*EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL)
+        job = unirun.start(
+            *EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL
+        )
         assert job.popen.stdout is not None
         job.popen.stdout.readline()
         job.popen.stdout.close()
@@ -294,7 +315,11 @@ class TestADiskThatIsFull:
         options: tuple[object, ...] = ("--log-dir", small_disk)
         if small_disk is None:
             # A limit on the size of files gives the same kind of error at the same place.
-            limit, words, options = "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)", "File too large", ()
+            limit, words, options = (
+                "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)",
+                "File too large",
+                (),
+            )
         train = script(
             f"""
             import resource
@@ -326,14 +351,15 @@ class TestADiskThatIsFull:
         train = script(
             f"""
             import contextlib, pathlib
-            with contextlib.suppress(OSError), open({str(small_disk / 'filler')!r}, "wb") as file:
+            with contextlib.suppress(OSError), open({str(small_disk / "filler")!r}, "wb") as file:
                 for _ in range(64):
                     file.write(bytes(8192))
                     file.flush()
             """
         )
         result = unirun(
-            *("--max-restarts", 1, "--log-dir", unirun.root / "logs", train), env={"UNIRUN_HOME": str(small_disk / "home")}
+            *("--max-restarts", 1, "--log-dir", unirun.root / "logs", train),
+            env={"UNIRUN_HOME": str(small_disk / "home")},
         )
         assert result.code == 0, result.err
 

@@ -31,13 +31,17 @@ class TestARestart:
         self, unirun: Unirun, script: Script, method: str
     ) -> None:
         job = unirun.start(
-            *("--roles", "actor=2,rollout=2", "--max-restarts", "rollout=2", "--start-method", method), script(WAITING)
+            *("--roles", "actor=2,rollout=2", "--max-restarts", "rollout=2", "--start-method", method),
+            script(WAITING),
         )
         job.lines(r"up \w+ \d 0 0 0 ", 4)
         before = {who: worker["pid"] for who, worker in unirun.workers().items()}
 
         os.kill(before["rollout:1"], signal.SIGKILL)
-        assert sorted(job.lines(r"up (rollout \d \d \d \d) ", 4)[2:]) == ["rollout 0 1 1 1", "rollout 1 1 1 1"]
+        assert sorted(job.lines(r"up (rollout \d \d \d \d) ", 4)[2:]) == [
+            "rollout 0 1 1 1",
+            "rollout 1 1 1 1",
+        ]
         after = unirun.workers()
         assert {who: w["pid"] for who, w in after.items() if who.startswith("actor")} == {
             who: pid for who, pid in before.items() if who.startswith("actor")
@@ -47,7 +51,10 @@ class TestARestart:
 
         # A restart resets nothing: the second failure is handled like the first.
         os.kill(after["rollout:0"]["pid"], signal.SIGUSR2)
-        assert sorted(job.lines(r"up (rollout \d \d \d \d) ", 6)[4:]) == ["rollout 0 2 2 2", "rollout 1 2 2 2"]
+        assert sorted(job.lines(r"up (rollout \d \d \d \d) ", 6)[4:]) == [
+            "rollout 0 2 2 2",
+            "rollout 1 2 2 2",
+        ]
         last = unirun.workers()
         assert {last[who]["pid"] for who in ("actor:0", "actor:1")} == {before["actor:0"], before["actor:1"]}
         assert {who: worker["incarnation"] for who, worker in last.items()} == {
@@ -64,7 +71,9 @@ class TestARestart:
         (rollout,) = (role for role in unirun.status()["roles"] if role["name"] == "rollout")
         assert (rollout["generation"], rollout["restarts"], rollout["max_restarts"]) == (2, 2, 2)
 
-    def test_is_told_with_its_reason_on_the_console_and_in_the_events(self, unirun: Unirun, script: Script) -> None:
+    def test_is_told_with_its_reason_on_the_console_and_in_the_events(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script("import os, sys; sys.exit(3 if os.environ['UNIRUN_INCARNATION'] == '0' else 0)")
         result = unirun("--max-restarts", 1, "--start-method", "exec", train)
         assert result.code == 0, result.err
@@ -114,7 +123,9 @@ class TestARestart:
         assert len({line.split()[-1] for line in result.lines}) == 1, "the address of a role does not change"
 
     def test_keeps_the_output_of_every_incarnation(self, unirun: Unirun, script: Script) -> None:
-        train = script("import os, sys; n = os.environ['UNIRUN_INCARNATION']; print('I am', n); sys.exit(n != '2')")
+        train = script(
+            "import os, sys; n = os.environ['UNIRUN_INCARNATION']; print('I am', n); sys.exit(n != '2')"
+        )
         result = unirun("--max-restarts", 2, "--start-method", "exec", train)
         assert (result.code, result.lines) == (0, ["I am 0", "I am 1", "I am 2"]), result.err
         assert [unirun.log("default", 0, n) for n in range(3)] == [b"I am 0\n", b"I am 1\n", b"I am 2\n"]
@@ -136,7 +147,8 @@ class TestARestart:
             """
         )
         job = unirun.start(
-            *("--roles", "actor=2", "--max-restarts", 1, "--shutdown-timeout", 0.5, "--start-method", "exec"), train
+            *("--roles", "actor=2", "--max-restarts", 1, "--shutdown-timeout", 0.5, "--start-method", "exec"),
+            train,
         )
         job.lines("up", 2)
         workers = unirun.workers()
@@ -214,7 +226,9 @@ class TestSeveralRolesThatFail:
         for worker in unirun.workers().values():
             os.kill(worker["pid"], signal.SIGKILL)
         pids = [int(pid) for pid in job.lines(r"up \w \d 1 1 1 (\d+)", 4)]
-        eventually(lambda: {r["phase"] for r in unirun.status()["roles"]} == {"running"}, "both roles run again")
+        eventually(
+            lambda: {r["phase"] for r in unirun.status()["roles"]} == {"running"}, "both roles run again"
+        )
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         assert all(gone(pid, SOON) for pid in pids)

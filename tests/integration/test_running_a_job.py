@@ -25,7 +25,9 @@ def two_roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Unirun
     """One job with two roles, each of which forms its group and prints what it finds."""
     with command_in(tmp_path_factory.mktemp("two")) as command:
         result = command(
-            *("--roles", "actor=2,rollout=3", "--rdzv-id", "two", "--max-restarts", "rollout=5"), ENVIRON, "--reduce"
+            *("--roles", "actor=2,rollout=3", "--rdzv-id", "two", "--max-restarts", "rollout=5"),
+            ENVIRON,
+            "--reduce",
         )
         assert result.code == 0, result.err
         yield command, result
@@ -70,7 +72,11 @@ class TestTwoRoles:
             ("TORCHELASTIC_RUN_ID", "two", "two"),
             ("TORCHELASTIC_RESTART_COUNT", "0", "0"),
             ("TORCHELASTIC_MAX_RESTARTS", "0", "5"),
-            ("TORCHELASTIC_ERROR_FILE", "{job}/logs/actor/{rank}/0/error.json", "{job}/logs/rollout/{rank}/0/error.json"),
+            (
+                "TORCHELASTIC_ERROR_FILE",
+                "{job}/logs/actor/{rank}/0/error.json",
+                "{job}/logs/rollout/{rank}/0/error.json",
+            ),
             ("TORCHELASTIC_USE_AGENT_STORE", "True", "True"),
             ("OMP_NUM_THREADS", "1", "1"),
             ("UNIRUN_JOB", "two", "two"),
@@ -91,7 +97,9 @@ class TestTwoRoles:
             assert row["env"][variable] == expected
 
     def test_no_device_mask_is_set_where_there_is_no_device(self, actors: Any) -> None:
-        assert all(row["env"].get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES") for row in actors)
+        assert all(
+            row["env"].get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES") for row in actors
+        )
 
     def test_the_script_is_main_and_torch_is_there_already(self, actors: Any) -> None:
         assert all(row["main"] == "__main__" and row["preloaded"] for row in actors)
@@ -134,12 +142,16 @@ class TestWhatRuns:
         assert (result.code, result.lines) == (0, ["pkg __main__ a --b"] * 2), result.err
 
     def test_a_program_runs_as_it_is_with_the_workers_environment(self, unirun: Unirun) -> None:
-        result = unirun("--nproc-per-node", 2, "--no-python", "/bin/sh", "-c", 'echo "$ROLE_NAME $RANK $0 $1"', "x", "y")
+        result = unirun(
+            "--nproc-per-node", 2, "--no-python", "/bin/sh", "-c", 'echo "$ROLE_NAME $RANK $0 $1"', "x", "y"
+        )
         assert (result.code, result.lines) == (0, ["default 0 x y", "default 1 x y"]), result.err
 
     def test_run_path_runs_the_file_as_main(self, unirun: Unirun) -> None:
         result = unirun("--run-path", ENVIRON, "x")
-        assert (result.code, result.rows[0]["main"], result.rows[0]["argv"]) == (0, "__main__", ["x"]), result.err
+        assert (result.code, result.rows[0]["main"], result.rows[0]["argv"]) == (0, "__main__", ["x"]), (
+            result.err
+        )
 
     def test_a_directory_with_a_main_runs(self, unirun: Unirun, script: Script) -> None:
         main = script("print(__name__, __file__.rsplit('/', 2)[1:])", "app/__main__.py")
@@ -173,7 +185,18 @@ class TestWhatRuns:
         self, unirun: Unirun
     ) -> None:
         result = unirun(
-            *("--start-method", "exec", "--roles", "a=1,b=1", "--env", "X=job", "--env", "Y=job", "--env", "b:X=role"),
+            *(
+                "--start-method",
+                "exec",
+                "--roles",
+                "a=1,b=1",
+                "--env",
+                "X=job",
+                "--env",
+                "Y=job",
+                "--env",
+                "b:X=role",
+            ),
             ENVIRON,
             env={"X": "shell", "Y": "shell", "Z": "shell", "OMP_NUM_THREADS": "3"},
         )
@@ -184,7 +207,9 @@ class TestWhatRuns:
     def test_variables_that_count_at_import_reach_a_forked_worker_by_a_spawner_of_its_own(
         self, unirun: Unirun, script: Script
     ) -> None:
-        train = script("import os, torch; print(os.environ['ROLE_NAME'], torch.get_num_threads(), os.environ.get('PYTHONX'))")
+        train = script(
+            "import os, torch; print(os.environ['ROLE_NAME'], torch.get_num_threads(), os.environ.get('PYTHONX'))"
+        )
         result = unirun(
             *("--roles", "a=1,b=1", "--env", "a:OMP_NUM_THREADS=1", "--env", "b:OMP_NUM_THREADS=2"),
             *("--env", "b:PYTHONX=y"),
@@ -263,7 +288,16 @@ class TestAJobFile:
         by_file = self.plan(unirun, "--config", job, *override)
         by_flags = self.plan(
             unirun,
-            *("--name", "ppo-run", "--roles", "actor=4,rollout=1", "--max-restarts", 1, "--max-restarts", "rollout=5"),
+            *(
+                "--name",
+                "ppo-run",
+                "--roles",
+                "actor=4,rollout=1",
+                "--max-restarts",
+                1,
+                "--max-restarts",
+                "rollout=5",
+            ),
             *("--env", "K=v", "--env", "rollout:K=own", train, "--x", "0.1"),
         )
         assert by_file["workers"] == by_flags["workers"]
@@ -273,7 +307,9 @@ class TestAJobFile:
 
     def test_a_flag_wins_over_the_file(self, unirun: Unirun, script: Script) -> None:
         job = script(self.YAML.format(script=script("")), "job.yaml")
-        plan = self.plan(unirun, "--max-restarts", 7, "--roles", "actor=1", "--env", "K=flag", "--config", job)
+        plan = self.plan(
+            unirun, "--max-restarts", 7, "--roles", "actor=1", "--env", "K=flag", "--config", job
+        )
         assert [(r["name"], r["count"], r["max_restarts"]) for r in plan["spec"]["roles"]] == [
             ("actor", 1, 7),
             ("rollout", 3, 7),
@@ -281,7 +317,9 @@ class TestAJobFile:
         assert plan["spec"]["env"] == {"K": "flag"}
 
     def test_gives_its_config_to_the_workers(self, unirun: Unirun, script: Script) -> None:
-        train = script("import json, sys, unirun; print(json.dumps([dict(unirun.init().config), sys.argv[1:]]))")
+        train = script(
+            "import json, sys, unirun; print(json.dumps([dict(unirun.init().config), sys.argv[1:]]))"
+        )
         job = script(self.YAML.format(script=train), "job.yaml")
         result = unirun("--config", job, "config.n=1", "config.lr=2.5", "roles.actor=1")
         assert result.code == 0, result.err
@@ -299,7 +337,9 @@ class TestOneRoleIsTorchrun:
         result = unirun("--role", "learner", "--no-python", "/bin/sh", "-c", "echo $ROLE_NAME")
         assert (result.code, result.out) == (0, "learner\n"), result.err
 
-    def test_the_same_script_gives_the_same_result_under_torchrun(self, unirun: Unirun, script: Script) -> None:
+    def test_the_same_script_gives_the_same_result_under_torchrun(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import os, torch, torch.distributed as dist
@@ -312,7 +352,7 @@ class TestOneRoleIsTorchrun:
                 value = torch.randn(3)
                 dist.all_reduce(value)
                 rank, local = dist.get_rank(), os.environ["LOCAL_RANK"]
-                print("result", rank, local, dist.get_world_size(), value.tolist(), flush=True)
+                print(f"result {rank} {local} {dist.get_world_size()} {value.tolist()}\\n", end="", flush=True)
                 dist.destroy_process_group()
 
             main()
@@ -348,13 +388,23 @@ class TestOneRoleIsTorchrun:
 
     def test_a_virtual_local_rank_is_0_everywhere(self, unirun: Unirun) -> None:
         result = unirun("--virtual-local-rank", "--nproc-per-node", 2, "--start-method", "exec", ENVIRON)
-        assert [(row["rank"], row["env"]["LOCAL_RANK"]) for row in result.rows] == [(0, "0"), (1, "0")], result.err
+        assert [(row["rank"], row["env"]["LOCAL_RANK"]) for row in result.rows] == [(0, "0"), (1, "0")], (
+            result.err
+        )
 
 
 class TestWithoutALauncher:
-    def test_init_gives_one_role_with_one_rank_under_plain_python(self, unirun: Unirun, script: Script) -> None:
-        train = script("import unirun; c = unirun.init(); print(c.role, c.rank, c.world_size, dict(c.config), c.generation)")
+    def test_init_gives_one_role_with_one_rank_under_plain_python(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            "import unirun; c = unirun.init(); print(c.role, c.rank, c.world_size, dict(c.config), c.generation)"
+        )
         done = subprocess.run(
-            [sys.executable, str(train)], env=unirun.environment(), capture_output=True, text=True, timeout=START
+            [sys.executable, str(train)],
+            env=unirun.environment(),
+            capture_output=True,
+            text=True,
+            timeout=START,
         )
         assert (done.returncode, done.stdout) == (0, "default 0 1 {} 0\n"), done.stderr

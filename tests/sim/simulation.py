@@ -191,11 +191,17 @@ class Simulation:
             )
 
     def _must_have_stores(self) -> None:
-        """Ranks of a role that runs can meet: the store of its generation is served."""
+        """Ranks of a role that runs can meet: the store of its generation is served.
+
+        Once no worker of the role is left on the node of its store, an end of the store goes unnoticed.
+        """
         for role in self.state.roles.values():
             if self.master_alive and self.state.phase is JobPhase.RUNNING and role.live:
                 broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
                 assert not broken, f"{role.name} runs on without its ranks {broken}"
+                leader = self.plan.placement.of_role(role.name)[0].node
+                if all(worker.node != leader for worker in role.live):
+                    continue
                 store = self.stores.get(role.name)
                 assert store is not None, f"no store was opened for {role.name}"
                 assert store.alive, f"the store of {role.name} is gone"

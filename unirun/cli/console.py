@@ -73,7 +73,8 @@ class Console:
         if not data.endswith((b"\n", b"\r")):
             data += b"\n"
         if prefix:
-            body = data[:-1].replace(b"\r\n", b"\n")
+            data = data.replace(b"\r\n", b"\n")
+            body = data[:-1]
             for end in (b"\n", b"\r"):
                 body = body.replace(end, end + prefix)
             data = prefix + body + data[-1:]

@@ -54,8 +54,8 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
             "free some space, or set UNIRUN_HOME to another directory",
         ) from error
 
-    def run_master(owner: int | None) -> None:
-        asyncio.run(Master(job, spec, placement, socket.socket(fileno=of_master[1])).run(owner))
+    def run_master(owner: int | None, agent: int) -> None:
+        asyncio.run(Master(job, spec, placement, socket.socket(fileno=of_master[1])).run(owner, agent))
 
     if not detach:
         adopt_orphans()

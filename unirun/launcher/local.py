@@ -30,14 +30,15 @@ def launch(
     spec: JobSpec,
     node: str,
     endpoints: Mapping[str, Endpoint],
-    run_master: Callable[[int | None], None],
+    run_master: Callable[[int | None, int], None],
     *,
     of_master: Sequence[int],
     detach: bool,
 ) -> Launched:
     """Fork the master and the agent of `job`; both survive this process only when `detach` is given.
 
-    `run_master` is called in the master's process with the pid that it must not outlive. The descriptors
+    `run_master` is called in the master's process with the pid that it must not outlive (None when detached)
+    and that of the agent, whose end it must notice even before the agent has joined. The descriptors
     `of_master` stay open there only, and the `endpoints` in the agent only: what listens, and what is locked,
     ends with its owner. Forking shares what is imported already. Call it before any thread is started.
     """
@@ -52,7 +53,7 @@ def launch(
     agent = _fork("unirun-agent", job, "agent.log", run_agent, owner)
     for endpoint in endpoints.values():
         endpoint.close()
-    master = _fork("unirun-master", job, "master.log", run_master, owner)
+    master = _fork("unirun-master", job, "master.log", lambda pid: run_master(pid, agent), owner)
     for handle in of_master:
         os.close(handle)
     return Launched(master, agent)

@@ -54,10 +54,16 @@ class Master:
         self._cpu: dict[str, float] = {}
         self._dirty = False
 
-    async def run(self, owner_pid: int | None) -> int:
-        """Lead the job to its end; `owner_pid` is the CLI that it must not outlive. Returns the exit code."""
+    async def run(self, owner_pid: int | None, agent_pid: int) -> int:
+        """Lead the job to its end. Returns the exit code.
+
+        `owner_pid` is the CLI that the job must not outlive; `agent_pid` the agent of this host, whose end is
+        noticed by its stream once it has joined, and by its process before.
+        """
         loop = asyncio.get_running_loop()
-        owner = ProcessWatch(owner_pid, lambda: self._apply(OwnerLost())) if owner_pid else None
+        watches = [ProcessWatch(agent_pid, self._agent_gone)]
+        if owner_pid is not None:
+            watches.append(ProcessWatch(owner_pid, lambda: self._apply(OwnerLost())))
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
         )
@@ -71,9 +77,14 @@ class Master:
             server.close()
             self._persist()
             self._log.close()
-            if owner is not None:
-                owner.close()
+            for watch in watches:
+                watch.close()
         return self._ended.code if self._ended else 1
+
+    def _agent_gone(self) -> None:
+        node = self._state.placement.nodes[0]
+        if node not in self._agents:
+            self._apply(AgentLost(node, f"it died before it joined; see {self._job.path / 'agent.log'}"))
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Sample):

@@ -34,7 +34,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events in `path`, the oldest first. A last line that is not whole yet is left out."""
+    """The events in `path`, the oldest first. A line that is not whole (yet, or for want of space) is left out."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -43,4 +43,4 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
         try:
             yield json.loads(line)
         except ValueError:
-            return
+            continue

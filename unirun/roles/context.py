@@ -84,7 +84,9 @@ class Context:
 
         The order is that of the names, then of the ranks: with 2 actors and 3 rollouts,
         ``group("actor", "rollout")`` has actor:0, actor:1, rollout:0, rollout:1, rollout:2 as its ranks 0..4. In
-        calls of `torch.distributed` with ``group=`` this group, `src` and `dst` are these ranks.
+        calls of `torch.distributed` with ``group=`` this group, `src` and `dst` are these ranks. To learn one's own,
+        ask `group_rank` or ``group.rank()``: ``torch.distributed.get_rank(group)`` translates the rank in the
+        default group, which means nothing here.
 
         Every member must call it, with the same names in the same order. It is built once per generation: as
         long as no role was restarted, later calls return the same group. When a role is restarted, operations

@@ -8,6 +8,7 @@ that hold different views wait in different places until their agents have told 
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -236,9 +237,27 @@ def _build(rank: int, size: int, name: str, store: Store, backend: str, timeout:
     finally:
         if default is not None and device is not None:
             default.bound_device_id = device
-    module._world.pg_group_ranks[pg] = {each: each for each in range(size)}
+    module._world.pg_group_ranks[pg] = _OwnRanks(rank, size)
     formed: ProcessGroup = pg
     return formed
+
+
+class _OwnRanks(dict[int, int]):
+    """The ranks of a group, each its own global rank, and the right answer for ``get_rank(group)``.
+
+    torch looks there for the rank that this process has in the default group, which means another member here
+    (without this, rollout:0 would be told the rank of actor:0). That one question is told by who asks it.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__({each: each for each in range(size)})
+        self._rank = rank
+
+    def __getitem__(self, key: int) -> int:
+        asking = sys._getframe(1).f_back
+        if asking is not None and asking.f_code is c10d().get_rank.__code__:
+            return self._rank
+        return super().__getitem__(key)
 
 
 def _forget(pg: ProcessGroup) -> None:

@@ -18,7 +18,7 @@ BY_SPELLING = {spelling: option for option in OPTIONS for spelling in option.spe
 def sample(action: argparse.Action) -> str:
     """A value that both commands allow; unirun knows what torchrun looks up later."""
     choices = action.choices or BY_SPELLING[action.option_strings[0]].choices
-    return str([*choices][0]) if choices else "some-value"
+    return str(next(iter(choices))) if choices else "some-value"
 
 
 def taken(argv: list[str], dest: str) -> object:

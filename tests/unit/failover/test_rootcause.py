@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -71,7 +72,7 @@ def test_an_episode_holds_the_last_failure_and_has_no_long_silence(found: list[F
     assert chosen
     assert all(f.generation == latest[f.role] for f in chosen)
     assert chosen[-1].time == max(f.time for f in found if f.generation == latest[f.role])
-    assert all(b.time - a.time <= 5.0 for a, b in zip(chosen, chosen[1:], strict=False))
+    assert all(b.time - a.time <= 5.0 for a, b in itertools.pairwise(chosen))
 
 
 def test_a_kill_that_is_seen_after_its_consequence_is_the_cause() -> None:

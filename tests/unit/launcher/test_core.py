@@ -46,6 +46,7 @@ from unirun.wire.messages import (
     SpawnerReady,
     SpawnFailed,
     StopWorkers,
+    StoreEnded,
     View,
     WorkerError,
     WorkerExited,
@@ -177,6 +178,14 @@ class TestAWorker:
         assert agent.told(WorkerExited) == [WorkerExited("actor", 0, 0, 6.0, 1, None, None, error, "n", "")]
         assert [*agent.state.workers] == [2]
 
+    def test_that_has_failed_has_a_grace_to_end_and_stays_a_failure_when_it_is_killed(self) -> None:
+        error = WorkerError("ValueError: x", "Trace", 5.0)
+        agent = Agent().alive().on(FromWorker(1, error))
+        assert agent.commands == [After(30.0, GraceOver(1))]
+        assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
+        (end,) = agent.spawner(Reaped(1, 36.0, None, KILL)).told(WorkerExited)
+        assert (end.signal, end.asked, end.error) == (KILL, None, error)
+
     def test_that_ends_without_a_word_is_told_of_with_its_tail(self) -> None:
         agent = Agent().alive().on(FromSpawner(TORCH, Reaped(1, 6.0, None, 11), tail="the end"))
         assert agent.told(WorkerExited)[0].tail == "the end"
@@ -261,6 +270,18 @@ class TestLeaving:
         agent = Agent(spawners={TORCH: False}).on(launch(), MasterLost("gone"))
         assert len(agent.told(WorkerExited)) == 2
         assert agent.commands[-1] == Leave()
+
+
+class TestAStoreThatDies:
+    def test_makes_its_role_fail_as_nobody_could_come_late(self) -> None:
+        agent = Agent().alive().spawner(StoreEnded("actor", 5.0, "its process was killed"))
+        assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
+        (end,) = agent.spawner(Reaped(1, 6.0, None, KILL)).told(WorkerExited)
+        assert (end.asked, end.note) == (None, "the store of its role is gone: its process was killed")
+
+    def test_is_of_no_interest_to_workers_that_are_told_to_end_or_to_other_roles(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
+        assert agent.spawner(StoreEnded("actor", 5.0, "x"), StoreEnded("rollout", 5.0, "x")).commands == []
 
 
 class TestASpawnerThatDies:

@@ -134,7 +134,7 @@ def test_a_child_finds_the_usual_signal_handlers(spawner: Spawner) -> None:
 def test_nothing_of_a_workers_group_is_left_when_its_end_is_told(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "sleep 100 & echo $!; exit 0"))
     spawner.next(Forked)
-    spawner.next(Reaped)
+    spawner.until(Reaped)
     assert gone(int((spawner.folder / "1" / "stdout.log").read_text()))
 
 

@@ -1,0 +1,148 @@
+"""What is shown, and how a line looks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from unirun.cli.console import Console, Prefixer, shown
+from unirun.cli.tables import age, megabytes, print_table
+from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
+
+
+@pytest.mark.parametrize(
+    ("log", "local_rank", "stdout", "stderr"),
+    [
+        (LogSpec(), 0, True, True),
+        (LogSpec(redirects="3"), 0, False, False),
+        (LogSpec(redirects="1"), 0, False, True),
+        (LogSpec(redirects="2"), 5, True, False),
+        (LogSpec(redirects="3", tee="1"), 0, True, False),
+        (LogSpec(redirects="3", tee="3"), 0, True, True),
+        (LogSpec(redirects="0:3,2:1"), 0, False, False),
+        (LogSpec(redirects="0:3,2:1"), 1, True, True),
+        (LogSpec(redirects="0:3,2:1"), 2, False, True),
+        (LogSpec(redirects="3", tee="1:2"), 1, False, True),
+        (LogSpec(local_ranks_filter=(1,)), 0, False, False),
+        (LogSpec(local_ranks_filter=(1,)), 1, True, True),
+        (LogSpec(local_ranks_filter=()), 1, False, False),
+    ],
+)
+def test_a_stream_is_shown_as_redirects_tee_and_filter_say(
+    log: LogSpec, local_rank: int, stdout: bool, stderr: bool
+) -> None:
+    assert (shown(log, local_rank, 1), shown(log, local_rank, 2)) == (stdout, stderr)
+
+
+def spec(*counts: int) -> JobSpec:
+    names = ("actor", "rollout")
+    roles = tuple(RoleSpec(n, c, Entry("script", "a.py")) for n, c in zip(names, counts, strict=False))
+    return JobSpec("job", "job", roles, names[: len(counts)])
+
+
+class TestAPrefix:
+    def test_names_role_and_rank(self) -> None:
+        assert Prefixer(spec(2, 1), False, None)("actor", 1, 0) == b"[actor:1] "
+
+    def test_is_left_out_when_there_is_one_worker(self) -> None:
+        assert Prefixer(spec(1), True, None)("actor", 0, 0) == b""
+        assert Prefixer(spec(1, 1), False, None)("actor", 0, 0) == b"[actor:0] "
+
+    def test_has_the_colour_of_its_role(self) -> None:
+        prefix = Prefixer(spec(2, 2), True, None)
+        assert prefix("actor", 0, 0)[:5] == prefix("actor", 1, 1)[:5] != prefix("rollout", 0, 0)[:5]
+        assert prefix("actor", 0, 0).endswith(b"\x1b[0m")
+
+    def test_follows_torchruns_template(self) -> None:
+        prefix = Prefixer(spec(1), False, "${role_name}/$rank/$local_rank/$other|")
+        assert prefix("actor", 3, 1) == b"actor/3/1/$other|"
+
+
+@pytest.fixture
+def console() -> Iterator[Console]:
+    made = Console(quiet=False)
+    yield made
+    made.close(20.0)
+
+
+class TestTheConsole:
+    @pytest.mark.parametrize(
+        ("data", "written"),
+        [
+            (b"one\ntwo\n", b"[a] one\n[a] two\n"),
+            (b"cut off", b"[a] cut off\n"),
+            (b"\n", b"[a] \n"),
+            (b"\xff\xfe\n", b"[a] \xff\xfe\n"),
+            (b"dos\r\nlines\r\n", b"[a] dos\n[a] lines\n"),
+        ],
+    )
+    def test_puts_the_prefix_before_each_line(
+        self, console: Console, capfdbinary: pytest.CaptureFixture[bytes], data: bytes, written: bytes
+    ) -> None:
+        console.lines(1, b"[a] ", data)
+        assert capfdbinary.readouterr() == (written, b"")
+
+    def test_leaves_a_single_workers_output_as_it_is(
+        self, console: Console, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
+        console.lines(2, b"", b"10%\r20%\rdone\n")
+        assert capfdbinary.readouterr() == (b"", b"10%\r20%\rdone\n")
+
+    def test_says_its_own_lines_on_stderr(
+        self, console: Console, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
+        console.note("a\nb")
+        console.live("not on a pipe")
+        console.close(20.0)
+        assert capfdbinary.readouterr() == (b"", b"unirun: a\nunirun: b\n")
+
+    def test_is_quiet_but_for_errors(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        console = Console(quiet=True)
+        console.note("hidden")
+        console.error("shown")
+        console.close(20.0)
+        assert capfdbinary.readouterr().err == b"unirun: shown\n"
+
+    def test_goes_on_when_nobody_reads_any_more(
+        self, console: Console, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as closed:
+            monkeypatch.setattr("sys.stdout", closed)
+            console.lines(1, b"", b"lost\n")
+            console.lines(1, b"", b"lost too\n")
+
+
+class TestATable:
+    def test_is_aligned_and_never_cut(self, capsys: pytest.CaptureFixture[str]) -> None:
+        print_table(["A", "LONG"], [["x" * 200, "1"], ["y", ""]])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "A" + " " * 201 + "LONG"
+        assert lines[1] == "x" * 200 + "  1"
+        assert lines[2] == "y"
+
+    def test_may_be_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
+        print_table(["A", "B"], [])
+        assert capsys.readouterr().out == "A  B\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0 s"),
+        (8.9, "8 s"),
+        (185, "3 min 5 s"),
+        (9600, "2 h 40 min"),
+        (442_800, "5 d 3 h"),
+        (60, "1 min 0 s"),
+    ],
+)
+def test_a_duration_reads_as_people_say_it(seconds: float, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_memory_reads_in_megabytes() -> None:
+    assert (megabytes(None), megabytes(34_600_000)) == ("", "35 MB")

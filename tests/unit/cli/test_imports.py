@@ -1,0 +1,78 @@
+"""What a command does not need it does not import: that is why it answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unirun.observe import JobStatus
+from unirun.rendezvous import create_job
+from unirun.wire import new_token
+
+PROBE = """
+import json, sys
+from unirun.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as leave:
+    code = leave.code
+print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with a job that has ended."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    job, lock = create_job("done-1", new_token())
+    job.write_json("state.json", JobStatus("done-1", "done", "succeeded", "", 1.0, 2.0, 0, ()).to_json())
+    os.close(lock)
+    return tmp_path
+
+
+def imported(*argv: str) -> set[str]:
+    probe = subprocess.run(
+        [sys.executable, "-c", PROBE, *argv], capture_output=True, text=True, timeout=30, check=True
+    )
+    code, modules = json.loads(probe.stderr.splitlines()[-1])
+    assert code == 0, probe.stderr
+    return set(modules)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["completion", "bash"], ["completion", "zsh"]], ids=" ".join)
+def test_help_and_completion_import_next_to_nothing(argv: list[str]) -> None:
+    heavy = {"torch", "numpy", "asyncio", "omegaconf", "yaml", "rich", "psutil", "pynvml", "socket"}
+    assert imported(*argv) & heavy == set()
+
+
+@pytest.mark.parametrize(
+    "argv", [["status"], ["ls"], ["stop"], ["status", "--json"], ["ls", "--json"]], ids=" ".join
+)
+def test_looking_at_jobs_imports_neither_torch_nor_a_table(home: Path, argv: list[str]) -> None:
+    heavy = {"torch", "numpy", "omegaconf", "yaml", "rich", "psutil", "pynvml"}
+    assert imported(*argv) & heavy == set()
+
+
+def test_a_plan_imports_no_torch(home: Path, scripts: Path) -> None:
+    assert imported("plan", "--roles", "a=2", "train.py") & {"torch", "numpy", "omegaconf", "rich"} == set()
+
+
+def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> None:
+    (scripts / "job.yaml").write_text("{roles: {a: 2}, script: train.py}")
+    modules = imported("plan", "--config", "job.yaml")
+    assert "torch" not in modules
+    assert "omegaconf" in modules
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    assert "torch" not in output
+    assert "unirun.roles" not in output

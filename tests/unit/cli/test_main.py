@@ -1,0 +1,172 @@
+"""Every error is one line with what to do, and an exit code that means something."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from unirun.cli import SUBCOMMANDS, main
+from unirun.observe import JobStatus, RoleStatus, WorkerStatus
+from unirun.rendezvous import JobDir, create_job
+from unirun.wire import new_token
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    return tmp_path / "home"
+
+
+def call(*argv: str) -> int:
+    with pytest.raises(SystemExit) as leave:
+        main([*argv])
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
+
+
+def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
+    job, lock = create_job(run_id, new_token())
+    worker = WorkerStatus(0, "exited", "n0", 1, None, "exit code 7")
+    role = RoleStatus("actor", "failed", 1, 1, 1, (worker,))
+    job.write_json("state.json", JobStatus(run_id, "t", phase, "why", 1.0, 9.0, code, (role,)).to_json())
+    for incarnation in (0, 1):
+        logs = job.worker_logs("actor", 0, incarnation)
+        logs.mkdir(parents=True)
+        (logs / "stdout.log").write_bytes(f"out {incarnation}\nlast".encode())
+        (logs / "stderr.log").write_bytes(b"err\n")
+    os.close(lock)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["nowhere.py"], 2, "unirun: roles.default: script 'nowhere.py' does not exist; looked in"),
+        (["--max-restart5", "1", "train.py"], 2, "did you mean '--max-restarts'?"),
+        (["--roles", "a=0", "train.py"], 2, "unirun: roles.a.count: expected a number from 1"),
+        (["--nnodes", "2", "train.py"], 2, "this version of unirun runs on one node"),
+        (["status", "x"], 2, "unirun: there are no jobs; start one with"),
+        (["stop", "--signal", "NONE"], 2, "'NONE' is no signal"),
+        (["logs", "-n", "-1"], 2, "-n wants a number"),
+        (["status", "--jso0n"], 2, "unirun: unrecognized arguments: --jso0n; see unirun status --help"),
+        (["completion", "fish"], 2, "invalid choice: 'fish'"),
+        (["plan", "--roles", "a=1"], 2, "nothing to run"),
+    ],
+)
+def test_an_error_is_one_line_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], argv: list[str], code: int, says: str
+) -> None:
+    assert call(*argv) == code
+    output = capsys.readouterr()
+    assert says in output.err
+    assert len(output.err.splitlines()) == 1
+    assert output.out == ""
+
+
+def test_a_taken_port_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert call("--master-port", str(server.getsockname()[1]), "train.py") == 4
+    assert "address already in use" in capsys.readouterr().err
+    assert not (home / "jobs").exists(), "nothing was made"
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out.startswith("unirun 0.")
+    assert call() == call("-h") == 0
+    assert "unirun --roles actor=4,rollout=4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert call(name, "--help") == 0
+    assert "usage: unirun" in capsys.readouterr().out
+
+
+class TestStatus:
+    def test_tells_how_a_job_stands(self, capsys: pytest.CaptureFixture[str]) -> None:
+        ended("train-1")
+        assert call("status") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "job train-1: failed, exit code 7, 8 s"
+        assert lines[1] == "reason: why"
+        assert lines[-1].split()[:4] == ["actor:0", "exit", "code", "7"]
+
+    def test_tells_all_of_it_to_programs(self, capsys: pytest.CaptureFixture[str]) -> None:
+        job = ended("train-1")
+        assert call("status", "train", "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["code"], found["dir"], found["logs"]) == (7, str(job.path), str(job.logs))
+
+
+class TestLs:
+    def test_lists_what_there_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+        ended("a-1")
+        ended("b-1", "succeeded", 0)
+        assert call("ls") == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert rows[0][:4] == ["JOB", "STATE", "EXIT", "ROLES"]
+        assert [row[:4] for row in rows[1:]] == [
+            ["a-1", "failed", "7", "actor=1"],
+            ["b-1", "succeeded", "0", "actor=1"],
+        ]
+
+    def test_lists_a_directory_that_holds_no_state_as_lost(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _, lock = create_job("odd", new_token())
+        assert call("ls") == 0
+        assert "odd  starting" in capsys.readouterr().out
+        os.close(lock)
+        assert call("ls") == 0
+        assert "odd  lost" in capsys.readouterr().out
+
+
+class TestLogs:
+    def test_shows_the_last_incarnation_or_all(self, capfd: pytest.CaptureFixture[str]) -> None:
+        ended("train-1")
+        assert call("logs") == 0
+        assert capfd.readouterr().out == "[actor:0] out 1\n[actor:0] last\n[actor:0] err\n"
+        assert call("logs", "train-1", "actor:0", "--all", "--stdout", "-n", "1") == 0
+        assert capfd.readouterr().out == "[actor:0] last\n[actor:0] last\n"
+
+    def test_follows_a_job_that_has_ended_to_its_end(self, capfd: pytest.CaptureFixture[str]) -> None:
+        ended("train-1")
+        assert call("logs", "-f", "train-1", "--stderr") == 0
+        assert capfd.readouterr().out == "[actor:0] err\n" * 2
+
+    def test_names_the_roles_there_are(self, capfd: pytest.CaptureFixture[str]) -> None:
+        ended("train-1")
+        assert call("logs", "train-1", "aktor") == 2
+        assert "has no role 'aktor'; it has actor" in capfd.readouterr().err
+
+
+def test_a_job_that_has_ended_needs_no_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    ended("train-1")
+    assert call("stop", "train-1") == 0
+    assert capsys.readouterr().out == "job train-1 has ended already: failed\n"
+
+
+class TestAPlan:
+    def test_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+        assert call("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].split()[:5] == ["ROLE", "RANK", "NODE", "SLOT", "COMMAND"]
+        assert [line.split()[:2] for line in lines[2:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
+        assert "train.py --lr 1" in lines[2]
+        assert not home.exists(), "a plan makes nothing"
+
+    def test_is_for_programs_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+        argv = ["--roles", "actor=2", "--env", "A=1", "--master-port", "29500", "train.py"]
+        assert call("plan", "--json", *argv) == 0
+        plan = json.loads(capsys.readouterr().out)
+        first, second = plan["workers"]
+        assert (first["env"]["MASTER_PORT"], first["env"]["A"], second["env"]["RANK"]) == ("29500", "1", "1")
+        assert plan["spec"]["roles"][0]["count"] == 2
+        assert call("plan", *argv, "--json") == 0, "what follows the script is the script's"
+        assert capsys.readouterr().out.startswith("job train-")

@@ -1,0 +1,317 @@
+"""Streams over real unix sockets: who gets in, what arrives, and how an end is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import AuthError, ConnectionLost, FrameError, RendezvousError, WireError
+from unirun.wire import (
+    BlockingStream,
+    Stream,
+    accept,
+    connect,
+    encode,
+    encode_frame,
+    frames,
+    listen,
+    new_token,
+)
+from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake
+from unirun.wire.messages import Message, Notice, Shutdown, Stop
+
+SOON = 20.0
+
+
+@pytest.fixture(params=["short", "long"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where the socket lies; the kernel takes 107 bytes at most."""
+    folder = tmp_path
+    if request.param == "long":
+        for _ in range(6):
+            folder /= "d" * 40
+        folder.mkdir(parents=True)
+        assert len(os.fsencode(folder)) > 200
+    return folder / "agent.sock"
+
+
+TOKEN, OTHER = new_token(), new_token()
+
+
+def over_asyncio(path: Path, talk: Callable[[Stream, Stream], Awaitable[None]]) -> None:
+    """Let the two ends of one stream talk."""
+
+    async def main() -> None:
+        accepted: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set_result(await accept(reader, writer, TOKEN))
+
+        server = await asyncio.start_unix_server(serve, sock=listen(path))
+        client = await connect(path, TOKEN)
+        async with asyncio.timeout(SOON):
+            await talk(client, await accepted)
+        await client.close()
+        await (await accepted).close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_messages_go_both_ways_in_order(path: Path) -> None:
+    async def talk(client: Stream, server: Stream) -> None:
+        sent = [Notice("actor:0", f"{n}") for n in range(100)]
+        for message in sent:
+            client.send(message)
+        assert [await server.receive() for _ in sent] == sent
+        server.send(Shutdown())
+        assert await client.receive() == Shutdown()
+
+    over_asyncio(path, talk)
+
+
+def test_a_large_message_arrives_whole(path: Path) -> None:
+    async def talk(client: Stream, server: Stream) -> None:
+        message = Notice("x", "y" * (8 << 20))
+        client.send(message)
+        assert await server.receive() == message
+
+    over_asyncio(path, talk)
+
+
+def test_an_end_is_told_after_what_was_sent_before(path: Path) -> None:
+    async def talk(client: Stream, server: Stream) -> None:
+        client.send(Notice("a", "last words"))
+        await client.close()
+        assert await server.receive() == Notice("a", "last words")
+        with pytest.raises(ConnectionLost):
+            await server.receive()
+        server.send(Shutdown())  # to a peer that is gone: no error here, receive tells
+
+    over_asyncio(path, talk)
+
+
+@contextmanager
+def serving(path: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """A server in a thread: `serve` gets the first connection."""
+    listener = listen(path)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(SOON)
+            try:
+                serve(connection)
+            except OSError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join(SOON)
+    listener.close()
+    assert not thread.is_alive()
+
+
+def raw(message: Message) -> bytes:
+    return encode_frame(encode(message))
+
+
+class TestABlockingStream:
+    def test_speaks_with_one_on_an_event_loop(self, path: Path) -> None:
+        async def main() -> None:
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                stream = await accept(reader, writer, TOKEN)
+                stream.send(await stream.receive())
+                await stream.close()
+
+            async with await asyncio.start_unix_server(serve, sock=listen(path)):
+                await asyncio.to_thread(talk)
+
+        def talk() -> None:
+            with BlockingStream.connect(path, TOKEN) as stream:
+                stream.send(Stop(15, "please", 1.5))
+                assert stream.receive(SOON) == Stop(15, "please", 1.5)
+                with pytest.raises(ConnectionLost):
+                    stream.receive(SOON)
+
+        asyncio.run(main())
+
+    def test_gives_what_has_come_in_one_read(self) -> None:
+        ours, theirs = socket.socketpair()
+        stream = BlockingStream(ours)
+        theirs.sendall(raw(Notice("a", "1")) + raw(Notice("a", "2")) + raw(Notice("a", "3"))[:-1])
+        assert list(stream.drain()) == [Notice("a", "1"), Notice("a", "2")]
+        theirs.sendall(raw(Notice("a", "3"))[-1:])
+        assert list(stream.drain()) == [Notice("a", "3")]
+        theirs.close()
+        with pytest.raises(ConnectionLost):
+            list(stream.drain())
+        stream.close()
+        stream.close()
+
+    def test_waits_no_longer_than_it_is_told_to(self) -> None:
+        ours, theirs = socket.socketpair()
+        with (
+            BlockingStream(ours) as stream,
+            theirs,
+            pytest.raises(RendezvousError, match=r"sent nothing for 0\.02 s"),
+        ):
+            stream.receive(0.02)
+
+    def test_tells_that_the_peer_is_gone(self) -> None:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        with BlockingStream(ours) as stream:
+            with pytest.raises(ConnectionLost):
+                stream.send(Shutdown())
+            with pytest.raises(ConnectionLost):
+                stream.receive(SOON)
+
+    def test_refuses_garbage_from_a_peer_that_has_proved_the_token(self) -> None:
+        ours, theirs = socket.socketpair()
+        with BlockingStream(ours) as stream, theirs:
+            theirs.sendall(b"\0\0\0\2{}")
+            with pytest.raises(FrameError, match="unknown message"):
+                stream.receive(SOON)
+
+
+class TestWhoIsNotLetIn:
+    def test_a_client_with_another_token_is_told_as_little_as_possible(self, path: Path) -> None:
+        async def main() -> None:
+            refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
+
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                try:
+                    await accept(reader, writer, TOKEN)
+                except WireError as error:
+                    refused.set_result(error)
+
+            async with await asyncio.start_unix_server(serve, sock=listen(path)):
+                with pytest.raises(ConnectionLost, match="is the token right"):
+                    await connect(path, OTHER)
+                assert isinstance(await asyncio.wait_for(refused, SOON), AuthError)
+
+        asyncio.run(main())
+
+    def test_a_client_without_a_token_is_refused_before_its_payload_is_parsed(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parsed: list[bytes] = []
+        parse = frames._parse
+        monkeypatch.setattr(frames, "_parse", lambda body: parsed.append(body) or parse(body))
+
+        async def main() -> None:
+            refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
+
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                try:
+                    stream = await accept(reader, writer, TOKEN)
+                    await stream.receive()
+                except WireError as error:
+                    refused.set_result(error)
+
+            async with await asyncio.start_unix_server(serve, sock=listen(path)):
+                reader, writer = await connect_raw(path)
+                hello = await reader.readexactly(HELLO_SIZE)
+                writer.write(ClientHandshake(OTHER).answer(hello) + raw(Stop(9, "let me in")))
+                assert await asyncio.wait_for(reader.read(), SOON) == b"", "not even a proof comes back"
+                assert isinstance(await asyncio.wait_for(refused, SOON), AuthError)
+                writer.close()
+
+        asyncio.run(main())
+        assert parsed == []
+
+    def test_a_server_with_another_token_is_found_out_by_either_kind(self, path: Path) -> None:
+        def lie(connection: socket.socket) -> None:
+            connection.sendall(ServerHandshake(OTHER).hello())
+            connection.recv(4096)
+            connection.sendall(b"\0" * 32)
+
+        with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
+            BlockingStream.connect(path, TOKEN)
+        path.unlink()
+        with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
+            asyncio.run(connect(path, TOKEN))
+
+    def test_one_who_says_nothing_is_not_waited_for(self, path: Path) -> None:
+        async def main() -> None:
+            refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
+
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                try:
+                    await accept(reader, writer, TOKEN, timeout=0.05)
+                except WireError as error:
+                    refused.set_result(error)
+
+            async with await asyncio.start_unix_server(serve, sock=listen(path)):
+                reader, writer = await connect_raw(path)
+                assert "did not finish the handshake in time" in str(await asyncio.wait_for(refused, SOON))
+                await asyncio.wait_for(reader.read(), SOON)
+                writer.close()
+
+        asyncio.run(main())
+
+    def test_a_silent_server_is_not_waited_for(self, path: Path) -> None:
+        listener = listen(path)
+        began = time.monotonic()
+        with pytest.raises(WireError, match="did not finish the handshake in time"):
+            BlockingStream.connect(path, TOKEN, timeout=0.05)
+        with pytest.raises(WireError, match="did not finish the handshake in time"):
+            asyncio.run(connect(path, TOKEN, timeout=0.05))
+        assert time.monotonic() - began < SOON
+        listener.close()
+
+    def test_a_server_that_hangs_up_is_told_by_name(self, path: Path) -> None:
+        for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(TOKEN).hello())):
+            with serving(path, hang_up), pytest.raises(ConnectionLost):
+                BlockingStream.connect(path, TOKEN)
+            path.unlink()
+            with serving(path, hang_up), pytest.raises(ConnectionLost):
+                asyncio.run(connect(path, TOKEN))
+            path.unlink()
+
+    def test_nobody_listening_is_told_by_name(self, path: Path) -> None:
+        for attempt in (
+            lambda: BlockingStream.connect(path, TOKEN),
+            lambda: asyncio.run(connect(path, TOKEN)),
+        ):
+            with pytest.raises(RendezvousError, match="nobody answers at .*; has the job ended"):
+                attempt()
+
+
+async def connect_raw(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    from unirun.wire.address import unix_address
+
+    with unix_address(path) as address:
+        return await asyncio.open_unix_connection(address)
+
+
+def test_a_socket_is_private(path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        listener = listen(path)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not listener.get_inheritable()
+    listener.close()
+
+
+def test_a_path_that_is_taken_is_an_error_and_leaves_no_descriptor(path: Path) -> None:
+    listener = listen(path)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(OSError, match="in use"):
+        listen(path)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    listener.close()
