@@ -82,6 +82,5 @@ def _assign(spec: JobSpec, node: str, devices: list[str] | None) -> Iterator[Ass
         mask = None if devices is None else tuple(devices[slot : slot + role.count])
         for rank in range(role.count):
             own = mask if mask is None or not spec.virtual_local_rank else mask[rank : rank + 1]
-            local_rank = 0 if spec.virtual_local_rank else rank
-            yield Assignment(role.name, rank, node, slot, local_rank, own)
+            yield Assignment(role.name, rank, node, slot, rank, own)
             slot += 1

@@ -71,7 +71,7 @@ def worker_env(
         **base_env(spec, order.role, inherited),
         "RANK": str(member.rank),
         "WORLD_SIZE": str(order.world_size),
-        "LOCAL_RANK": str(member.local_rank),
+        "LOCAL_RANK": "0" if spec.virtual_local_rank else str(member.local_rank),
         "LOCAL_WORLD_SIZE": str(order.local_world_size),
         "GROUP_RANK": str(order.group_rank),
         "GROUP_WORLD_SIZE": str(order.group_world_size),

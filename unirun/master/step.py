@@ -286,6 +286,8 @@ def _advance(turn: _Turn, role: RoleState) -> None:
 
 
 def _stop(turn: _Turn, event: Stop) -> None:
+    if not 1 <= event.signal < signal.NSIG:
+        raise IllegalTransition(f"there is no signal {event.signal}")
     turn.send(Record("stop", event.reason))
     code = 128 + event.signal
     if turn.state.phase is JobPhase.STOPPING:

@@ -69,6 +69,10 @@ def test_torchruns_contract_and_our_own() -> None:
         assert env[name] == value, name
 
 
+def test_a_virtual_local_rank_is_0_for_every_worker() -> None:
+    assert env_of(spec(virtual_local_rank=True))["LOCAL_RANK"] == "0"
+
+
 def test_built_in_gives_way_to_the_job_and_the_job_to_the_role() -> None:
     role = RoleSpec("actor", 2, Entry("script", "a.py"), env={"B": "role", "C": "role"})
     job = spec(roles=(role,), env={"A": "job", "B": "job", "OMP_NUM_THREADS": "6"})

@@ -500,3 +500,10 @@ def test_old_failures_are_forgotten_one_by_one() -> None:
         job.exits("actor", 0, 1)
     assert len(job.state.failures) == 256
     assert job.state.roles["actor"].phase is RolePhase.STARTING
+
+
+@pytest.mark.parametrize("signum", [0, -9, 65, 10_000])
+def test_a_stop_with_a_signal_that_does_not_exist_is_refused(signum: int) -> None:
+    job = Job({"actor": 1}).running()
+    with pytest.raises(IllegalTransition, match="no signal"):
+        job.on(Stop(signum, "unirun stop"))
