@@ -56,7 +56,7 @@ class TestPlan:
         assert re.search(r"ROLE +RANK +NODE +SLOT +COMMAND", result.out)
         rows = [line for line in result.out.splitlines() if re.match(r"(actor|rollout) ", line)]
         assert len(rows) == 3
-        assert all("--lr 3" in result.out for _ in rows)
+        assert all("--lr 3" in row for row in rows)
 
     def test_in_json_has_everything_and_starts_nothing(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import SOON, START, Unirun, alive, eventually, gone
+from .harness import SOON, START, Unirun, eventually, gone
 
 Script = Callable[..., Path]
 EXEC = ("--start-method", "exec")
@@ -41,7 +41,7 @@ class TestLogFiles:
         self, unirun: Unirun, script: Script, method: str
     ) -> None:
         train = script("import os; print('whole'); print('half', end=''); os.kill(os.getpid(), 9)")
-        result = unirun("--start-method", method, "--roles", "a=1,b=0".replace(",b=0", ""), train)
+        result = unirun("--start-method", method, "--role", "a", train)
         assert result.code == 137
         assert unirun.log("a", 0) == b"whole\nhalf"
         assert result.out == "whole\nhalf\n"
@@ -388,6 +388,3 @@ class TestALogDirectory:
         )
         result = unirun(*EXEC, "--role", "a", "--max-restarts", 1, train)
         assert (result.code, "its log cannot be written" in result.err) == (5, True), result.err
-
-    def test_leaves_nothing_alive_after_all_this(self, unirun: Unirun) -> None:
-        assert not any(map(alive, unirun.processes()))

@@ -52,7 +52,7 @@ def test_whatever_the_job_and_the_host(counts: dict[str, int], devices: int, vir
         known = {str(index) for index in range(devices)}
         assert place.devices
         assert set(place.devices) <= known
-        own = place.devices[place.local_rank]
+        own = place.devices[0 if virtual else place.local_rank]
         assert own == str(place.slot), "cuda:LOCAL_RANK is a device of its own"
 
 
