@@ -34,16 +34,17 @@ for own in (False, True):
         [sys.executable, "-S", "-E", "-c", code], start_new_session=own, stdout=subprocess.PIPE
     )
     child.stdout.readline()
-    print("child", child.pid, flush=True)
+    print(f"child {child.pid}\\n", end="")
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
-        print("child", os.getpid(), flush=True)
+        # In one write: its parent writes to the same file.
+        print(f"child {os.getpid()}\\n", end="", flush=True)
         while True:
             signal.pause()
     os._exit(0)
 os.wait()
-print("up", flush=True)
+print("up\\n", end="", flush=True)
 """
 
 

@@ -85,13 +85,17 @@ class TestARestart:
     def test_gives_a_group_that_works_again_in_a_loop_of_five(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
-            import os, signal, torch, torch.distributed as dist
+            import os, pathlib, signal, time, torch, torch.distributed as dist
             generation = int(os.environ["UNIRUN_GENERATION"])
             dist.init_process_group("gloo")
             value = torch.ones(1)
             dist.all_reduce(value)
             print("sum", generation, int(value), flush=True)
+            pathlib.Path(f"{generation}-{dist.get_rank()}").touch()
             if generation < 5 and dist.get_rank() == generation % 3:
+                # The others are past the collective: a death in the midst of it would be theirs too.
+                while not all(pathlib.Path(f"{generation}-{rank}").exists() for rank in range(3)):
+                    time.sleep(0.001)
                 os.kill(os.getpid(), signal.SIGKILL)
             if generation < 5:
                 dist.barrier()
