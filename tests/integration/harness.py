@@ -233,10 +233,16 @@ class Unirun:
         return processes_of(self.home)
 
     def pid_of(self, title: str) -> int:
-        """The pid of the only process with this title, as ps shows it."""
-        found = [pid for pid, name in self.processes().items() if name == title[:15]]
-        assert len(found) == 1, f"{title}: {self.processes()}"
-        return found[0]
+        """The pid of the only process with this title, as ps shows it.
+
+        Between fork and exec a child still has its parent's title, so there may be two for a moment.
+        """
+
+        def only() -> int | None:
+            found = [pid for pid, name in self.processes().items() if name == title[:15]]
+            return found[0] if len(found) == 1 else None
+
+        return eventually(only, f"one process is called {title}")
 
     def assert_nothing_left(self, within: float = 5.0) -> None:
         """No process of any job is there, or within `within` seconds none will be."""
