@@ -11,23 +11,25 @@ from tests.sim.world import JOB, Clock, Habits, Pipe, Plan
 from unirun.launcher import core, events
 from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
 from unirun.wire.messages import (
-    Forked,
     Hello,
     Join,
-    Kill,
     Message,
-    OpenStore,
-    Preloaded,
-    Reaped,
     Shutdown,
-    Spawn,
-    SpawnFailed,
     StartRole,
     StopWorkers,
-    StoreEnded,
     View,
     WorkerError,
     WorkerExited,
+)
+from unirun.wire.spawning import (
+    Forked,
+    Kill,
+    OpenStore,
+    Preloaded,
+    Reaped,
+    Spawn,
+    SpawnFailed,
+    StoreEnded,
 )
 
 Who = tuple[str, int, int]

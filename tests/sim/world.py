@@ -18,7 +18,8 @@ from unirun.errors import ConnectionLost
 from unirun.launcher.environment import SpawnerKey
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire.messages import Message, decode, encode
+from unirun.wire.codec import decode, encode
+from unirun.wire.messages import Message
 
 JOB = JobDir(Path("/jobs/sim"))
 TORCH: SpawnerKey = (("OMP_NUM_THREADS", "1"),)

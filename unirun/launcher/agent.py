@@ -28,17 +28,16 @@ from unirun.wire.messages import (
     Join,
     Message,
     Notice,
-    OpenStore,
-    Reaped,
+    RoleBrief,
     Sample,
     Shutdown,
-    SpawnFailed,
     StartRole,
     StopWorkers,
     View,
     Welcome,
     WorkerStarted,
 )
+from unirun.wire.spawning import OpenStore, Reaped, SpawnFailed
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
 """What every spawner imports; ``--preload`` adds to it."""
@@ -292,7 +291,7 @@ class Agent:
         self._links.setdefault(worker.id, set()).add(link)
         try:
             if self._state.view is not None:
-                link.send(Welcome(self._state.view, dict(self._spec.config)))
+                link.send(welcome(self._state.view, self._spec))
             self._apply(events.FromWorker(worker.id, hello))
             while True:
                 self._apply(events.FromWorker(worker.id, await link.receive()))
@@ -334,6 +333,23 @@ class Agent:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
+
+
+def welcome(view: View, spec: JobSpec) -> Welcome:
+    """The answer to a worker's hello."""
+    briefs = (
+        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
+        for role in spec.roles
+    )
+    return Welcome(
+        view=view,
+        config=dict(spec.config),
+        name=spec.name,
+        roles=tuple(briefs),
+        collocations=spec.collocations,
+        call_timeout=spec.call_timeout,
+        transport=spec.transport,
+    )
 
 
 def last_words(text: str) -> str:

@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 
 from unirun.launcher import worker
 from unirun.launcher.process import set_title
-from unirun.wire.messages import Spawn
+from unirun.wire.spawning import Spawn
 
 SETUP_FAILED = 126
 """Exit code of a worker whose surroundings could not be made; what is wrong stands in its stderr."""

@@ -35,23 +35,25 @@ from unirun.launcher.events import (
     Worker,
 )
 from unirun.wire.messages import (
-    Forked,
     Hello,
-    Kill,
     Notice,
-    OpenStore,
-    Preloaded,
-    Reaped,
     Shutdown,
     SpawnerReady,
-    SpawnFailed,
     StopWorkers,
-    StoreEnded,
     View,
     WorkerError,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
+)
+from unirun.wire.spawning import (
+    Forked,
+    Kill,
+    OpenStore,
+    Preloaded,
+    Reaped,
+    SpawnFailed,
+    StoreEnded,
 )
 
 LOST_GRACE = 0.4

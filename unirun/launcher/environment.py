@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
 from unirun.spec import JobSpec
-from unirun.wire.messages import Member, Spawn, StartRole
+from unirun.wire.messages import Member, StartRole
+from unirun.wire.spawning import Spawn
 
 # fmt: off
 _AT_IMPORT = (

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from unirun.launcher.environment import SpawnerKey
-from unirun.wire.messages import Message, OpenStore, Shutdown, Spawn, StopWorkers, View, WorkerError
+from unirun.wire.messages import Message, Shutdown, StopWorkers, View, WorkerError
+from unirun.wire.spawning import OpenStore, Spawn
 
 
 class Phase(StrEnum):

@@ -33,10 +33,10 @@ from unirun.launcher.process import (
     title_of,
 )
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import (
+from unirun.wire.messages import Notice
+from unirun.wire.spawning import (
     Forked,
     Kill,
-    Notice,
     OpenStore,
     Preloaded,
     Reaped,

@@ -45,6 +45,7 @@ from unirun.wire.messages import (
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
+    WorkerView,
 )
 
 OWNER_LOST_GRACE = 0.4
@@ -161,7 +162,14 @@ def _send_view(turn: _Turn) -> None:
     state = turn.state
     view = View(
         tuple(
-            RoleView(role.name, len(role.workers), role.generation, _endpoint(state, role.name))
+            RoleView(
+                role.name,
+                len(role.workers),
+                role.generation,
+                _endpoint(state, role.name),
+                role.phase.value,
+                tuple(WorkerView(w.rank, w.incarnation, w.phase.value, {}) for w in role.workers),
+            )
             for role in state.roles.values()
         )
     )

@@ -1,6 +1,6 @@
 """What a job is: frozen values, checked once, built from flags, YAML or Python alike."""
 
-from unirun.spec.job import Entry, EntryKind, JobSpec, LogSpec, RoleSpec, StartMethod
+from unirun.spec.job import Entry, EntryKind, JobSpec, LogSpec, Restart, RoleSpec, StartMethod, Transport
 from unirun.spec.parse import SlotCounter, parse_job
 
 __all__ = [
@@ -8,8 +8,10 @@ __all__ = [
     "EntryKind",
     "JobSpec",
     "LogSpec",
+    "Restart",
     "RoleSpec",
     "SlotCounter",
     "StartMethod",
+    "Transport",
     "parse_job",
 ]

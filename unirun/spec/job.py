@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-EntryKind = Literal["script", "module", "program", "workload"]
+EntryKind = Literal["script", "module", "program", "workload", "trainer"]
+Restart = Literal["role", "process"]
+Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
 
 
@@ -16,7 +18,7 @@ class Entry:
     """What every process of a role runs.
 
     ``script``: a Python file. ``module``: as ``python -m``. ``program``: executed as it is.
-    ``workload``: a class ``pkg.mod:Class`` that serves calls.
+    ``workload``: a class ``pkg.mod:Class`` that serves calls; ``trainer``: one that makes them.
     """
 
     kind: EntryKind
@@ -28,8 +30,10 @@ class Entry:
 class RoleSpec:
     """A named set of `count` identical processes.
 
-    `max_restarts` counts restarts of the whole role after a worker of it failed. `cwd` is None for the
-    directory where `unirun` was called. `env` comes on top of the job's.
+    `restart` says what is started again after a worker failed: every worker of the ``role``, or that ``process``
+    alone, while the others keep their memory; `max_restarts` counts either. `cwd` is None for the directory where
+    `unirun` was called. `env` comes on top of the job's. `per_node` is how many of the role a node shall have, None
+    for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
     """
 
     name: str
@@ -39,6 +43,9 @@ class RoleSpec:
     cwd: str | None = None
     max_restarts: int = 0
     start_method: StartMethod = "fork"
+    restart: Restart = "role"
+    per_node: int | None = None
+    auto_visible_device: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,8 @@ class JobSpec:
     `primary` names the roles whose end is the job's end; the others are stopped then. `config` is the
     user's own, free-form part, which workers find as ``ctx.config``. `master_port` 0 lets each role have a
     free port; a number is taken by the first role. `sample_interval` is how often workers' memory and
-    processor time are read; exits are seen at once, whatever it is.
+    processor time are read; exits are seen at once, whatever it is. `collocations` are groups of roles that share
+    devices. `call_timeout` is how long a call between roles may take, and `transport` what carries it.
     """
 
     name: str
@@ -84,6 +92,9 @@ class JobSpec:
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     event_log: str = "null"
     log: LogSpec = field(default_factory=LogSpec)
+    collocations: tuple[tuple[str, ...], ...] = ()
+    call_timeout: float = 1800.0
+    transport: Transport = "torch"
 
     def role(self, name: str) -> RoleSpec:
         """The role called `name`. Raises KeyError."""
@@ -120,5 +131,6 @@ class JobSpec:
             "primary": tuple(data["primary"]),
             "preload": tuple(data["preload"]),
             "signals": tuple(data["signals"]),
+            "collocations": tuple(tuple(group) for group in data["collocations"]),
         }
         return cls(**plain)

@@ -10,6 +10,7 @@ from typing import Any
 
 from unirun.errors import ConnectionLost, RendezvousError, WireError
 from unirun.wire.address import unix_address
+from unirun.wire.codec import decode, encode
 from unirun.wire.frames import FrameReader, encode_frame
 from unirun.wire.handshake import (
     ANSWER_SIZE,
@@ -20,7 +21,7 @@ from unirun.wire.handshake import (
     ServerHandshake,
     Token,
 )
-from unirun.wire.messages import Message, decode, encode
+from unirun.wire.messages import Message
 
 
 class Stream:

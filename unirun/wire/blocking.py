@@ -13,9 +13,10 @@ from typing import Any
 
 from unirun.errors import ConnectionLost, RendezvousError, WireError
 from unirun.wire.address import unix_address
+from unirun.wire.codec import decode, encode
 from unirun.wire.frames import FrameReader, encode_frame
 from unirun.wire.handshake import DEADLINE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, Token
-from unirun.wire.messages import Message, decode, encode
+from unirun.wire.messages import Message
 
 
 class BlockingStream:

@@ -1,29 +1,24 @@
-"""Every message that crosses a stream, as a frozen value, and its form in JSON.
-
-A message travels as ``{"type": <class name>, …fields}``. `decode` checks each field against its
-annotation, so what a state machine receives has the types that it was written for.
+"""Every message that crosses a stream, as a frozen value; `unirun.wire.codec` has their form in JSON.
 
 ============  =======================================================================
-agent→master  Join SpawnerReady WorkerStarted WorkerRunning WorkerExited Notice Sample
+agent→master  Join SpawnerReady Notice Sample
+              WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerExited
 master→agent  StartRole StopWorkers View Shutdown
-worker→agent  Hello WorkerError
+worker→agent  Hello Serving GroupFormed Metrics WorkerError
 agent→worker  Welcome View
 CLI→master    Attach Stop
 master→CLI    WorkerStarted RoleChanged Notice Ended
-agent→spawner Spawn OpenStore Kill
+agent→spawner Spawn OpenStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreEnded Notice
 ============  =======================================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass
 from typing import Any
 
-from unirun.errors import FrameError
+from unirun.wire.spawning import Forked, Kill, OpenStore, Preloaded, Reaped, Spawn, SpawnFailed, StoreEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +57,62 @@ class WorkerRunning:
     role: str
     rank: int
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker takes calls at `addresses`, by transport. `recoverable`: whether the job can go on without what
+    it holds in memory."""
+
+    addresses: dict[str, str]
+    recoverable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerServing:
+    """`Serving`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    addresses: dict[str, str]
+    recoverable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """A worker that lived on has formed its role's process group again, as `generation`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFormed:
+    """`GroupFormed`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch."""
+
+    values: dict[str, float]
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetrics:
+    """`Metrics`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    values: dict[str, float]
+    time: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +199,29 @@ class StopWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What every worker may know of another.
+
+    `phase`: ``starting``; ``running``, in the user's code without taking calls; ``serving``, at `addresses`;
+    ``lost``, dead, with a successor or without; ``ended``, with exit code 0.
+    """
+
+    rank: int
+    incarnation: int
+    phase: str
+    addresses: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class RoleView:
-    """What every worker may know of a role."""
+    """What every worker may know of a role; `workers` in rank order."""
 
     name: str
     world_size: int
     generation: int
     endpoint: str
+    phase: str
+    workers: tuple[WorkerView, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +248,31 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class RoleBrief:
+    """What the spec says of a role: what it runs (`kind`, `target`), and what is started again (`restart`)."""
+
+    name: str
+    kind: str
+    target: str
+    count: int
+    per_node: int | None
+    restart: str
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
-    """The answer to `Hello`: the roles as they stand, and the user's part of the spec."""
+    """The answer to `Hello`: the roles as they stand, what the spec says of them, and the user's part of it.
+
+    `name` is the job's. `collocations` are the groups of roles that share devices. `call_timeout` is in seconds.
+    """
 
     view: View
     config: dict[str, Any]
+    name: str
+    roles: tuple[RoleBrief, ...]
+    collocations: tuple[tuple[str, ...], ...]
+    call_timeout: float
+    transport: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,91 +310,17 @@ class Ended:
     error_file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    """Start one process. `id` is the agent's name for it; `kind` and `target` are those of the role's entry.
-
-    `fresh`: in a new interpreter instead of a fork that keeps what the spawner imported. `env` is the whole
-    environment. `stdout` and `stderr` are files to append to. `cpus`: the processors it may run on.
-    """
-
-    id: int
-    title: str
-    kind: str
-    target: str
-    args: tuple[str, ...]
-    fresh: bool
-    env: dict[str, str]
-    cwd: str
-    stdout: str
-    stderr: str
-    cpus: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenStore:
-    """Serve a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
-
-    role: str
-    fd: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Send `signal` to the whole process group of a process."""
-
-    id: int
-    signal: int
-
-
-@dataclass(frozen=True, slots=True)
-class Preloaded:
-    """The spawner has imported what it should, in `seconds`, and can fork."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """The process exists."""
-
-    id: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
-    """The process could not be made, at `time`; with id 0, the spawner itself cannot work."""
-
-    id: int
-    time: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEnded:
-    """The store of `role` could not be opened, or has ended at `time`, though nobody asked for it."""
-
-    role: str
-    time: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reaped:
-    """The process has ended at `time` (seconds since the epoch), and its group was sent SIGKILL."""
-
-    id: int
-    time: float
-    code: int | None
-    signal: int | None
-
-
 Message = (
     Join
     | SpawnerReady
     | WorkerStarted
     | WorkerRunning
+    | Serving
+    | WorkerServing
+    | GroupFormed
+    | WorkerFormed
+    | Metrics
+    | WorkerMetrics
     | WorkerError
     | WorkerExited
     | Notice
@@ -331,62 +344,3 @@ Message = (
     | StoreEnded
     | Reaped
 )
-
-_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
-_FIELDS: dict[type[Any], dict[str, Any]] = {}
-
-
-def encode(message: Message) -> dict[str, Any]:
-    """Plain values for a frame."""
-    return {"type": type(message).__name__, **dataclasses.asdict(message)}
-
-
-def decode(payload: dict[str, Any]) -> Message:
-    """The message that `payload` is. Raises `FrameError` for an unknown type or a wrong field."""
-    fields = dict(payload)
-    name = fields.pop("type", None)
-    kind = _TYPES.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise FrameError(f"unknown message {name!r}", "is the peer of another version?")
-    return typing.cast(Message, _build(kind, fields, kind.__name__))
-
-
-def _fields(kind: type[Any]) -> dict[str, Any]:
-    if kind not in _FIELDS:
-        _FIELDS[kind] = typing.get_type_hints(kind)
-    return _FIELDS[kind]
-
-
-def _build(kind: type[Any], fields: dict[str, Any], where: str) -> Any:
-    hints = _fields(kind)
-    unknown = fields.keys() - hints.keys()
-    if unknown:
-        raise FrameError(f"{where} has no field {sorted(unknown)[0]!r}")
-    values = {name: _check(value, hints[name], f"{where}.{name}") for name, value in fields.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise FrameError(f"{where} is incomplete: {error}") from error
-
-
-def _check(value: Any, hint: Any, where: str) -> Any:
-    """`value` as `hint` wants it (lists become tuples, objects become dataclasses)."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        (hint,) = (arg for arg in args if arg is not type(None))
-        return _check(value, hint, where)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_check(item, args[0], where) for item in value)
-    if origin is dict and isinstance(value, dict):
-        return {key: _check(item, args[1], where) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _build(typing.cast(type, hint), dict(value), where)
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(hint, type) and type(value) is hint:
-        return value
-    raise FrameError(f"{where} is {value!r:.80}, expected {hint}")

@@ -32,26 +32,28 @@ from unirun.launcher.events import (
     Worker,
 )
 from unirun.wire.messages import (
-    Forked,
     Hello,
-    Kill,
     Message,
     Notice,
-    OpenStore,
-    Preloaded,
-    Reaped,
     RoleView,
     Shutdown,
-    Spawn,
     SpawnerReady,
-    SpawnFailed,
     StopWorkers,
-    StoreEnded,
     View,
     WorkerError,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
+)
+from unirun.wire.spawning import (
+    Forked,
+    Kill,
+    OpenStore,
+    Preloaded,
+    Reaped,
+    Spawn,
+    SpawnFailed,
+    StoreEnded,
 )
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
@@ -338,7 +340,7 @@ class TestASpawnerThatDies:
 
 
 def test_a_view_is_kept_and_passed_on() -> None:
-    view = View((RoleView("actor", 2, 0, "127.0.0.1:1"),))
+    view = View((RoleView("actor", 2, 0, "127.0.0.1:1", "running", ()),))
     agent = Agent().on(view)
     assert agent.commands == [ToWorkers(view)]
     assert agent.state.view == view

@@ -15,7 +15,8 @@ import pytest
 
 from unirun.errors import ConnectionLost
 from unirun.wire import BlockingStream, encode, encode_frame
-from unirun.wire.messages import Forked, Kill, Message, Preloaded, Reaped, Spawn, SpawnFailed
+from unirun.wire.messages import Message
+from unirun.wire.spawning import Forked, Kill, Preloaded, Reaped, Spawn, SpawnFailed
 
 M = TypeVar("M")
 SOON = 20.0

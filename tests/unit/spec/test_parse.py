@@ -154,6 +154,8 @@ def specs(draw: st.DrawFn) -> JobSpec:
 def as_job_file(spec: JobSpec) -> dict[str, Any]:
     """The mapping that a person would write for `spec`."""
     data = spec.to_json()
+    for key in ("collocations", "call_timeout", "transport"):
+        del data[key]
     data["roles"] = {
         role["name"]: {
             **{key: role[key] for key in ("count", "env", "cwd", "max_restarts", "start_method")},

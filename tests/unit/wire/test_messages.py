@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from unirun.errors import FrameError, WireError
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
-from unirun.wire.messages import View, Welcome
+from unirun.wire.messages import Welcome
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
-welcomes = st.builds(Welcome, view=st.from_type(View), config=st.dictionaries(st.text(), json_values))
+welcomes = st.builds(Welcome, config=st.dictionaries(st.text(), json_values))
 messages = (
     st.one_of([st.from_type(kind) for kind in typing.get_args(Message) if kind is not Welcome]) | welcomes
 )

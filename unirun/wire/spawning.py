@@ -1,0 +1,85 @@
+"""The messages between an agent and its spawners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start one process. `id` is the agent's name for it; `kind` and `target` are those of the role's entry.
+
+    `fresh`: in a new interpreter instead of a fork that keeps what the spawner imported. `env` is the whole
+    environment. `stdout` and `stderr` are files to append to. `cpus`: the processors it may run on.
+    """
+
+    id: int
+    title: str
+    kind: str
+    target: str
+    args: tuple[str, ...]
+    fresh: bool
+    env: dict[str, str]
+    cwd: str
+    stdout: str
+    stderr: str
+    cpus: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Serve a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
+
+    role: str
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send `signal` to the whole process group of a process."""
+
+    id: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preloaded:
+    """The spawner has imported what it should, in `seconds`, and can fork."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """The process exists."""
+
+    id: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """The process could not be made, at `time`; with id 0, the spawner itself cannot work."""
+
+    id: int
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEnded:
+    """The store of `role` could not be opened, or has ended at `time`, though nobody asked for it."""
+
+    role: str
+    time: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """The process has ended at `time` (seconds since the epoch), and its group was sent SIGKILL."""
+
+    id: int
+    time: float
+    code: int | None
+    signal: int | None
