@@ -21,7 +21,8 @@ from unirun.collocation import (
 )
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.spec import JobSpec, parse_job
-from unirun.spec.parse import nearest
+from unirun.spec.read import nearest
+from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
 
 
 def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str] = os.environ) -> JobSpec:
@@ -32,10 +33,13 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
 
         file = _long_roles(load_job_file(line.options["config"], line.overrides))
     data: dict[str, Any] = {}
-    _merge(data, options_to_job(_defaults(line, environ), _names(line, file)))
+    trained = "trainer" in line.options or "trainer" in file
+    _merge(data, options_to_job(_defaults(line, environ), _names(line, file), trained=trained))
     _merge(data, file)
     known = data["roles"] if isinstance(data.get("roles"), dict) else {}
-    _merge(data, options_to_job(line.options, known))
+    _merge(data, options_to_job(line.options, known, trained=trained))
+    if "trainer" in line.options and not data.get("roles"):
+        raise UsageError("--trainer has nobody to call without roles", "add --roles actor=4@pkg.mod:Class")
     _set_entry(data, line)
     if "shutdown_timeout" not in data and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in environ:
         data["shutdown_timeout"] = environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
@@ -89,15 +93,21 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 def _long_roles(data: dict[str, Any]) -> dict[str, Any]:
     """``actor: 4`` in a job file means ``actor: {count: 4}``; in the long form, flags can add to it."""
-    roles = data.get("roles")
+    roles, trainer = data.get("roles"), data.get("trainer")
+    long = dict(data)
     if isinstance(roles, dict):
-        long = {n: r if isinstance(r, dict) else {} if r is None else {"count": r} for n, r in roles.items()}
-        return {**data, "roles": long}
-    return data
+        long["roles"] = {
+            n: r if isinstance(r, dict) else {} if r is None else {"count": r} for n, r in roles.items()
+        }
+    if trainer is not None and not isinstance(trainer, dict):
+        long["trainer"] = {"class": trainer}
+    return long
 
 
 def _new_id(data: Mapping[str, Any], script: str | None) -> str:
-    stem = str(data.get("name") or os.path.basename(script or "job")).removesuffix(".py")
+    trainer = data.get("trainer")
+    driver = str(trainer.get("class") or "").partition(":")[0] if isinstance(trainer, Mapping) else ""
+    stem = str(data.get("name") or os.path.basename(script or "") or driver or "job").removesuffix(".py")
     clean = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem).strip("-_") or "job"
     return f"{clean[:40]}-{secrets.token_hex(3)}"
 
@@ -113,11 +123,22 @@ def _set_entry(data: dict[str, Any], line: CommandLine) -> None:
         kinds = []
         data.setdefault("start_method", "fork")
     if line.script is not None:
-        for kind in ("script", "module", "program", "workload"):
+        for kind in ENTRY_KINDS:
             data.pop(kind, None)
         data[kinds[0] if kinds else "script"] = line.script
+        if not _somebody_runs_it(data):
+            raise UsageError(
+                f"no role runs {line.script}: each has an entry of its own",
+                "arguments for all of them follow --",
+            )
     elif kinds and "script" in data:
         data[kinds[0]] = data.pop("script")
+    elif kinds and kinds[0] not in data:
+        option = "-m" if kinds == ["module"] else "--no-python"
+        raise UsageError(
+            f"{option} says what the script is, and no script for all roles is named",
+            f"in a job file, a role may have a {kinds[0]} of its own",
+        )
     if line.args or line.script is not None:
         data["args"] = list(line.args)
     if line.args and line.script is None and not _anything_to_run(data):
@@ -125,14 +146,28 @@ def _set_entry(data: dict[str, Any], line: CommandLine) -> None:
 
 
 def _anything_to_run(data: Mapping[str, Any]) -> bool:
+    return any(place.get(k) for place in (data, *_role_mappings(data)) for k in ENTRY_KINDS)
+
+
+def _somebody_runs_it(data: Mapping[str, Any]) -> bool:
+    """Whether there is a role without an entry of its own; without roles there is one that is made."""
+    own = [any(role.get(kind) for kind in ENTRY_KINDS) for role in _role_mappings(data)]
+    return not data.get("roles") or not all(own)
+
+
+def _role_mappings(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     roles = data.get("roles")
     values = roles.values() if isinstance(roles, Mapping) else ()
-    kinds = ("script", "module", "program", "workload")
-    return any(place.get(k) for place in (data, *values) if isinstance(place, Mapping) for k in kinds)
+    return [role if isinstance(role, Mapping) else {} for role in values]
 
 
-def options_to_job(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as the mapping that a job file would be; `known`: the roles that the file already has."""
+def options_to_job(
+    options: Mapping[str, Any], known: Mapping[str, Any], *, trained: bool = False
+) -> dict[str, Any]:
+    """Options as the mapping that a job file would be.
+
+    `known`: the roles that the file already has; `trained`: whether there is a trainer, here or there.
+    """
     job: dict[str, Any] = {}
     roles: dict[str, dict[str, Any]] = {}
     faults: list[Fault] = []
@@ -142,9 +177,11 @@ def options_to_job(options: Mapping[str, Any], known: Mapping[str, Any]) -> dict
         if roles or known:
             raise UsageError("--role names the only role; there are several", "use --roles alone")
         roles[options["role"]] = {}
-    scope = _Scope(job, roles, [*roles, *known], faults)
+    if "trainer" in options:
+        job["trainer"] = {"class": options["trainer"]}
+    scope = _Scope(job, roles, [*dict.fromkeys([*roles, *known])], faults, trained=trained)
     scope.scoped("script", options.get("script", ()), needs_role=True)
-    scope.scoped("cwd", options.get("cwd", ()))
+    scope.folders(options.get("cwd", ()))
     scope.scoped("max_restarts", options.get("max_restarts", ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.environment(options.get("env", ()))
@@ -181,9 +218,16 @@ class _Scope:
     """Puts ``ROLE=value`` under its role and a bare ``value`` at the job."""
 
     def __init__(
-        self, job: dict[str, Any], roles: dict[str, dict[str, Any]], names: list[str], faults: list[Fault]
+        self,
+        job: dict[str, Any],
+        roles: dict[str, dict[str, Any]],
+        names: list[str],
+        faults: list[Fault],
+        *,
+        trained: bool,
     ) -> None:
-        self._job, self._roles, self._names, self._faults = job, roles, names, faults
+        self._job, self._roles, self._faults, self._trained = job, roles, faults, trained
+        self._names = [*names, TRAINER] if trained else names
 
     def scoped(self, key: str, values: Any, *, needs_role: bool = False, job_key: str | None = None) -> None:
         option = f"--{(job_key or key).replace('_', '-')}"
@@ -194,7 +238,17 @@ class _Scope:
             elif not equals:
                 self._faults.append(Fault(option, f"{value!r} names no role", f"write ROLE={value}"))
             elif self._known(role, option):
-                self._roles.setdefault(role, {})[key] = rest
+                self._of(role)[key] = rest
+
+    def folders(self, values: Any) -> None:
+        """Working directories, whose names may hold an equals sign themselves."""
+        for value in values:
+            role, equals, rest = value.partition("=")
+            if equals and (role in self._names or (NAME.fullmatch(role) and not os.path.isdir(value))):
+                if self._known(role, "--cwd"):
+                    self._of(role)["cwd"] = rest
+            else:
+                self._job["cwd"] = value
 
     def environment(self, values: Any) -> None:
         for value in values:
@@ -206,7 +260,13 @@ class _Scope:
             if not colon:
                 self._job.setdefault("env", {})[name] = text
             elif self._known(role, "--env"):
-                self._roles.setdefault(role, {}).setdefault("env", {})[variable] = text
+                self._of(role).setdefault("env", {})[variable] = text
+
+    def _of(self, role: str) -> dict[str, Any]:
+        if self._trained and role == TRAINER:
+            trainer: dict[str, Any] = self._job.setdefault("trainer", {})
+            return trainer
+        return self._roles.setdefault(role, {})
 
     def _known(self, role: str, option: str) -> bool:
         if role in self._names or (not self._names and role == "default"):
@@ -225,6 +285,8 @@ _PLAIN = {
     "virtual_local_rank": "virtual_local_rank",
     "numa_binding": "numa_binding",
     "event_log_handler": "event_log",
+    "call_timeout": "call_timeout",
+    "transport": "transport",
     "module": "_module",
     "no_python": "_program",
     "run_path": "_run_path",

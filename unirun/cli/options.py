@@ -56,7 +56,15 @@ _OURS: tuple[Option, ...] = (
         ROLES,
         "roles and how many ranks each has: actor=4,rollout=4 (a number, gpu, cpu or auto); "
         "critic=2@pkg.mod:Class names a workload",
-        "ROLE=N,…",
+        "ROLE=N[@CLASS],…",
+        pet=False,
+    ),
+    Option(
+        ("--trainer",),
+        "value",
+        ROLES,
+        "the class that drives the workloads; the job ends with it",
+        "pkg.mod:CLASS",
         pet=False,
     ),
     Option(("--script",), "list", ROLES, "a script for one role: rollout=serve.py", "ROLE=FILE", pet=False),
@@ -75,7 +83,7 @@ _OURS: tuple[Option, ...] = (
         ("--primary",),
         "list",
         ROLES,
-        "the job ends when these roles have ended well (default: all)",
+        "the job ends when these roles have ended well (default: the trainer, or all)",
         "ROLE,…",
         pet=False,
     ),
@@ -94,6 +102,23 @@ _OURS: tuple[Option, ...] = (
         START,
         "modules that are imported once, before workers are forked",
         "MODULE,…",
+        pet=False,
+    ),
+    Option(
+        ("--call-timeout",),
+        "value",
+        LIFE,
+        "seconds that a call between roles may take (default 1800)",
+        "SECONDS",
+        pet=False,
+    ),
+    Option(
+        ("--transport",),
+        "value",
+        START,
+        "what carries calls between roles: torch.distributed.rpc or unirun's own sockets (default torch)",
+        "NAME",
+        choices=("torch", "socket"),
         pet=False,
     ),
     Option(
@@ -124,7 +149,7 @@ _TORCHRUN: tuple[Option, ...] = (
         ("--max-restarts",),
         "list",
         LIFE,
-        "restarts of a role after a worker of it failed (default 0)",
+        "restarts after a worker failed (default: 0 of a role that runs scripts; 3 of workloads and trainer)",
         "[ROLE=]N",
     ),
     Option(
@@ -223,6 +248,7 @@ GROUPS = (RUN, ROLES, NODES, LIFE, START, OUTPUT)
 
 USAGE = """unirun [options] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
+       unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
        unirun plan …          show what would run where, start nothing
        unirun status [JOB]    how a job stands          unirun ls      all jobs
@@ -337,7 +363,7 @@ def _abbreviated(name: str, spelled: Mapping[str, Option]) -> Option:
     if matches:
         names = ", ".join(sorted(option.names[-1] for option in matches.values()))
         raise UsageError(f"{name} can mean {names}", "write it out")
-    from unirun.spec.parse import nearest
+    from unirun.spec.read import nearest
 
     raise UsageError(
         f"unknown option {name}", nearest(name, [n for n in spelled if n.startswith("--") and "_" not in n])

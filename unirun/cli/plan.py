@@ -30,14 +30,33 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"spec": spec.to_json(), "note": placement.note, "workers": rows}, indent=2))
         return 0
     print(f"job {spec.run_id}: {placement.note}")
-    names = ("role", "rank", "node", "slot", "command")
-    table = [[*(str(row[name]) for name in names), _short_env(row["env"])] for row in rows]
-    print_table(["ROLE", "RANK", "NODE", "SLOT", "COMMAND", "ENV"], table)
+    for line_of_text in _calls(spec):
+        print(line_of_text)
+    names = ("role", "rank", "node", "slot")
+    table = [
+        [
+            *(str(row[name]) for name in names),
+            f"{row['restart']}×{row['max_restarts']}",
+            row["command"],
+            _short_env(row["env"]),
+        ]
+        for row in rows
+    ]
+    print_table(["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND", "ENV"], table)
     return 0
 
 
+def _calls(spec: JobSpec) -> list[str]:
+    """How roles share devices and how they call each other; nothing for a job of scripts."""
+    lines = [f"collocated, on the same devices: {', '.join(group)}" for group in spec.collocations]
+    if any(role.entry.kind in ("workload", "trainer") for role in spec.roles):
+        lines.append(f"calls: transport {spec.transport}, at most {spec.call_timeout:g} s each")
+    return lines
+
+
 def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
-    """One object per worker: role, rank, node, slot, local_rank, devices, command, and what `unirun` sets.
+    """One object per worker: role, rank, node, slot, local_rank, devices, kind of entry and its command, what is
+    restarted with it and how often, and what `unirun` sets.
 
     The port of a store is known once it is held, so a free one stands as 0.
     """
@@ -54,6 +73,9 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
                 {
                     **dataclasses.asdict(place),
                     "cwd": role.cwd or os.getcwd(),
+                    "kind": role.entry.kind,
+                    "restart": role.restart,
+                    "max_restarts": role.max_restarts,
                     "command": command_of(role),
                     "env": worker_env(spec, order, member, job, place.node, {}),
                 }
@@ -69,6 +91,7 @@ def command_of(role: RoleSpec) -> str:
         "module": [Path(sys.executable).name, "-m", entry.target],
         "program": [entry.target],
         "workload": ["workload", entry.target],
+        "trainer": ["trainer", entry.target],
     }[entry.kind]
     return " ".join([*words, *entry.args])
 

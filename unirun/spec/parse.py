@@ -1,4 +1,4 @@
-"""From a plain mapping (what YAML and the command line both give) to a checked `JobSpec`.
+"""From a plain mapping (what YAML, the command line and the builder give) to a checked `JobSpec`.
 
 Every fault is collected and raised at once. Reading a value never guesses: a wrong type is named with
 the place, what was expected and what was found.
@@ -6,26 +6,19 @@ the place, what was expected and what was found.
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 import re
-import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unirun.errors import Fault, SpecError
-from unirun.spec.job import Entry, EntryKind, JobSpec, LogSpec, RoleSpec, StartMethod
+from unirun.errors import SpecError
+from unirun.spec.job import JobSpec, LogSpec, RoleSpec
+from unirun.spec.read import Reader, nearest
+from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
+from unirun.spec.together import collocation_faults, handle_faults
 
-SlotCounter = Callable[[str], int]
-"""Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
-
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
-ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "workload")
-ROLE_KEYS = (*ENTRY_KINDS, "count", "args", "env", "cwd", "max_restarts", "start_method")
 LOG_KEYS = (
     "dir",
     "redirects",
@@ -38,8 +31,12 @@ JOB_KEYS = (
     "name",
     "run_id",
     "roles",
+    "trainer",
     "nproc_per_node",
     "primary",
+    "collocations",
+    "call_timeout",
+    "transport",
     "config",
     "preload",
     "master_addr",
@@ -52,155 +49,35 @@ JOB_KEYS = (
     "signals",
     "event_log",
     "log",
-    *(key for key in ROLE_KEYS if key != "count"),
+    *JOB_WIDE_KEYS,
 )
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
-START_METHODS: dict[str, StartMethod] = {
-    "fork": "fork",
-    "forkserver": "fork",
-    "exec": "exec",
-    "spawn": "exec",
-}
-RESERVED_ENV = frozenset(
-    prefix + name
-    for prefix, names in {
-        "": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        "GROUP_": ("RANK", "WORLD_SIZE"),
-        "ROLE_": ("NAME", "RANK", "WORLD_SIZE"),
-        "TORCHELASTIC_": ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE", "USE_AGENT_STORE"),
-    }.items()
-    for name in names
-)
-MAX_COUNT = 1_000_000
-
-
-def nearest(word: str, words: tuple[str, ...] | list[str]) -> str:
-    """``did you mean 'actor'?`` or, when nothing is near, the list of what there is."""
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(words))}"
-
-
-class _Reader:
-    """Reads typed values out of mappings and collects the faults on the way."""
-
-    def __init__(self) -> None:
-        self.faults: list[Fault] = []
-
-    def fault(self, where: str, problem: str, remedy: str = "") -> None:
-        self.faults.append(Fault(where, problem, remedy))
-
-    def mapping(self, value: Any, where: str) -> dict[str, Any]:
-        if value is None:
-            return {}
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return dict(value)
-        self.fault(where, f"expected a mapping with names as keys, found {value!r}")
-        return {}
-
-    def known(self, mapping: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-        for key in mapping:
-            if key not in keys:
-                self.fault(f"{where}.{key}" if where else key, "unknown key", nearest(key, keys))
-
-    def text(self, value: Any, where: str, default: str = "") -> str:
-        if value is None:
-            return default
-        if isinstance(value, str) and _can_be_passed_on(value):
-            return value
-        self.fault(where, f"expected a text, found {value!r}")
-        return default
-
-    def texts(self, value: Any, where: str) -> tuple[str, ...]:
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            value = [value]
-        if isinstance(value, list | tuple) and all(isinstance(v, str | int | float) for v in value):
-            return tuple(self.text(str(v), where) for v in value)
-        self.fault(where, f"expected a list of texts, found {value!r}")
-        return ()
-
-    def integer(self, value: Any, where: str, default: int, least: int, most: int = MAX_COUNT) -> int:
-        if value is None:
-            return default
-        if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,12}", value.strip()):
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.fault(where, f"expected a whole number, found {value!r}")
-            return default
-        if not least <= value <= most:
-            self.fault(where, f"expected a number from {least} to {most}, found {value}")
-            return default
-        return value
-
-    def seconds(self, value: Any, where: str, default: float, least: float = 0.0) -> float:
-        if value is None:
-            return default
-        try:
-            number = float(value) if not isinstance(value, bool) else float("nan")
-        except (TypeError, ValueError, OverflowError):
-            number = float("nan")
-        if not least <= number < 1e9:
-            self.fault(where, f"expected a number of seconds, at least {least:g}, found {value!r}")
-            return default
-        return number
-
-    def flag(self, value: Any, where: str) -> bool:
-        if value is None:
-            return False
-        if isinstance(value, bool):
-            return value
-        self.fault(where, f"expected true or false, found {value!r}")
-        return False
-
-    def choice(self, value: Any, where: str, choices: tuple[str, ...], default: str) -> str:
-        if value is None:
-            return default
-        if isinstance(value, str) and value in choices:
-            return value
-        self.fault(where, f"expected one of {', '.join(choices)}, found {value!r}")
-        return default
-
-    def env(self, value: Any, where: str) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for key, item in self.mapping(value, where).items():
-            if not ENV_NAME.fullmatch(key):
-                self.fault(f"{where}.{key}", "not a name for an environment variable")
-            elif key in RESERVED_ENV or key.startswith("UNIRUN_"):
-                self.fault(f"{where}.{key}", "unirun sets this for every worker itself")
-            elif isinstance(item, bool) or not isinstance(item, str | int | float):
-                self.fault(f"{where}.{key}", f"expected a text or a number, found {item!r}", "quote it")
-            else:
-                found[key] = self.text(str(item), f"{where}.{key}")
-        return found
-
-
-def _can_be_passed_on(text: str) -> bool:
-    """Whether a process can get `text` as an argument, in its environment or as a path."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
 
 
 def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str) -> JobSpec:
     """The `JobSpec` that `data` describes; `run_id` is used when `data` has none.
 
     `data` has the keys of a job file (see ``docs/job-file.md``). Raises `SpecError` with every fault.
-    Files that the spec names (scripts, working directories) are looked for here, so that a missing one is
-    told before anything starts.
+    What the spec names (scripts, classes, working directories) is looked for here, so that a missing one is
+    told before anything starts; nothing of it is imported.
     """
-    read = _Reader()
+    read = Reader()
     read.known(data, JOB_KEYS, "")
-    roles = _roles(read, data, count_slots)
+    roles = read_roles(read, data, count_slots)
+    trainer = read_trainer(read, data, roles)
+    if trainer is not None:
+        read.faults += handle_faults([role.name for role in roles])
+        roles.append(trainer)
     names = [role.name for role in roles]
-    primary = read.texts(data.get("primary"), "primary") or tuple(names)
+    collocations = _collocations(read, data.get("collocations"), roles)
+    everybody = (TRAINER,) if trainer is not None else tuple(names)
+    primary = read.texts(data.get("primary"), "primary") or everybody
     for name in primary:
         if name not in names:
             read.fault("primary", f"no role is called {name!r}", nearest(name, names))
     numa = data.get("numa_binding")
     run = read.text(data.get("run_id"), "run_id") or run_id
-    if not NAME.fullmatch(run) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", run):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", run):
         read.fault("run_id", f"{run!r} is no job id", "use letters, digits, '.', '-' and '_', at most 63")
     fields: dict[str, Any] = {
         "name": read.text(data.get("name"), "name") or _job_name(roles),
@@ -218,108 +95,33 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         "signals": _signals(read, data.get("signals")),
         "event_log": read.choice(data.get("event_log"), "event_log", ("null", "console"), "null"),
         "log": _log(read, data.get("log")),
+        "collocations": collocations,
+        "call_timeout": read.seconds(data.get("call_timeout"), "call_timeout", 1800.0, 0.001),
+        "transport": read.choice(data.get("transport"), "transport", ("torch", "socket"), "torch"),
     }
     if read.faults:
         raise SpecError(read.faults)
     return JobSpec(roles=tuple(roles), primary=primary, **fields)
 
 
-def _roles(read: _Reader, data: Mapping[str, Any], count_slots: SlotCounter) -> list[RoleSpec]:
-    raw = read.mapping(data.get("roles"), "roles")
-    if not raw and not read.faults:
-        raw = {"default": {}}
-    default_entry = _entry(read, data, "", None)
-    roles = []
-    for name, value in raw.items():
-        where = f"roles.{name}"
-        if not NAME.fullmatch(name):
-            read.fault(where, f"{name!r} is no name for a role", "a letter, then letters, digits, '-' or '_'")
-        fields = read.mapping(value, where) if isinstance(value, Mapping) else {"count": value}
-        read.known(fields, ROLE_KEYS, where)
-        roles.append(_role(read, name, fields, data, default_entry, count_slots))
-    return roles
-
-
-def _role(
-    read: _Reader,
-    name: str,
-    fields: dict[str, Any],
-    job: Mapping[str, Any],
-    default_entry: Entry,
-    count_slots: SlotCounter,
-) -> RoleSpec:
-    where = f"roles.{name}"
-    entry = _entry(read, fields, where, default_entry)
-    cwd = read.text(fields.get("cwd", job.get("cwd")), f"{where}.cwd") or None
-    if cwd is not None and not os.path.isdir(cwd):
-        read.fault(f"{where}.cwd", f"{cwd!r} is no directory")
-    method = fields.get("start_method", job.get("start_method"))
-    chosen = read.choice(method, f"{where}.start_method", tuple(START_METHODS), "fork")
-    if not entry.target:
-        read.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
-    else:
-        _check_target(read, entry, cwd, where)
-    return RoleSpec(
-        name=name,
-        count=_count(read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots),
-        entry=entry,
-        env=read.env(fields.get("env"), f"{where}.env"),
-        cwd=cwd,
-        max_restarts=read.integer(
-            fields.get("max_restarts", job.get("max_restarts")), f"{where}.max_restarts", 0, 0
-        ),
-        start_method="exec" if entry.kind == "program" else START_METHODS[chosen],
-    )
-
-
-def _count(read: _Reader, value: Any, where: str, count_slots: SlotCounter) -> int:
-    if isinstance(value, str) and value in ("auto", "cpu", "gpu", "xpu"):
-        try:
-            return count_slots(value)
-        except ValueError as error:
-            read.fault(where, str(error))
-            return 1
-    return read.integer(value, where, 1, 1)
-
-
-def _entry(read: _Reader, fields: Mapping[str, Any], where: str, default: Entry | None) -> Entry:
-    """The entry in `fields`; what they leave out (the target, the arguments) comes from `default`."""
-    given = [kind for kind in ENTRY_KINDS if fields.get(kind) is not None]
-    if len(given) > 1:
-        read.fault(where, f"{' and '.join(given)} are given", "a role runs one of them")
-    args = default.args if default else ()
-    if fields.get("args") is not None:
-        args = read.texts(fields["args"], f"{where}.args" if where else "args")
-    if given:
-        target = read.text(fields[given[0]], f"{where}.{given[0]}" if where else given[0])
-        return Entry(given[0], target, args)
-    return Entry(default.kind, default.target, args) if default else Entry("script", "", args)
-
-
-def _check_target(read: _Reader, entry: Entry, cwd: str | None, where: str) -> None:
-    if entry.kind == "script":
-        # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
-        path = Path(cwd or ".", entry.target)
-        if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
-            read.fault(where, f"script {entry.target!r} is a directory", "name the file in it")
-        elif not os.path.exists(path):
-            looked = os.path.abspath(path.parent)
-            read.fault(where, f"script {entry.target!r} does not exist", f"looked in {looked}")
-        elif not os.access(path, os.R_OK):
-            read.fault(where, f"script {entry.target!r} cannot be read", "check its permissions")
-    elif entry.kind == "program":
-        if shutil.which(entry.target) is None and not os.path.isfile(Path(cwd or ".", entry.target)):
-            read.fault(where, f"program {entry.target!r} is not found", "give its path, or check PATH")
-    elif entry.kind == "workload":
-        if not re.fullmatch(r"[\w.]+:[\w.]+", entry.target):
-            read.fault(where, f"workload {entry.target!r} is not of the form pkg.mod:Class")
+def _collocations(read: Reader, value: Any, roles: Sequence[RoleSpec]) -> tuple[tuple[str, ...], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        read.fault("collocations", f"expected a list of lists of roles, found {value!r}", "write [[a, b]]")
+        return ()
+    groups = []
+    for number, group in enumerate(value):
+        where = f"collocations[{number}]"
+        if isinstance(group, list | tuple):
+            groups.append(read.texts(group, where))
         else:
-            read.fault(
-                where, f"workload {entry.target!r} cannot be run by this version", "use a script for now"
-            )
+            read.fault(where, f"expected a list of roles, found {group!r}", "write [[a, b]]")
+    read.faults += collocation_faults(groups, roles)
+    return tuple(groups)
 
 
-def _config(read: _Reader, value: Any) -> dict[str, Any]:
+def _config(read: Reader, value: Any) -> dict[str, Any]:
     """The user's part: whatever workers can be sent as JSON."""
     config = read.mapping(value, "config")
     try:
@@ -337,7 +139,7 @@ def _job_name(roles: list[RoleSpec]) -> str:
     return "job"
 
 
-def _signals(read: _Reader, value: Any) -> tuple[str, ...]:
+def _signals(read: Reader, value: Any) -> tuple[str, ...]:
     if value is None:
         return ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     names = read.texts(value, "signals")
@@ -349,7 +151,7 @@ def _signals(read: _Reader, value: Any) -> tuple[str, ...]:
     return names
 
 
-def _log(read: _Reader, value: Any) -> LogSpec:
+def _log(read: Reader, value: Any) -> LogSpec:
     fields = read.mapping(value, "log")
     read.known(fields, LOG_KEYS, "log")
     streams = {}

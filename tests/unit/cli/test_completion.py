@@ -20,6 +20,7 @@ def complete(*words: str) -> set[str]:
 def test_bash_completes_options_choices_and_subcommands() -> None:
     assert complete("unirun", "--max") == {"--max-restarts"}
     assert complete("unirun", "--start-method", "") == {"fork", "exec", "spawn", "forkserver"}
+    assert complete("unirun", "--transport", "") == {"torch", "socket"}
     assert set(SUBCOMMANDS) <= complete("unirun", "")
     assert {name for option in OPTIONS for name in option.names} <= complete("unirun", "-")
 

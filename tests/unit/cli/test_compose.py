@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose
 from unirun.errors import SpecError, UsageError
-from unirun.spec import Entry, JobSpec, LogSpec
+from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
 
 JobFile = Callable[[str], str]
 
@@ -220,11 +220,22 @@ class TestRoles:
         places = {fault.where for fault in caught.value.faults}
         assert {"roles.actor.count", "roles.9rollout", "roles.9rollout.count", "master_port"} <= places
 
-    def test_a_workload_is_parsed_and_refused_for_now(self, compose: Compose) -> None:
-        with pytest.raises(SpecError, match="workload 'pkg.mod:Class' cannot be run by this version"):
-            compose("--roles", "actor=4@pkg.mod:Class")
-        with pytest.raises(SpecError, match="not of the form pkg.mod:Class"):
-            compose("--roles", "actor=4@pkg")
+    def test_a_folder_may_have_an_equals_sign(self, compose: Compose, scripts: Path) -> None:
+        (scripts / "lr=3").mkdir()
+        (scripts / "lr=3" / "train.py").touch()
+        assert compose("--cwd", "lr=3", "train.py").roles[0].cwd == "lr=3"
+        assert compose("--cwd", f"{scripts}/lr=3", "train.py").roles[0].cwd == f"{scripts}/lr=3"
+        spec = compose("--roles", "a=1,b=1", "--cwd", "a=lr=3", "train.py")
+        assert [role.cwd for role in spec.roles] == ["lr=3", None]
+
+    @pytest.mark.parametrize("flag", ["-m", "--no-python"])
+    def test_of_scripts_of_their_own_need_no_kind_for_all(self, compose: Compose, flag: str) -> None:
+        with pytest.raises(UsageError, match=f"{flag} says what the script is, and no script for all roles"):
+            compose(flag, "--roles", "a=1", "--script", "a=train.py")
+
+    def test_a_script_that_nobody_runs_is_told(self, compose: Compose) -> None:
+        with pytest.raises(UsageError, match="no role runs train.py: each has an entry of its own"):
+            compose("--roles", "a=1,b=1@ppo:Actor", "--script", "a=serve.py", "train.py")
 
     @pytest.mark.parametrize(
         ("script", "says"),
@@ -252,6 +263,91 @@ class TestRoles:
             compose("--roles", "actor=1", "--role", "b", "train.py")
         with pytest.raises(UsageError, match="--role names the only role"):
             compose("--role", "b", "--config", job_file("roles: {actor: 1}"), "train.py")
+
+
+CALLS = ("--roles", "actor=4@ppo:Actor,rollout=4@ppo:Rollout", "--trainer", "ppo:PPOTrainer")
+
+
+class TestWorkloadsAndTheirTrainer:
+    def test_need_no_script(self, compose: Compose) -> None:
+        spec = compose(*CALLS)
+        actor, rollout, trainer = spec.roles
+        assert actor == RoleSpec(
+            "actor", 4, Entry("workload", "ppo:Actor"), max_restarts=3, restart="process"
+        )
+        assert rollout.entry == Entry("workload", "ppo:Rollout")
+        assert trainer == RoleSpec(
+            "trainer", 1, Entry("trainer", "ppo:PPOTrainer"), max_restarts=3, restart="process"
+        )
+        assert spec.primary == ("trainer",)
+        assert (spec.call_timeout, spec.transport) == (1800.0, "torch")
+        assert spec.run_id.startswith("ppo-")
+
+    def test_are_the_same_job_in_a_file(self, compose: Compose, job_file: JobFile) -> None:
+        config = "config: {lr: 0.1}"
+        flags = compose(*CALLS, "--transport", "socket", "--call-timeout", "7", "--config", job_file(config))
+        file = compose(
+            "--config",
+            job_file(
+                f"""
+                roles:
+                  actor: {{count: 4, workload: "ppo:Actor"}}
+                  rollout: {{count: 4, workload: "ppo:Rollout"}}
+                trainer: ppo:PPOTrainer
+                transport: socket
+                call_timeout: 7
+                {config}
+                """
+            ),
+        )
+        assert same(flags, file)
+        assert file.config == {"lr": 0.1}
+
+    def test_may_be_mixed_with_scripts(self, compose: Compose) -> None:
+        spec = compose(*CALLS, "--roles", "logger=1", "train.py", "--x")
+        assert spec.role("logger").entry == Entry("script", "train.py", ("--x",))
+        assert (spec.role("logger").restart, spec.role("logger").max_restarts) == ("role", 0)
+
+    def test_take_options_of_their_own(self, compose: Compose, scripts: Path) -> None:
+        (scripts / "there").mkdir()
+        (scripts / "there" / "ppo.py").write_text("class PPOTrainer: ...")
+        spec = compose(
+            *CALLS,
+            *("--max-restarts", "1", "--max-restarts", "trainer=5"),
+            *("--env", "trainer:A=1", "--cwd", "trainer=there"),
+        )
+        trainer = spec.role("trainer")
+        assert (trainer.max_restarts, trainer.env, trainer.cwd) == (5, {"A": "1"}, "there")
+        assert spec.role("actor").max_restarts == 1
+
+    def test_a_flag_beats_the_trainer_of_the_file(self, compose: Compose, job_file: JobFile) -> None:
+        text = "{trainer: {class: nowhere:T, env: {A: 1}}, roles: {actor: {workload: ppo:Actor}}}"
+        spec = compose(
+            "--trainer", "ppo:PPOTrainer", "--max-restarts", "trainer=0", "--config", job_file(text)
+        )
+        trainer = spec.role("trainer")
+        assert (trainer.entry.target, trainer.env, trainer.max_restarts) == ("ppo:PPOTrainer", {"A": "1"}, 0)
+
+    def test_a_trainer_alone_is_told(self, compose: Compose) -> None:
+        for script in ([], ["train.py"]):
+            with pytest.raises(UsageError, match="--trainer has nobody to call without roles"):
+                compose("--trainer", "ppo:PPOTrainer", *script)
+
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            (["--roles", "trainer=1@ppo:Actor"], "trainer is given as well"),
+            (["--env", "trainr:A=1"], r"--env: no role is called 'trainr'; did you mean 'trainer'\?"),
+            (["--nproc-per-node", "trainer=2"], "trainer.count: unknown key"),
+            (["--call-timeout", "0"], "call_timeout: expected a number of seconds"),
+            (["--roles", "a=1@ppo:Acto"], r"roles.a.workload: .* no class 'Acto'; did you mean 'Actor'\?"),
+            (["--roles", "a=1@ppo"], "'ppo' is not of the form pkg.mod:Class"),
+            (["--trainer", "pp:T"], r"trainer.class: there is no module 'pp'; did you mean 'ppo'\?"),
+        ],
+    )
+    def test_faults_name_the_place(self, compose: Compose, argv: list[str], says: str) -> None:
+        with pytest.raises(SpecError, match=says):
+            compose(*CALLS, *argv)
 
 
 class TestLayers:

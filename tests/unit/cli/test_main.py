@@ -56,6 +56,8 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
         (["status", "--jso0n"], 2, "unirun: unrecognized arguments: --jso0n; see unirun status --help"),
         (["completion", "fish"], 2, "invalid choice: 'fish'"),
         (["plan", "--roles", "a=1"], 2, "nothing to run"),
+        (["plan", "--trainer", "a:B"], 2, "--trainer has nobody to call without roles"),
+        (["plan", "-m", "--roles", "a=1", "--script", "a=train.py"], 2, "-m says what the script is"),
     ],
 )
 def test_an_error_is_one_line_with_what_to_do(
@@ -156,9 +158,9 @@ class TestAPlan:
     def test_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
         assert call("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[1].split()[:5] == ["ROLE", "RANK", "NODE", "SLOT", "COMMAND"]
+        assert lines[1].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND"]
         assert [line.split()[:2] for line in lines[2:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
-        assert "train.py --lr 1" in lines[2]
+        assert "role×0   python train.py --lr 1" in lines[2]
         assert not home.exists(), "a plan makes nothing"
 
     def test_is_for_programs_too(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,3 +172,23 @@ class TestAPlan:
         assert plan["spec"]["roles"][0]["count"] == 2
         assert call("plan", *argv, "--json") == 0, "what follows the script is the script's"
         assert capsys.readouterr().out.startswith("job train-")
+
+    def test_shows_classes_restarts_collocations_and_calls(
+        self, capsys: pytest.CaptureFixture[str], scripts: Path
+    ) -> None:
+        (scripts / "job.yaml").write_text("{collocations: [[actor, rollout]], transport: socket}")
+        roles = "actor=1@ppo:Actor,rollout=1@ppo:Rollout"
+        argv = ["--roles", roles, "--trainer", "ppo:PPOTrainer", "--config", "job.yaml"]
+        assert call("plan", *argv) == 0
+        output = capsys.readouterr().out
+        assert "collocated, on the same devices: actor, rollout\n" in output
+        assert "calls: transport socket, at most 1800 s each\n" in output
+        assert "process×3  workload ppo:Actor" in output
+        assert "process×3  trainer ppo:PPOTrainer" in output
+        assert call("plan", "--json", *argv) == 0
+        rows = json.loads(capsys.readouterr().out)["workers"]
+        assert [(row["role"], row["kind"], row["restart"], row["max_restarts"]) for row in rows] == [
+            ("actor", "workload", "process", 3),
+            ("rollout", "workload", "process", 3),
+            ("trainer", "trainer", "process", 3),
+        ]

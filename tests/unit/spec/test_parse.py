@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from unirun.errors import SpecError
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec, parse_job
-from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES, RESERVED_ENV, ROLE_KEYS, nearest
+from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES
+from unirun.spec.read import RESERVED_ENV, nearest
+from unirun.spec.roles import ROLE_KEYS, TRAINER_KEYS
+from unirun.spec.together import handle_name
 from unirun.spec.yaml import load_job_file
 
 quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -26,7 +29,7 @@ scalars = (
     | st.floats()
     | st.text(max_size=12)
     | st.sampled_from(
-        ["auto", "gpu", "train.py", "0:1", "1,2", "SIGTERM", "a:b", "x" * 400, "\ud800", "\0", "/"]
+        ["auto", "gpu", "train.py", "0:1", "1,2", "SIGTERM", "a:b", "x" * 400, "\ud800", "\0", "/", "json:X"]
     )
 )
 json_values = st.recursive(
@@ -53,7 +56,13 @@ jobs_like = mapping_of(
     JOB_KEYS,
     {
         "roles": st.dictionaries(
-            st.sampled_from(["actor", "rollout", "9", ""]), roles_like | scalars, max_size=2
+            st.sampled_from(["actor", "rollout", "trainer", "9", ""]), roles_like | scalars, max_size=2
+        ),
+        "trainer": mapping_of(TRAINER_KEYS, {}),
+        "collocations": st.lists(
+            st.lists(st.sampled_from(["actor", "rollout", "trainer", "critic"]) | scalars, max_size=3)
+            | json_values,
+            max_size=3,
         ),
         "log": mapping_of(LOG_KEYS, {}),
     },
@@ -99,19 +108,31 @@ configs = st.dictionaries(
     ),
     max_size=2,
 )
-entries = st.builds(
-    Entry, st.sampled_from(["script", "module"]), st.just("train.py"), st.lists(texts, max_size=3).map(tuple)
-)
-roles = st.builds(
-    RoleSpec,
-    name=names,
-    count=st.integers(1, 1000),
-    entry=entries,
-    env=envs,
-    cwd=st.none() | st.just("."),
-    max_restarts=st.integers(0, 99),
-    start_method=st.sampled_from(["fork", "exec"]),
-)
+arguments = st.lists(texts, max_size=3).map(tuple)
+scripts = st.builds(Entry, st.sampled_from(["script", "module"]), st.just("train.py"), arguments)
+workloads = st.builds(Entry, st.just("workload"), st.sampled_from(["ppo:Actor", "ppo:Rollout"]), arguments)
+
+
+@st.composite
+def roles(draw: st.DrawFn, entries: st.SearchStrategy[Entry], named: st.SearchStrategy[str]) -> RoleSpec:
+    entry = draw(entries)
+    per_node = draw(st.none() | st.integers(1, 8))
+    by_class = entry.kind in ("workload", "trainer")
+    return RoleSpec(
+        name=draw(named),
+        count=1 if entry.kind == "trainer" else draw(st.integers(1, 100)) * (per_node or 1),
+        entry=entry,
+        env=draw(envs),
+        cwd=draw(st.none() | st.just(".")),
+        max_restarts=draw(st.integers(0, 99)),
+        start_method=draw(st.sampled_from(["fork", "exec"])),
+        restart="process" if by_class else "role",
+        per_node=None if entry.kind == "trainer" else per_node,
+        auto_visible_device=entry.kind == "trainer" or draw(st.booleans()),
+    )
+
+
+trainers = roles(st.just(Entry("trainer", "ppo:PPOTrainer")), st.just("trainer"))
 masks = st.sampled_from(["0", "3", "0:1", "0:1,12:3"])
 filters = st.lists(texts.filter(bool), max_size=2).map(tuple)
 seconds = st.integers(1, 10_000).map(lambda n: n / 16)
@@ -128,12 +149,20 @@ logs = st.builds(
 
 @st.composite
 def specs(draw: st.DrawFn) -> JobSpec:
-    chosen = tuple(draw(st.lists(roles, min_size=1, max_size=3, unique_by=lambda role: role.name)))
+    each = roles(scripts | workloads, names.filter(lambda name: name != "trainer"))
+    chosen = draw(st.lists(each, min_size=1, max_size=3, unique_by=lambda role: handle_name(role.name)))
+    together = draw(st.booleans()) and len(chosen) > 1
+    if together:
+        # Roles that share devices have the same numbers.
+        size = {"count": chosen[0].count, "per_node": chosen[0].per_node}
+        chosen = [dataclasses.replace(role, **size) for role in chosen]
+    collocations = (tuple(role.name for role in chosen),) if together else ()
+    chosen += draw(st.lists(trainers, max_size=1))
     known = [role.name for role in chosen]
     return JobSpec(
         name=draw(names),
         run_id=draw(names),
-        roles=chosen,
+        roles=tuple(chosen),
         primary=tuple(draw(st.lists(st.sampled_from(known), min_size=1, max_size=2, unique=True))),
         env=draw(envs),
         config=draw(configs),
@@ -148,22 +177,33 @@ def specs(draw: st.DrawFn) -> JobSpec:
         signals=tuple(draw(st.lists(st.sampled_from(["SIGTERM", "SIGINT", "SIGUSR1"]), max_size=2))),
         event_log=draw(st.sampled_from(["null", "console"])),
         log=draw(logs),
+        collocations=collocations,
+        call_timeout=draw(seconds),
+        transport=draw(st.sampled_from(["torch", "socket"])),
     )
+
+
+def write_code() -> None:
+    """What the specs name."""
+    Path("train.py").touch()
+    Path("ppo.py").write_text("class Actor: ...\nclass Rollout: ...\nclass PPOTrainer: ...\n")
 
 
 def as_job_file(spec: JobSpec) -> dict[str, Any]:
     """The mapping that a person would write for `spec`."""
     data = spec.to_json()
-    for key in ("collocations", "call_timeout", "transport"):
-        del data[key]
+    every = ("env", "cwd", "max_restarts", "start_method")
     data["roles"] = {
         role["name"]: {
-            **{key: role[key] for key in ("count", "env", "cwd", "max_restarts", "start_method")},
+            **{key: role[key] for key in (*every, "count", "per_node", "auto_visible_device")},
             role["entry"]["kind"]: role["entry"]["target"],
             "args": role["entry"]["args"],
         }
-        for role in data["roles"]
+        for role in spec.to_json()["roles"]
     }
+    trainer = data["roles"].pop("trainer", None)
+    if trainer is not None:
+        data["trainer"] = {"class": trainer["trainer"], **{key: trainer[key] for key in every}}
     plain: dict[str, Any] = json.loads(json.dumps(data))
     return plain
 
@@ -181,7 +221,7 @@ def test_a_spec_survives_a_job_file(
 ) -> None:
     folder = tmp_path_factory.mktemp("job")
     monkeypatch.chdir(folder)
-    Path("train.py").touch()
+    write_code()
     Path("job.yaml").write_text(yaml.safe_dump(as_job_file(spec), allow_unicode=True, sort_keys=False))
     assert parse_job(load_job_file("job.yaml"), count_slots=count, run_id="other") == spec
 
@@ -192,7 +232,7 @@ def test_a_mapping_is_parsed_without_being_changed(
     spec: JobSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
+    write_code()
     mapping = as_job_file(spec)
     before = json.dumps(mapping)
     assert parse_job(mapping, count_slots=count, run_id="x") == spec

@@ -1,0 +1,202 @@
+"""The roles of a job: what each runs, how often, and what is known to be wrong with that before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirun.spec.classes import missing_class
+from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
+from unirun.spec.read import Reader
+
+SlotCounter = Callable[[str], int]
+"""Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
+TRAINER = "trainer"
+"""The name of the role that a job's ``trainer`` makes."""
+
+ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "workload")
+JOB_WIDE_KEYS = (*ENTRY_KINDS, "args", "env", "cwd", "max_restarts", "start_method")
+"""What a role takes from the job when it does not say it itself."""
+
+AUTO_DEVICE = ("auto_visible_device", "enable_ray_auto_visible_device")
+"""The second name is the one under which DLRover's users know it."""
+
+ROLE_KEYS = (*JOB_WIDE_KEYS, "count", "per_node", *AUTO_DEVICE)
+TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method")
+START_METHODS: dict[str, StartMethod] = {
+    "fork": "fork",
+    "forkserver": "fork",
+    "exec": "exec",
+    "spawn": "exec",
+}
+CLASS_RESTARTS = 3
+"""How often a workload or a trainer is started again by default: it keeps its place in the job, a script does not."""
+
+
+def read_roles(read: Reader, data: Mapping[str, Any], count_slots: SlotCounter) -> list[RoleSpec]:
+    """The roles of a job in the order of the file; without any, one that is called ``default``."""
+    raw = read.mapping(data.get("roles"), "roles")
+    if not raw and data.get("trainer") is not None:
+        read.fault(
+            "roles", "there are none, so the trainer has nobody to call", "name the roles of workloads"
+        )
+    elif not raw and not read.faults:
+        raw = {"default": {}}
+    default_entry = _entry(read, data, "", None)
+    roles = []
+    for name, value in raw.items():
+        where = f"roles.{name}"
+        if not NAME.fullmatch(name):
+            read.fault(where, f"{name!r} is no name for a role", "a letter, then letters, digits, '-' or '_'")
+        fields = read.mapping(value, where) if isinstance(value, Mapping) else {"count": value}
+        read.known(fields, ROLE_KEYS, where)
+        roles.append(_role(read, name, fields, data, default_entry, count_slots))
+    return roles
+
+
+def read_trainer(read: Reader, data: Mapping[str, Any], roles: list[RoleSpec]) -> RoleSpec | None:
+    """The role that ``trainer: pkg.mod:Class`` or ``trainer: {class: …}`` makes; None without one."""
+    value = data.get("trainer")
+    if value is None:
+        return None
+    fields = read.mapping(value, "trainer") if isinstance(value, Mapping) else {"class": value}
+    read.known(fields, TRAINER_KEYS, "trainer")
+    if any(role.name == TRAINER for role in roles):
+        read.fault(
+            "roles.trainer", "trainer is given as well, which makes a role of that name", "rename the role"
+        )
+    target = read.text(fields.get("class"), "trainer.class")
+    if not fields.get("class"):
+        read.fault("trainer", "it has no class", "write trainer: pkg.mod:Class")
+    args = read.texts(data.get("args"), "args")
+    return _finish(read, TRAINER, "trainer", fields, data, Entry("trainer", target, args))
+
+
+def _role(
+    read: Reader,
+    name: str,
+    fields: Mapping[str, Any],
+    job: Mapping[str, Any],
+    default_entry: Entry,
+    count_slots: SlotCounter,
+) -> RoleSpec:
+    where = f"roles.{name}"
+    entry = _entry(read, fields, where, default_entry)
+    if not entry.target:
+        read.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
+    count = _count(read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots)
+    return _finish(read, name, where, fields, job, entry, count)
+
+
+def _finish(
+    read: Reader,
+    name: str,
+    where: str,
+    fields: Mapping[str, Any],
+    job: Mapping[str, Any],
+    entry: Entry,
+    count: int = 1,
+) -> RoleSpec:
+    """What all roles have, whatever they run."""
+    cwd = read.text(fields.get("cwd", job.get("cwd")), f"{where}.cwd") or None
+    if cwd is not None and not os.path.isdir(cwd):
+        read.fault(f"{where}.cwd", f"{cwd!r} is no directory")
+    method = fields.get("start_method", job.get("start_method"))
+    chosen = read.choice(method, f"{where}.start_method", tuple(START_METHODS), "fork")
+    env = read.env(fields.get("env"), f"{where}.env")
+    by_class = entry.kind in ("workload", "trainer")
+    if entry.target:
+        _check_target(read, entry, where, cwd, _python_path(env, job))
+    restarts = fields.get("max_restarts", job.get("max_restarts"))
+    return RoleSpec(
+        name=name,
+        count=count,
+        entry=entry,
+        env=env,
+        cwd=cwd,
+        max_restarts=read.integer(restarts, f"{where}.max_restarts", CLASS_RESTARTS if by_class else 0, 0),
+        start_method="exec" if entry.kind == "program" else START_METHODS[chosen],
+        restart="process" if by_class else "role",
+        per_node=_per_node(read, fields.get("per_node"), where, count),
+        auto_visible_device=_auto_device(read, fields, where),
+    )
+
+
+def _count(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> int:
+    if isinstance(value, str) and value in ("auto", "cpu", "gpu", "xpu"):
+        try:
+            return count_slots(value)
+        except ValueError as error:
+            read.fault(where, str(error))
+            return 1
+    return read.integer(value, where, 1, 1)
+
+
+def _per_node(read: Reader, value: Any, where: str, count: int) -> int | None:
+    if value is None:
+        return None
+    per_node = read.integer(value, f"{where}.per_node", 1, 1)
+    if count % per_node:
+        fits = [str(number) for number in range(1, min(count, 64) + 1) if count % number == 0]
+        problem = f"{per_node} does not divide the role's {count} ranks"
+        read.fault(f"{where}.per_node", problem, f"every node has as many: {', '.join(fits)}")
+    return per_node
+
+
+def _auto_device(read: Reader, fields: Mapping[str, Any], where: str) -> bool:
+    given = [key for key in AUTO_DEVICE if fields.get(key) is not None]
+    if len(given) > 1:
+        read.fault(where, f"{' and '.join(given)} are given", "they are one and the same: keep the first")
+    return read.flag(fields[given[0]], f"{where}.{given[0]}") if given else True
+
+
+def _entry(read: Reader, fields: Mapping[str, Any], where: str, default: Entry | None) -> Entry:
+    """The entry in `fields`; what they leave out (the target, the arguments) comes from `default`."""
+    given = [kind for kind in ENTRY_KINDS if fields.get(kind) is not None]
+    if len(given) > 1:
+        read.fault(where, f"{' and '.join(given)} are given", "a role runs one of them")
+    args = default.args if default else ()
+    if fields.get("args") is not None:
+        args = read.texts(fields["args"], f"{where}.args" if where else "args")
+    if given:
+        target = read.text(fields[given[0]], f"{where}.{given[0]}" if where else given[0])
+        return Entry(given[0], target, args)
+    return Entry(default.kind, default.target, args) if default else Entry("script", "", args)
+
+
+def _python_path(env: Mapping[str, str], job: Mapping[str, Any]) -> list[str]:
+    """Where workers look for modules because the spec says so; what the command has inherited is on ``sys.path``."""
+    wide = job.get("env")
+    path = env.get("PYTHONPATH") or (wide.get("PYTHONPATH") if isinstance(wide, Mapping) else None)
+    return [folder for folder in str(path).split(os.pathsep) if folder] if path else []
+
+
+def _check_target(read: Reader, entry: Entry, where: str, cwd: str | None, python_path: list[str]) -> None:
+    match entry.kind:
+        case "script":
+            _check_script(read, entry.target, where, cwd)
+        case "program":
+            if shutil.which(entry.target) is None and not os.path.isfile(Path(cwd or ".", entry.target)):
+                read.fault(where, f"program {entry.target!r} is not found", "give its path, or check PATH")
+        case "workload" | "trainer":
+            missing = missing_class(entry.target, [cwd or ".", *python_path])
+            if missing is not None:
+                key = "class" if entry.kind == "trainer" else entry.kind
+                read.fault(f"{where}.{key}", missing.problem, missing.remedy)
+
+
+def _check_script(read: Reader, script: str, where: str, cwd: str | None) -> None:
+    # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
+    path = Path(cwd or ".", script)
+    if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
+        read.fault(where, f"script {script!r} is a directory", "name the file in it")
+    elif not os.path.exists(path):
+        read.fault(where, f"script {script!r} does not exist", f"looked in {os.path.abspath(path.parent)}")
+    elif not os.access(path, os.R_OK):
+        read.fault(where, f"script {script!r} cannot be read", "check its permissions")

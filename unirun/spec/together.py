@@ -1,0 +1,66 @@
+"""What must hold between roles: who shares devices with whom, and how a trainer tells them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unirun.errors import Fault
+from unirun.spec.job import RoleSpec
+from unirun.spec.read import nearest
+
+
+def collocation_faults(groups: Sequence[Sequence[str]], roles: Sequence[RoleSpec]) -> list[Fault]:
+    """What is wrong with `groups` of roles that are to share devices."""
+    known = {role.name: role for role in roles if role.entry.kind != "trainer"}
+    trainers = {role.name for role in roles} - known.keys()
+    faults: list[Fault] = []
+    home: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        where = f"collocations[{number}]"
+        if len(set(group)) < 2:
+            faults.append(
+                Fault(where, f"{[*group]} names fewer than two roles", "name those that share devices")
+            )
+        for name in group:
+            if name in trainers:
+                faults.append(Fault(where, f"{name!r} is the trainer, which uses no device", "leave it out"))
+            elif name not in known:
+                faults.append(Fault(where, f"no role is called {name!r}", nearest(name, [*known])))
+            elif name in home:
+                other = f"collocations[{home[name]}]"
+                twice = "twice" if home[name] == number else f"in {other} as well"
+                faults.append(Fault(where, f"role {name!r} is there {twice}", "name each role once"))
+            home.setdefault(name, number)
+        faults += _unequal(where, [known[name] for name in dict.fromkeys(group) if name in known])
+    return faults
+
+
+def _unequal(where: str, group: Sequence[RoleSpec]) -> list[Fault]:
+    """Roles that share devices have a rank each on every one of them."""
+    faults = []
+    for field, values in (
+        ("count", {role.name: role.count for role in group}),
+        ("per_node", {role.name: role.per_node for role in group if role.per_node is not None}),
+    ):
+        if len(set(values.values())) > 1:
+            found = ", ".join(f"{name} {value}" for name, value in values.items())
+            faults.append(Fault(where, f"{field} is not the same: {found}", f"give them the same {field}"))
+    return faults
+
+
+def handle_faults(roles: Sequence[str]) -> list[Fault]:
+    """Roles that the trainer could not tell apart: ``actor`` and ``Actor`` are both ``RG_ACTOR``."""
+    first: dict[str, str] = {}
+    faults = []
+    for name in roles:
+        handle = handle_name(name)
+        other = first.setdefault(handle, name)
+        if other != name:
+            problem = f"the trainer would find both {other!r} and {name!r} as {handle}"
+            faults.append(Fault(f"roles.{name}", problem, "rename one of them"))
+    return faults
+
+
+def handle_name(role: str) -> str:
+    """The name under which the trainer finds `role`: ``udf-1`` is ``RG_UDF_1``."""
+    return f"RG_{role.upper().replace('-', '_')}"
