@@ -104,8 +104,10 @@ class LogFollower:
                 file.read()
             if self._wake in ready:
                 os.read(self._wake, 4096)
+                # Read before the rest: what was named before `finish` was called is followed to its end.
+                stopping = self._stopping
                 self._take_new()
-                if self._stopping:
+                if stopping:
                     break
             if self._inotify in ready:
                 self._read_changed()
