@@ -9,11 +9,16 @@ from typing import Protocol
 
 from tests.sim.world import JOB, Clock, Habits, Pipe, Plan
 from unirun.launcher import core, events
-from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.launcher.environment import FRESH, SpawnerKey
+from unirun.launcher.orders import Orders
 from unirun.wire.messages import (
+    GroupFormed,
     Hello,
     Join,
     Message,
+    Metrics,
+    OpenStore,
+    Serving,
     Shutdown,
     StartRole,
     StopWorkers,
@@ -24,12 +29,13 @@ from unirun.wire.messages import (
 from unirun.wire.spawning import (
     Forked,
     Kill,
-    OpenStore,
     Preloaded,
     Reaped,
+    ServeStore,
     Spawn,
     SpawnFailed,
     StoreEnded,
+    StoreOpened,
 )
 
 Who = tuple[str, int, int]
@@ -42,8 +48,23 @@ class Process:
 
     pid: int
     who: Who
+    generation: int
+    """That of the group which it is in, or was started for."""
+    forms: int = 0
+    """The generation that it is about to form."""
+    serving: bool = False
+    failed: bool = False
     alive: bool = True
     deaf: bool = False
+
+
+@dataclass
+class StoreModel:
+    """The store that is served at a role's socket, or was served last."""
+
+    spawner: Spawner
+    generation: int
+    alive: bool = True
 
 
 def rng_delay(rng: random.Random) -> float:
@@ -57,7 +78,7 @@ class World(Protocol):
     clock: Clock
     rng: random.Random
     plan: Plan
-    stores: dict[str, Spawner]
+    stores: dict[str, StoreModel]
 
     def next_pid(self) -> int:
         """A pid that was never used."""
@@ -119,16 +140,34 @@ class Spawner:
             case Kill(number, signum):
                 if number in self.processes:
                     self._signal(number, signum)
-            case OpenStore(role, _):
-                self.world.stores[role] = self
-                if self.world.rng.random() < 0.02:
-                    self.world.clock.after(rng_delay(self.world.rng), lambda: self._store_dies(role))
+            case ServeStore():
+                self._serve_store(message)
             case _:
                 raise AssertionError(f"the agent sent a spawner {message}")
 
-    def _store_dies(self, role: str) -> None:
-        if self.alive and self.world.stores.get(role) is self:
-            self.outbox.send(StoreEnded(role, self.world.clock.now, "its process was killed"))
+    def _serve_store(self, request: ServeStore) -> None:
+        role, rng = request.role, self.world.rng
+        before = self.world.stores.get(role)
+        assert before is None or before.generation < request.generation, f"{role} has {before} already"
+        if before is not None:
+            before.alive = False
+        store = StoreModel(self, request.generation)
+        self.world.stores[role] = store
+        if rng.random() < 0.01:
+            store.alive = False
+            self._tell_store_end(role, store, "no process can be forked")
+            return
+        self.outbox.send(StoreOpened(role, request.generation))
+        if rng.random() < 0.02:
+            self.world.clock.after(rng_delay(rng), lambda: self._store_dies(role, store))
+
+    def _store_dies(self, role: str, store: StoreModel) -> None:
+        if self.alive and store.alive:
+            store.alive = False
+            self._tell_store_end(role, store, "its process was killed")
+
+    def _tell_store_end(self, role: str, store: StoreModel, why: str) -> None:
+        self.outbox.send(StoreEnded(role, store.generation, self.world.clock.now, why))
 
     def _spawn(self, request: Spawn) -> None:
         rng, clock = self.world.rng, self.world.clock
@@ -137,7 +176,7 @@ class Spawner:
             self.outbox.send(SpawnFailed(request.id, self.world.clock.now, "no process can be forked"))
             return
         who = role, int(rank), int(request.env["UNIRUN_INCARNATION"])
-        process = Process(self.world.next_pid(), who)
+        process = Process(self.world.next_pid(), who, int(request.env["UNIRUN_GENERATION"]))
         self.world.born(process)
         self.processes[request.id] = process
         self.outbox.send(Forked(request.id, process.pid))
@@ -148,11 +187,41 @@ class Spawner:
         clock.after(rng.expovariate(1 / habits.lifetime), lambda: self._live(request.id, process, habits))
 
     def _hello(self, request: Spawn, process: Process) -> None:
-        if process.alive:
-            role, rank, incarnation = process.who
-            self.node.apply(events.FromWorker(request.id, Hello(role, rank, incarnation, process.pid, True)))
-            if self.world.rng.random() < 0.02:
-                self.node.apply(events.LinkClosed(request.id))
+        if not process.alive:
+            return
+        rng = self.world.rng
+        role, rank, incarnation = process.who
+        assert self.node.state.view is not None, f"{process.who} is welcomed without a view"
+        self.node.apply(events.FromWorker(request.id, Hello(role, rank, incarnation, process.pid, True)))
+        if role in self.node.state.in_place:
+            self.world.clock.after(rng.uniform(0.0, 0.5), lambda: self._serve(request.id, process))
+            self.sees(request.id, process, self.node.state.view)
+        if rng.random() < 0.02:
+            self.node.apply(events.LinkClosed(request.id))
+
+    def _serve(self, number: int, process: Process) -> None:
+        """It has formed its group, or will form a later one, and takes calls."""
+        if process.alive and not process.failed:
+            role, rank, _ = process.who
+            process.serving = True
+            recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
+            self.node.apply(events.FromWorker(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
+            self.node.apply(events.FromWorker(number, Metrics({"loss": 0.5}, self.world.clock.now)))
+
+    def sees(self, number: int, process: Process, view: View) -> None:
+        """A worker learns of a later generation of its role: it forms that, in a moment."""
+        (seen,) = (role for role in view.roles if role.name == process.who[0])
+        if seen.generation > max(process.generation, process.forms):
+            store = self.world.stores[seen.name]
+            assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
+            process.forms = seen.generation
+            delay = self.world.rng.choice((0.01, 0.5, 2.0))
+            self.world.clock.after(delay, lambda: self._form(number, process, seen.generation))
+
+    def _form(self, number: int, process: Process, generation: int) -> None:
+        if process.alive and not process.failed and process.forms == generation:
+            process.generation = generation
+            self.node.apply(events.FromWorker(number, GroupFormed(generation)))
 
     def _live(self, number: int, process: Process, habits: Habits) -> None:
         """The process has done what it wanted to: it fails, ends well, or waits to be told."""
@@ -170,6 +239,7 @@ class Spawner:
         if kind == "error":
             error = WorkerError(words, f"Traceback: {words}", self.world.clock.now)
             self.node.apply(events.FromWorker(number, error))
+            process.failed = True
             if rng.random() < 0.2:
                 # A thread or an exit handler keeps it alive; only SIGKILL ends it.
                 process.deaf = True
@@ -218,6 +288,8 @@ class Spawner:
         self.alive = False
         for process in self.processes.values():
             process.alive = False
+        for store in self.world.stores.values():
+            store.alive = store.alive and store.spawner is not self
         self.outbox.close(lambda _: self._buried())
 
     def _buried(self) -> None:
@@ -232,17 +304,15 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.alive = True
-        self.state = core.AgentState(name)
         self.spawners: dict[SpawnerKey, Spawner] = {}
         self.exits: list[Who] = []
         self.launched: list[Who] = []
-        self._next_id = 0
         clock, rng, slow = world.clock, world.rng, world.plan.slow
         self.to_master = Pipe(clock, rng, slow, lambda m: world.from_agent(name, m))
         self.to_agent = Pipe(clock, rng, slow, self._receive)
-        names = [role.name for role in world.plan.spec.roles]
-        keys = dict.fromkeys([*map(self._store_key, names), *map(self._key, names)])
-        self.state = core.AgentState(name, spawners=dict.fromkeys(keys, False))
+        self.orders = Orders(JOB, world.plan.spec, name, "/", {})
+        keys = self.orders.spawners
+        self.state = core.AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
         for key in keys:
             self.spawners[key] = Spawner(self, key)
 
@@ -252,51 +322,19 @@ class Node:
             endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(self.world.plan.spec.roles)}
             self.to_master.send(Join(self.name, 1, self.name, endpoints))
 
-    def _key(self, role: str) -> SpawnerKey:
-        spec = self.world.plan.spec
-        if spec.role(role).start_method == "exec":
-            return FRESH
-        return spawner_key(base_env(spec, role, {}))
-
-    def _store_key(self, role: str) -> SpawnerKey:
-        forking = [r.name for r in self.world.plan.spec.roles if r.start_method == "fork"]
-        if forking:
-            return self._key(role if role in forking else forking[0])
-        return spawner_key({"OMP_NUM_THREADS": "1"})
-
     def _receive(self, message: Message) -> None:
         if not self.alive:
             return
         match message:
             case StartRole():
-                self.apply(self._launch(message))
+                self.launched += [(message.role, m.rank, m.incarnation) for m in message.members]
+                self.apply(self.orders.launch(message))
+            case OpenStore():
+                self.apply(self.orders.store(message, 5))
             case StopWorkers() | View() | Shutdown():
                 self.apply(message)
             case _:
                 raise AssertionError(f"the master sent an agent {message}")
-
-    def _launch(self, order: StartRole) -> events.Launch:
-        workers = []
-        for member in order.members:
-            self._next_id += 1
-            key = self._key(order.role)
-            request = spawn_request(
-                self._next_id, self.world.plan.spec, order, member, JOB, self.name, "/", {}
-            )
-            workers.append(
-                events.Worker(
-                    self._next_id,
-                    order.role,
-                    member.rank,
-                    member.incarnation,
-                    key,
-                    request,
-                    grace=self.world.plan.spec.shutdown_timeout,
-                )
-            )
-            self.launched.append((order.role, member.rank, member.incarnation))
-        store = OpenStore(order.role, 5) if any(m.rank == 0 for m in order.members) else None
-        return events.Launch(tuple(workers), store, self._store_key(order.role))
 
     def apply(self, event: events.Event) -> None:
         """One step of the real core, and its commands."""
@@ -315,6 +353,8 @@ class Node:
                     self.exits.append((message.role, message.rank, message.incarnation))
                 self.to_master.send(message)
             case events.ToSpawner(key, message):
+                if isinstance(message, Kill):
+                    self._check_kill(message)
                 if key in self.spawners:
                     self.spawners[key].inbox.send(message)
             case events.StartSpawner(key):
@@ -326,8 +366,17 @@ class Node:
                 self.world.kill_pids(pids)
             case events.Leave():
                 self.die("it left")
-            case events.ToWorkers():
-                pass
+            case events.ToWorkers(View() as view):
+                for spawner in self.spawners.values():
+                    for number, process in spawner.processes.items():
+                        if process.alive and process.who[0] in self.state.in_place:
+                            spawner.sees(number, process, view)
+
+    def _check_kill(self, kill: Kill) -> None:
+        """A worker that can outlive its peers is killed for an order, for this agent's end, or for its own fault."""
+        worker = self.state.workers[kill.id]
+        if worker.role in self.state.in_place:
+            assert worker.sent is not None or worker.error is not None, f"{worker.who} is killed for a peer"
 
     def die(self, reason: str) -> None:
         """The agent ends; its workers end with it, and the master sees the end of the stream."""
@@ -338,5 +387,7 @@ class Node:
             spawner.alive = False
             for process in spawner.processes.values():
                 process.alive = False
+            for store in self.world.stores.values():
+                store.alive = store.alive and store.spawner is not spawner
         self.world.trace(f"agent {self.name} is gone: {reason}")
         self.to_master.close(lambda error: self.world.agent_stream_ended(self.name, str(error)))

@@ -6,23 +6,28 @@ import itertools
 import random
 import signal
 
-from tests.sim.model import Node, Process, Spawner
+from tests.sim.model import Node, Process, StoreModel
 from tests.sim.world import Clock, make_plan
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS
 from unirun.launcher import core, events
 from unirun.master import JobPhase, JobState, RolePhase, RoleState, new_job, step
 from unirun.master.events import (
+    After,
     AgentLost,
+    Command,
     Event,
     Finish,
     JoinTimedOut,
+    KeepMetrics,
     OwnerLost,
     Record,
     ToAgent,
     ToWatchers,
 )
 from unirun.master.state import JOB_ENDS, ROLE_ENDS
-from unirun.wire.messages import Join, Message, Shutdown, StartRole, Stop, StopWorkers, WorkerExited
+from unirun.master.turn import VIEW_DELAY
+from unirun.wire.messages import Join, Message, Shutdown, StartRole, Stop, StopWorkers, View, WorkerExited
+from unirun.wire.spawning import StoreEnded, StoreOpened
 
 PATIENCE = 300.0
 """Seconds after which somebody stops a job that does not end of itself."""
@@ -41,7 +46,9 @@ class Simulation:
         self.rng = random.Random(f"history {seed}")
         self.clock = Clock()
         self.log: list[str] = []
-        self.stores: dict[str, Spawner] = {}
+        self.stores: dict[str, StoreModel] = {}
+        self.opened: dict[str, int] = {}
+        self.viewed = self.clock.now
         self.processes: list[Process] = []
         self._pids = itertools.count(100)
         spec, placement = self.plan.spec, self.plan.placement
@@ -119,7 +126,10 @@ class Simulation:
         self.trace(f"master: {event}")
         self.state, commands = step(self.state, event, self.clock.now)
         self.state.check()
+        if isinstance(event, StoreOpened):
+            self.opened[event.role] = max(event.generation, self.opened.get(event.role, 0))
         self._check_master(before, event)
+        self._check_reforming(before, event)
         self._watch_promptness(before)
         for command in commands:
             match command:
@@ -128,11 +138,14 @@ class Simulation:
                     self._check_order(before, event, message)
                     if node in self.connected:
                         self.nodes[node].to_agent.send(message)
+                case After(delay, then):
+                    self.clock.after(delay, lambda then=then: self.master(then))
                 case Finish():
                     assert self.finish is None, "the job ends twice"
                     self._finished(command)
-                case Record() | ToWatchers():
+                case Record() | ToWatchers() | KeepMetrics():
                     pass
+        self._check_news(before, event, commands)
 
     def _finished(self, finish: Finish) -> None:
         self.finish = finish
@@ -162,14 +175,51 @@ class Simulation:
             if old.phase in ROLE_ENDS:
                 assert role == old, f"role {name} was {old.phase} and has changed"
             assert role.restarts in (old.restarts, old.restarts + 1)
-            assert role.generation == {w.incarnation for w in role.workers}.pop()
-            assert len({w.incarnation for w in role.workers}) == 1
-            assert role.generation <= role.restarts
+            assert role.generation in (old.generation, old.generation + 1)
+            assert role.opened in (old.opened, role.generation)
+            if role.restart == "role":
+                assert len({w.incarnation for w in role.workers}) == 1
+                assert role.generation <= role.restarts
+            for worker, earlier in zip(role.workers, old.workers, strict=True):
+                assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
+                if worker.incarnation != earlier.incarnation:
+                    assert isinstance(event, StoreOpened), f"{event} starts {name}:{worker.rank}"
+                    assert not earlier.live, f"{name}:{worker.rank} is started while it lives"
             if role.generation != old.generation:
-                assert isinstance(event, WorkerExited), f"{event} starts a new generation of {name}"
+                assert isinstance(event, WorkerExited | StoreEnded), f"{event} starts a generation of {name}"
                 assert event.role == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
             assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
+
+    def _check_reforming(self, before: JobState, event: Event) -> None:
+        """What befalls one worker of a role that lives on changes nothing for its peers."""
+        if self.state.phase is not JobPhase.RUNNING or not isinstance(event, WorkerExited | StoreEnded):
+            return
+        for name, role in self.state.roles.items():
+            if role.restart == "process":
+                hit = event.rank if isinstance(event, WorkerExited) and event.role == name else None
+                for worker, earlier in zip(role.workers, before.roles[name].workers, strict=True):
+                    assert worker == earlier or worker.rank == hit, f"{event} changes {name}:{worker.rank}"
+
+    def _check_news(self, before: JobState, event: Event, commands: list[Command]) -> None:
+        """Who died of itself is told of at once, who was told to end in a moment."""
+        views = [c.message for c in commands if isinstance(c, ToAgent) and isinstance(c.message, View)]
+        if views:
+            self.viewed = self.clock.now
+        if not isinstance(event, WorkerExited) or before.phase in JOB_ENDS:
+            return
+        worker = before.roles[event.role].workers[event.rank]
+        if not worker.live or worker.incarnation != event.incarnation or event.code == 0:
+            return
+        if event.cause in ("own", "doom"):
+            (role,) = (role for role in views[-1].roles if role.name == event.role)
+            found = role.workers[event.rank]
+            assert (found.phase, found.incarnation) == ("lost", event.incarnation), f"{event} is not told"
+        else:
+            self.clock.after(VIEW_DELAY + 0.001, lambda at=self.clock.now: self._must_have_told(at))
+
+    def _must_have_told(self, since: float) -> None:
+        assert self.viewed >= since or self.state.phase in JOB_ENDS or not self.master_alive, "no news"
 
     def _watch_promptness(self, before: JobState) -> None:
         """What has begun to end must have ended when its grace is over and the last message has arrived."""
@@ -177,7 +227,9 @@ class Simulation:
         if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
             self.clock.after(soon, self._must_be_over)
         for name, role in self.state.roles.items():
-            if role.phase is RolePhase.RESTARTING and before.roles[name].phase is not RolePhase.RESTARTING:
+            between = (RolePhase.RESTARTING, RolePhase.REFORMING)
+            old = before.roles[name]
+            if role.phase in between and (role.phase, role.generation) != (old.phase, old.generation):
                 self.clock.after(soon, lambda old=role: self._must_have_restarted(old))
 
     def _must_be_over(self) -> None:
@@ -193,7 +245,8 @@ class Simulation:
     def _must_have_stores(self) -> None:
         """Ranks of a role that runs can meet: the store of its generation is served.
 
-        Once no worker of the role is left on the node of its store, an end of the store goes unnoticed.
+        Once no worker of the role is left on the node of its store, an end of the store goes unnoticed; and once a
+        worker has ended well, those that live on are not disturbed by it.
         """
         for role in self.state.roles.values():
             if self.master_alive and self.state.phase is JobPhase.RUNNING and role.live:
@@ -202,18 +255,27 @@ class Simulation:
                 leader = self.plan.placement.of_role(role.name)[0].node
                 if all(worker.node != leader for worker in role.live):
                     continue
+                if role.restart == "process" and any(worker.ended_well for worker in role.workers):
+                    continue
                 store = self.stores.get(role.name)
                 assert store is not None, f"no store was opened for {role.name}"
                 assert store.alive, f"the store of {role.name} is gone"
+                assert store.generation == role.generation, f"the store of {role.name} is an old one"
+                here = [p for p in self.processes if p.alive and p.who[0] == role.name]
+                assert {p.generation for p in here} == {role.generation}, f"{role.name} is not in one group"
 
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
             assert isinstance(event, WorkerExited)
             assert event.role == message.role
+            assert self.state.roles[message.role].restart == "role", "a worker is stopped for its peer"
         if isinstance(message, StartRole):
             assert self.state.phase is JobPhase.RUNNING
-            assert not before.roles[message.role].live or isinstance(event, WorkerExited)
+            assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
+            assert not any(before.roles[message.role].workers[member.rank].live for member in message.members)
+        if isinstance(message, View):
+            assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)
 
     def checked_agent(self, node: Node, before: core.AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""
@@ -231,8 +293,11 @@ class Simulation:
             assert worker.spawner in state.spawners, f"{who} waits for a spawner that is not there"
             if worker.phase is events.Phase.QUEUED:
                 assert not state.spawners[worker.spawner], f"{who} waits for a spawner that is ready"
-        for key in state.pending_stores:
-            assert not state.spawners.get(key, False), "a store waits for a spawner that is ready"
+        for store in state.stores.values():
+            ready = state.spawners.get(store.spawner)
+            assert state.leaving or store.ended or store.sent == ready, (
+                "a store waits for a spawner that is ready"
+            )
 
     def _must_have_left(self, node: Node) -> None:
         assert not node.alive, f"the agent of {node.name} does not leave"

@@ -16,8 +16,9 @@ from pathlib import Path
 from unirun.collocation import Assignment, Placement
 from unirun.errors import ConnectionLost
 from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.orders import CALLS
 from unirun.rendezvous import JobDir
-from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.wire.codec import decode, encode
 from unirun.wire.messages import Message
 
@@ -93,6 +94,8 @@ class Habits:
     """Chance that TERM is ignored."""
     follows: float
     """Chance that a worker fails when a peer of its role does."""
+    recovers: float
+    """Chance that a worker says that it is recoverable."""
 
 
 @dataclass
@@ -125,14 +128,16 @@ def make_plan(seed: int) -> Plan:
     rng = random.Random(seed)
     names = ("actor", "rollout", "critic")[: rng.randint(1, 3)]
     nodes = tuple(f"n{i}" for i in range(rng.choice((1, 1, 1, 2, 3))))
+    kinds = {name: _kind(rng) for name in names}
     roles = tuple(
         RoleSpec(
             name,
             rng.randint(1, 4),
-            Entry("program" if rng.random() < 0.15 else "script", f"{name}.py"),
+            Entry(kinds[name], f"{name}.py"),
             env={"OMP_NUM_THREADS": "2"} if rng.random() < 0.2 else {},
             max_restarts=rng.choice((0, 0, 1, 2, 5)),
             start_method="exec" if rng.random() < 0.2 else "fork",
+            restart="process" if kinds[name] in CALLS else "role",
         )
         for name in names
     )
@@ -149,10 +154,13 @@ def make_plan(seed: int) -> Plan:
     habits = {
         name: Habits(
             fails=rng.choice((0.0, 0.0, 0.1, 0.4, 0.9)),
-            finishes=rng.choice((0.5, 0.9, 1.0)),
+            finishes=0.05 if spec.role(name).entry.kind == "workload" else rng.choice((0.5, 0.9, 1.0)),
             lifetime=rng.choice((0.01, 0.5, 5.0)),
             stubborn=rng.choice((0.0, 0.0, 0.3)),
-            follows=rng.choice((0.0, 0.5, 1.0)),
+            follows=rng.choice((0.0, 0.5, 1.0))
+            if spec.role(name).restart == "role"
+            else rng.choice((0.0, 0.1)),
+            recovers=rng.choice((0.5, 1.0, 1.0)),
         )
         for name in names
     }
@@ -162,6 +170,13 @@ def make_plan(seed: int) -> Plan:
     ]
     absent = frozenset(node for node in nodes if rng.random() < 0.04)
     return Plan(spec, placement, habits, rng.choice((0.0005, 0.005, 0.05)), accidents, absent)
+
+
+def _kind(rng: random.Random) -> EntryKind:
+    chance = rng.random()
+    if chance < 0.1:
+        return "program"
+    return "script" if chance < 0.55 else "workload" if chance < 0.85 else "trainer"
 
 
 def _places(spec: JobSpec, nodes: tuple[str, ...], rng: random.Random) -> list[Assignment]:

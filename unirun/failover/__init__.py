@@ -1,7 +1,17 @@
 """What a failure means: exits, the restart policy, and which failure was the cause. Pure functions."""
 
 from unirun.failover.exits import Exit, Failure
-from unirun.failover.policy import Decision, decide
+from unirun.failover.policy import Circumstances, Decision, decide, decide_without_store
 from unirun.failover.rootcause import Diagnosis, diagnose, episode
 
-__all__ = ["Decision", "Diagnosis", "Exit", "Failure", "decide", "diagnose", "episode"]
+__all__ = [
+    "Circumstances",
+    "Decision",
+    "Diagnosis",
+    "Exit",
+    "Failure",
+    "decide",
+    "decide_without_store",
+    "diagnose",
+    "episode",
+]

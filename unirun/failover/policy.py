@@ -1,4 +1,4 @@
-"""What to do about a failure: restart the role while its budget lasts, else end the job."""
+"""What to do about a failure: start again what the role's level says while its budget lasts, else end the job."""
 
 from __future__ import annotations
 
@@ -6,31 +6,85 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unirun.failover.exits import Failure
+from unirun.spec import EntryKind, Restart
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up."""
 
-    action: Literal["restart_role", "end_job"]
+    action: Literal["restart_role", "restart_worker", "end_job"]
     reason: str
     budget_spent: bool = False
 
 
-def decide(failure: Failure, *, restarts: int, max_restarts: int) -> Decision:
-    """The decision after `failure` of a role that was restarted `restarts` times already.
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the policy looks at besides the failure itself.
 
-    A restart resets nothing: the second failure is handled like the first, with one restart less left.
+    `survivors` are the workers of the role that live on. `recoverable` is what the failed worker had said of
+    itself, None when it had said nothing yet; it counts for trainers. `generation` is the role's present one.
+    """
+
+    kind: EntryKind = "script"
+    restart: Restart = "role"
+    restarts: int = 0
+    max_restarts: int = 0
+    survivors: int = 0
+    generation: int = 0
+    recoverable: bool | None = None
+
+
+def decide(failure: Failure, now: Circumstances) -> Decision:
+    """The decision after `failure`.
+
+    A restart resets nothing: the second failure is handled like the first, with one restart less left. Each worker
+    that is started again alone spends one restart of its role, as a restart of all of them does.
     """
     what = f"{failure.who} ended with {failure.exit}"
-    if restarts < max_restarts:
-        return Decision(
-            "restart_role", f"{what}; restart {restarts + 1} of {max_restarts} of role {failure.role}"
-        )
-    if max_restarts == 0:
-        return Decision("end_job", f"{what}; role {failure.role} has no restarts (--max-restarts 0)")
+    if now.kind == "trainer" and not now.recoverable:
+        return Decision("end_job", f"{what}; {_why_not_recoverable(failure.who, now)}")
+    if now.restarts >= now.max_restarts:
+        return _without_budget(what, failure.role, now)
+    count = f"restart {now.restarts + 1} of {now.max_restarts}"
+    if now.restart == "role":
+        return Decision("restart_role", f"{what}; {count} of role {failure.role}")
+    return Decision("restart_worker", f"{what}; {count}: {failure.who} alone, {_others(failure.role, now)}")
+
+
+def decide_without_store(role: str, reason: str, now: Circumstances) -> Decision:
+    """The decision when the store of `role` ended before its workers could meet in it.
+
+    It spends a restart, so that a store that can never be served does not keep a job busy for ever.
+    """
+    what = f"the store of role {role} is gone before its workers have met: {reason}"
+    if now.restarts >= now.max_restarts:
+        return _without_budget(what, role, now)
     return Decision(
-        "end_job",
-        f"{what}; all {max_restarts} restarts of role {failure.role} are used up",
-        budget_spent=True,
+        "restart_role" if now.restart == "role" else "restart_worker",
+        f"{what}; restart {now.restarts + 1} of {now.max_restarts} of role {role}",
     )
+
+
+def _without_budget(what: str, role: str, now: Circumstances) -> Decision:
+    if now.max_restarts == 0:
+        return Decision("end_job", f"{what}; role {role} has no restarts (--max-restarts 0)")
+    reason = f"{what}; all {now.max_restarts} restarts of role {role} are used up"
+    return Decision("end_job", reason, budget_spent=True)
+
+
+def _why_not_recoverable(who: str, now: Circumstances) -> str:
+    if now.recoverable is None:
+        return f"{who} had not told yet whether it is recoverable"
+    return f"{who} is not recoverable (is_recoverable() returned False)"
+
+
+def _others(role: str, now: Circumstances) -> str:
+    forms = f"generation {now.generation + 1}"
+    match now.survivors:
+        case 0:
+            return f"as {forms}"
+        case 1:
+            return f"{role}'s other rank keeps its memory and forms {forms}"
+        case count:
+            return f"{role}'s other {count} ranks keep their memory and form {forms}"

@@ -17,8 +17,10 @@ from typing import Any
 
 from unirun.errors import IllegalTransition, RendezvousError, WireError
 from unirun.launcher import core, events
-from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.launcher.environment import FRESH, SpawnerKey, spawner_key
 from unirun.launcher.filters import LineFilters
+from unirun.launcher.orders import Orders, welcome
+from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
@@ -28,27 +30,18 @@ from unirun.wire.messages import (
     Join,
     Message,
     Notice,
-    RoleBrief,
+    OpenStore,
     Sample,
     Shutdown,
     StartRole,
     StopWorkers,
     View,
-    Welcome,
     WorkerStarted,
 )
-from unirun.wire.spawning import OpenStore, Reaped, SpawnFailed
-
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
-"""What every spawner imports; ``--preload`` adds to it."""
+from unirun.wire.spawning import Reaped, SpawnFailed
 
 SPAWNER_END = 2.0
 """Seconds that a spawner has to end after its stream was closed."""
-
-
-TAIL_LINES = 12
-TAIL_BYTES = 1 << 14
-"""How much of a failed worker's stderr goes into the report."""
 
 
 class Agent:
@@ -57,17 +50,17 @@ class Agent:
     def __init__(
         self, job: JobDir, spec: JobSpec, node: str, cwd: str, endpoints: Mapping[str, Endpoint]
     ) -> None:
-        self._job, self._spec, self._cwd = job, spec, cwd
+        self._job, self._spec = job, spec
         self._inherited = dict(os.environ)
+        self._orders = Orders(job, spec, node, cwd, self._inherited)
         self._endpoints = endpoints
         self._token = load_token(job.token)
-        self._state = core.AgentState(node)
+        self._state = core.AgentState(node, in_place=self._orders.in_place)
         self._master: Stream | None = None
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._popens: set[subprocess.Popen[bytes]] = set()
-        self._next_id = 0
         self._left = asyncio.Event()
         self._oom_kills = out_of_memory_kills()
         self._filters = LineFilters(job, spec.log)
@@ -120,23 +113,10 @@ class Agent:
 
     def _warm_up(self) -> None:
         """Start importing before the master has said anything: that import is what start-up waits for."""
-        names = [role.name for role in self._spec.roles]
-        keys = dict.fromkeys([*map(self._store_key, names), *map(self._key, names)])
+        keys = self._orders.spawners
         self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
         for key in keys:
             self._start_spawner(key)
-
-    def _key(self, role: str) -> SpawnerKey:
-        if self._spec.role(role).start_method == "exec":
-            return FRESH
-        return spawner_key(base_env(self._spec, role, self._inherited))
-
-    def _store_key(self, role: str) -> SpawnerKey:
-        """The spawner that serves the store of `role`: its own, or, when that has no torch, another's."""
-        forking = [each.name for each in self._spec.roles if each.start_method == "fork"]
-        if forking:
-            return self._key(role if role in forking else forking[0])
-        return spawner_key(self._inherited)
 
     def _apply(self, event: events.Event) -> None:
         try:
@@ -181,36 +161,13 @@ class Agent:
                 message = await master.receive()
                 match message:
                     case StartRole():
-                        self._apply(self._launch(message))
+                        self._apply(self._orders.launch(message))
+                    case OpenStore(role):
+                        self._apply(self._orders.store(message, self._endpoints[role].socket.fileno()))
                     case StopWorkers() | View() | Shutdown():
                         self._apply(message)
         except WireError as error:
             self._apply(events.MasterLost(f"the master is gone: {error}"))
-
-    def _launch(self, order: StartRole) -> events.Launch:
-        key = self._key(order.role)
-        workers = []
-        for member in order.members:
-            self._next_id += 1
-            node = self._state.node
-            request = spawn_request(
-                self._next_id, self._spec, order, member, self._job, node, self._cwd, self._inherited
-            )
-            workers.append(
-                events.Worker(
-                    id=self._next_id,
-                    role=order.role,
-                    rank=member.rank,
-                    incarnation=member.incarnation,
-                    spawner=key,
-                    request=request,
-                    grace=self._spec.shutdown_timeout,
-                )
-            )
-        store = None
-        if any(member.rank == 0 for member in order.members):
-            store = OpenStore(order.role, self._endpoints[order.role].socket.fileno())
-        return events.Launch(tuple(workers), store, self._store_key(order.role))
 
     def _start_spawner(self, key: SpawnerKey) -> None:
         ours, theirs = socket.socketpair()
@@ -218,7 +175,7 @@ class Agent:
         env = {name: value for name, value in self._inherited.items() if not spawner_key({name: value})}
         if key != FRESH:
             env.update(key)
-            modules = (*PRELOAD, *self._spec.preload)
+            modules = self._orders.modules
         else:
             env = dict(self._inherited)
         handles = [theirs.fileno(), *(endpoint.socket.fileno() for endpoint in self._endpoints.values())]
@@ -256,7 +213,7 @@ class Agent:
         if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
             return ""
         worker = self._state.workers.get(message.id)
-        if worker is None or worker.asked is not None or worker.doom:
+        if worker is None or worker.cause != "own":
             return ""
         kills = out_of_memory_kills()
         if kills > self._oom_kills:
@@ -268,12 +225,7 @@ class Agent:
         """The last lines of the stderr of a worker that failed."""
         if not isinstance(message, Reaped) or message.code == 0 or message.id not in self._state.workers:
             return ""
-        try:
-            with open(self._state.workers[message.id].request.stderr, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                return last_words(file.read().decode(errors="replace"))
-        except OSError:
-            return ""
+        return tail_of(self._state.workers[message.id].request.stderr)
 
     async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -333,34 +285,6 @@ class Agent:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
-
-
-def welcome(view: View, spec: JobSpec) -> Welcome:
-    """The answer to a worker's hello."""
-    briefs = (
-        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
-        for role in spec.roles
-    )
-    return Welcome(
-        view=view,
-        config=dict(spec.config),
-        name=spec.name,
-        roles=tuple(briefs),
-        collocations=spec.collocations,
-        call_timeout=spec.call_timeout,
-        transport=spec.transport,
-    )
-
-
-def last_words(text: str) -> str:
-    """What tells most at the end of a stderr: the stack that faulthandler left, else the last lines."""
-    lines = text.splitlines()
-    for at in reversed(range(len(lines))):
-        if lines[at].startswith("Fatal Python error"):
-            here = [n for n in range(at, len(lines)) if lines[n].startswith("Current thread")]
-            # Its innermost frame stands first; those of other threads stand before it.
-            return "\n".join([lines[at], *lines[here[0] if here else at + 1 :]][:TAIL_LINES])
-    return "\n".join(lines[-TAIL_LINES:])
 
 
 def hold_endpoints(spec: JobSpec) -> dict[str, Endpoint]:

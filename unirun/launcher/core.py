@@ -29,31 +29,40 @@ from unirun.launcher.events import (
     SpawnerDown,
     StartSpawner,
     StillWithoutLink,
+    Store,
     ToMaster,
     ToSpawner,
     ToWorkers,
     Worker,
 )
 from unirun.wire.messages import (
+    Cause,
+    GroupFormed,
     Hello,
+    Message,
+    Metrics,
     Notice,
+    Serving,
     Shutdown,
     SpawnerReady,
     StopWorkers,
     View,
     WorkerError,
     WorkerExited,
+    WorkerFormed,
+    WorkerMetrics,
     WorkerRunning,
+    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import (
     Forked,
     Kill,
-    OpenStore,
     Preloaded,
     Reaped,
     SpawnFailed,
     StoreEnded,
+    StoreOpened,
 )
 
 LOST_GRACE = 0.4
@@ -62,13 +71,16 @@ LOST_GRACE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """What this node does. `spawners`: whether each is ready; `stores`: which spawner serves a role's."""
+    """What this node does. `spawners`: whether each is ready; `stores`: by role, the last that was to be served here.
+
+    `in_place`: the roles whose workers outlive a peer, and a store.
+    """
 
     node: str
+    in_place: frozenset[str] = frozenset()
     workers: Mapping[int, Worker] = field(default_factory=dict)
     spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
-    stores: Mapping[str, SpawnerKey] = field(default_factory=dict)
-    pending_stores: Mapping[SpawnerKey, tuple[OpenStore, ...]] = field(default_factory=dict)
+    stores: Mapping[str, Store] = field(default_factory=dict)
     view: View | None = None
     leaving: bool = False
 
@@ -86,8 +98,11 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
     match event:
         case Launch():
             return _launch(state, event)
+        case Store():
+            return _open_store(state, event)
         case StopWorkers():
-            return _stop(state, [(event.role, rank) for rank in event.ranks], event.signal, event.grace)
+            who = [(event.role, rank) for rank in event.ranks]
+            return _stop(state, who, event.signal, event.grace, "order")
         case View():
             return replace(state, view=event), [ToWorkers(event)]
         case Shutdown():
@@ -112,34 +127,46 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
     if state.leaving:
         # The order and the reason to leave have crossed: nobody would stop what is started now.
         return state, [
-            _never_started(worker, int(signal.SIGTERM), "its agent leaves") for worker in event.workers
+            _never_started(worker, signal.SIGTERM, "leaving", "its agent leaves") for worker in event.workers
         ]
     commands: list[Command] = []
-    wanted = [worker.spawner for worker in event.workers]
-    for key in dict.fromkeys([*wanted, event.store_spawner] if event.store else wanted):
-        if key not in state.spawners:
-            state = replace(state, spawners={**state.spawners, key: False})
-            commands.append(StartSpawner(key))
-    if event.store is not None:
-        key = event.store_spawner
-        state = replace(state, stores={**state.stores, event.store.role: key})
-        if state.spawners[key]:
-            commands.append(ToSpawner(key, event.store))
-        else:
-            queue = (*state.pending_stores.get(key, ()), event.store)
-            state = replace(state, pending_stores={**state.pending_stores, key: queue})
     for worker in event.workers:
-        if state.find(worker.role, worker.rank) is not None:
-            raise IllegalTransition(f"{worker.role}:{worker.rank} has a worker already")
+        holder = state.find(worker.role, worker.rank)
+        if holder is not None:
+            text = f"incarnation {worker.incarnation} is not started: {holder.incarnation} lives"
+            commands.append(ToMaster(Notice(worker.who, text)))
+            continue
+        state, more = _need_spawner(state, worker.spawner)
+        commands += more
         if state.spawners[worker.spawner]:
             worker = replace(worker, phase=Phase.FORKING)
             commands.append(ToSpawner(worker.spawner, worker.request))
         state = state.with_worker(worker)
+        store = state.stores.get(worker.role)
+        if store is not None and store.ended is not None and worker.role not in state.in_place:
+            state, more = _lose_store(state, worker, store.ended)
+            commands += more
     return state, commands
 
 
+def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Command]]:
+    if state.leaving:
+        return state, []
+    state, commands = _need_spawner(state, store.spawner)
+    if state.spawners[store.spawner]:
+        store = replace(store, sent=True)
+        commands.append(ToSpawner(store.spawner, store.request))
+    return replace(state, stores={**state.stores, store.request.role: store}), commands
+
+
+def _need_spawner(state: AgentState, key: SpawnerKey) -> tuple[AgentState, list[Command]]:
+    if key in state.spawners:
+        return state, []
+    return replace(state, spawners={**state.spawners, key: False}), [StartSpawner(key)]
+
+
 def _stop(
-    state: AgentState, who: list[tuple[str, int]], signum: int, grace: float
+    state: AgentState, who: list[tuple[str, int]], signum: int, grace: float, cause: Cause
 ) -> tuple[AgentState, list[Command]]:
     commands: list[Command] = []
     for role, rank in who:
@@ -148,26 +175,29 @@ def _stop(
             continue
         if worker.phase is Phase.QUEUED:
             state = _without(state, worker)
-            commands.append(_never_started(worker, signum, "it had not started"))
+            commands.append(_never_started(worker, signum, cause, "it had not started"))
             continue
-        state = state.with_worker(replace(worker, asked=signum))
+        state = state.with_worker(replace(worker, cause=cause, sent=signum))
         commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
         if signum != signal.SIGKILL:
             commands.append(After(grace, GraceOver(worker.id)))
     return state, commands
 
 
-def _never_started(worker: Worker, signum: int, note: str) -> ToMaster:
-    """A worker without a process ends as if `signum`, for which it was asked, had reached it."""
+def _never_started(worker: Worker, signum: int, cause: Cause, note: str) -> ToMaster:
+    """A worker without a process ends as if `signum`, which was meant for it, had reached it."""
+    signum = int(signum)
     return ToMaster(
-        WorkerExited(worker.role, worker.rank, worker.incarnation, 0.0, None, signum, signum, note=note)
+        WorkerExited(
+            worker.role, worker.rank, worker.incarnation, 0.0, None, signum, cause, signum, note=note
+        )
     )
 
 
 def _leave(state: AgentState, signum: int, grace: float) -> tuple[AgentState, list[Command]]:
     state = replace(state, leaving=True)
     who = [(worker.role, worker.rank) for worker in state.workers.values()]
-    state, commands = _stop(state, who, signum, grace)
+    state, commands = _stop(state, who, signum, grace, "leaving")
     return (state, [*commands, Leave()]) if not state.workers else (state, commands)
 
 
@@ -175,35 +205,42 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
     match event.message:
         case Preloaded(seconds):
             return _spawner_ready(state, event.key, seconds)
+        case Forked(number) | SpawnFailed(number) | Reaped(number) if number not in state.workers:
+            text = f"a spawner speaks of worker {number}, which is not there: {event.message}"
+            return state, [ToMaster(Notice(state.node, text))]
         case Forked(number, pid):
-            worker = state.workers[number]
-            state = state.with_worker(replace(worker, phase=Phase.ALIVE, pid=pid))
-            commands: list[Command] = [
-                ToMaster(WorkerStarted(state.node, worker.role, worker.rank, worker.incarnation, pid))
-            ]
-            if worker.request.kind == "program":
-                # A program does not say hello; that it was started is all there is to know.
-                commands.append(ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation)))
-            return state, commands
-        case Notice():
-            return state, [ToMaster(event.message)]
-        case StoreEnded(role, when, reason):
-            return _store_ended(state, role, when, reason)
+            return _forked(state, state.workers[number], pid)
         case SpawnFailed(number, when, reason):
             return _ended(state, number, WorkerExited("", 0, 0, when, 1, None, note=reason))
         case Reaped(number, when, code, signum):
             return _ended(
                 state, number, WorkerExited("", 0, 0, when, code, signum, note=event.note, tail=event.tail)
             )
+        case Notice() | StoreOpened():
+            return state, [ToMaster(event.message)]
+        case StoreEnded():
+            return _store_ended(state, event.message)
     raise IllegalTransition(f"a spawner sent {type(event.message).__name__}")
+
+
+def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, list[Command]]:
+    state = state.with_worker(replace(worker, phase=Phase.ALIVE, pid=pid))
+    commands: list[Command] = [
+        ToMaster(WorkerStarted(state.node, worker.role, worker.rank, worker.incarnation, pid))
+    ]
+    if worker.request.kind == "program":
+        # A program does not say hello; that it was started is all there is to know.
+        commands.append(ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation)))
+    return state, commands
 
 
 def _spawner_ready(state: AgentState, key: SpawnerKey, seconds: float) -> tuple[AgentState, list[Command]]:
     state = replace(state, spawners={**state.spawners, key: True})
     commands: list[Command] = [ToMaster(SpawnerReady(state.node, seconds))] if seconds >= 0.1 else []
-    pending = dict(state.pending_stores)
-    commands += [ToSpawner(key, store) for store in pending.pop(key, ())]
-    state = replace(state, pending_stores=pending)
+    for role, store in state.stores.items():
+        if store.spawner == key and not store.sent and not store.ended:
+            state = replace(state, stores={**state.stores, role: replace(store, sent=True)})
+            commands.append(ToSpawner(key, store.request))
     for worker in state.workers.values():
         if worker.spawner == key and worker.phase is Phase.QUEUED:
             state = state.with_worker(replace(worker, phase=Phase.FORKING))
@@ -213,10 +250,7 @@ def _spawner_ready(state: AgentState, key: SpawnerKey, seconds: float) -> tuple[
 
 def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, list[Command]]:
     spawners = {key: ready for key, ready in state.spawners.items() if key != event.key}
-    pending = {key: stores for key, stores in state.pending_stores.items() if key != event.key}
-    orphaned = [role for role, key in state.stores.items() if key == event.key]
-    stores = {role: key for role, key in state.stores.items() if key != event.key}
-    state = replace(state, spawners=spawners, pending_stores=pending, stores=stores)
+    state = replace(state, spawners=spawners)
     lost = [worker for worker in state.workers.values() if worker.spawner == event.key]
     commands: list[Command] = [KillGroups(tuple(w.pid for w in lost if w.pid is not None))]
     for worker in lost:
@@ -225,27 +259,39 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
         end = WorkerExited("", 0, 0, event.time, code, signum, note=event.reason)
         state, more = _ended(state, worker.id, end)
         commands += more
-    for role in orphaned:
-        state, more = _store_ended(state, role, event.time, event.reason)
-        commands += more
-    return state, commands
-
-
-def _store_ended(state: AgentState, role: str, when: float, reason: str) -> tuple[AgentState, list[Command]]:
-    """Its listening socket is held, so who comes late would wait in vain: the role needs a new generation."""
-    commands: list[Command] = []
-    for worker in state.workers.values():
-        if worker.role == role and worker.asked is None:
-            state, more = _give_up(state, worker, f"the store of its role is gone: {reason}", when)
+    for role, store in state.stores.items():
+        if store.spawner == event.key and not store.ended:
+            end_of_it = StoreEnded(role, store.request.generation, event.time, event.reason)
+            state, more = _store_ended(state, end_of_it)
             commands += more
     return state, commands
 
 
-def _give_up(state: AgentState, worker: Worker, why: str, now: float) -> tuple[AgentState, list[Command]]:
-    """A worker that cannot do its work any more fails, for the reason `why`."""
+def _store_ended(state: AgentState, event: StoreEnded) -> tuple[AgentState, list[Command]]:
+    """Its listening socket is held, so who comes late would wait in vain: the role needs a new generation.
+
+    Workers that cannot form one in place fail.
+    """
+    store = state.stores.get(event.role)
+    if state.leaving or store is None or store.request.generation != event.generation:
+        return state, []
+    state = replace(state, stores={**state.stores, event.role: replace(store, ended=event)})
+    commands: list[Command] = [ToMaster(event)]
+    if event.role in state.in_place:
+        return state, commands
+    for worker in state.workers.values():
+        if worker.role == event.role and worker.sent is None:
+            state, more = _lose_store(state, worker, event)
+            commands += more
+    return state, commands
+
+
+def _lose_store(state: AgentState, worker: Worker, end: StoreEnded) -> tuple[AgentState, list[Command]]:
+    """A worker that cannot meet its peers any more fails."""
+    why = f"the store of its role is gone: {end.reason}"
     if worker.phase is Phase.QUEUED:
-        return _ended(state, worker.id, WorkerExited("", 0, 0, now, 1, None, note=why))
-    state = state.with_worker(replace(worker, doom=why))
+        return _ended(state, worker.id, WorkerExited("", 0, 0, end.time, 1, None, note=why))
+    state = state.with_worker(replace(worker, cause="doom", doom=why))
     return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL)))]
 
 
@@ -257,7 +303,8 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         role=worker.role,
         rank=worker.rank,
         incarnation=worker.incarnation,
-        asked=worker.asked,
+        cause=worker.cause,
+        sent=worker.sent,
         error=worker.error,
         note=worker.doom or end.note,
         tail="" if worker.error else end.tail,
@@ -284,13 +331,27 @@ def _from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list
             # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
             end = After(worker.grace, GraceOver(worker.id))
             return state.with_worker(replace(worker, error=event.message)), [end]
+        case Serving() | GroupFormed() | Metrics():
+            return state, [ToMaster(_signed(worker, event.message))]
     return state, []
+
+
+def _signed(worker: Worker, message: Serving | GroupFormed | Metrics) -> Message:
+    """What a worker said, with who it is."""
+    who = worker.role, worker.rank, worker.incarnation
+    match message:
+        case Serving(addresses, recoverable):
+            return WorkerServing(*who, addresses, recoverable)
+        case GroupFormed(generation):
+            return WorkerFormed(*who, generation)
+        case Metrics(values, time):
+            return WorkerMetrics(*who, values, time)
 
 
 def _link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:
     """A link ends with its process; when it ends before, the worker is watched by its process alone."""
     worker = state.workers.get(event.id)
-    if worker is None or worker.asked is not None:
+    if worker is None or worker.sent is not None:
         return state, []
     return state, [After(0.5, StillWithoutLink(event.id))]
 
@@ -308,9 +369,9 @@ def _grace_over(state: AgentState, event: GraceOver) -> tuple[AgentState, list[C
     if worker is None:
         return state, []
     # One that was not asked to end has failed before: being killed for it must not look like obedience.
-    asked = None if worker.asked is None else int(signal.SIGKILL)
+    sent = None if worker.sent is None else int(signal.SIGKILL)
     return (
-        state.with_worker(replace(worker, asked=asked)),
+        state.with_worker(replace(worker, sent=sent)),
         [
             ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
             ToMaster(Notice(worker.who, "did not end in its grace period and is killed")),

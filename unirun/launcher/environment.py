@@ -94,7 +94,8 @@ def worker_env(
         "UNIRUN_INCARNATION": str(member.incarnation),
         "UNIRUN_SOCKET": str(job.agent_socket),
     }
-    if member.devices is not None and "CUDA_VISIBLE_DEVICES" not in {**spec.env, **role.env}:
+    own_mask = "CUDA_VISIBLE_DEVICES" in {**spec.env, **role.env}
+    if member.devices is not None and role.auto_visible_device and not own_mask:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(member.devices)
     return env
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from unirun.launcher.environment import SpawnerKey
-from unirun.wire.messages import Message, Shutdown, StopWorkers, View, WorkerError
-from unirun.wire.spawning import OpenStore, Spawn
+from unirun.wire.messages import Cause, Message, Shutdown, StopWorkers, View, WorkerError
+from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
 class Phase(StrEnum):
@@ -20,10 +20,10 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker that has not ended. `asked` is the last signal that was sent to it, `grace` the seconds that it
-    has to end after its code has failed.
+    """One worker that has not ended. `grace` is the seconds that it has to end after its code has failed.
 
-    `doom` says why it is killed though nobody asked for its end: what it needs is gone.
+    `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
+    for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
     """
 
     id: int
@@ -34,7 +34,8 @@ class Worker:
     request: Spawn
     phase: Phase = Phase.QUEUED
     pid: int | None = None
-    asked: int | None = None
+    cause: Cause = "own"
+    sent: int | None = None
     error: WorkerError | None = None
     running: bool = False
     grace: float = 30.0
@@ -48,11 +49,22 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The master wants these workers; `store` is to be opened first, by the spawner `store_spawner`."""
+    """The master wants these workers; others of their roles may live."""
 
     workers: tuple[Worker, ...]
-    store: OpenStore | None
-    store_spawner: SpawnerKey
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The master wants this store, which replaces the one of the role's last generation.
+
+    `sent`: to its spawner. `ended` tells that it is gone, and why.
+    """
+
+    spawner: SpawnerKey
+    request: ServeStore
+    sent: bool = False
+    ended: StoreEnded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +124,7 @@ class MasterLost:
 
 Event = (
     Launch
+    | Store
     | StopWorkers
     | View
     | Shutdown

@@ -37,12 +37,13 @@ from unirun.wire.messages import Notice
 from unirun.wire.spawning import (
     Forked,
     Kill,
-    OpenStore,
     Preloaded,
     Reaped,
+    ServeStore,
     Spawn,
     SpawnFailed,
     StoreEnded,
+    StoreOpened,
 )
 
 
@@ -67,6 +68,7 @@ class _Store:
     """The process that serves the store of a role."""
 
     role: str
+    generation: int
     pid: int
     handle: int
 
@@ -109,8 +111,8 @@ class Spawner:
             match message:
                 case Spawn():
                     task: child.Task | None = self._spawn(message)
-                case OpenStore(role, handle):
-                    task = self._open_store(role, handle)
+                case ServeStore():
+                    task = self._open_store(message)
                 case Kill(number, signum):
                     task = None
                     if number in self._children:
@@ -178,26 +180,29 @@ class Spawner:
         ]:
             os.close(handle)
 
-    def _open_store(self, role: str, handle: int) -> child.Task | None:
+    def _open_store(self, request: ServeStore) -> child.Task | None:
         """A store lives in a process of its own, so a new generation cannot see a key of an old one."""
+        role, generation = request.role, request.generation
         if role in self._stores:
             os.kill(self._stores[role].pid, signal.SIGKILL)
             self._close_store(self._stores[role])
         try:
             pid = self._fork()
         except OSError as error:
-            self._stream.send(StoreEnded(role, time.time(), f"no process can be forked: {error.strerror}"))
+            reason = f"no process can be forked: {error.strerror}"
+            self._stream.send(StoreEnded(role, generation, time.time(), reason))
             return None
         if pid == 0:
-            return child.StoreTask(role, handle)
-        store = _Store(role, pid, os.pidfd_open(pid))
+            return child.StoreTask(role, request.fd)
+        store = _Store(role, generation, pid, os.pidfd_open(pid))
         self._stores[role] = store
         self._selector.register(store.handle, selectors.EVENT_READ, store)
+        self._stream.send(StoreOpened(role, generation))
         return None
 
     def _store_ended(self, store: _Store) -> None:
         self._close_store(store)
-        self._stream.send(StoreEnded(store.role, time.time(), "its process was killed"))
+        self._stream.send(StoreEnded(store.role, store.generation, time.time(), "its process was killed"))
 
     def _close_store(self, store: _Store) -> None:
         os.waitid(os.P_PIDFD, store.handle, os.WEXITED)

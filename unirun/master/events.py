@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unirun.wire.messages import (
@@ -12,9 +13,13 @@ from unirun.wire.messages import (
     SpawnerReady,
     Stop,
     WorkerExited,
+    WorkerFormed,
+    WorkerMetrics,
     WorkerRunning,
+    WorkerServing,
     WorkerStarted,
 )
+from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +40,29 @@ class JoinTimedOut:
     """The time in which every node had to join is over."""
 
 
+@dataclass(frozen=True, slots=True)
+class ViewDue:
+    """News for the workers has waited long enough."""
+
+
 Event = (
     Join
     | SpawnerReady
     | WorkerStarted
     | WorkerRunning
+    | WorkerServing
+    | WorkerFormed
+    | WorkerMetrics
     | WorkerExited
+    | StoreOpened
+    | StoreEnded
     | Notice
     | Sample
     | Stop
     | AgentLost
     | OwnerLost
     | JoinTimedOut
+    | ViewDue
 )
 
 
@@ -82,4 +98,22 @@ class Finish:
     error_file: str = ""
 
 
-Command = ToAgent | ToWatchers | Record | Finish
+@dataclass(frozen=True, slots=True)
+class KeepMetrics:
+    """Append what a worker has measured to the job's metrics."""
+
+    role: str
+    rank: int
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """Come back with `event` after `delay` seconds."""
+
+    delay: float
+    event: Event
+
+
+Command = ToAgent | ToWatchers | Record | Finish | KeepMetrics | After

@@ -10,11 +10,13 @@ import time
 from unirun.collocation import Placement
 from unirun.errors import IllegalTransition, WireError
 from unirun.master.events import (
+    After,
     AgentLost,
     Command,
     Event,
     Finish,
     JoinTimedOut,
+    KeepMetrics,
     OwnerLost,
     Record,
     ToAgent,
@@ -22,7 +24,7 @@ from unirun.master.events import (
 )
 from unirun.master.state import JobState, new_job, present, status_of
 from unirun.master.step import step
-from unirun.observe import EventLog
+from unirun.observe import EventLog, MetricsLog
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.spec import JobSpec
 from unirun.wire import BACKLOG, Stream, accept, load_token
@@ -43,6 +45,7 @@ class Master:
         self._listener = listener
         self._token = load_token(job.token)
         self._log = EventLog(job.events)
+        self._metrics = MetricsLog(job.metrics)
         logs = str(job.logs.resolve())
         self._state: JobState = new_job(spec, placement, started=time.time(), logs=logs)
         self._agents: dict[str, Stream] = {}
@@ -77,6 +80,7 @@ class Master:
             server.close()
             self._persist()
             self._log.close()
+            self._metrics.close()
             for watch in watches:
                 watch.close()
         return self._ended.code if self._ended else 1
@@ -111,6 +115,10 @@ class Master:
                     watcher.send(message)
             case Record(kind, text):
                 self._log.write(kind, text)
+            case KeepMetrics(role, rank, when, values):
+                self._metrics.write(role, rank, when, values)
+            case After(delay, event):
+                asyncio.get_running_loop().call_later(delay, self._apply, event)
             case Finish():
                 self._ended = command
                 self._over.set()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from unirun.collocation import Placement
 from unirun.errors import IllegalTransition
 from unirun.failover import Exit, Failure
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus
-from unirun.spec import JobSpec, RoleSpec
+from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.wire.messages import Join, Message, RoleChanged, WorkerStarted
 
 
@@ -26,12 +26,17 @@ class JobPhase(StrEnum):
 
 
 class RolePhase(StrEnum):
-    """`RESTARTING`: the old generation is being stopped; a new one starts when the last of it is gone."""
+    """`RESTARTING`: the old generation is being stopped; a new one starts when the last of it is gone.
+
+    `REFORMING`: some workers have a successor, or the store has; those that live on keep what they have, and all
+    form the next generation. `RUNNING`: every rank is up and in the present generation.
+    """
 
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
     RESTARTING = "restarting"
+    REFORMING = "reforming"
     STOPPING = "stopping"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
@@ -39,22 +44,29 @@ class RolePhase(StrEnum):
 
 
 class WorkerPhase(StrEnum):
-    """`STARTING`: ordered; `ALIVE`: has a process; `RUNNING`: in the user's code."""
+    """`STARTING`: ordered; `ALIVE`: has a process; `RUNNING`: in the user's code; `SERVING`: takes calls."""
 
     WAITING = "waiting"
     STARTING = "starting"
     ALIVE = "alive"
     RUNNING = "running"
+    SERVING = "serving"
     EXITED = "exited"
 
 
 JOB_ENDS = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
 ROLE_ENDS = (RolePhase.SUCCEEDED, RolePhase.FAILED, RolePhase.STOPPED)
+ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
+"""The phases in which the workers of a role shall live: the end of one is news."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One rank and the worker that holds it."""
+    """One rank and the worker that holds it.
+
+    `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
+    is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name.
+    """
 
     rank: int
     node: str
@@ -62,21 +74,43 @@ class WorkerState:
     phase: WorkerPhase = WorkerPhase.WAITING
     pid: int | None = None
     exit: Exit | None = None
+    generation: int = 0
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    recoverable: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
         """Whether a process was ordered and has not ended."""
-        return self.phase in (WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.RUNNING)
+        return self.phase not in (WorkerPhase.WAITING, WorkerPhase.EXITED)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the process has left with code 0."""
+        return self.exit is not None and self.exit.ok
+
+    def ordered(self, incarnation: int, generation: int) -> WorkerState:
+        """The worker that is started at this rank: nothing is left of the one before."""
+        return WorkerState(
+            self.rank, self.node, incarnation, phase=WorkerPhase.STARTING, generation=generation
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """One role; `workers` is in rank order."""
+    """One role; `workers` is in rank order.
+
+    `generation` is what is decided, `opened` the last one whose store is there: workers learn of a generation only
+    when they can meet in its store.
+    """
 
     name: str
+    kind: EntryKind
+    restart: Restart
     workers: tuple[WorkerState, ...]
     phase: RolePhase = RolePhase.WAITING
     generation: int = 0
+    opened: int = 0
     restarts: int = 0
 
     @property
@@ -86,16 +120,52 @@ class RoleState:
 
     @property
     def running(self) -> int:
-        """How many workers are in the user's code or have left it well."""
-        return sum(
-            worker.phase is WorkerPhase.RUNNING or (worker.exit is not None and worker.exit.ok)
+        """How many workers are as far as they shall come, or have ended well."""
+        return sum(self.up(worker) or worker.ended_well for worker in self.workers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every rank is up and in the present generation, or has ended well."""
+        return all(
+            worker.ended_well or (self.up(worker) and worker.generation == self.generation)
             for worker in self.workers
+        )
+
+    def up(self, worker: WorkerState) -> bool:
+        """Whether `worker` is in the user's code, and, when that is what it is for, takes calls."""
+        return worker.phase is WorkerPhase.SERVING or (
+            worker.phase is WorkerPhase.RUNNING and self.kind != "workload"
         )
 
     def with_worker(self, worker: WorkerState) -> RoleState:
         """This role with the worker of one rank replaced."""
         workers = (*self.workers[: worker.rank], worker, *self.workers[worker.rank + 1 :])
         return replace(self, workers=workers)
+
+    def check(self, max_restarts: int) -> None:
+        """Raise `IllegalTransition` unless the state is one that can be."""
+
+        def hold(true: bool, otherwise: str) -> None:
+            if not true:
+                raise IllegalTransition(f"role {self.name} {otherwise}")
+
+        ranks = [worker.rank for worker in self.workers]
+        hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
+        hold(self.phase not in ROLE_ENDS or not self.live, f"is {self.phase} and has live workers")
+        hold(self.phase is not RolePhase.RUNNING or self.settled, f"is running with {self.running} ranks")
+        hold(self.phase is not RolePhase.REFORMING or not self.settled, "is reforming and complete")
+        hold(self.phase is not RolePhase.REFORMING or self.restart == "process", "reforms, which it cannot")
+        hold(self.restarts <= max_restarts, f"has {self.restarts} restarts, which is over its budget")
+        hold(self.opened <= self.generation, f"has a store of generation {self.opened}, which is to come")
+        for worker in self.workers:
+            who = f"has rank {worker.rank}"
+            hold(worker.incarnation <= self.generation, f"{who} started more often than it was formed")
+            hold(worker.generation <= self.opened, f"{who} in a generation without a store")
+            hold(
+                not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away"
+            )
+        if self.phase is RolePhase.SUCCEEDED:
+            hold(all(worker.ended_well for worker in self.workers), "succeeded without all of its workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +180,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Everything that the master knows. `failures` are those that were not asked for, in order of arrival."""
+    """Everything that the master knows. `failures` are those that were not asked for, in order of arrival.
+
+    `view_due`: something has changed that the workers will be told in a moment.
+    """
 
     spec: JobSpec
     placement: Placement
@@ -118,10 +191,11 @@ class JobState:
     started: float
     logs: str
     phase: JobPhase = JobPhase.LAUNCHING
-    agents: Mapping[str, Join] | None = None
+    agents: Mapping[str, Join] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     verdict: Verdict | None = None
     ended: float | None = None
+    view_due: bool = False
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""
@@ -139,16 +213,7 @@ class JobState:
     def check(self) -> None:
         """Raise `IllegalTransition` unless the state is one that can be."""
         for role in self.roles.values():
-            if [worker.rank for worker in role.workers] != list(range(len(role.workers))):
-                raise IllegalTransition(f"role {role.name}: ranks are not 0..n-1")
-            if role.phase in ROLE_ENDS and role.live:
-                raise IllegalTransition(f"role {role.name} is {role.phase} and has live workers")
-            if role.phase is RolePhase.RUNNING and role.running != len(role.workers):
-                raise IllegalTransition(f"role {role.name} is running with {role.running} ranks")
-            if role.restarts > self.role_spec(role.name).max_restarts:
-                raise IllegalTransition(f"role {role.name}: {role.restarts} restarts are over its budget")
-            if role.phase is RolePhase.SUCCEEDED and not all(w.exit and w.exit.ok for w in role.workers):
-                raise IllegalTransition(f"role {role.name} succeeded without all of its workers")
+            role.check(self.role_spec(role.name).max_restarts)
         if self.phase in JOB_ENDS and (self.live or self.verdict is None or self.ended is None):
             raise IllegalTransition(f"the job is {self.phase} and not over")
 
@@ -157,11 +222,14 @@ def new_job(spec: JobSpec, placement: Placement, *, started: float, logs: str) -
     """The state of a job before anything happened."""
     roles = {
         role.name: RoleState(
-            role.name, tuple(WorkerState(a.rank, a.node) for a in placement.of_role(role.name))
+            role.name,
+            role.entry.kind,
+            role.restart,
+            tuple(WorkerState(a.rank, a.node) for a in placement.of_role(role.name)),
         )
         for role in spec.roles
     }
-    return JobState(spec, placement, roles, started, logs, agents={})
+    return JobState(spec, placement, roles, started, logs)
 
 
 def present(state: JobState) -> list[Message]:
@@ -198,6 +266,8 @@ def status_of(state: JobState, memory: Mapping[str, int], cpu: Mapping[str, floa
                     exit=str(worker.exit) if worker.exit else "",
                     memory=memory.get(f"{role.name}:{worker.rank}") if worker.live else None,
                     cpu=cpu.get(f"{role.name}:{worker.rank}") if worker.live else None,
+                    generation=worker.generation,
+                    metrics=dict(worker.metrics),
                 )
                 for worker in role.workers
             ),

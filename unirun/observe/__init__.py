@@ -1,6 +1,16 @@
-"""What happened and how things stand: the event log and the status of jobs."""
+"""What happened and how things stand: the event log, the metrics and the status of jobs."""
 
 from unirun.observe.events import EventLog, read_events
+from unirun.observe.metrics import MetricsLog, read_metrics
 from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status
 
-__all__ = ["EventLog", "JobStatus", "RoleStatus", "WorkerStatus", "read_events", "read_status"]
+__all__ = [
+    "EventLog",
+    "JobStatus",
+    "MetricsLog",
+    "RoleStatus",
+    "WorkerStatus",
+    "read_events",
+    "read_metrics",
+    "read_status",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from unirun.rendezvous.jobdir import JobDir
@@ -14,7 +14,10 @@ ENDED = ("succeeded", "failed", "stopped", "lost")
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker: what it does (`phase`), where, and how it ended (`exit`, in words)."""
+    """One worker: what it does (`phase`), where, and how it ended (`exit`, in words).
+
+    `generation` is that of its role's process group which it is in; `metrics` are the latest by name.
+    """
 
     rank: int
     phase: str
@@ -24,6 +27,8 @@ class WorkerStatus:
     exit: str
     memory: int | None = None
     cpu: float | None = None
+    generation: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

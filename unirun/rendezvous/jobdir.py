@@ -7,6 +7,7 @@
         spec.json               the JobSpec
         state.json              the job's state, replaced as a whole after every change
         events.jsonl            what happened, what was decided and why
+        metrics.jsonl           what workers have measured
         master.lock             held by the master as long as it lives
         master.sock agent.sock  0600
         master.log agent.log    what these processes say themselves
@@ -69,6 +70,11 @@ class JobDir:
     def events(self) -> Path:
         """The event log, one JSON object a line."""
         return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """What workers have measured, one JSON object a line."""
+        return self.path / "metrics.jsonl"
 
     @property
     def logs(self) -> Path:

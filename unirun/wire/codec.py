@@ -7,12 +7,13 @@ written for.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from typing import Any
 
 from unirun.errors import FrameError
-from unirun.wire.messages import Message
+from unirun.wire.messages import Message, Metrics, WorkerMetrics
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 _FIELDS: dict[type[Any], dict[str, Any]] = {}
@@ -20,7 +21,11 @@ _FIELDS: dict[type[Any], dict[str, Any]] = {}
 
 def encode(message: Message) -> dict[str, Any]:
     """Plain values for a frame."""
-    return {"type": type(message).__name__, **dataclasses.asdict(message)}
+    fields = dataclasses.asdict(message)
+    if isinstance(message, Metrics | WorkerMetrics):
+        # JSON has no words for these; a loss that is nan is news all the same.
+        fields["values"] = {k: v if math.isfinite(v) else str(v) for k, v in message.values.items()}
+    return {"type": type(message).__name__, **fields}
 
 
 def decode(payload: dict[str, Any]) -> Message:
@@ -35,7 +40,7 @@ def decode(payload: dict[str, Any]) -> Message:
 
 def _fields(kind: type[Any]) -> dict[str, Any]:
     if kind not in _FIELDS:
-        _FIELDS[kind] = typing.get_type_hints(kind)
+        _FIELDS[kind] = typing.get_type_hints(kind, include_extras=True)
     return _FIELDS[kind]
 
 
@@ -55,6 +60,10 @@ def _check(value: Any, hint: Any, where: str) -> Any:
     """`value` as `hint` wants it (lists become tuples, objects become dataclasses)."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
+        return value
+    if origin is typing.Annotated:
+        return float(value) if value in ("nan", "inf", "-inf") else _check(value, args[0], where)
+    if origin is typing.Literal and isinstance(value, str) and value in args:
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:

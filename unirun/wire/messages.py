@@ -1,24 +1,41 @@
 """Every message that crosses a stream, as a frozen value; `unirun.wire.codec` has their form in JSON.
 
 ============  =======================================================================
-agent→master  Join SpawnerReady Notice Sample
+agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
               WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerExited
-master→agent  StartRole StopWorkers View Shutdown
+master→agent  OpenStore StartRole StopWorkers View Shutdown
 worker→agent  Hello Serving GroupFormed Metrics WorkerError
 agent→worker  Welcome View
 CLI→master    Attach Stop
 master→CLI    WorkerStarted RoleChanged Notice Ended
-agent→spawner Spawn OpenStore Kill (`unirun.wire.spawning`)
-spawner→agent Preloaded Forked Reaped SpawnFailed StoreEnded Notice
+agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
+spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 ============  =======================================================================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from unirun.wire.spawning import Forked, Kill, OpenStore, Preloaded, Reaped, Spawn, SpawnFailed, StoreEnded
+from unirun.wire.spawning import (
+    Forked,
+    Kill,
+    Preloaded,
+    Reaped,
+    ServeStore,
+    Spawn,
+    SpawnFailed,
+    StoreEnded,
+    StoreOpened,
+)
+
+Figure = Annotated[float, "may be nan or infinite"]
+"""A number that a user's code has computed."""
+
+Cause = Literal["own", "order", "leaving", "doom"]
+"""What made a worker end: itself; the master's order; its agent, which leaves; its agent, because it cannot do its
+work any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +117,7 @@ class WorkerFormed:
 class Metrics:
     """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch."""
 
-    values: dict[str, float]
+    values: dict[str, Figure]
     time: float
 
 
@@ -111,7 +128,7 @@ class WorkerMetrics:
     role: str
     rank: int
     incarnation: int
-    values: dict[str, float]
+    values: dict[str, Figure]
     time: float
 
 
@@ -128,9 +145,9 @@ class WorkerError:
 class WorkerExited:
     """A worker has ended, at `time` in seconds since the epoch, by `code` or by `signal`.
 
-    `asked` is the last signal that the agent had sent it, None when it ended by itself. `note` says what the
-    agent knows besides: that the kernel was out of memory, or that the worker never ran. `tail` holds the last
-    lines of its stderr when it failed without an exception.
+    `sent` is the last signal that it was sent for an order or because its agent leaves, None for other causes.
+    `note` says what the agent knows besides: that the kernel was out of memory, or that the worker never ran.
+    `tail` holds the last lines of its stderr when it failed without an exception.
     """
 
     role: str
@@ -139,7 +156,8 @@ class WorkerExited:
     time: float
     code: int | None
     signal: int | None
-    asked: int | None = None
+    cause: Cause = "own"
+    sent: int | None = None
     error: WorkerError | None = None
     note: str = ""
     tail: str = ""
@@ -174,8 +192,16 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Serve a new, empty store for a generation of a role, where the one before it was served."""
+
+    role: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class StartRole:
-    """Start these workers of a role, as one generation of its process group."""
+    """Start these workers of a role for a generation of its process group; those that are not named live on."""
 
     role: str
     generation: int
@@ -325,6 +351,7 @@ Message = (
     | WorkerExited
     | Notice
     | Sample
+    | OpenStore
     | StartRole
     | StopWorkers
     | View
@@ -336,11 +363,12 @@ Message = (
     | RoleChanged
     | Ended
     | Spawn
-    | OpenStore
+    | ServeStore
     | Kill
     | Preloaded
     | Forked
     | SpawnFailed
+    | StoreOpened
     | StoreEnded
     | Reaped
 )

@@ -27,10 +27,11 @@ class Spawn:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenStore:
+class ServeStore:
     """Serve a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
 
     role: str
+    generation: int
     fd: int
 
 
@@ -67,10 +68,19 @@ class SpawnFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreOpened:
+    """The store of the role's generation is there; the one before it is gone."""
+
+    role: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreEnded:
     """The store of `role` could not be opened, or has ended at `time`, though nobody asked for it."""
 
     role: str
+    generation: int
     time: float
     reason: str
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover import Exit, Failure, decide
+from unirun.failover import Circumstances, Exit, Failure, decide, decide_without_store
+from unirun.spec import Restart
 
 
 def failure(end: Exit) -> Failure:
@@ -14,7 +17,7 @@ def failure(end: Exit) -> Failure:
 
 
 def test_a_budget_is_spent_one_by_one() -> None:
-    decisions = [decide(failure(Exit(code=1)), restarts=n, max_restarts=2) for n in range(3)]
+    decisions = [decide(failure(Exit(code=1)), Circumstances(restarts=n, max_restarts=2)) for n in range(3)]
     assert [d.action for d in decisions] == ["restart_role", "restart_role", "end_job"]
     assert [d.budget_spent for d in decisions] == [False, False, True]
     assert decisions[0].reason == "actor:2 ended with exit code 1; restart 1 of 2 of role actor"
@@ -23,7 +26,7 @@ def test_a_budget_is_spent_one_by_one() -> None:
 
 
 def test_without_a_budget_nothing_was_spent() -> None:
-    decision = decide(failure(Exit(signal=9)), restarts=0, max_restarts=0)
+    decision = decide(failure(Exit(signal=9)), Circumstances(restarts=0, max_restarts=0))
     assert (decision.action, decision.budget_spent) == ("end_job", False)
     assert (
         decision.reason
@@ -33,10 +36,58 @@ def test_without_a_budget_nothing_was_spent() -> None:
 
 @given(st.integers(0, 10), st.integers(0, 10))
 def test_a_restart_is_decided_exactly_within_the_budget(restarts: int, limit: int) -> None:
-    decision = decide(failure(Exit(code=7)), restarts=restarts, max_restarts=limit)
+    decision = decide(failure(Exit(code=7)), Circumstances(restarts=restarts, max_restarts=limit))
     assert (decision.action == "restart_role") == (restarts < limit)
     assert decision.budget_spent == (decision.action == "end_job" and limit > 0)
     assert "actor:2" in decision.reason
+
+
+class TestAProcessAlone:
+    def now(self, **more: object) -> Circumstances:
+        fields = {"kind": "workload", "restart": "process", "restarts": 0, "max_restarts": 3, "survivors": 3}
+        return Circumstances(**{**fields, **more})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("survivors", "words"),
+        [
+            (3, "actor:2 alone, actor's other 3 ranks keep their memory and form generation 1"),
+            (1, "actor:2 alone, actor's other rank keeps its memory and forms generation 1"),
+            (0, "actor:2 alone, as generation 1"),
+        ],
+    )
+    def test_is_started_again_where_the_others_keep_their_memory(self, survivors: int, words: str) -> None:
+        decision = decide(failure(Exit(signal=9)), self.now(survivors=survivors))
+        assert decision.action == "restart_worker"
+        assert decision.reason == f"actor:2 ended with killed by SIGKILL; restart 1 of 3: {words}"
+
+    def test_spends_the_budget_of_its_role(self) -> None:
+        decision = decide(failure(Exit(code=1)), self.now(restarts=3))
+        assert (decision.action, decision.budget_spent) == ("end_job", True)
+        assert decision.reason.endswith("all 3 restarts of role actor are used up")
+
+    def test_that_is_a_trainer_must_have_said_that_it_is_recoverable(self) -> None:
+        yes = decide(failure(Exit(code=1)), self.now(kind="trainer", recoverable=True))
+        no = decide(failure(Exit(code=1)), self.now(kind="trainer", recoverable=False))
+        unknown = decide(failure(Exit(code=1)), self.now(kind="trainer"))
+        assert (yes.action, no.action, unknown.action) == ("restart_worker", "end_job", "end_job")
+        assert not no.budget_spent
+        assert no.reason == (
+            "actor:2 ended with exit code 1; actor:2 is not recoverable (is_recoverable() returned False)"
+        )
+        assert unknown.reason.endswith("actor:2 had not told yet whether it is recoverable")
+
+
+@pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
+def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: str) -> None:
+    now = Circumstances(restart=restart, max_restarts=1)
+    decision = decide_without_store("actor", "no process can be forked", now)
+    assert decision.action == action
+    assert decision.reason == (
+        "the store of role actor is gone before its workers have met: no process can be forked; "
+        "restart 1 of 1 of role actor"
+    )
+    spent = decide_without_store("actor", "x", replace(now, restarts=1))
+    assert (spent.action, spent.budget_spent) == ("end_job", True)
 
 
 @pytest.mark.parametrize(

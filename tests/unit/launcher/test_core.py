@@ -26,34 +26,42 @@ from unirun.launcher.events import (
     SpawnerDown,
     StartSpawner,
     StillWithoutLink,
+    Store,
     ToMaster,
     ToSpawner,
     ToWorkers,
     Worker,
 )
 from unirun.wire.messages import (
+    GroupFormed,
     Hello,
     Message,
+    Metrics,
     Notice,
     RoleView,
+    Serving,
     Shutdown,
     SpawnerReady,
     StopWorkers,
     View,
     WorkerError,
     WorkerExited,
+    WorkerFormed,
+    WorkerMetrics,
     WorkerRunning,
+    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import (
     Forked,
     Kill,
-    OpenStore,
     Preloaded,
     Reaped,
+    ServeStore,
     Spawn,
     SpawnFailed,
     StoreEnded,
+    StoreOpened,
 )
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
@@ -75,7 +83,11 @@ def launch(
     role: str = "actor", count: int = 2, *, first: int = 1, incarnation: int = 0, **more: object
 ) -> Launch:
     workers = tuple(worker(first + r, role, r, incarnation=incarnation, **more) for r in range(count))  # type: ignore[arg-type]
-    return Launch(workers, OpenStore(role, 9), TORCH)
+    return Launch(workers)
+
+
+def store(role: str = "actor", generation: int = 0, key: SpawnerKey = TORCH) -> Store:
+    return Store(key, ServeStore(role, generation, 9))
 
 
 class Agent:
@@ -97,7 +109,7 @@ class Agent:
 
     def alive(self, count: int = 2) -> Agent:
         """Workers of role actor, with processes, in the user's code."""
-        self.on(launch(count=count)).spawner(Preloaded(1.0))
+        self.on(store(), launch(count=count)).spawner(Preloaded(1.0))
         for number in range(1, count + 1):
             self.spawner(Forked(number, 100 + number))
             self.on(FromWorker(number, Hello("actor", number - 1, 0, 100 + number, True)))
@@ -121,37 +133,44 @@ class TestALaunch:
         assert {w.phase for w in agent.state.workers.values()} == {Phase.QUEUED}
 
     def test_goes_on_when_the_spawner_is_ready_the_store_first(self) -> None:
-        agent = Agent(spawners={TORCH: False}).on(launch()).spawner(Preloaded(1.3))
+        agent = Agent(spawners={TORCH: False}).on(launch(), store()).spawner(Preloaded(1.3))
         assert agent.told(SpawnerReady) == [SpawnerReady("n0", 1.3)]
         orders = [c.message for c in agent.commands if isinstance(c, ToSpawner)]
-        assert orders == [OpenStore("actor", 9), spawn(1, "actor", 0), spawn(2, "actor", 1)]
+        assert orders == [ServeStore("actor", 0, 9), spawn(1, "actor", 0), spawn(2, "actor", 1)]
         assert {w.phase for w in agent.state.workers.values()} == {Phase.FORKING}
 
     def test_goes_on_at_once_when_it_is_ready_already(self) -> None:
-        agent = Agent(spawners={TORCH: True}).on(launch())
-        assert agent.sent(OpenStore) == [OpenStore("actor", 9)]
+        agent = Agent(spawners={TORCH: True}).on(store(), launch())
+        assert agent.sent(ServeStore) == [ServeStore("actor", 0, 9)]
         assert len(agent.sent(Spawn)) == 2
 
     def test_starts_the_spawners_that_are_missing_once(self) -> None:
-        agent = Agent().on(launch(key=OTHER))
+        agent = Agent().on(launch(key=OTHER), store())
         assert [c.key for c in agent.commands if isinstance(c, StartSpawner)] == [OTHER, TORCH]
         assert not agent.on(launch("rollout", first=5, key=OTHER)).has(StartSpawner)
-
-    def test_without_rank_0_opens_no_store(self) -> None:
-        agent = Agent(spawners={TORCH: True}).on(Launch((worker(1, "actor", 1),), None, TORCH))
-        assert agent.sent(OpenStore) == []
 
     def test_says_nothing_about_a_spawner_that_imports_nothing(self) -> None:
         assert Agent(spawners={FRESH: False}).spawner(Preloaded(0.001), key=FRESH).commands == []
 
-    def test_of_a_rank_that_is_held_is_refused(self) -> None:
-        with pytest.raises(IllegalTransition, match="actor:0 has a worker already"):
-            Agent().alive().on(launch(first=5))
+    def test_of_a_rank_whose_worker_lives_is_refused_with_a_notice(self) -> None:
+        agent = Agent().alive().on(launch(count=3, first=5))
+        assert agent.told(Notice) == [
+            Notice("actor:0", "incarnation 0 is not started: 0 lives"),
+            Notice("actor:1", "incarnation 0 is not started: 0 lives"),
+        ]
+        assert agent.sent(Spawn) == [spawn(7, "actor", 2)]
+
+    def test_of_a_part_of_a_role_leaves_the_others_alone(self) -> None:
+        agent = Agent(in_place=frozenset({"actor"})).alive().spawner(Reaped(1, 1.0, None, KILL))
+        assert agent.sent(Kill) == []
+        agent.on(store(generation=1), Launch((worker(5, "actor", 0, incarnation=1),)))
+        assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [ServeStore, Spawn]
+        assert {(w.rank, w.incarnation) for w in agent.state.workers.values()} == {(0, 1), (1, 0)}
 
     def test_is_refused_while_the_agent_leaves(self) -> None:
         agent = Agent().alive().on(MasterLost("x"), launch("rollout", 1, first=9))
         assert agent.told(WorkerExited) == [
-            WorkerExited("rollout", 0, 0, 0.0, None, TERM, TERM, note="its agent leaves")
+            WorkerExited("rollout", 0, 0, 0.0, None, TERM, "leaving", TERM, note="its agent leaves")
         ]
         assert 9 not in agent.state.workers
         assert agent.spawner(Reaped(1, 1.0, 0, None), Reaped(2, 1.0, 0, None)).has(Leave)
@@ -177,7 +196,9 @@ class TestAWorker:
         error = WorkerError("ValueError: x", "Trace", 5.0)
         agent = Agent().alive().on(FromWorker(1, error))
         agent.on(FromSpawner(TORCH, Reaped(1, 6.0, 1, None), note="n", tail="the end"))
-        assert agent.told(WorkerExited) == [WorkerExited("actor", 0, 0, 6.0, 1, None, None, error, "n", "")]
+        assert agent.told(WorkerExited) == [
+            WorkerExited("actor", 0, 0, 6.0, 1, None, "own", None, error, "n", "")
+        ]
         assert [*agent.state.workers] == [2]
 
     def test_that_has_failed_has_a_grace_to_end_and_stays_a_failure_when_it_is_killed(self) -> None:
@@ -186,7 +207,7 @@ class TestAWorker:
         assert agent.commands == [After(30.0, GraceOver(1))]
         assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
         (end,) = agent.spawner(Reaped(1, 36.0, None, KILL)).told(WorkerExited)
-        assert (end.signal, end.asked, end.error) == (KILL, None, error)
+        assert (end.signal, end.cause, end.sent, end.error) == (KILL, "own", None, error)
 
     def test_that_ends_without_a_word_is_told_of_with_its_tail(self) -> None:
         agent = Agent().alive().on(FromSpawner(TORCH, Reaped(1, 6.0, None, 11), tail="the end"))
@@ -216,6 +237,23 @@ class TestAWorker:
         )
         assert agent.on(*late, StopWorkers("actor", (0,), TERM, 1.0)).commands == []
 
+    @pytest.mark.parametrize(
+        ("said", "told"),
+        [
+            (Serving({"torch": "a:1"}, True), WorkerServing("actor", 1, 0, {"torch": "a:1"}, True)),
+            (GroupFormed(3), WorkerFormed("actor", 1, 0, 3)),
+            (Metrics({"loss": 0.5}, 7.0), WorkerMetrics("actor", 1, 0, {"loss": 0.5}, 7.0)),
+        ],
+    )
+    def test_is_quoted_with_its_name(self, said: Message, told: Message) -> None:
+        assert Agent().alive().on(FromWorker(2, said)).commands == [ToMaster(told)]
+
+    def test_that_nobody_knows_is_a_notice(self) -> None:
+        strangers = (Forked(9, 1), SpawnFailed(9, 1.0, "x"), Reaped(9, 1.0, 0, None))
+        agent = Agent().alive().spawner(*strangers)
+        assert len(agent.told(Notice)) == len(agent.commands) == 3
+        assert "a spawner speaks of worker 9, which is not there" in agent.told(Notice)[0].text
+
 
 class TestAStop:
     def test_is_term_then_kill(self) -> None:
@@ -226,11 +264,11 @@ class TestAStop:
             After(5.0, GraceOver(2)),
         ]
         agent.spawner(Reaped(1, 1.0, None, TERM))
-        assert agent.told(WorkerExited)[0].asked == TERM
+        assert [(e.cause, e.sent) for e in agent.told(WorkerExited)] == [("order", TERM)]
         agent.on(GraceOver(1), GraceOver(2))
         assert agent.sent(Kill) == [Kill(2, KILL)]
         assert "did not end in its grace period" in agent.told(Notice)[0].text
-        assert agent.spawner(Reaped(2, 2.0, None, KILL)).told(WorkerExited)[0].asked == KILL
+        assert agent.spawner(Reaped(2, 2.0, None, KILL)).told(WorkerExited)[0].sent == KILL
 
     def test_with_kill_waits_for_nothing(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (1,), KILL, 0.0))
@@ -239,15 +277,15 @@ class TestAStop:
     def test_of_a_worker_that_waits_for_its_spawner_needs_no_signal(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), StopWorkers("actor", (0,), TERM, 5.0))
         assert agent.told(WorkerExited) == [
-            WorkerExited("actor", 0, 0, 0.0, None, TERM, TERM, note="it had not started")
+            WorkerExited("actor", 0, 0, 0.0, None, TERM, "order", TERM, note="it had not started")
         ]
         assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [2]
 
     def test_of_a_worker_that_is_being_forked_follows_its_order(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
         orders = [c.message for c in agent.commands if isinstance(c, ToSpawner)]
-        assert orders == [OpenStore("actor", 9), spawn(1, "actor", 0), Kill(1, TERM)]
-        assert agent.spawner(Forked(1, 101)).state.workers[1].asked == TERM
+        assert orders == [spawn(1, "actor", 0), Kill(1, TERM)]
+        assert agent.spawner(Forked(1, 101)).state.workers[1].sent == TERM
 
     def test_of_a_rank_that_is_not_here_does_nothing(self) -> None:
         assert Agent().alive().on(StopWorkers("rollout", (0, 7), TERM, 5.0)).commands == []
@@ -276,28 +314,59 @@ class TestLeaving:
 
 class TestAStoreThatDies:
     def test_makes_its_role_fail_as_nobody_could_come_late(self) -> None:
-        agent = Agent().alive().spawner(StoreEnded("actor", 5.0, "its process was killed"))
+        agent = Agent().alive().spawner(StoreEnded("actor", 0, 5.0, "its process was killed"))
         assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
         (end,) = agent.spawner(Reaped(1, 6.0, None, KILL)).told(WorkerExited)
-        assert (end.asked, end.note) == (None, "the store of its role is gone: its process was killed")
+        assert (end.cause, end.sent) == ("doom", None)
+        assert end.note == "the store of its role is gone: its process was killed"
 
     def test_is_of_no_interest_to_workers_that_are_told_to_end_or_to_other_roles(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
-        assert agent.spawner(StoreEnded("actor", 5.0, "x"), StoreEnded("rollout", 5.0, "x")).commands == []
+        agent.spawner(StoreEnded("actor", 0, 5.0, "x"), StoreEnded("rollout", 0, 5.0, "x"))
+        assert agent.commands == [ToMaster(StoreEnded("actor", 0, 5.0, "x"))]
+
+    def test_before_they_are_ordered_makes_workers_fail_too(self) -> None:
+        agent = Agent(spawners={TORCH: True}).on(store()).spawner(StoreEnded("actor", 0, 5.0, "x"))
+        agent.on(launch(count=1))
+        assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [Spawn, Kill]
+        assert agent.state.workers[1].cause == "doom"
+        agent = Agent(spawners={TORCH: True, OTHER: False}).on(store())
+        agent.spawner(StoreEnded("actor", 0, 5.0, "x")).on(launch(count=1, key=OTHER))
+        assert [e.note for e in agent.told(WorkerExited)] == ["the store of its role is gone: x"]
+
+    def test_is_told_to_the_master_and_leaves_workers_alone_that_can_meet_in_another(self) -> None:
+        agent = Agent(in_place=frozenset({"actor"})).alive()
+        assert agent.spawner(StoreEnded("actor", 0, 5.0, "x")).commands == [
+            ToMaster(StoreEnded("actor", 0, 5.0, "x"))
+        ]
+        agent.on(store(generation=1)).spawner(StoreOpened("actor", 1))
+        assert agent.commands == [ToMaster(StoreOpened("actor", 1))]
+        assert agent.spawner(StoreEnded("actor", 0, 5.0, "late")).commands == []
+
+    def test_is_ordered_anew_from_the_spawner_that_is_ready_by_then(self) -> None:
+        agent = Agent(in_place=frozenset({"actor"})).alive().on(SpawnerDown(TORCH, "x", 5.0))
+        assert agent.told(StoreEnded) == [StoreEnded("actor", 0, 5.0, "x")]
+        agent.on(store(generation=1), store(generation=2))
+        assert [c.key for c in agent.commands if isinstance(c, StartSpawner)] == [TORCH]
+        assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == [ServeStore("actor", 2, 9)]
+
+    def test_is_not_opened_any_more_by_an_agent_that_leaves(self) -> None:
+        assert Agent().alive().on(Shutdown(), store(generation=1)).sent(ServeStore) == []
 
 
 class TestASpawnerThatDies:
     def test_takes_its_workers_with_it(self) -> None:
         agent = Agent().alive().on(SpawnerDown(TORCH, "its spawner was killed", 5.0))
         assert agent.commands[0] == KillGroups((101, 102))
-        assert [(e.signal, e.asked, e.note) for e in agent.told(WorkerExited)] == [
+        assert [(e.signal, e.sent, e.note) for e in agent.told(WorkerExited)] == [
             (KILL, None, "its spawner was killed")
         ] * 2
         assert agent.state.workers == {}
         assert TORCH not in agent.state.spawners
 
     def test_is_started_again_when_it_is_needed(self) -> None:
-        agent = Agent().alive().on(SpawnerDown(TORCH, "x", 5.0), launch(first=5, incarnation=1))
+        agent = Agent().alive().on(SpawnerDown(TORCH, "x", 5.0))
+        agent.on(store(generation=1), launch(first=5, incarnation=1))
         assert agent.has(StartSpawner)
         assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [5, 6]
 
@@ -308,8 +377,8 @@ class TestASpawnerThatDies:
         ] * 2
 
     def test_leaves_the_workers_of_others_alone(self) -> None:
-        rollout = Launch((worker(9, "rollout", 0, key=OTHER),), OpenStore("rollout", 8), OTHER)
-        agent = Agent(spawners={TORCH: True, OTHER: True}).on(launch(), rollout)
+        rollout = Launch((worker(9, "rollout", 0, key=OTHER),))
+        agent = Agent(spawners={TORCH: True, OTHER: True}).on(launch(), rollout, store("rollout", key=OTHER))
         agent.on(SpawnerDown(TORCH, "x", 5.0))
         assert [*agent.state.workers] == [9]
         assert agent.sent(Kill, OTHER) == []
@@ -318,22 +387,23 @@ class TestASpawnerThatDies:
         """A role of fresh interpreters has its store in a spawner that has torch."""
         agent = (
             Agent(spawners={TORCH: True, FRESH: True})
-            .on(launch(key=FRESH))
+            .on(launch(key=FRESH), store())
             .spawner(Forked(1, 101), key=FRESH)
         )
         agent.on(SpawnerDown(TORCH, "it was killed", 5.0))
         assert agent.sent(Kill, FRESH) == [Kill(1, KILL), Kill(2, KILL)]
         (end,) = agent.spawner(Reaped(1, 6.0, None, 9), key=FRESH).told(WorkerExited)
-        assert end.asked is None
+        assert end.cause == "doom"
         assert end.note == "the store of its role is gone: it was killed"
 
     def test_takes_roles_with_it_whose_store_it_should_have_served(self) -> None:
-        agent = Agent(spawners={TORCH: False, FRESH: False}).on(launch(key=FRESH))
+        agent = Agent(spawners={TORCH: False, FRESH: False}).on(launch(key=FRESH), store())
         agent.on(SpawnerDown(TORCH, "cannot import torch", 5.0))
         assert [e.note for e in agent.told(WorkerExited)] == [
             "the store of its role is gone: cannot import torch"
         ] * 2
-        assert agent.state.pending_stores == {}
+        assert agent.state.stores["actor"].ended is not None
+        assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == []
 
     def test_while_leaving_is_the_end(self) -> None:
         assert Agent().alive().on(Shutdown(), SpawnerDown(TORCH, "x", 1.0)).commands[-1] == Leave()
@@ -356,7 +426,7 @@ class RandomHistory:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.agent = Agent(spawners={TORCH: False, OTHER: False})
+        self.agent = Agent(spawners={TORCH: False, OTHER: False}, in_place=frozenset({"rollout"}))
         self.ids = 0
         self.incarnations: dict[tuple[str, int], int] = {}
         self.launched: set[tuple[str, int, int]] = set()
@@ -389,7 +459,7 @@ class RandomHistory:
     def launch(self) -> Launch | None:
         role = self.rng.choice(["actor", "rollout"])
         ranks = [r for r in range(3) if self.agent.state.find(role, r) is None]
-        if len(ranks) < 3:
+        if not ranks:
             return None
         key = self.rng.choice([TORCH, OTHER, FRESH])
         workers = []
@@ -397,7 +467,7 @@ class RandomHistory:
             self.ids += 1
             incarnation = self.incarnations.get((role, rank), -1) + 1
             workers.append(worker(self.ids, role, rank, key=key, incarnation=incarnation))
-        return Launch(tuple(workers), OpenStore(role, 9), TORCH if key == FRESH else key)
+        return Launch(tuple(workers))
 
     def next_event(self) -> Event | None:
         rng, state = self.rng, self.agent.state
@@ -407,7 +477,12 @@ class RandomHistory:
             self.launch() if rng.random() < 0.3 else None,
             StopWorkers(rng.choice(["actor", "rollout"]), (0, 2), rng.choice([TERM, KILL]), 1.0),
             View(()),
+            store(rng.choice(["actor", "rollout"]), rng.randrange(3), rng.choice([TORCH, OTHER])),
         ]
+        for role, kept in state.stores.items():
+            if kept.sent:
+                end = StoreEnded(role, kept.request.generation - rng.randrange(2), 1.0, "gone")
+                choices.append(FromSpawner(kept.spawner, end))
         choices += [FromSpawner(key, Preloaded(1.0)) for key, ready in state.spawners.items() if not ready]
         choices += [SpawnerDown(key, "down", 1.0) for key in state.spawners if rng.random() < 0.1]
         if forking:

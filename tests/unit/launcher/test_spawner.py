@@ -16,7 +16,17 @@ import pytest
 from unirun.errors import ConnectionLost
 from unirun.wire import BlockingStream, encode, encode_frame
 from unirun.wire.messages import Message
-from unirun.wire.spawning import Forked, Kill, Preloaded, Reaped, Spawn, SpawnFailed
+from unirun.wire.spawning import (
+    Forked,
+    Kill,
+    Preloaded,
+    Reaped,
+    ServeStore,
+    Spawn,
+    SpawnFailed,
+    StoreEnded,
+    StoreOpened,
+)
 
 M = TypeVar("M")
 SOON = 20.0
@@ -63,6 +73,10 @@ class Spawner:
             **more,
         }
         return Spawn(number, **fields)  # type: ignore[arg-type]
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def close(self) -> int:
         self.stream.close()
@@ -171,3 +185,18 @@ def test_a_module_that_cannot_be_imported_is_named(start: Callable[..., Spawner]
     with pytest.raises(ConnectionLost):
         spawner.stream.receive(SOON)
     assert spawner.process.wait(SOON) == 1
+
+
+def test_a_store_takes_the_place_of_the_one_before_it_and_its_end_is_told(spawner: Spawner) -> None:
+    """What it would import is of no interest here: it is told of as soon as it is forked."""
+    spawner.send(ServeStore("actor", 3, 0))
+    assert spawner.next(StoreOpened) == StoreOpened("actor", 3)
+    first = spawner.children()
+    spawner.send(ServeStore("actor", 4, 0))
+    assert spawner.next(StoreOpened) == StoreOpened("actor", 4)
+    second = spawner.children()
+    assert len(first) == len(second) == 1
+    assert first != second
+    os.kill(second[0], signal.SIGKILL)
+    end = spawner.next(StoreEnded)
+    assert (end.role, end.generation, end.reason) == ("actor", 4, "its process was killed")

@@ -6,23 +6,19 @@ import signal
 
 import pytest
 
-from unirun.collocation import Assignment, Placement
+from tests.unit.master.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
-from unirun.master import JobPhase, RolePhase, WorkerPhase, new_job, step
+from unirun.master import JobPhase, RolePhase, WorkerPhase
 from unirun.master.events import (
     AgentLost,
-    Command,
     Event,
     Finish,
     JoinTimedOut,
     OwnerLost,
-    Record,
     ToAgent,
-    ToWatchers,
 )
 from unirun.master.state import present, status_of
 from unirun.master.step import OWNER_LOST_GRACE
-from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import (
     Join,
     Notice,
@@ -38,105 +34,6 @@ from unirun.wire.messages import (
     WorkerRunning,
     WorkerStarted,
 )
-
-TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
-
-
-class Job:
-    """A job under test: events go in, and what they lead to can be asked for."""
-
-    def __init__(
-        self,
-        counts: dict[str, int],
-        *,
-        restarts: dict[str, int] | None = None,
-        primary: tuple[str, ...] | None = None,
-        nodes: tuple[str, ...] = ("n0",),
-    ) -> None:
-        limits = restarts or {}
-        roles = tuple(
-            RoleSpec(name, count, Entry("script", "a.py"), max_restarts=limits.get(name, 0))
-            for name, count in counts.items()
-        )
-        spec = JobSpec("job", "job-1", roles, primary or tuple(counts))
-        self.now = 100.0
-        places = [
-            Assignment(name, rank, nodes[rank % len(nodes)], 0, rank // len(nodes))
-            for name, count in counts.items()
-            for rank in range(count)
-        ]
-        self.state = new_job(spec, Placement(tuple(places), ""), started=self.now, logs="/logs")
-        self.commands: list[Command] = []
-
-    def on(self, *events: Event) -> Job:
-        self.commands = []
-        for event in events:
-            self.now += 0.1
-            self.state, commands = step(self.state, event, self.now)
-            self.state.check()
-            self.commands += commands
-        return self
-
-    def launched(self) -> Job:
-        nodes = self.state.placement.nodes
-        endpoints = {name: f"127.0.0.1:{n + 1}" for n, name in enumerate(self.state.roles)}
-        return self.on(*(Join(node, 1, node, endpoints) for node in nodes))
-
-    def running(self) -> Job:
-        self.launched()
-        for name in self.state.roles:
-            self.all_run(name)
-        return self
-
-    def all_run(self, name: str) -> Job:
-        for worker in self.state.roles[name].workers:
-            pid = 100 * worker.incarnation + worker.rank + 1
-            self.on(
-                WorkerStarted(worker.node, name, worker.rank, worker.incarnation, pid),
-                WorkerRunning(name, worker.rank, worker.incarnation),
-            )
-        return self
-
-    def exits(
-        self,
-        name: str,
-        rank: int,
-        code: int | None = 0,
-        by: int | None = None,
-        *,
-        asked: int | None = None,
-        error: WorkerError | None = None,
-        incarnation: int | None = None,
-        note: str = "",
-    ) -> Job:
-        if incarnation is None:
-            incarnation = self.state.roles[name].workers[rank].incarnation
-        code = None if by else code
-        return self.on(WorkerExited(name, rank, incarnation, self.now, code, by, asked, error, note))
-
-    def obey(self) -> Job:
-        """Every worker that was told to end does."""
-        for order in self.orders(StopWorkers):
-            for rank in order.ranks:
-                self.exits(order.role, rank, by=order.signal, asked=order.signal)
-        return self
-
-    def orders(self, kind: type) -> list:
-        return [c.message for c in self.commands if isinstance(c, ToAgent) and isinstance(c.message, kind)]
-
-    def told(self, kind: type) -> list:
-        return [c.message for c in self.commands if isinstance(c, ToWatchers) and isinstance(c.message, kind)]
-
-    @property
-    def records(self) -> str:
-        return "\n".join(f"{c.kind}: {c.text}" for c in self.commands if isinstance(c, Record))
-
-    @property
-    def finish(self) -> Finish | None:
-        return next((c for c in self.commands if isinstance(c, Finish)), None)
-
-    def phases(self) -> dict[str, str]:
-        return {name: role.phase.value for name, role in self.state.roles.items()}
 
 
 class TestLaunching:
@@ -428,16 +325,17 @@ class TestALostAgent:
         assert job.finish == Finish(143, "stop")
 
     def test_is_announced_by_workers_that_it_has_stopped_by_itself(self) -> None:
-        job = Job({"actor": 2}, restarts={"actor": 5}).running().exits("actor", 0, by=TERM, asked=TERM)
+        job = Job({"actor": 2}, restarts={"actor": 5}).running()
+        job.exits("actor", 0, by=TERM, asked=TERM, cause="leaving")
         assert job.phases() == {"actor": "stopping"}
-        job.exits("actor", 1, 0, asked=TERM)
+        job.exits("actor", 1, 0, asked=TERM, cause="leaving")
         assert job.phases() == {"actor": "stopped"}
         assert job.state.phase is JobPhase.RUNNING
         assert job.orders(StartRole) == []
         assert job.on(AgentLost("n0", "it left")).state.phase is JobPhase.FAILED
 
     def test_that_stopped_its_workers_for_a_dead_command_fits_the_masters_own_news(self) -> None:
-        job = Job({"actor": 1}).running().exits("actor", 0, 0, asked=TERM).on(OwnerLost())
+        job = Job({"actor": 1}).running().exits("actor", 0, 0, asked=TERM, cause="leaving").on(OwnerLost())
         assert job.finish == Finish(143, "the unirun command was killed")
 
 
@@ -458,7 +356,7 @@ class TestNewsOfThePast:
     @pytest.mark.parametrize(
         ("event", "says"),
         [
-            (WorkerRunning("nobody", 0, 0), "no worker nobody:0"),
+            (WorkerRunning("nobody", 0, 0), "no role nobody"),
             (WorkerRunning("actor", 9, 0), "no worker actor:9"),
             (WorkerRunning("actor", -1, 0), "no worker actor:-1"),
             (WorkerExited("actor", 0, 3, 1.0, 0, None), "has no incarnation 3 yet"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import typing
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from unirun.errors import FrameError, WireError
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
-from unirun.wire.messages import Welcome
+from unirun.wire.messages import Metrics, Welcome, WorkerMetrics
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -26,6 +27,9 @@ messages = (
 
 
 def finite(message: Message) -> bool:
+    """Whether a message is equal to itself, and has a form in JSON."""
+    if isinstance(message, Metrics | WorkerMetrics) and any(map(math.isnan, message.values.values())):
+        return False
     return "NaN" not in json.dumps(encode(message)) and "Infinity" not in json.dumps(encode(message))
 
 
@@ -68,6 +72,18 @@ def test_a_field_of_another_type_is_refused_or_kept_as_the_declared_type(
     assert json.loads(json.dumps(encode(again)))[name] == wrong
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1, 0.5])
+def test_figures_of_a_users_code_may_be_infinite(value: float) -> None:
+    again = decode(json.loads(json.dumps(encode(Metrics({"loss": value}, 1.0)), allow_nan=False)))
+    assert again == Metrics({"loss": value}, 1.0)
+
+
+def test_figures_of_a_users_code_may_be_nan() -> None:
+    again = decode(json.loads(json.dumps(encode(WorkerMetrics("a", 0, 0, {"loss": math.nan}, 1.0)))))
+    assert isinstance(again, WorkerMetrics)
+    assert math.isnan(again.values["loss"])
+
+
 def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
     with pytest.raises(FrameError, match="over the limit"):
         list(FrameReader(limit=10).feed(b"\x00\x00\x00\x0b"))
@@ -81,6 +97,9 @@ def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
         ({"type": "Shutdown", "now": True}, "no field 'now'"),
         ({"type": "Stop"}, "incomplete"),
         ({"type": "Stop", "signal": "15", "reason": "x"}, "expected"),
+        ({"type": "Stop", "signal": 15, "reason": "x", "grace": "nan"}, "expected"),
+        ({"type": "Metrics", "values": {"loss": "low"}, "time": 1.0}, "expected"),
+        ({"type": "WorkerExited", "cause": "fate"}, "expected"),
         ({"type": "Stop", "signal": True, "reason": "x"}, "expected"),
     ],
 )

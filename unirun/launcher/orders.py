@@ -1,0 +1,101 @@
+"""From the master's orders to what the agent's core is asked: who forks it, with which environment, and its number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.launcher.events import Launch, Store, Worker
+from unirun.rendezvous import JobDir
+from unirun.spec import JobSpec
+from unirun.wire.messages import OpenStore, RoleBrief, StartRole, View, Welcome
+from unirun.wire.spawning import ServeStore
+
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
+"""What every spawner imports; ``--preload`` adds to it."""
+
+PRELOAD_CALLS = ("unirun.roles.host",)
+"""What spawners import besides when some role serves or makes calls."""
+
+CALLS = ("workload", "trainer")
+"""The kinds of entries that serve or make calls."""
+
+
+class Orders:
+    """One node's part of a job. `cwd` is where `unirun` was called, `inherited` its environment."""
+
+    def __init__(self, job: JobDir, spec: JobSpec, node: str, cwd: str, inherited: Mapping[str, str]) -> None:
+        self._job, self._spec, self._node, self._cwd = job, spec, node, cwd
+        self._inherited = inherited
+        self._last_id = 0
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """The roles of which single workers are started again."""
+        return frozenset(role.name for role in self._spec.roles if role.restart == "process")
+
+    @property
+    def spawners(self) -> tuple[SpawnerKey, ...]:
+        """Every spawner that the job needs, that of the first store first."""
+        names = [role.name for role in self._spec.roles]
+        return tuple(dict.fromkeys([*map(self._store_key, names), *map(self._key, names)]))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What a spawner imports before it forks."""
+        calls = any(role.entry.kind in CALLS for role in self._spec.roles)
+        return (*PRELOAD, *(PRELOAD_CALLS if calls else ()), *self._spec.preload)
+
+    def launch(self, order: StartRole) -> Launch:
+        """The workers that are to be started, each with a number of its own."""
+        workers = []
+        for member in order.members:
+            self._last_id += 1
+            request = spawn_request(
+                self._last_id, self._spec, order, member, self._job, self._node, self._cwd, self._inherited
+            )
+            workers.append(
+                Worker(
+                    id=self._last_id,
+                    role=order.role,
+                    rank=member.rank,
+                    incarnation=member.incarnation,
+                    spawner=self._key(order.role),
+                    request=request,
+                    grace=self._spec.shutdown_timeout,
+                )
+            )
+        return Launch(tuple(workers))
+
+    def store(self, order: OpenStore, fd: int) -> Store:
+        """The store that is to be served on the listening socket `fd`."""
+        return Store(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
+
+    def _key(self, role: str) -> SpawnerKey:
+        if self._spec.role(role).start_method == "exec":
+            return FRESH
+        return spawner_key(base_env(self._spec, role, self._inherited))
+
+    def _store_key(self, role: str) -> SpawnerKey:
+        """The spawner that serves the store of `role`: its own, or, when that has no torch, another's."""
+        forking = [each.name for each in self._spec.roles if each.start_method == "fork"]
+        if forking:
+            return self._key(role if role in forking else forking[0])
+        return spawner_key(self._inherited)
+
+
+def welcome(view: View, spec: JobSpec) -> Welcome:
+    """The answer to a worker's hello."""
+    briefs = (
+        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
+        for role in spec.roles
+    )
+    return Welcome(
+        view=view,
+        config=dict(spec.config),
+        name=spec.name,
+        roles=tuple(briefs),
+        collocations=spec.collocations,
+        call_timeout=spec.call_timeout,
+        transport=spec.transport,
+    )

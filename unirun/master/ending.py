@@ -1,0 +1,84 @@
+"""How roles and the job end."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from unirun.errors import EXIT_BUDGET, IllegalTransition
+from unirun.failover import diagnose, episode
+from unirun.master.events import Finish
+from unirun.master.formation import form_next
+from unirun.master.report import failure_report
+from unirun.master.state import ROLE_ENDS, ROLE_WORKS, JobPhase, RolePhase, RoleState, Verdict
+from unirun.master.turn import Turn
+
+
+def advance(turn: Turn, role: RoleState) -> None:
+    """What follows when a worker of `role` has ended and that was no new failure."""
+    if role.phase in ROLE_WORKS:
+        if all(worker.ended_well for worker in role.workers):
+            turn.put(replace(role, phase=RolePhase.SUCCEEDED))
+            turn.record("role", f"role {role.name} succeeded")
+        else:
+            settle(turn, role)
+        return
+    if role.live:
+        return
+    if role.phase is RolePhase.RESTARTING:
+        form_next(turn, role)
+    elif role.phase is RolePhase.STOPPING:
+        failed = any(
+            failure.role == role.name and failure.incarnation == role.workers[failure.rank].incarnation
+            for failure in turn.state.failures
+        )
+        turn.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
+
+
+def settle(turn: Turn, role: RoleState) -> None:
+    """Take over `role`, which runs as soon as all of its ranks do."""
+    if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
+        role = replace(role, phase=RolePhase.RUNNING)
+        turn.record("running", f"role {role.name}: all {len(role.workers)} ranks run")
+        turn.tell_soon()
+    turn.put(role)
+
+
+def stop_all(turn: Turn, verdict: Verdict, signum: int, grace: float | None) -> None:
+    """Stop every role; the job ends with `verdict` when the last worker is gone."""
+    turn.state = replace(turn.state, phase=JobPhase.STOPPING, verdict=verdict)
+    turn.record("stopping", verdict.reason)
+    grace = turn.state.spec.shutdown_timeout if grace is None else grace
+    for role in list(turn.state.roles.values()):
+        if role.phase in ROLE_ENDS:
+            continue
+        role = replace(role, phase=RolePhase.STOPPING)
+        turn.put(role)
+        turn.stop(role, signum, grace)
+        advance(turn, role)
+
+
+def end_if_over(turn: Turn) -> None:
+    """Stop the job when its primary roles have succeeded; end it when it stops and nobody lives."""
+    state = turn.state
+    if state.phase is JobPhase.RUNNING and all(
+        state.roles[name].phase is RolePhase.SUCCEEDED for name in state.spec.primary
+    ):
+        names = ", ".join(state.spec.primary)
+        stop_all(turn, Verdict(JobPhase.SUCCEEDED, 0, f"{names} succeeded"), signal.SIGTERM, None)
+        state = turn.state
+    if state.phase is not JobPhase.STOPPING or state.live:
+        return
+    verdict = state.verdict
+    if verdict is None:
+        raise IllegalTransition("the job is stopping without a verdict")
+    report = error_file = ""
+    if verdict.by_failure:
+        diagnosis = diagnose(episode(state.failures))
+        code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
+        verdict = replace(verdict, code=code)
+        report = failure_report(verdict.reason, diagnosis)
+        error_file = f"{diagnosis.cause.log}/error.json"
+    turn.state = replace(state, phase=verdict.phase, verdict=verdict, ended=turn.now)
+    turn.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
+    turn.send(Finish(verdict.code, report or verdict.reason, error_file))

@@ -1,0 +1,168 @@
+"""What follows from a worker's end, from a store's end and from an agent's."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
+from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
+from unirun.master.ending import advance, stop_all
+from unirun.master.events import AgentLost, ToWatchers
+from unirun.master.formation import form_next
+from unirun.master.state import (
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    Verdict,
+    WorkerPhase,
+    WorkerState,
+)
+from unirun.master.turn import Turn
+from unirun.wire.messages import Notice, WorkerExited
+from unirun.wire.spawning import StoreEnded
+
+
+def exited(turn: Turn, event: WorkerExited) -> None:
+    """A worker has ended: well, as it was told, or of itself."""
+    found = turn.find(event.role, event.rank, event.incarnation)
+    if found is None:
+        return
+    role, worker = found
+    end = Exit(event.code, event.signal)
+    role = role.with_worker(_ended(worker, end))
+    if event.cause == "leaving" and role.phase in ROLE_WORKS:
+        # Not the master has asked but the agent; why is told next (AgentLost or OwnerLost).
+        role = replace(role, phase=RolePhase.STOPPING)
+    turn.put(role)
+    text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
+    turn.record("exit", text)
+    if end.ok or _obeyed(event):
+        advance(turn, role)
+        turn.tell_soon()
+        return
+    failure = _failure(turn.state, role, worker, event, end)
+    turn.state = replace(turn.state, failures=(*turn.state.failures, failure)[-256:])
+    if role.phase in ROLE_WORKS:
+        decision = decide(failure, _circumstances(turn.state, role, worker.recoverable))
+        _act(turn, role, decision, by_failure=True, source=failure.who)
+    else:
+        advance(turn, role)
+    turn.tell_now()
+
+
+def _ended(worker: WorkerState, end: Exit) -> WorkerState:
+    return replace(worker, phase=WorkerPhase.EXITED, exit=end, addresses={})
+
+
+def _obeyed(event: WorkerExited) -> bool:
+    """Whether the end is what the signal that was sent to it does, and no failure of its own."""
+    if event.sent is None:
+        return False
+    return event.error is None or event.signal == event.sent or event.code == 128 + event.sent
+
+
+def _failure(
+    state: JobState, role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit
+) -> Failure:
+    error = event.error
+    return Failure(
+        role=role.name,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        generation=worker.generation,
+        node=worker.node,
+        time=error.time if error else event.time,
+        exit=end,
+        message=error.message if error else "",
+        traceback=error.traceback if error else "",
+        note=event.note,
+        tail=event.tail,
+        log=f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}",
+    )
+
+
+def _circumstances(state: JobState, role: RoleState, recoverable: bool | None = None) -> Circumstances:
+    return Circumstances(
+        kind=role.kind,
+        restart=role.restart,
+        restarts=role.restarts,
+        max_restarts=state.role_spec(role.name).max_restarts,
+        survivors=len(role.live),
+        generation=role.generation,
+        recoverable=recoverable,
+    )
+
+
+def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, source: str) -> None:
+    """Carry out what was decided about something that befell `source`, a part of `role`."""
+    turn.record("decision", decision.reason)
+    if decision.action == "end_job":
+        turn.put(replace(role, phase=RolePhase.STOPPING))
+        code = EXIT_FAILURE if by_failure else EXIT_RENDEZVOUS
+        code = EXIT_BUDGET if decision.budget_spent else code
+        verdict = Verdict(JobPhase.FAILED, code, decision.reason, by_failure)
+        stop_all(turn, verdict, signal.SIGTERM, None)
+        return
+    turn.send(ToWatchers(Notice(source, decision.reason)))
+    role = replace(role, restarts=role.restarts + 1)
+    if decision.action == "restart_worker":
+        form_next(turn, replace(role, phase=RolePhase.REFORMING))
+        return
+    role = replace(role, phase=RolePhase.RESTARTING)
+    turn.put(role)
+    turn.stop(role, signal.SIGTERM, turn.state.spec.shutdown_timeout)
+    advance(turn, role)
+
+
+def store_ended(turn: Turn, event: StoreEnded) -> None:
+    """The store of a role is gone.
+
+    Workers that are restarted together are killed by their agent, which fails the role; here that is only told of.
+    Workers that live on meet in another store, unless some have done their work, without whom they could not; those
+    go on as they are. A store that ends before they have met spends a restart.
+    """
+    role = turn.role(event.role)
+    if event.generation != role.generation:
+        return
+    turn.record("store", f"the store of role {role.name}, generation {role.generation}: {event.reason}")
+    in_place = role.restart == "process" and role.phase in ROLE_WORKS
+    if in_place and role.phase is RolePhase.RUNNING:
+        if any(worker.ended_well for worker in role.workers):
+            return
+        reason = (
+            f"role {role.name} forms generation {role.generation + 1}, as its store is gone: {event.reason}"
+        )
+        turn.record("decision", reason)
+        turn.send(ToWatchers(Notice(role.name, reason)))
+        form_next(turn, replace(role, phase=RolePhase.REFORMING))
+    elif in_place or (role.phase is RolePhase.RESTARTING and not role.live):
+        decision = decide_without_store(role.name, event.reason, _circumstances(turn.state, role))
+        _act(turn, role, decision, by_failure=False, source=role.name)
+
+
+def agent_lost(turn: Turn, event: AgentLost) -> None:
+    """Workers never outlive their agent, so those of this node are gone."""
+    turn.record("agent_lost", f"{event.node}: {event.reason}")
+    reason = f"the agent of node {event.node} is gone: {event.reason}"
+    killed = Exit(signal=signal.SIGKILL)
+    lost: list[Failure] = []
+    for role in list(turn.state.roles.values()):
+        for worker in role.live:
+            if worker.node == event.node:
+                end = WorkerExited(
+                    role.name, worker.rank, worker.incarnation, turn.now, None, killed.signal, note=reason
+                )
+                lost.append(_failure(turn.state, role, worker, end, killed))
+                turn.put(turn.state.roles[role.name].with_worker(_ended(worker, killed)))
+    turn.tell_now()
+    agents = {node: agent for node, agent in turn.state.agents.items() if node != event.node}
+    turn.state = replace(turn.state, agents=agents)
+    if turn.state.phase is not JobPhase.STOPPING:
+        turn.state = replace(turn.state, failures=(*turn.state.failures, *lost)[-256:])
+        verdict = Verdict(JobPhase.FAILED, 128 + signal.SIGKILL, reason, by_failure=bool(lost))
+        stop_all(turn, verdict, signal.SIGTERM, None)
+    for role in list(turn.state.roles.values()):
+        advance(turn, role)

@@ -1,0 +1,82 @@
+"""How a generation of a role comes about: its store first, then those who have no process, then all are told.
+
+For the first generation the orders go out together: the listening socket is there before its store, so who comes
+early waits in its queue. Later the socket may still have a store that is about to be killed; nobody must meet there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from unirun.master.events import ToAgent
+from unirun.master.state import RolePhase, RoleState
+from unirun.master.turn import Turn, endpoint, leader
+from unirun.wire.messages import Member, OpenStore, StartRole
+
+
+def form_first(turn: Turn) -> None:
+    """Order every worker of every role, as generation 0."""
+    for role in turn.state.roles.values():
+        workers = tuple(worker.ordered(0, 0) for worker in role.workers)
+        turn.put(replace(role, phase=RolePhase.STARTING, workers=workers))
+    turn.tell_now()
+    for role in turn.state.roles.values():
+        _order_store(turn, role)
+        _start(turn, role, range(len(role.workers)))
+
+
+def form_next(turn: Turn, role: RoleState) -> None:
+    """Order the store of the next generation; `opened` goes on."""
+    role = replace(role, generation=role.generation + 1)
+    turn.put(role)
+    _order_store(turn, role)
+
+
+def opened(turn: Turn, role: RoleState) -> None:
+    """The store of the present generation is there: start who has no process, and tell everybody."""
+    newcomers = [worker for worker in role.workers if not worker.live]
+    role = replace(role, opened=role.generation)
+    if role.phase is RolePhase.RESTARTING:
+        role = replace(role, phase=RolePhase.STARTING)
+        turn.record("restart", f"role {role.name} starts as generation {role.generation}")
+    elif newcomers:
+        names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
+        turn.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
+    for worker in newcomers:
+        role = role.with_worker(worker.ordered(worker.incarnation + 1, role.generation))
+    turn.put(role)
+    turn.tell_now()
+    _start(turn, role, [worker.rank for worker in newcomers])
+
+
+def _order_store(turn: Turn, role: RoleState) -> None:
+    turn.send(ToAgent(leader(turn.state, role.name), OpenStore(role.name, role.generation)))
+
+
+def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
+    places = turn.state.placement.of_role(role.name)
+    nodes = tuple(dict.fromkeys(place.node for place in places))
+    for group_rank, node in enumerate(nodes):
+        here = [place for place in places if place.node == node]
+        members = tuple(
+            Member(
+                place.rank, place.local_rank, role.workers[place.rank].incarnation, place.devices, place.cpus
+            )
+            for place in here
+            if place.rank in ranks
+        )
+        if not members:
+            continue
+        order = StartRole(
+            role=role.name,
+            generation=role.generation,
+            restarts=role.restarts,
+            world_size=len(role.workers),
+            local_world_size=len(here),
+            group_rank=group_rank,
+            group_world_size=len(nodes),
+            endpoint=endpoint(turn.state, role.name),
+            members=members,
+        )
+        turn.send(ToAgent(node, order))
