@@ -13,15 +13,26 @@
     │   ├── FrameError          bytes that are no frame, or a frame that is no known message
     │   ├── AuthError           the peer did not prove the job's token
     │   └── ConnectionLost      the peer is gone
+    ├── CallError               a call to a workload could not be completed
+    │   ├── EncodingError       an argument or a result cannot be sent
+    │   ├── InvocationTimeout   workers had not answered at the deadline; names them, has the other results
+    │   ├── WorkerLost          a worker died before it answered
+    │   └── RemoteError         the method raised something that cannot be rebuilt here
+    ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
+    ├── JobFailed               a job that was submitted did not succeed
     ├── SpawnError              a worker's process could not be started
     └── IllegalTransition       a state machine was given an event that its state does not allow (a bug)
+
+An exception that a workload's method raises keeps its type; `RemoteTraceback` is its ``__cause__`` then.
 
 The exit codes are those of the `unirun` command; `EXIT_BUDGET` belongs to a job's end, not to an exception.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "EXIT_BUDGET",
@@ -30,19 +41,27 @@ __all__ = [
     "EXIT_RENDEZVOUS",
     "EXIT_USAGE",
     "AuthError",
+    "CallError",
+    "ChannelError",
     "ConnectionLost",
+    "EncodingError",
     "Fault",
     "FrameError",
     "GroupError",
     "IllegalTransition",
+    "InvocationTimeout",
     "JobError",
+    "JobFailed",
     "PlacementError",
+    "RemoteError",
+    "RemoteTraceback",
     "RendezvousError",
     "SpawnError",
     "SpecError",
     "UnirunError",
     "UsageError",
     "WireError",
+    "WorkerLost",
 ]
 
 EXIT_FAILURE = 1
@@ -137,6 +156,69 @@ class AuthError(WireError):
 
 class ConnectionLost(WireError):
     """The peer closed the stream, or died."""
+
+
+class CallError(UnirunError):
+    """A call to a workload could not be completed."""
+
+
+class EncodingError(CallError):
+    """An argument or a result cannot be pickled; nothing of it was sent."""
+
+
+class InvocationTimeout(CallError, TimeoutError):
+    """Workers had not answered when the call's deadline came.
+
+    `missing` names them (``actor:2``); `results` has what the others returned, by ``role:rank``.
+    """
+
+    def __init__(
+        self, problem: str, remedy: str = "", *, missing: tuple[str, ...], results: Mapping[str, Any]
+    ) -> None:
+        self.missing, self.results = missing, dict(results)
+        super().__init__(problem, remedy)
+
+
+class WorkerLost(CallError):
+    """`worker` (``actor:2``) died, or was started again, before it answered. Whether it ran the method is unknown."""
+
+    def __init__(self, problem: str, remedy: str = "", *, worker: str) -> None:
+        self.worker = worker
+        super().__init__(problem, remedy)
+
+
+class RemoteError(CallError):
+    """A method raised an exception that cannot be rebuilt here: its class is not known, or does not pickle.
+
+    `kind` is the name of its class, `worker` where it was raised (``actor:2``), `traceback` the text from there.
+    """
+
+    def __init__(self, kind: str, message: str, *, worker: str, traceback: str) -> None:
+        self.kind, self.worker, self.traceback = kind, worker, traceback
+        super().__init__(f"{worker} raised {kind}: {message}")
+
+
+class RemoteTraceback(Exception):
+    """The ``__cause__`` of an exception that a worker raised: `worker` (``actor:2``) and its `traceback` there."""
+
+    def __init__(self, worker: str, traceback: str) -> None:
+        self.worker, self.traceback = worker, traceback
+        super().__init__(worker, traceback)
+
+    def __str__(self) -> str:
+        return f"raised in {self.worker}\n\n{self.traceback.rstrip()}"
+
+
+class ChannelError(UnirunError):
+    """A transport cannot connect to a worker, or the connection has ended."""
+
+
+class JobFailed(UnirunError):
+    """A job that was submitted did not succeed; its exit `code` and what is known of the cause."""
+
+    def __init__(self, problem: str, remedy: str = "", *, code: int) -> None:
+        self.code = code
+        super().__init__(problem, remedy)
 
 
 class SpawnError(UnirunError):

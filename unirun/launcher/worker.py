@@ -105,6 +105,8 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     try:
         if kind == "module":
             _run_module(target, args)
+        elif kind in ("workload", "trainer"):
+            _run_module("unirun.roles", (kind, target))
         else:
             _run_script(target, args)
     except SystemExit:
@@ -163,7 +165,12 @@ def _report(link: BlockingStream, error: BaseException) -> None:
 
 
 def _without_bootstrap(trace: types.TracebackType | None) -> types.TracebackType | None:
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    ours = {
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+        *map(str, Path(__file__).parents[1].glob("roles/*.py")),
+    }
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace

@@ -1,5 +1,31 @@
-"""What runs inside a worker: who it is, who the others are, and groups with them."""
+"""What runs inside a worker: who it is, who the others are, groups with them, and calls to them."""
 
-from unirun.roles.context import Context, Member, init
+from unirun.roles.calls.group import RoleGroup, WorkerHandle
+from unirun.roles.calls.policy import trainer_invocation
+from unirun.roles.calls.refs import InvocationRef, wait
+from unirun.roles.calls.sharding import replicate, shard
+from unirun.roles.context import Context, Member, init, rpc_name
+from unirun.roles.handle import MasterHandle
+from unirun.roles.serving import serve
+from unirun.roles.trainer import BaseTrainer, Trainer
+from unirun.roles.workload import BaseWorkload, Workload
 
-__all__ = ["Context", "Member", "init"]
+__all__ = [
+    "BaseTrainer",
+    "BaseWorkload",
+    "Context",
+    "InvocationRef",
+    "MasterHandle",
+    "Member",
+    "RoleGroup",
+    "Trainer",
+    "WorkerHandle",
+    "Workload",
+    "init",
+    "replicate",
+    "rpc_name",
+    "serve",
+    "shard",
+    "trainer_invocation",
+    "wait",
+]

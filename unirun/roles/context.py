@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 from unirun.errors import UsageError
 from unirun.roles.groups import GroupForge
 from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
+from unirun.roles.session import Session
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from unirun.roles.calls.group import RoleGroup
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """As torch's default for a process group."""
@@ -39,7 +42,8 @@ class Context:
     """What a worker knows of its job. Made by `init`, one per process."""
 
     def __init__(self, environ: Mapping[str, str], peers: Peers) -> None:
-        self._peers = peers
+        self.peers = peers
+        self.session = Session(peers, environ)
         self._forge = GroupForge(peers)
         self.role: str = peers.role
         """The name of this worker's role."""
@@ -61,7 +65,7 @@ class Context:
     @property
     def roles(self) -> Mapping[str, RoleInfo]:
         """Every role of the job as it stands now: ``ctx.roles["rollout"].world_size``."""
-        return self._peers.roles()
+        return self.peers.roles()
 
     @property
     def world_size(self) -> int:
@@ -71,11 +75,11 @@ class Context:
     @property
     def generation(self) -> int:
         """How many times the process group of this worker's role was formed before this one."""
-        return self._peers.generation
+        return self.peers.generation
 
     def members(self, role: str) -> tuple[Member, ...]:
         """Every member of `role` in rank order. Raises `UsageError` for a role that the job does not have."""
-        return tuple(Member(role, rank) for rank in range(self._peers.known(role).world_size))
+        return tuple(Member(role, rank) for rank in range(self.peers.known(role).world_size))
 
     def group(
         self, *roles: str, backend: str | None = None, timeout: timedelta = GROUP_TIMEOUT
@@ -96,7 +100,7 @@ class Context:
         Raises `GroupError` when the members do not meet within `timeout`, `UsageError` for wrong names.
         """
         for role in roles:
-            self._peers.known(role)
+            self.peers.known(role)
         if self.role not in roles or len(set(roles)) != len(roles):
             raise UsageError(
                 f"group({', '.join(map(repr, roles))}) is called by {self.role}:{self.rank}",
@@ -108,7 +112,14 @@ class Context:
         """The rank of `member` (default: this worker) in ``group(*roles)``."""
         who = member or Member(self.role, self.rank)
         before = roles[: roles.index(who.role)]
-        return sum(self._peers.known(role).world_size for role in before) + who.rank
+        return sum(self.peers.known(role).world_size for role in before) + who.rank
+
+    def role_group(self, role: str) -> RoleGroup:
+        """The handle on all workers of `role`, which call `unirun.serve` or are workloads.
+
+        Raises `UsageError` for a role that the job does not have, and without a launcher.
+        """
+        return self.session.role_group(role)
 
     def __repr__(self) -> str:
         return (
@@ -130,3 +141,12 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
         peers = linked_peers(environ) if "UNIRUN_SOCKET" in environ else lone_peers(environ)
         _contexts[pid] = Context(environ, peers)
     return _contexts[pid]
+
+
+def rpc_name(role: str, rank: int) -> str:
+    """The name of a rank's worker for calls of ``torch.distributed.rpc``: ``rpc_sync(rpc_name("rollout", 0), fn)``.
+
+    Ask again after a worker was started again: the name belongs to the process. Raises `UsageError` when the job's
+    calls do not go over torch, `WorkerLost` when the worker does not serve calls.
+    """
+    return init().session.rpc_name(role, rank)

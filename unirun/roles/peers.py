@@ -16,7 +16,7 @@ from typing import Any
 from unirun.errors import FrameError, UsageError, WireError
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
-from unirun.wire.messages import View, Welcome
+from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
 
 WELCOME_TIMEOUT = 30.0
 """Seconds in which the agent must answer."""
@@ -33,14 +33,28 @@ class RoleInfo:
 
 
 class Peers:
-    """The roles of the job. Thread-safe: the link's thread updates what others read."""
+    """The roles of the job. Thread-safe: the link's thread updates what others read.
+
+    `generation` is the one of this worker's own group, which may be behind that of its role until it has formed
+    the next. `welcome` is None without a launcher.
+    """
 
     def __init__(
-        self, role: str, rank: int, roles: Mapping[str, RoleInfo], config: Mapping[str, Any], *, linked: bool
+        self,
+        role: str,
+        rank: int,
+        roles: Mapping[str, RoleInfo],
+        *,
+        welcome: Welcome | None = None,
+        link: BlockingStream | None = None,
     ) -> None:
-        self.role, self.rank, self.config, self.linked = role, rank, dict(config), linked
+        self.role, self.rank, self.welcome = role, rank, welcome
+        self.config: Mapping[str, Any] = welcome.config if welcome else {}
+        self.linked = welcome is not None
         self.generation = roles[role].generation
+        self._link = link
         self._roles = dict(roles)
+        self._views = {view.name: view for view in welcome.view.roles} if welcome else {}
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
 
@@ -56,10 +70,42 @@ class Peers:
             raise UsageError(f"this job has no role {role!r}", f"it has {', '.join(self.roles())}")
         return found
 
+    def view(self, role: str) -> RoleView | None:
+        """All that is known of a role and its workers now; None without a launcher."""
+        self.known(role)
+        with self._changed:
+            return self._views.get(role)
+
+    def views(self) -> tuple[RoleView, ...]:
+        """The same of every role."""
+        with self._changed:
+            return tuple(self._views.values())
+
+    def worker(self, role: str, rank: int) -> WorkerView | None:
+        """All that is known of a worker now; None without a launcher. Raises `UsageError` for one there is not."""
+        view = self.view(role)
+        if view is None:
+            return None
+        if not 0 <= rank < len(view.workers):
+            raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {len(view.workers) - 1}")
+        return view.workers[rank]
+
+    def brief(self, role: str) -> RoleBrief | None:
+        """What the spec says of a role; None without a launcher."""
+        self.known(role)
+        briefs = self.welcome.roles if self.welcome else ()
+        return next((brief for brief in briefs if brief.name == role), None)
+
+    def tell(self, message: Message) -> None:
+        """Tell the agent something; without a launcher nobody listens. Raises `ConnectionLost`."""
+        if self._link is not None:
+            self._link.send(message)
+
     def update(self, view: View) -> None:
         """Take over what the agent tells."""
         with self._changed:
             self._roles = _infos(view)
+            self._views = {role.name: role for role in view.roles}
             self._changed.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:
@@ -82,7 +128,7 @@ def lone_peers(environ: Mapping[str, str]) -> Peers:
     size = int(environ.get("WORLD_SIZE", "1"))
     generation = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     info = RoleInfo(role, size, generation)
-    return Peers(role, int(environ.get("RANK", "0")), {role: info}, {}, linked=False)
+    return Peers(role, int(environ.get("RANK", "0")), {role: info})
 
 
 def linked_peers(environ: Mapping[str, str]) -> Peers:
@@ -94,7 +140,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     if not isinstance(welcome, Welcome):
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
     role, rank = environ["ROLE_NAME"], int(environ["RANK"])
-    peers = Peers(role, rank, _infos(welcome.view), welcome.config, linked=True)
+    peers = Peers(role, rank, _infos(welcome.view), welcome=welcome, link=link)
     for message in link.buffered():
         if isinstance(message, View):
             peers.update(message)

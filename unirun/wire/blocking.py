@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ from unirun.wire.messages import Message
 
 
 class BlockingStream:
-    """One authenticated stream over a connected socket. One thread sends, one receives."""
+    """One authenticated stream over a connected socket. Any thread sends, one receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
+        self._sending = threading.Lock()
         self._reader = FrameReader()
         self._frames: deque[dict[str, Any]] = deque()
 
@@ -56,8 +58,10 @@ class BlockingStream:
 
     def send(self, message: Message) -> None:
         """Send one message. Raises `ConnectionLost`."""
+        frame = encode_frame(encode(message))
         try:
-            self.socket.sendall(encode_frame(encode(message)))
+            with self._sending:
+                self.socket.sendall(frame)
         except OSError as error:
             raise ConnectionLost(f"the peer is gone: {error}") from error
 

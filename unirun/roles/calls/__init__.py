@@ -1,0 +1,1 @@
+"""Calls from a trainer to workloads: the guarantees that hold above every transport."""

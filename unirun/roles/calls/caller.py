@@ -1,0 +1,395 @@
+"""The calling end: ids, deadlines, what is owed by whom, and what happens when a worker is lost.
+
+A call is sent to the worker that holds the rank now; until that serves, it waits. When the connection breaks,
+the calls that are open there are sent once more with their ids over a new one: a worker that lives runs nothing
+twice and answers with what it has kept. When nobody is there any more, the calls fail with `WorkerLost`, or, in an
+idempotent invocation, the whole invocation is made again, with the worker that comes in its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from unirun.errors import ChannelError, UsageError, WorkerLost
+from unirun.roles.calls.codec import dump, own
+from unirun.roles.calls.directory import Directory, Place
+from unirun.roles.calls.dispatcher import ACK
+from unirun.roles.calls.envelope import MAX_ACKS, encode_address, encode_request
+from unirun.roles.calls.policy import ALL, ANY, RANK0, Invocation
+from unirun.roles.calls.refs import InvocationRef
+from unirun.roles.calls.service import Service, Ticket
+from unirun.roles.calls.sharding import rearranged, split
+from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
+
+ERROR_GRACE = 0.1
+"""Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
+news of the death that caused it."""
+
+LARGE = 1 << 20
+"""Bytes from which a result is acked at once: the worker need not keep it until the next call."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """One worker's part of an invocation. `after`: it needs an incarnation later than this one."""
+
+    invocation: _Invoked
+    index: int
+    rank: int
+    seq: int
+    after: int = -1
+    peer: _Peer | None = None
+
+
+@dataclass(eq=False)
+class _Invoked:
+    """An invocation that is under way. `parcels`: one for all calls, or one for each."""
+
+    ref: InvocationRef[Any]
+    role: str
+    method: bytes
+    parcels: list[Parcel]
+    calls: list[_Call]
+    idempotent: bool
+    retries: int
+    expiry: Ticket | None = None
+    failing: bool = False
+
+    def parcel(self, index: int) -> Parcel:
+        return self.parcels[index if len(self.parcels) > 1 else 0]
+
+
+@dataclass(eq=False)
+class _Peer:
+    """One worker's process. `breaks` counts the broken channels since it last answered."""
+
+    address: Address
+    endpoint: str
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    channel: Channel | None = None
+    calls: dict[int, _Call] = field(default_factory=dict)
+    acks: list[int] = field(default_factory=list)
+    breaks: int = 0
+    lost: bool = False
+
+
+class Caller:
+    """Makes calls from this process; one per process."""
+
+    def __init__(
+        self, me: Address, directory: Directory, transport: Transport, *, call_timeout: float
+    ) -> None:
+        self._me = encode_address(me)
+        self._directory, self._transport, self._call_timeout = directory, transport, call_timeout
+        self._service = Service("unirun-calls")
+        self._lock = threading.Lock()
+        self._peers: dict[Address, _Peer] = {}
+        self._broken: dict[str, int] = {}
+        self._parked: dict[tuple[str, int], deque[_Call]] = {}
+        self._seqs = itertools.count(1)
+        self._turn = itertools.count()
+        directory.when_changed(lambda: self._service.soon(self._look))
+
+    def invoke(
+        self,
+        role: str,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Invocation,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> InvocationRef[Any]:
+        """Start a call of `method` on `role`; `ranks` come before the target in `options`.
+
+        Raises `EncodingError` for an argument that cannot be pickled, before anything is sent, and `UsageError`
+        for ranks that there are not.
+        """
+        chosen, bare = self._targets(role, options, ranks)
+        if options.pre_func is not None:
+            args, kwargs = rearranged(options.pre_func(*args, **kwargs))
+        shares = split(args, kwargs, len(chosen), auto=options.auto_shard)
+        what = f"an argument of {role}'s {method}"
+        parcels = [Parcel(*dump(arguments, what)) for arguments in shares.arguments]
+        if not options.blocking:
+            # The trainer goes on and may change its tensors before they are sent, or sent again.
+            parcels = [own(parcel) for parcel in parcels]
+        ref: InvocationRef[Any] = InvocationRef(
+            method,
+            tuple(f"{role}:{rank}" for rank in chosen),
+            bare=bare,
+            post=options.post_func,
+            sharding=shares.sharding,
+        )
+        invoked = _Invoked(ref, role, method.encode(), parcels, [], options.idempotent, options.retries)
+        seconds = self._call_timeout if options.timeout is None else options.timeout
+        invoked.expiry = self._service.at(time.monotonic() + seconds, partial(self._expire, invoked, seconds))
+        invoked.calls = [_Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(chosen)]
+        for call in invoked.calls:
+            self._send(call)
+        return ref
+
+    def connected(self, role: str, rank: int) -> Address:
+        """The address of a rank's worker, with a channel to it. Raises `WorkerLost`, `ChannelError`."""
+        place = self._directory.find(role, rank)
+        if not place.endpoint or place.gone:
+            raise WorkerLost(f"{role}:{rank} does not serve calls now", worker=f"{role}:{rank}")
+        peer = self._peer(place.address, place.endpoint)
+        with peer.lock:
+            self._channel(peer)
+        return place.address
+
+    def close(self) -> None:
+        """End every channel; open calls are not answered any more."""
+        self._service.close()
+        for peer in list(self._peers.values()):
+            if peer.channel is not None:
+                peer.channel.close()
+
+    def _targets(
+        self, role: str, options: Invocation, ranks: Sequence[int] | None
+    ) -> tuple[Sequence[int], bool]:
+        size = self._directory.size(role)
+        bare = False
+        if ranks is None:
+            ranks = range(size)
+        if options.target == RANK0:
+            ranks, bare = ranks[:1], True
+        elif options.target == ANY:
+            ranks, bare = [self._least_busy(role, ranks)], True
+        elif options.target != ALL:
+            bare = isinstance(options.target, int)
+            ranks = [options.target] if isinstance(options.target, int) else options.target
+        for rank in ranks:
+            if not 0 <= rank < size:
+                raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {size - 1}")
+        return ranks, bare
+
+    def _least_busy(self, role: str, ranks: Sequence[int]) -> int:
+        """The rank with the fewest open calls of this caller, those that serve first; ties go round."""
+        turn = next(self._turn)
+
+        def busy(position: int) -> tuple[bool, int, int]:
+            place = self._directory.find(role, ranks[position])
+            peer = self._peers.get(place.address)
+            waiting = not place.endpoint or place.gone or (peer is not None and peer.lost)
+            return waiting, len(peer.calls) if peer else 0, (position - turn) % len(ranks)
+
+        return ranks[min(range(len(ranks)), key=busy)]
+
+    def _send(self, call: _Call) -> None:
+        """Send a call, or let it wait for its worker, behind those that wait already.
+
+        A call of several workers also waits while one that was lost has no successor: they may have something to do
+        together. What they do alone goes on.
+        """
+        place = self._directory.find(call.invocation.role, call.rank)
+        with self._lock:
+            queue = self._parked.get(place.address[:2])
+            if queue is not None or not self._ready(place, call):
+                self._parked.setdefault(place.address[:2], deque()).append(call)
+                self._service.soon(self._look)
+                return
+        self._send_to(place, call)
+
+    def _ready(self, place: Place, call: _Call) -> bool:
+        """Whether a call need not wait: its worker serves, or never will again."""
+        if place.over:
+            return True
+        peer = self._peers.get(place.address)
+        if (
+            not place.endpoint
+            or place.gone
+            or place.address.incarnation <= call.after
+            or (peer and peer.lost)
+        ):
+            return False
+        return len(call.invocation.calls) == 1 or place.generation > self._broken.get(place.address.role, -1)
+
+    def _send_to(self, place: Place, call: _Call) -> None:
+        reason = "it has ended"
+        if not place.over:
+            peer = self._peer(place.address, place.endpoint)
+            try:
+                with peer.lock:
+                    if peer.lost:
+                        raise ChannelError("it is gone")
+                    channel = self._channel(peer)
+                    call.peer = peer
+                    peer.calls[call.seq] = call
+                    self._transmit(channel, peer, call)
+                return
+            except ChannelError as error:
+                reason = str(error)
+            self._lose(peer, reason)
+            if call.peer is not None:
+                return
+            call.after = place.address.incarnation
+        self._settle(call, _lost(str(place.address), reason))
+
+    def _peer(self, address: Address, endpoint: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
+            with self._lock:
+                peer = self._peers.setdefault(address, _Peer(address, endpoint))
+        return peer
+
+    def _channel(self, peer: _Peer) -> Channel:
+        if peer.channel is None:
+            peer.channel = self._transport.connect(
+                peer.address,
+                peer.endpoint,
+                lambda reason: self._service.soon(partial(self._mend, peer, reason)),
+            )
+        return peer.channel
+
+    def _transmit(self, channel: Channel, peer: _Peer, call: _Call) -> None:
+        acks, peer.acks = peer.acks[:MAX_ACKS], peer.acks[MAX_ACKS:]
+        generation = self._directory.find(*peer.address[:2]).generation
+        invoked = call.invocation
+        parcel = invoked.parcel(call.index)
+        head = encode_request(self._me, call.seq, generation, acks, invoked.method, parcel.head)
+        channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call))
+
+    def _answered(self, peer: _Peer, call: _Call, parcel: Parcel) -> None:
+        with peer.lock:
+            peer.breaks = 0
+            peer.acks.append(call.seq)
+            expected = peer.calls.pop(call.seq, None) is call
+        if expected:
+            self._settle(call, parcel)
+        if parcel.size >= LARGE:
+            self._service.soon(partial(self._ack, peer))
+
+    def _ack(self, peer: _Peer) -> None:
+        with peer.lock:
+            acks, peer.acks = peer.acks[:MAX_ACKS], peer.acks[MAX_ACKS:]
+            if acks and peer.channel is not None:
+                peer.channel.call(Parcel(encode_request(self._me, 0, 0, acks, ACK, b"")), lambda parcel: None)
+
+    def _mend(self, peer: _Peer, reason: str) -> None:
+        """A channel is broken. Whoever lives still has what it owes; who is dead is not there any more."""
+        with peer.lock:
+            peer.channel = None
+            peer.breaks += 1
+            if peer.lost or not peer.calls:
+                return
+            place = self._directory.find(peer.address.role, peer.address.rank)
+            if peer.breaks < 3 and place.address == peer.address and not place.gone and not place.over:
+                try:
+                    channel = self._channel(peer)
+                    for call in sorted(peer.calls.values(), key=lambda call: call.seq):
+                        self._transmit(channel, peer, call)
+                    return
+                except ChannelError as error:
+                    reason = str(error)
+        self._lose(peer, reason)
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        """The worker is dead: what it owes will not come."""
+        place = self._directory.find(*peer.address[:2])
+        if not peer.lost and place.address == peer.address and not place.over:
+            self._broken[peer.address.role] = place.generation
+        with peer.lock:
+            peer.lost = True
+            calls = list(peer.calls.values())
+            peer.calls.clear()
+            channel, peer.channel = peer.channel, None
+        if channel is not None:
+            channel.close()
+        for call in calls:
+            call.after = peer.address.incarnation
+            self._settle(call, _lost(str(peer.address), reason))
+
+    def _look(self) -> None:
+        """The directory has changed: send what waited, and give up what waits for the dead."""
+        with self._lock:
+            waiting = list(self._parked)
+            peers = list(self._peers.values())
+        for peer in peers:
+            place = self._directory.find(peer.address.role, peer.address.rank)
+            if place.address != peer.address or place.gone or place.over:
+                self._lose(peer, "was started again" if place.address != peer.address else "is gone")
+                if place.address != peer.address:
+                    self._peers.pop(peer.address, None)
+        for who in waiting:
+            self._send_parked(who)
+
+    def _send_parked(self, who: tuple[str, int]) -> None:
+        """Send what waits for one rank, in order; what comes meanwhile queues up behind it."""
+        while True:
+            place = self._directory.find(*who)
+            with self._lock:
+                queue = self._parked[who]
+                while queue and queue[0].invocation.ref.done():
+                    queue.popleft()
+                if not queue:
+                    del self._parked[who]
+                    return
+                if not self._ready(place, queue[0]):
+                    return
+                call = queue.popleft()
+            self._send_to(place, call)
+
+    def _settle(self, call: _Call, outcome: Parcel | WorkerLost) -> None:
+        invoked = call.invocation
+        ref = invoked.ref
+        ref.settle(call.index, outcome)
+        if ref.settled:
+            if ref.failed and invoked.retries > 0 and ref.interrupted:
+                self._service.soon(partial(self._again, invoked))
+            else:
+                self._finish(invoked)
+        elif ref.failed and not invoked.failing:
+            invoked.failing = True
+            self._service.at(time.monotonic() + ERROR_GRACE, partial(self._fail, invoked))
+
+    def _fail(self, invoked: _Invoked) -> None:
+        """A moment after the first error. When the call will be made again, all must have left it first."""
+        if not (invoked.retries > 0 and invoked.ref.interrupted):
+            self._finish(invoked)
+
+    def _again(self, invoked: _Invoked) -> None:
+        if invoked.ref.done():
+            return
+        invoked.retries -= 1
+        invoked.failing = False
+        invoked.ref.start_again()
+        for call in invoked.calls:
+            call.seq, call.peer = next(self._seqs), None
+        for call in list(invoked.calls):
+            self._send(call)
+
+    def _finish(self, invoked: _Invoked) -> None:
+        if invoked.expiry is not None:
+            self._service.cancel(invoked.expiry)
+        self._forget(invoked)
+        invoked.ref.finish()
+
+    def _expire(self, invoked: _Invoked, seconds: float) -> None:
+        self._forget(invoked)
+        invoked.ref.expire(seconds)
+
+    def _forget(self, invoked: _Invoked) -> None:
+        """Answers that still come are acked and dropped."""
+        if invoked.ref.settled:
+            return
+        for call in invoked.calls:
+            if call.peer is not None:
+                with call.peer.lock:
+                    call.peer.calls.pop(call.seq, None)
+
+
+def _lost(worker: str, reason: str) -> WorkerLost:
+    return WorkerLost(
+        f"{worker} was lost before it answered: {reason}",
+        "mark the method idempotent=True to have it called again",
+        worker=worker,
+    )

@@ -1,0 +1,119 @@
+"""Values to parcels and back: pickle protocol 5, with the memory of tensors and arrays beside it.
+
+A tensor sends its elements and nothing else of its storage. What is on a GPU travels through host memory and
+arrives on the receiver's current device. Classes and functions of ``__main__`` and lambdas go by value
+(cloudpickle); everything else by name, as pickle does.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+
+from unirun.errors import EncodingError
+from unirun.roles.transport.protocol import Parcel
+
+INLINE = 512
+"""Tensors up to this many bytes stand in the pickle itself: a buffer of their own costs more."""
+
+
+class _ByValue(Exception):
+    """Something in the value must be pickled by value."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor:
+            return _reduce(obj)
+        if isinstance(obj, type | _FUNCTION) and obj.__module__ == "__main__":
+            raise _ByValue
+        return NotImplemented
+
+
+class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor:
+            return _reduce(obj)
+        return super().reducer_override(obj)
+
+
+_FUNCTION = type(lambda: None)
+
+
+def dump(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
+    """`value` pickled, and its buffers. Raises `EncodingError` that names `what` when it cannot be."""
+    try:
+        return _dump(_Pickler, value)
+    except (_ByValue, pickle.PicklingError, AttributeError, TypeError):
+        # Objects that have no name to be found by, or that are no plain data.
+        pass
+    try:
+        return _dump(_CloudPickler, value)
+    except Exception as error:
+        problem = f"{what} cannot be sent: {type(error).__name__}: {error}"
+        raise EncodingError(problem, "send plain data, tensors or objects that pickle") from error
+
+
+def _dump(kind: Callable[..., Any], value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    kind(file, 5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), tuple(buffer.raw() for buffer in buffers)
+
+
+def load(head: bytes | memoryview, buffers: tuple[memoryview, ...]) -> Any:
+    """The inverse of `dump`. Raises whatever unpickling raises."""
+    return pickle.loads(head, buffers=buffers)  # noqa: S301 - peers have proved the job's token
+
+
+def own(parcel: Parcel) -> Parcel:
+    """The same with memory of its own: whoever made the tensors may change them while it is on its way."""
+    if not parcel.buffers:
+        return parcel
+    return Parcel(parcel.head, tuple(_copy(buffer) for buffer in parcel.buffers))
+
+
+def _copy(buffer: memoryview) -> memoryview:
+    if buffer.nbytes == 0:
+        return buffer
+    # torch copies with vector instructions and without holding the lock of the interpreter.
+    source = torch.frombuffer(_writable(buffer), dtype=torch.uint8)
+    copy: Any = source.clone().numpy()
+    return memoryview(copy)
+
+
+def _writable(buffer: memoryview) -> Any:
+    return bytearray(buffer) if buffer.readonly else buffer
+
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type not in ("cpu", "cuda")
+    ):
+        return NotImplemented
+    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat: Any = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else b""
+    place = "" if tensor.device.type == "cpu" else tensor.device.type
+    shape = tuple(data.shape)
+    memory: Any = bytearray(flat) if data.nbytes <= INLINE else pickle.PickleBuffer(flat)
+    return _rebuild, (memory, data.dtype, shape, place, tensor.requires_grad)
+
+
+def _rebuild(
+    memory: Any, dtype: torch.dtype, shape: tuple[int, ...], place: str, requires_grad: bool
+) -> torch.Tensor:
+    if len(memory) == 0:
+        tensor = torch.empty(shape, dtype=dtype)
+    else:
+        tensor = torch.frombuffer(_writable(memoryview(memory)), dtype=torch.uint8).view(dtype).reshape(shape)
+    if place:
+        tensor = tensor.to(place)
+    return tensor.requires_grad_() if requires_grad else tensor

@@ -1,0 +1,217 @@
+"""The called end: runs each call once, in the main thread or beside it, and keeps the result until it is acked."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from unirun.errors import CallError, EncodingError, FrameError
+from unirun.roles.calls.codec import dump, load, own
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request
+from unirun.roles.calls.policy import Invocation
+from unirun.roles.calls.remote import dump_error
+from unirun.roles.transport.protocol import Address, Parcel, Reply
+
+DESCRIBE = "__describe__"
+"""Asks which methods there are, with their options."""
+
+ACK = b"__ack__"
+"""Asks for nothing; its acks are what it is for."""
+
+
+@dataclass
+class _Run:
+    """One call, from its arrival until its result is acked."""
+
+    request: Request
+    buffers: tuple[memoryview, ...]
+    replies: list[Reply] = field(default_factory=list)
+    outcome: Parcel | None = None
+
+
+class Dispatcher:
+    """Serves the methods of one object in this process."""
+
+    def __init__(
+        self,
+        target: Any,
+        me: Address,
+        methods: Mapping[str, Invocation],
+        catch_up: Callable[[int], None] | None = None,
+    ) -> None:
+        """`catch_up` is called, in the serving thread, with the generation that a call wants, before it is run."""
+        self._catch_up = catch_up
+        self._target, self._me, self._methods = target, me, dict(methods)
+        self._lock = threading.Lock()
+        self._runs: dict[tuple[Address, int], _Run] = {}
+        self._callers: dict[tuple[str, int], int] = {}
+        self._inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self._first: list[Callable[[], None]] = []
+        self._stopped = False
+        self._disturbed = 0
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def handle(self, parcel: Parcel, reply: Reply) -> None:
+        """Take a request from a transport. One that was seen before is not run again: it gets the same answer."""
+        try:
+            request = decode_request(parcel.head)
+        except FrameError as error:
+            reply(self._error(error))
+            return
+        if request.method == ACK.decode():
+            with self._lock:
+                self._forget(request)
+            reply(_NONE)
+            return
+        with self._lock:
+            self._forget(request)
+            known = self._runs.get(request.key)
+            if known is not None:
+                if known.outcome is None:
+                    known.replies.append(reply)
+                    return
+            else:
+                run = _Run(request, parcel.buffers, [reply])
+                self._runs[request.key] = run
+        if known is not None and known.outcome is not None:
+            reply(known.outcome)
+        else:
+            self._route(run)
+
+    def _forget(self, request: Request) -> None:
+        """Drop what this request acks, and everything of callers that have been started again since."""
+        for seq in request.acks:
+            self._runs.pop((request.caller, seq), None)
+        role, rank, incarnation = request.caller
+        if self._callers.get((role, rank), -1) < incarnation:
+            self._callers[role, rank] = incarnation
+            for key in [k for k in self._runs if k[0][:2] == (role, rank) and k[0].incarnation < incarnation]:
+                del self._runs[key]
+
+    def _route(self, run: _Run) -> None:
+        name = run.request.method
+        if name == DESCRIBE:
+            self._finish(run, self._encoded(self._methods, DESCRIBE))
+            return
+        options = self._methods.get(name)
+        if options is None:
+            there = ", ".join(sorted(self._methods)) or "none"
+            problem = f"{self._me} has no method {name!r}; its methods are: {there}"
+            self._finish(run, self._error(AttributeError(problem)))
+        elif inspect.iscoroutinefunction(getattr(type(self._target), name)):
+            asyncio.run_coroutine_threadsafe(self._run_async(run), self._event_loop())
+        elif options.concurrency > 1:
+            self._pool(name, options.concurrency).submit(self._run, run)
+        else:
+            self._inbox.put(run)
+
+    def serve(self) -> None:
+        """Run calls in this thread, one at a time, until `stop`. What a method raises beyond `Exception` comes out."""
+        while not self._stopped:
+            run = self._inbox.get()
+            while self._first:
+                self._first.pop(0)()
+            if run is not None and not self._stopped:
+                if self._catch_up is not None:
+                    self._catch_up(run.request.generation)
+                self._run(run)
+
+    def run_first(self, action: Callable[[], None]) -> None:
+        """Let the serving thread do `action` before the next call. Calls that fail from now on were disturbed."""
+        self._disturbed += 1
+        self._first.append(action)
+        self._inbox.put(None)
+
+    def stop(self) -> None:
+        """Make `serve` return after the present call."""
+        self._stopped = True
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        """End the threads beside the main one; calls that run there are not waited for."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self, run: _Run) -> None:
+        before = self._disturbed
+        try:
+            args, kwargs = self._arguments(run)
+            result = getattr(self._target, run.request.method)(*args, **kwargs)
+            # The arguments are gone before the answer: their memory goes back to the caller with it.
+            del args, kwargs
+            outcome = self._encoded(result, run.request.method)
+        except Exception as error:  # noqa: BLE001 - whatever a method raises is the caller's
+            outcome = self._error(error, disturbed=self._disturbed != before)
+            _clear_frames(error)
+        self._finish(run, outcome)
+
+    async def _run_async(self, run: _Run) -> None:
+        before = self._disturbed
+        try:
+            args, kwargs = self._arguments(run)
+            outcome = self._encoded(
+                await getattr(self._target, run.request.method)(*args, **kwargs), run.request.method
+            )
+        except Exception as error:  # noqa: BLE001 - whatever a method raises is the caller's
+            outcome = self._error(error, disturbed=self._disturbed != before)
+        self._finish(run, outcome)
+
+    def _arguments(self, run: _Run) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        buffers, run.buffers = run.buffers, ()
+        try:
+            args, kwargs = load(run.request.body, buffers)
+        except Exception as error:
+            problem = f"the arguments of {run.request.method} cannot be unpickled in {self._me}: {error}"
+            raise EncodingError(problem, "are their classes known to the workload's process?") from error
+        return args, kwargs
+
+    def _encoded(self, result: Any, method: str) -> Parcel:
+        if result is None:
+            return _NONE
+        head, buffers = dump(result, f"the result of {method} in {self._me}")
+        return own(Parcel(OK + head, buffers))
+
+    def _error(self, error: BaseException, *, disturbed: bool = False) -> Parcel:
+        return Parcel((INTERRUPTED if disturbed else ERROR) + dump_error(error, str(self._me)))
+
+    def _finish(self, run: _Run, outcome: Parcel) -> None:
+        with self._lock:
+            run.outcome, replies = outcome, run.replies
+            run.replies = []
+        for reply in replies:
+            reply(outcome)
+
+    def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
+        if name not in self._pools:
+            self._pools[name] = ThreadPoolExecutor(size, thread_name_prefix=f"unirun-{name}")
+        return self._pools[name]
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="unirun-async", daemon=True).start()
+        return self._loop
+
+
+_NONE = Parcel(OK + dump(None, "None")[0])
+
+
+def _clear_frames(error: BaseException) -> None:
+    """An exception's frames hold the arguments; it has been sent, so nothing needs them any more."""
+    error.__traceback__ = None
+
+
+def outcome_of(parcel: Parcel) -> tuple[bytes, memoryview]:
+    """The kind of an answer and its body. Raises `CallError` for an empty one."""
+    if not parcel.head:
+        raise CallError("an empty answer arrived")
+    return parcel.head[:1], memoryview(parcel.head)[1:]

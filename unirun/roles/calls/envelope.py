@@ -1,0 +1,79 @@
+"""What stands on a request and on an answer, in bytes.
+
+A request can be routed, and told from one that was seen before, without unpickling what the user sends::
+
+    seq(8) generation(4) acks(2) caller(2) method(2) | the acks, 8 each | caller | method | pickled (args, kwargs)
+
+An answer is one byte, `OK`, `ERROR` or `INTERRUPTED`, and the pickled result or error.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from unirun.errors import FrameError
+from unirun.roles.transport.protocol import Address
+
+_PREFIX = struct.Struct("<QIHHH")
+
+OK, ERROR, INTERRUPTED = b"\0", b"\1", b"\2"
+"""`INTERRUPTED`: the method raised while its role lost a worker, so its error is a consequence."""
+
+MAX_ACKS = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call as a worker sees it. `key` is the same when it is sent again.
+
+    `generation` is the one of the worker's role that the caller knows of: an earlier group has lost a member.
+    """
+
+    caller: Address
+    seq: int
+    generation: int
+    acks: tuple[int, ...]
+    method: str
+    body: memoryview
+
+    @property
+    def key(self) -> tuple[Address, int]:
+        """What tells this call from every other."""
+        return self.caller, self.seq
+
+
+def encode_request(
+    caller: bytes, seq: int, generation: int, acks: list[int], method: bytes, body: bytes
+) -> bytes:
+    """The head of a request; `caller` is from `encode_address`, `body` from the codec."""
+    prefix = _PREFIX.pack(seq, generation, len(acks), len(caller), len(method))
+    return b"".join((prefix, struct.pack(f"<{len(acks)}Q", *acks), caller, method, body))
+
+
+def decode_request(head: bytes) -> Request:
+    """The inverse. Raises `FrameError`."""
+    try:
+        seq, generation, acks, caller, method = _PREFIX.unpack_from(head)
+        at = _PREFIX.size
+        acked = struct.unpack_from(f"<{acks}Q", head, at)
+        at += 8 * acks
+        sender = decode_address(head[at : at + caller])
+        at += caller
+        name = head[at : at + method].decode()
+        if len(head) < at + method:
+            raise FrameError(f"a request of {len(head)} bytes ends early")
+    except (struct.error, ValueError) as error:
+        raise FrameError(f"a request of {len(head)} bytes is malformed: {error}") from error
+    return Request(sender, seq, generation, acked, name, memoryview(head)[at + method :])
+
+
+def encode_address(address: Address) -> bytes:
+    """``role\\0rank\\0incarnation``"""
+    return f"{address.role}\0{address.rank}\0{address.incarnation}".encode()
+
+
+def decode_address(data: bytes) -> Address:
+    """The inverse. Raises ValueError."""
+    role, rank, incarnation = data.decode().split("\0")
+    return Address(role, int(rank), int(incarnation))

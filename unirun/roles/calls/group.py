@@ -1,0 +1,162 @@
+"""Role groups: the trainer's handle on the workers of a role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+from unirun.errors import UsageError
+from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.dispatcher import DESCRIBE
+from unirun.roles.calls.policy import ALL, ANY, DEFAULT, Invocation
+from unirun.roles.calls.refs import InvocationRef, wait
+
+_QUESTION = replace(DEFAULT, target=ANY, idempotent=True, retries=3)
+
+
+class RoleMethods:
+    """The methods of a role's workloads, asked from a worker at the first use."""
+
+    def __init__(self, caller: Caller, role: str) -> None:
+        self.caller, self.role = caller, role
+        self._known: Mapping[str, Invocation] | None = None
+
+    def all(self) -> Mapping[str, Invocation]:
+        """Every method with its options. Waits until a worker serves."""
+        if self._known is None:
+            self._known = self.caller.invoke(self.role, DESCRIBE, (), {}, _QUESTION).result()
+        return self._known
+
+    def find(self, name: str) -> Invocation:
+        """The options of a method. Raises `AttributeError`, with a list of those there are."""
+        found = self.all().get(name)
+        if found is None:
+            there = ", ".join(sorted(self.all())) or "none"
+            raise AttributeError(f"role {self.role} has no method {name!r}; its methods are: {there}")
+        return found
+
+
+class _Ranks:
+    """What a role group and a handle on one worker share."""
+
+    def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
+        self._methods, self._ranks = methods, tuple(ranks)
+
+    @property
+    def role(self) -> str:
+        """The role's name."""
+        return self._methods.role
+
+    def call_async(self, method: str, /, *args: Any, **kwargs: Any) -> InvocationRef[Any]:
+        """Start a call of `method`, whatever its ``blocking`` says."""
+        return self._start(method, replace(self._options(method), blocking=False), args, kwargs)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` and wait for its result, whatever its ``blocking`` says; for names that are taken here."""
+        return self._start(method, replace(self._options(method), blocking=True), args, kwargs).result()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(f"role group {self._methods.role} has no attribute {name!r}")
+        options = self._options(name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            ref = self._start(name, options, args, kwargs)
+            return ref.result() if options.blocking else ref
+
+        method.__name__ = method.__qualname__ = name
+        return method
+
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *self._methods.all()]
+
+    def _options(self, name: str) -> Invocation:
+        return self._methods.find(name)
+
+    def _start(
+        self, name: str, options: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> InvocationRef[Any]:
+        return self._methods.caller.invoke(self.role, name, args, kwargs, options, ranks=self._ranks)
+
+
+class WorkerHandle(_Ranks):
+    """One worker of a role: ``RG_ACTOR[2].update(x)`` returns its bare result, whatever the method's target is."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self._ranks[0]
+
+    def _options(self, name: str) -> Invocation:
+        return replace(super()._options(name), target=self.rank)
+
+    def __repr__(self) -> str:
+        return f"<{self.role}:{self.rank}>"
+
+
+class RoleGroup(_Ranks, Sequence[WorkerHandle]):
+    """All workers of a role, or some: ``group.update(x)`` calls them as `trainer_invocation` says.
+
+    ``group[2]`` is one worker, ``group[1:3]`` a smaller group, in which target ALL stands for its members. An
+    unknown method is an `AttributeError` that lists the methods.
+    """
+
+    @property
+    def rank0(self) -> WorkerHandle:
+        """The first worker."""
+        return self[0]
+
+    def map(self, method: str, items: Iterable[Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `method` once for each of `items`, each on the worker that is least busy. Results in that order.
+
+        `args` and `kwargs` follow the item in every call. At most two calls wait in a worker, so that a slow one
+        does not hold back what others could do.
+        """
+        options = replace(self._options(method), target=ANY, blocking=False, auto_shard=False)
+        refs: list[InvocationRef[Any]] = []
+        open_refs: list[InvocationRef[Any]] = []
+        for item in items:
+            if len(open_refs) >= 2 * len(self):
+                _, open_refs = wait(open_refs)
+            refs.append(self._start(method, options, (item, *args), kwargs))
+            open_refs.append(refs[-1])
+        return [ref.result() for ref in refs]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> WorkerHandle: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> RoleGroup: ...
+
+    def __getitem__(self, index: int | slice) -> WorkerHandle | RoleGroup:
+        if isinstance(index, slice):
+            if not self._ranks[index]:
+                raise UsageError(f"{self!r}[{index.start}:{index.stop}] is empty", "name at least one rank")
+            return RoleGroup(self._methods, self._ranks[index])
+        return WorkerHandle(self._methods, (self._ranks[index],))
+
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        return (WorkerHandle(self._methods, (rank,)) for rank in self._ranks)
+
+    def _options(self, name: str) -> Invocation:
+        options = super()._options(name)
+        if isinstance(options.target, int) and options.target not in self._ranks:
+            raise UsageError(
+                f"{name} has target {options.target}, which is not in {self!r}", "use the whole group"
+            )
+        return options
+
+    def __repr__(self) -> str:
+        return f"<role group {self.role} with ranks {', '.join(map(str, self._ranks))}>"
+
+
+def role_group(caller: Caller, role: str, size: int) -> RoleGroup:
+    """The group of all ranks of a role."""
+    return RoleGroup(RoleMethods(caller, role), range(size))
+
+
+__all__ = ["ALL", "RoleGroup", "RoleMethods", "WorkerHandle", "role_group"]

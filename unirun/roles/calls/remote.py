@@ -1,0 +1,78 @@
+"""Errors that cross from a worker to its caller, with type, message, traceback and ``role:rank``."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from typing import Any
+
+from unirun.errors import CallError, RemoteError, RemoteTraceback
+from unirun.roles.calls.codec import dump, load
+
+_TEXT = 1 << 20
+"""Characters of a message or a traceback that are sent."""
+
+
+def dump_error(error: BaseException, worker: str) -> bytes:
+    """`error` for the wire, as much of it as can be sent."""
+    trace = "".join(traceback.format_exception(error))
+    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    return pickle.dumps((kind, _text(error)[:_TEXT], trace[-_TEXT:], worker, _pack(error)), 5)
+
+
+def load_error(body: memoryview | bytes) -> BaseException:
+    """The exception to raise in the caller: the original's type where it is known here, else `RemoteError`."""
+    kind, message, trace, worker, packed = pickle.loads(body)  # noqa: S301 - peers have proved the job's token
+    error: BaseException | None = None
+    if packed is not None:
+        with contextlib.suppress(Exception):
+            error = _unpack(packed)
+    if error is None:
+        return RemoteError(kind, message, worker=worker, traceback=trace)
+    error.add_note(f"raised in {worker}")
+    error.__cause__ = RemoteTraceback(worker, trace)
+    return error
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - a user's __str__
+        return f"<its text cannot be made: {broken!r}>"
+
+
+def _pack(error: BaseException) -> bytes | None:
+    """Something that `_unpack` rebuilds here; None when there is nothing of that kind."""
+    state = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
+    # Pickle's own way first, which knows what C code keeps; it calls the class with `args`, which fails or lies
+    # when the constructor takes others.
+    for form in (error, (type(error), error.args, state), (type(error), error.args, {})):
+        with contextlib.suppress(Exception):
+            packed, _ = _whole(form)
+            again = _unpack(packed)
+            if type(again) is type(error) and _text(again) == _text(error) and again.args == error.args:
+                return packed
+    return None
+
+
+def _whole(form: Any) -> tuple[bytes, Any]:
+    head, buffers = dump(form, "an exception")
+    if buffers:
+        raise CallError("an exception holds large data")
+    return head, buffers
+
+
+def _unpack(packed: bytes) -> BaseException:
+    form = load(packed, ())
+    if isinstance(form, BaseException):
+        form.__traceback__ = None
+        return form
+    kind, args, state = form
+    try:
+        error: BaseException = kind.__new__(kind, *args)
+    except TypeError:
+        error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error

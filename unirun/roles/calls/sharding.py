@@ -1,0 +1,143 @@
+"""How the arguments of one call are given to several workers. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from unirun.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked(Generic[T]):
+    value: T
+
+
+class Sharded(_Marked[T]):
+    """An argument that is to be split."""
+
+
+class Replicated(_Marked[T]):
+    """An argument that goes to every rank."""
+
+
+def shard(value: T) -> T:
+    """Mark an argument of a call: each rank gets a part of it, in order; the parts differ by one item at most.
+
+    For lists, tuples, tensors (first dimension), mappings of these, and whatever has a length and slices.
+    """
+    return Sharded(value)  # type: ignore[return-value]
+
+
+def replicate(value: T) -> T:
+    """Mark an argument of a call: every rank gets all of it, also a list with an item for each rank."""
+    return Replicated(value)  # type: ignore[return-value]
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What each of `n` workers gets (`arguments` has one entry when all get the same), and what was done.
+
+    `sharding` says for each argument, by position or name, ``replicate``, ``item`` or ``shard`` with the sizes.
+    """
+
+    arguments: tuple[Arguments, ...]
+    sharding: Mapping[int | str, str]
+
+
+def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bool) -> Split:
+    """Split the arguments of a call over `ranks` workers. Raises `UsageError` for what cannot be split."""
+    named: dict[int | str, Any] = dict(enumerate(args))
+    named.update(kwargs)
+    marked = any(isinstance(value, _Marked) for value in named.values())
+    if marked and not auto and any(isinstance(value, Sharded) for value in named.values()):
+        raise UsageError(
+            "unirun.shard(…) is given to a method with auto_shard=False", "leave one of them out"
+        )
+    if not marked:
+        # The rule of DLRover's guide, which must not hold for a call without arguments.
+        lists = [value for value in named.values() if isinstance(value, list) and len(value) == ranks]
+        if not auto or ranks == 1 or not named or len(lists) != len(named):
+            return Split(((args, kwargs),), dict.fromkeys(named, "replicate"))
+        parts = {where: list(value) for where, value in named.items()}
+        return Split(_rows(parts, len(args), ranks), dict.fromkeys(named, "item"))
+    parts, done = {}, {}
+    for where, value in named.items():
+        if isinstance(value, Sharded):
+            parts[where] = _parts(value.value, ranks, where)
+            done[where] = f"shard {'+'.join(map(str, sizes(_length(value.value, where), ranks)))}"
+        else:
+            parts[where] = [value.value if isinstance(value, Replicated) else value] * ranks
+            done[where] = "replicate"
+    rows = _rows(parts, len(args), ranks)
+    return Split(rows if any(d != "replicate" for d in done.values()) else rows[:1], done)
+
+
+def sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """How many of `length` items each of `ranks` gets: the first ones get one more when it does not come out even."""
+    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+
+
+def _rows(parts: Mapping[int | str, Sequence[Any]], positional: int, ranks: int) -> tuple[Arguments, ...]:
+    return tuple(
+        (
+            tuple(parts[position][rank] for position in range(positional)),
+            {name: values[rank] for name, values in parts.items() if isinstance(name, str)},
+        )
+        for rank in range(ranks)
+    )
+
+
+def _length(value: Any, where: int | str) -> int:
+    if isinstance(value, Mapping):
+        lengths = {_length(each, where) for each in value.values()}
+        if len(lengths) != 1:
+            raise UsageError(
+                f"argument {where}: the values of the mapping have lengths {sorted(lengths)}",
+                "unirun.shard wants them equal",
+            )
+        return lengths.pop()
+    if isinstance(value, str | bytes) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise UsageError(
+            f"argument {where}: unirun.shard cannot split {type(value).__name__}",
+            "give a list, tuple, tensor or mapping of these",
+        )
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        raise UsageError(f"argument {where}: a tensor without dimensions cannot be split", "replicate it")
+    return len(value)
+
+
+def _parts(value: Any, ranks: int, where: int | str) -> list[Any]:
+    if isinstance(value, Mapping):
+        _length(value, where)
+        split_values = {key: _parts(each, ranks, where) for key, each in value.items()}
+        return [{key: each[rank] for key, each in split_values.items()} for rank in range(ranks)]
+    ends, found = 0, []
+    for size in sizes(_length(value, where), ranks):
+        found.append(value[ends : ends + size])
+        ends += size
+    return found
+
+
+def rearranged(result: Any) -> Arguments:
+    """The arguments that a `pre_func` has returned, as ``(args, kwargs)``."""
+    if isinstance(result, tuple):
+        if len(result) == 2 and isinstance(result[0], tuple | list) and isinstance(result[1], dict):
+            return tuple(result[0]), dict(result[1])
+        return result, {}
+    if isinstance(result, dict):
+        if not all(isinstance(name, str) for name in result):
+            raise UsageError(
+                "pre_func returned a dict whose keys are not names",
+                "return (args, kwargs), or ({…},) for one argument",
+            )
+        return (), dict(result)
+    return (result,), {}

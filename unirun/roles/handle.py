@@ -1,0 +1,83 @@
+"""`MasterHandle`: what a workload or a trainer can ask of the job and tell it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unirun.errors import UsageError
+from unirun.roles.peers import Peers
+from unirun.roles.state import StateStore
+from unirun.wire.messages import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a worker is. `collocation` names the roles that share its devices, ``ACTOR,ROLLOUT``; empty if none do."""
+
+    role: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    incarnation: int
+    master_addr: str
+    master_port: int
+    collocation: str = ""
+
+    @property
+    def name(self) -> str:
+        """``actor:2``"""
+        return f"{self.role}:{self.rank}"
+
+
+class MasterHandle:
+    """The job, as one of its workers sees it. It answers from this host; the master is not waited for."""
+
+    def __init__(self, identity: Identity, peers: Peers, state: StateStore) -> None:
+        self.identity = identity
+        self._peers, self._state = peers, state
+
+    def job_info(self) -> dict[str, Any]:
+        """The job's ``name`` and ``roles``: for each its world_size, generation, phase, kind and class."""
+        welcome = self._peers.welcome
+        roles = {}
+        for name, info in self._peers.roles().items():
+            view, brief = self._peers.view(name), self._peers.brief(name)
+            roles[name] = {
+                "world_size": info.world_size,
+                "generation": info.generation,
+                "phase": view.phase if view else "running",
+                "kind": brief.kind if brief else "script",
+                "target": brief.target if brief else "",
+            }
+        return {"name": welcome.name if welcome else "", "roles": roles}
+
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Have figures shown in ``unirun status`` and kept in the job's ``metrics.jsonl``.
+
+        Raises `UsageError` for what is no number, `ConnectionLost` when the agent is gone.
+        """
+        values = {}
+        for key, value in metrics.items():
+            try:
+                values[str(key)] = float(value)
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"metric {key!r} is {value!r:.80}, which is no number", "report floats"
+                ) from error
+        self._peers.tell(Metrics(values, time.time()))
+
+    def save_state(self, state: bytes) -> None:
+        """Keep `state` for the next incarnation of this rank. Raises `JobError` when it cannot be written."""
+        if not isinstance(state, bytes | bytearray | memoryview):
+            raise UsageError(
+                f"save_state got {type(state).__name__}", "give bytes, for example pickle.dumps(…)"
+            )
+        self._state.save(bytes(state))
+
+    def load_state(self) -> bytes | None:
+        """What this rank saved last, in this incarnation or an earlier one; None when it saved nothing."""
+        return self._state.load()

@@ -1,0 +1,167 @@
+"""The main program of a worker that is a workload or a trainer."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import cloudpickle
+from omegaconf import DictConfig, OmegaConf
+
+from unirun.errors import UsageError
+from unirun.roles.calls.dispatcher import Dispatcher
+from unirun.roles.calls.policy import invocations
+from unirun.roles.context import Context, init
+from unirun.roles.formation import Formation
+from unirun.roles.handle import Identity, MasterHandle
+from unirun.roles.state import job_folder, state_of
+from unirun.roles.trainer import BaseTrainer, bind
+from unirun.roles.workload import BaseWorkload
+from unirun.wire.messages import Serving
+
+
+def main(kind: str, target: str) -> None:
+    """Be the workload or the trainer that `target`, ``pkg.mod:Class``, is."""
+    context = init()
+    if kind == "trainer":
+        run_trainer(context, load_class(target, BaseTrainer))
+    else:
+        serve_workload(context, load_class(target, BaseWorkload))
+
+
+def load_class(target: str, base: type) -> type[Any]:
+    """The class that ``pkg.mod:Class`` names. Raises `UsageError` when it is not derived from `base`."""
+    module, _, name = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UsageError(
+            f"{target} is not derived from {base.__name__}", f"write class {name}({base.__name__})"
+        )
+    return found
+
+
+def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
+    """Make the workload, take calls until the agent says stop."""
+    peers, session = context.peers, context.session
+    workload = kind(_handle(context), _config(context))
+    _expect_base(workload, BaseWorkload, "_master_handle")
+    formation = Formation(peers, workload.on_generation)
+    dispatcher = Dispatcher(
+        workload, session.me, invocations(workload, BaseWorkload), catch_up=formation.catch_up
+    )
+
+    def changed() -> None:
+        if formation.outdated:
+            formation.abort()
+            dispatcher.run_first(formation.follow)
+
+    workload.setup()
+    workload.on_generation(peers.generation)
+    peers.when_changed(changed)
+    # What has come between the two lines above and the first view was not told.
+    changed()
+    signal.signal(signal.SIGTERM, _stop)
+    endpoint = session.transport.serve(session.me, dispatcher.handle)
+    peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
+    try:
+        dispatcher.serve()
+    finally:
+        dispatcher.close()
+        workload.teardown()
+
+
+def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
+    """Make the trainer, let it train, and keep what `fit` returns."""
+    peers, session = context.peers, context.session
+    roles = [role for role in peers.roles() if role != peers.role]
+    groups = {role: session.role_group(role) for role in roles}
+    classes = _Classes(
+        {r: b.target for r in roles if (b := peers.brief(r)) is not None and b.kind == "workload"}
+    )
+    handles = {role: list(group) for role, group in groups.items()}
+    trainer = kind(handles, classes, _config(context))
+    _expect_base(trainer, BaseTrainer, "_actor_handles")
+    bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles})
+    peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
+    trainer.init()
+    result = trainer.fit()
+    folder = job_folder(os.environ)
+    if folder is not None and result is not None:
+        _keep(folder / "result.pkl", result)
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    """The first signal ends what runs and lets `teardown` run; the next one kills."""
+    signal.signal(signum, signal.SIG_DFL)
+    raise SystemExit(128 + signum)
+
+
+def _expect_base(made: Any, base: type, attribute: str) -> None:
+    if attribute not in made.__dict__:
+        name = type(made).__name__
+        raise UsageError(
+            f"{name}.__init__ does not call {base.__name__}'s", "call super().__init__ with what it was given"
+        )
+
+
+def _keep(path: Path, result: Any) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(cloudpickle.dumps(result))
+    fresh.replace(path)
+
+
+def _config(context: Context) -> DictConfig:
+    return OmegaConf.create(dict(context.config))
+
+
+def _handle(context: Context) -> MasterHandle:
+    environ = os.environ
+    welcome = context.peers.welcome
+    shared = next((group for group in (welcome.collocations if welcome else ()) if context.role in group), ())
+    identity = Identity(
+        role=context.role,
+        rank=context.rank,
+        world_size=context.world_size,
+        local_rank=context.local_rank,
+        local_world_size=context.local_world_size,
+        incarnation=context.incarnation,
+        master_addr=environ.get("MASTER_ADDR", ""),
+        master_port=int(environ.get("MASTER_PORT", "0")),
+        collocation=",".join(role.upper() for role in shared),
+    )
+    return MasterHandle(identity, context.peers, state_of(environ, context.role, context.rank))
+
+
+def _resource(context: Context, role: str) -> dict[str, Any]:
+    brief, welcome = context.peers.brief(role), context.peers.welcome
+    shared = next((group for group in (welcome.collocations if welcome else ()) if role in group), ())
+    return {
+        "role": role,
+        "total": context.peers.known(role).world_size,
+        "per_node": brief.per_node if brief else None,
+        "collocation": ",".join(each.upper() for each in shared),
+        "class": brief.target if brief else "",
+    }
+
+
+class _Classes(Mapping[str, type]):
+    """The workload classes by role, each imported when it is looked at: a rollout's may need what a trainer has not."""
+
+    def __init__(self, targets: Mapping[str, str]) -> None:
+        self._targets = targets
+
+    def __getitem__(self, role: str) -> type:
+        return load_class(self._targets[role], BaseWorkload)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __len__(self) -> int:
+        return len(self._targets)

@@ -1,0 +1,73 @@
+"""`unirun.serve`: a script exports an object, and the others call it."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+from unirun.roles.calls.dispatcher import Dispatcher
+from unirun.roles.calls.policy import invocations
+from unirun.roles.context import init
+from unirun.roles.peers import Peers
+from unirun.wire.messages import Serving
+
+
+class Server:
+    """An object that is being served in a thread."""
+
+    def __init__(self, dispatcher: Dispatcher, thread: threading.Thread) -> None:
+        self._dispatcher, self._thread = dispatcher, thread
+
+    def close(self) -> None:
+        """Take no more calls; the present one is waited for."""
+        self._dispatcher.stop()
+        self._thread.join()
+        self._dispatcher.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve(target: Any, *, block: bool = True) -> Server | None:
+    """Let the other roles call the public methods of `target`: ``ctx.role_group("rollout").generate(x)``.
+
+    Calls run in this thread, one at a time, until every role that serves nothing has ended; then `serve` returns.
+    With ``block=False`` it returns at once, and calls run in a thread of their own until the `Server` is closed.
+    Once per process. Raises `UsageError` without a launcher.
+    """
+    context = init()
+    peers, session = context.peers, context.session
+    dispatcher = Dispatcher(target, session.me, invocations(target))
+    endpoint = session.transport.serve(session.me, dispatcher.handle)
+    peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
+    if not block:
+        thread = threading.Thread(target=dispatcher.serve, name="unirun-serve", daemon=True)
+        thread.start()
+        return Server(dispatcher, thread)
+
+    def changed() -> None:
+        if callers_are_gone(peers):
+            dispatcher.stop()
+
+    peers.when_changed(changed)
+    changed()
+    dispatcher.serve()
+    dispatcher.close()
+    return None
+
+
+def callers_are_gone(peers: Peers) -> bool:
+    """Whether every worker that does not serve calls has ended well, and there was one."""
+    silent = [
+        worker
+        for role in peers.views()
+        if not any(worker.phase == "serving" for worker in role.workers)
+        for worker in role.workers
+    ]
+    return bool(silent) and all(worker.phase == "ended" for worker in silent)

@@ -1,0 +1,123 @@
+"""The calls of one process: its transport, what it calls with, and where the others are."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+from unirun.errors import UsageError
+from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.directory import Place
+from unirun.roles.calls.group import RoleGroup, role_group
+from unirun.roles.peers import Peers
+from unirun.roles.state import job_folder
+from unirun.roles.transport.protocol import Address, Transport
+from unirun.wire.handshake import load_token
+
+
+class PeerDirectory:
+    """The agent's view of the job as the directory of calls."""
+
+    def __init__(self, peers: Peers, transport: str) -> None:
+        self._peers, self._transport = peers, transport
+
+    def size(self, role: str) -> int:
+        """How many ranks a role has."""
+        return self._peers.known(role).world_size
+
+    def find(self, role: str, rank: int) -> Place:
+        """The worker that holds a rank now."""
+        worker = self._peers.worker(role, rank)
+        if worker is None:
+            return Place(Address(role, rank, 0))
+        return Place(
+            Address(role, worker.rank, worker.incarnation),
+            worker.addresses.get(self._transport, "") if worker.phase == "serving" else "",
+            self._peers.known(role).generation,
+            gone=worker.phase == "lost",
+            over=worker.phase == "ended",
+        )
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """After each view."""
+        self._peers.when_changed(listener)
+
+
+class Session:
+    """One per process; what costs something is made when it is first used."""
+
+    def __init__(self, peers: Peers, environ: Mapping[str, str]) -> None:
+        self._peers, self._environ = peers, environ
+        self.me = Address(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
+        self._lock = threading.RLock()
+        self._transport: Transport | None = None
+        self._caller: Caller | None = None
+        self._groups: dict[str, RoleGroup] = {}
+        self._pid = os.getpid()
+
+    @property
+    def transport(self) -> Transport:
+        """How this process calls and is called. Raises `UsageError` without a launcher."""
+        with self._lock:
+            if self._pid != os.getpid():
+                raise UsageError(
+                    "calls belong to the worker's own process, this is a fork of it", "call from there"
+                )
+            if self._transport is None:
+                self._transport = self._open()
+            return self._transport
+
+    def _open(self) -> Transport:
+        folder, welcome = job_folder(self._environ), self._peers.welcome
+        if folder is None or welcome is None:
+            raise UsageError(
+                "calls need other roles, and this process has none", "start it with unirun --roles …"
+            )
+        if welcome.transport == "socket":
+            from unirun.roles.transport.sockets import SocketTransport
+
+            return SocketTransport(folder / "calls", load_token(folder / "token"))
+        from unirun.roles.transport.torch_rpc import TorchTransport
+
+        bases, total = {}, 0
+        for role, info in self._peers.roles().items():
+            bases[role], total = total, total + info.world_size
+        return TorchTransport(self.me, lambda who: bases[who.role] + who.rank, total)
+
+    @property
+    def caller(self) -> Caller:
+        """What this process calls with."""
+        with self._lock:
+            if self._caller is None:
+                welcome = self._peers.welcome
+                timeout = welcome.call_timeout if welcome else 0.0
+                directory = PeerDirectory(self._peers, self.transport.name)
+                self._caller = Caller(self.me, directory, self.transport, call_timeout=timeout)
+            return self._caller
+
+    def role_group(self, role: str) -> RoleGroup:
+        """The handle on all workers of a role."""
+        size = self._peers.known(role).world_size
+        with self._lock:
+            if role not in self._groups:
+                self._groups[role] = role_group(self.caller, role, size)
+            return self._groups[role]
+
+    def rpc_name(self, role: str, rank: int) -> str:
+        """The name of a rank's worker in torch.distributed.rpc, which knows it from now on."""
+        if self.transport.name != "torch":
+            raise UsageError(
+                f"rpc_name: this job's calls go over {self.transport.name}", "start it with --transport torch"
+            )
+        from unirun.roles.transport.torch_rpc import rpc_worker_name
+
+        return rpc_worker_name(self.caller.connected(role, rank))
+
+    def close(self) -> None:
+        """End what was opened."""
+        with self._lock:
+            if self._caller is not None:
+                self._caller.close()
+            if self._transport is not None:
+                self._transport.close()

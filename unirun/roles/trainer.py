@@ -1,0 +1,126 @@
+"""`BaseTrainer`: the class that drives a job by calling its workloads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+
+from unirun.errors import UsageError
+from unirun.roles.calls.group import RoleGroup, WorkerHandle
+from unirun.roles.handle import MasterHandle
+
+
+class BaseTrainer:
+    """Derive a job's trainer from it. unirun makes one, calls `init`, then `fit`; the job ends when `fit` returns.
+
+    Once it is made, each role stands on it as a role group: ``self.RG_ACTOR.update(x)`` calls `update` on all
+    actors, ``self.RG_ACTOR[2].update(x)`` on one. Do not work in ``__init__``, only define.
+    """
+
+    __unirun_kind__: ClassVar[str] = "trainer"
+
+    def __init__(
+        self,
+        actor_handles: Mapping[str, list[WorkerHandle]],
+        actor_classes: Mapping[str, type],
+        config: DictConfig,
+    ) -> None:
+        self._actor_handles, self._actor_classes, self._config = actor_handles, actor_classes, config
+        self._groups: dict[str, RoleGroup] = {}
+        self._master_handle: MasterHandle | None = None
+        self._resources: dict[str, dict[str, Any]] = {}
+
+    def init(self) -> None:
+        """Prepare for the training: tokenizer, data, the workloads' models."""
+        raise NotImplementedError(f"{type(self).__name__} must define init()")
+
+    def fit(self) -> Any:
+        """Train. What it returns is the job's result."""
+        raise NotImplementedError(f"{type(self).__name__} must define fit()")
+
+    @property
+    def config(self) -> DictConfig:
+        """The job's ``config:`` section."""
+        return self._config
+
+    @property
+    def actor_handles(self) -> Mapping[str, list[WorkerHandle]]:
+        """A handle on each worker, by role, in rank order."""
+        return self._actor_handles
+
+    @property
+    def actor_classes(self) -> Mapping[str, type]:
+        """The workload class of each role, imported when it is looked at."""
+        return self._actor_classes
+
+    @property
+    def master_handle(self) -> MasterHandle:
+        """The job: ``job_info()``, ``report(metrics)``. Not there yet in ``__init__``."""
+        if self._master_handle is None:
+            raise UsageError(
+                "the trainer is not bound to a job yet", "use it in init() or fit(), not in __init__"
+            )
+        return self._master_handle
+
+    def get_role_groups(self) -> list[str]:
+        """The names of the role groups: ``["RG_ACTOR", "RG_ROLLOUT"]``."""
+        return list(self._groups)
+
+    def get_workload_resource(self, role: str) -> dict[str, Any]:
+        """What a role uses: ``total`` ranks, ``per_node``, its ``collocation``, the ``class`` that it runs.
+
+        Raises `UsageError` for a role that the job does not have.
+        """
+        if role not in self._resources:
+            raise UsageError(f"this job has no role {role!r}", f"it has {', '.join(self._resources)}")
+        return dict(self._resources[role])
+
+    def is_recoverable(self) -> bool:
+        """Whether the trainer may be started again when it dies: it then finds what it saved with `load_state`,
+        and the workloads as they are. By default it may not, and the job fails."""
+        return False
+
+    def save_state(self, state: bytes) -> None:
+        """Keep `state` for a trainer that is started again in this one's place."""
+        self.master_handle.save_state(state)
+
+    def load_state(self) -> bytes | None:
+        """What was saved last; None when nothing was."""
+        return self.master_handle.load_state()
+
+    def __getattr__(self, name: str) -> RoleGroup:
+        if name.startswith("RG_"):
+            there = ", ".join(self.__dict__.get("_groups", ())) or "none before __init__ has returned"
+            raise AttributeError(f"there is no role group {name}; there are: {there}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+Trainer = BaseTrainer
+
+
+def group_name(role: str) -> str:
+    """``udf_1`` → ``RG_UDF_1``"""
+    return f"RG_{re.sub(r'[^A-Za-z0-9_]', '_', role).upper()}"
+
+
+def bind(
+    trainer: BaseTrainer,
+    groups: Mapping[str, RoleGroup],
+    handle: MasterHandle,
+    resources: Mapping[str, dict[str, Any]],
+) -> None:
+    """Give a trainer its role groups, by role, and its job. Raises `UsageError` when two roles give one name."""
+    names = [group_name(role) for role in groups]
+    twice = [role for role in groups if names.count(group_name(role)) > 1]
+    if twice:
+        raise UsageError(
+            f"roles {' and '.join(twice)} both give {group_name(twice[0])}", "rename one of them"
+        )
+    trainer.__dict__.setdefault("_groups", {})
+    trainer._groups = dict(zip(names, groups.values(), strict=True))
+    trainer._master_handle, trainer._resources = handle, dict(resources)
+    for name, group in trainer._groups.items():
+        setattr(trainer, name, group)

@@ -1,0 +1,1 @@
+"""The transports of calls: `torch`, `socket` and `inproc`, behind one protocol."""

@@ -1,0 +1,137 @@
+"""One stream socket of the socket transport: frames in, frames out, without ever waiting."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from unirun.errors import FrameError
+from unirun.roles.transport.frames import INLINE, RELEASE, Frame, FrameParser, encode_header
+from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.segments import SegmentPool, map_segment
+
+_ANCILLARY = socket.CMSG_SPACE(32 * array.array("i").itemsize)
+
+
+class Connection:
+    """A connected, authenticated socket. Any thread may send; one thread receives.
+
+    `wants_to_write` is called, under the connection's lock, when the socket would block: `flush` shall be called
+    when it does not any more.
+    """
+
+    def __init__(self, sock: socket.socket, wants_to_write: Callable[[bool], None]) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._wants_to_write = wants_to_write
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._pool = SegmentPool()
+        self._parser = FrameParser()
+        self._handles: deque[int] = deque()
+        self._released: deque[int] = deque()
+        self._closed = False
+
+    def send(self, kind: int, tag: int, parcel: Parcel) -> bool:
+        """Send a frame, now or as soon as the socket takes it. False when the connection has ended."""
+        sizes = [buffer.nbytes for buffer in parcel.buffers]
+        with self._lock:
+            if self._closed:
+                return False
+            pieces = [
+                encode_header(RELEASE, self._released.popleft(), 0, []) for _ in range(len(self._released))
+            ]
+            handles: list[int] = []
+            if sum(sizes) > INLINE:
+                segment = self._pool.write(parcel.buffers)
+                handles.append(segment.handle)
+                pieces += [encode_header(kind, tag, len(parcel.head), sizes, segment.number), parcel.head]
+                self._write(pieces, handles)
+            else:
+                header = encode_header(kind, tag, len(parcel.head), sizes)
+                self._write([*pieces, header, parcel.head, *parcel.buffers], handles)
+        return True
+
+    def _write(self, pieces: Sequence[bytes | memoryview], handles: Sequence[int]) -> None:
+        data = b"".join(pieces)
+        sent = 0
+        if not self._waiting:
+            sent = self._try(data, handles)
+        if sent < len(data):
+            # A descriptor goes with the first byte, and must live until then even if it is given back meanwhile.
+            left = () if sent else tuple(os.dup(handle) for handle in handles)
+            self._waiting.append((memoryview(data)[sent:], left))
+            self._wants_to_write(True)
+
+    def _try(self, data: bytes | memoryview, handles: Sequence[int]) -> int:
+        try:
+            if handles:
+                return socket.send_fds(self.socket, [data], list(handles), socket.MSG_NOSIGNAL)
+            return self.socket.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            # The reading side sees the end, too, and tells it.
+            return len(data)
+
+    def flush(self) -> None:
+        """Send what waits, as much as the socket takes."""
+        with self._lock:
+            while self._waiting and not self._closed:
+                data, handles = self._waiting.popleft()
+                sent = self._try(data, handles)
+                if sent:
+                    for handle in handles:
+                        os.close(handle)
+                    handles = ()
+                if sent < len(data):
+                    self._waiting.appendleft((data[sent:], handles))
+                    return
+            self._wants_to_write(False)
+
+    def receive(self) -> Iterator[tuple[Frame, Parcel]]:
+        """The frames of one read. Raises `FrameError` for what is none, OSError or EOFError at the end."""
+        try:
+            count, ancillary, _, _ = self.socket.recvmsg_into([self._parser.space()], _ANCILLARY)
+        except BlockingIOError:
+            return
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                found = array.array("i")
+                found.frombytes(data[: len(data) - len(data) % found.itemsize])
+                self._handles.extend(found)
+        if count == 0:
+            raise EOFError("the peer closed the connection")
+        for frame in self._parser.received(count):
+            if frame.kind == RELEASE:
+                with self._lock:
+                    self._pool.release(frame.tag)
+                continue
+            yield frame, Parcel(frame.head, self._buffers(frame))
+
+    def _buffers(self, frame: Frame) -> tuple[memoryview, ...]:
+        if frame.segment is None:
+            return frame.inline
+        if not self._handles:
+            raise FrameError("a frame without the descriptor that belongs to it")
+        return map_segment(
+            self._handles.popleft(), frame.sizes, partial(self._released.append, frame.segment)
+        )
+
+    def close(self) -> None:
+        """Close the socket and everything that belongs to it; safe to call twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for handle in [*self._handles, *(h for _, handles in self._waiting for h in handles)]:
+                os.close(handle)
+            self._waiting.clear()
+            self._handles.clear()
+            self._pool.close()
+            self.socket.close()

@@ -1,0 +1,98 @@
+"""Calls between threads of one process, for tests and notebooks. Values are copied as on every other transport."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable
+
+from unirun.errors import ChannelError
+from unirun.roles.calls.codec import own
+from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
+
+_servers: dict[str, _Server] = {}
+_numbers = itertools.count()
+
+
+class _Mail:
+    """A thread that delivers, one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, name=name, daemon=True).start()
+
+    def put(self, delivery: Callable[[], None] | None) -> None:
+        self._queue.put(delivery)
+
+    def _deliver(self) -> None:
+        while (delivery := self._queue.get()) is not None:
+            delivery()
+
+
+class _Server:
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self.channels: set[_Channel] = set()
+        self.mail = _Mail("unirun-inproc")
+
+
+class _Channel:
+    def __init__(self, server: _Server, mail: _Mail, broken: Callable[[str], None]) -> None:
+        self._server, self._mail, self._broken = server, mail, broken
+        self._open = True
+        server.channels.add(self)
+
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+        sent = own(parcel)
+        self._server.mail.put(lambda: self._server.handler(sent, lambda reply: self._answer(reply, done)))
+
+    def _answer(self, reply: Parcel, done: Callable[[Parcel], None]) -> None:
+        answer = own(reply)
+        self._mail.put(lambda: done(answer) if self._open else None)
+
+    def close(self) -> None:
+        self._open = False
+        self._server.channels.discard(self)
+
+    def cut(self, reason: str) -> None:
+        if self._open:
+            self.close()
+            self._mail.put(lambda: self._broken(reason))
+
+
+class InprocTransport:
+    """One per worker that is played in this process; ``close`` is the worker's death as others see it."""
+
+    name = "inproc"
+
+    def __init__(self) -> None:
+        self._mail = _Mail("unirun-inproc")
+        self._endpoint = ""
+        self._channels: list[_Channel] = []
+
+    def serve(self, me: Address, handler: Handler) -> str:
+        """Take requests; the endpoint is known in this process only."""
+        self._endpoint = f"inproc:{next(_numbers)}"
+        _servers[self._endpoint] = _Server(handler)
+        return self._endpoint
+
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+        """A channel to a worker of this process."""
+        server = _servers.get(endpoint)
+        if server is None:
+            raise ChannelError(f"{peer} is not there", "it has ended")
+        channel = _Channel(server, self._mail, broken)
+        self._channels.append(channel)
+        return channel
+
+    def close(self) -> None:
+        """Break every channel to this worker, and end its own."""
+        server = _servers.pop(self._endpoint, None)
+        if server is not None:
+            for channel in list(server.channels):
+                channel.cut("the worker has ended")
+            server.mail.put(None)
+        for channel in self._channels:
+            channel.close()
+        self._mail.put(None)

@@ -1,0 +1,76 @@
+"""What the layer of calls needs of a transport: a way to reach one worker's process, and nothing else.
+
+A transport moves parcels and keeps no promises beyond that. Ids, at most once, deadlines, retries and errors
+are the business of `unirun.roles.calls`, which is the same above every transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Address(NamedTuple):
+    """The worker that holds a rank now. One that was started again has another address; printed ``actor:2``."""
+
+    role: str
+    rank: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A message: `head`, small, and `buffers`, the memory of its tensors, which is moved without being pickled.
+
+    A receiver may write to the buffers: they are its own.
+    """
+
+    head: bytes
+    buffers: tuple[memoryview, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+Reply = Callable[[Parcel], None]
+"""Sends the answer; may be called in any thread, once. An answer to a caller that is gone is dropped."""
+
+Handler = Callable[[Parcel, Reply], None]
+"""Takes a request; called in a thread of the transport, so it must return soon and must not raise."""
+
+
+class Channel(Protocol):
+    """A connection to one worker."""
+
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+        """Send a request. `done` is called with the answer, in a thread of the transport, unless the channel breaks.
+
+        Requests of one thread arrive in the order in which they were sent.
+        """
+
+    def close(self) -> None:
+        """End it; nothing is called any more. Safe to call twice."""
+
+
+class Transport(Protocol):
+    """A way to call workers; one per process."""
+
+    name: str
+
+    def serve(self, me: Address, handler: Handler) -> str:
+        """Take requests for the worker `me`. Returns the endpoint that others give to `connect`."""
+
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+        """A new channel to `peer`. When it breaks, `broken` is called once, with the reason, in some thread.
+
+        Raises `ChannelError` when nobody answers there.
+        """
+
+    def close(self) -> None:
+        """End every channel and stop serving."""

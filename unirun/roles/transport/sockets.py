@@ -1,0 +1,243 @@
+"""Calls over authenticated sockets: unix sockets in the job's directory, which reach every worker of this host.
+
+One thread per process reads from all connections; whoever calls or answers writes by itself. The token is proved
+before a byte of a request is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from unirun.errors import AuthError, ChannelError, FrameError, UnirunError
+from unirun.roles.transport.connection import Connection
+from unirun.roles.transport.frames import REPLY, REQUEST
+from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
+from unirun.wire.aio import listen
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake, Token
+
+
+class SocketTransport:
+    """One per process. `folder` is where the unix sockets of the job's workers are (0700)."""
+
+    name = "socket"
+
+    def __init__(self, folder: Path, token: Token) -> None:
+        self._folder, self._token = folder, token
+        self._loop = _Loop()
+
+    def serve(self, me: Address, handler: Handler) -> str:
+        """Listen; the endpoint is the socket's path."""
+        path = self._folder / f"{me.role}.{me.rank}.{me.incarnation}"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._loop.add(_Listener(listen(path), self._token, handler, self._loop))
+        return str(path)
+
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+        """Connect and prove the token."""
+        try:
+            stream = BlockingStream.connect(endpoint, self._token)
+        except UnirunError as error:
+            raise ChannelError(f"{peer} cannot be reached: {error}") from error
+        return _Channel(stream.socket, self._loop, broken)
+
+    def close(self) -> None:
+        """End the thread and every connection."""
+        self._loop.close()
+
+
+class _Loop:
+    """The thread that reads. Files are added from any thread."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._files: dict[int, _Listener | _Served | _Channel | _Newcomer] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, file: _Listener | _Served | _Channel | _Newcomer) -> None:
+        """Call ``file.ready(events)`` when it can be read."""
+        with self._lock:
+            if self._closed:
+                raise ChannelError("the transport is closed")
+            self._files[file.number] = file
+            self._epoll.register(file.number, select.EPOLLIN)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
+                self._thread.start()
+
+    def writable(self, number: int, wanted: bool) -> None:
+        """Whether ``ready`` shall also be called when the file can be written."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.modify(number, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, number: int) -> None:
+        """Not any more; before the file is closed."""
+        with self._lock:
+            if self._files.pop(number, None) is not None and not self._closed:
+                with contextlib.suppress(OSError, ValueError):
+                    self._epoll.unregister(number)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(DEADLINE)
+        for file in list(self._files.values()):
+            file.close()
+        self._files.clear()
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _work(self) -> None:
+        while not self._closed:
+            for number, events in self._epoll.poll():
+                file = self._files.get(number)
+                if file is None or self._closed:
+                    continue
+                try:
+                    file.ready(events)
+                except Exception:  # noqa: BLE001 - a handler's bug is shown
+                    # A bug in a handler: this connection ends, the others go on.
+                    traceback.print_exc()
+                    file.close()
+
+
+class _Listener:
+    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: _Loop) -> None:
+        sock.setblocking(False)
+        self.number, self._socket = sock.fileno(), sock
+        self._token, self._handler, self._loop = token, handler, loop
+        self._newcomers: set[_Newcomer] = set()
+
+    def ready(self, events: int) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        now = time.monotonic()
+        for late in [n for n in self._newcomers if n.deadline < now or n.done]:
+            self._newcomers.discard(late)
+            late.close()
+        newcomer = _Newcomer(sock, self._token, self._handler, self._loop)
+        self._newcomers.add(newcomer)
+        self._loop.add(newcomer)
+
+    def close(self) -> None:
+        self._loop.remove(self.number)
+        self._socket.close()
+
+
+class _Newcomer:
+    """A peer that has not proved the token."""
+
+    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: _Loop) -> None:
+        sock.setblocking(False)
+        self.number, self._socket, self._handler, self._loop = sock.fileno(), sock, handler, loop
+        self._handshake = ServerHandshake(token)
+        self._answer = b""
+        self.deadline = time.monotonic() + DEADLINE
+        self.done = False
+        sock.send(self._handshake.hello())
+
+    def ready(self, events: int) -> None:
+        try:
+            data = self._socket.recv(ANSWER_SIZE - len(self._answer))
+            self._answer += data
+            if not data:
+                self.close()
+            elif len(self._answer) == ANSWER_SIZE:
+                self._socket.send(self._handshake.proof(self._answer))
+                self.done = True
+                self._loop.remove(self.number)
+                self._loop.add(_Served(self._socket, self._handler, self._loop))
+        except BlockingIOError:
+            return
+        except (OSError, AuthError):
+            self.close()
+
+    def close(self) -> None:
+        if not self.done:
+            self.done = True
+            self._loop.remove(self.number)
+            self._socket.close()
+
+
+class _Served:
+    """The serving end of a connection."""
+
+    def __init__(self, sock: socket.socket, handler: Handler, loop: _Loop) -> None:
+        self.number, self._handler, self._loop = sock.fileno(), handler, loop
+        self._connection = Connection(sock, partial(loop.writable, self.number))
+
+    def ready(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._connection.flush()
+        try:
+            for frame, parcel in self._connection.receive():
+                if frame.kind != REQUEST:
+                    raise FrameError("a caller sent an answer")
+                self._handler(parcel, partial(self._reply, frame.tag))
+        except (OSError, EOFError, FrameError):
+            self.close()
+
+    def _reply(self, tag: int, parcel: Parcel) -> None:
+        self._connection.send(REPLY, tag, parcel)
+
+    def close(self) -> None:
+        self._loop.remove(self.number)
+        self._connection.close()
+
+
+class _Channel:
+    """The calling end of a connection."""
+
+    def __init__(self, sock: socket.socket, loop: _Loop, broken: Callable[[str], None]) -> None:
+        self.number, self._loop, self._broken = sock.fileno(), loop, broken
+        self._connection = Connection(sock, partial(loop.writable, self.number))
+        self._tags = itertools.count()
+        self._pending: dict[int, Callable[[Parcel], None]] = {}
+        self._open = True
+        loop.add(self)
+
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+        tag = next(self._tags)
+        self._pending[tag] = done
+        self._connection.send(REQUEST, tag, parcel)
+
+    def ready(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._connection.flush()
+        try:
+            for frame, parcel in self._connection.receive():
+                done = self._pending.pop(frame.tag, None)
+                if frame.kind != REPLY or done is None:
+                    raise FrameError("a worker sent an answer that nobody has asked for")
+                done(parcel)
+        except (OSError, EOFError, FrameError) as error:
+            was_open = self._open
+            self.close()
+            if was_open:
+                self._broken(str(error))
+
+    def close(self) -> None:
+        self._open = False
+        self._loop.remove(self.number)
+        self._connection.close()
+        self._pending.clear()
