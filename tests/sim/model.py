@@ -52,7 +52,7 @@ class Process:
     """That of the group which it is in, or was started for."""
     forms: int = 0
     """The generation that it is about to form."""
-    serving: bool = False
+    welcome: bool = False
     failed: bool = False
     alive: bool = True
     deaf: bool = False
@@ -193,9 +193,11 @@ class Spawner:
         role, rank, incarnation = process.who
         assert self.node.state.view is not None, f"{process.who} is welcomed without a view"
         self.node.apply(events.FromWorker(request.id, Hello(role, rank, incarnation, process.pid, True)))
+        (own,) = (seen for seen in self.node.state.view.roles if seen.name == role)
+        assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
+        process.generation, process.welcome = own.generation, True
         if role in self.node.state.in_place:
             self.world.clock.after(rng.uniform(0.0, 0.5), lambda: self._serve(request.id, process))
-            self.sees(request.id, process, self.node.state.view)
         if rng.random() < 0.02:
             self.node.apply(events.LinkClosed(request.id))
 
@@ -203,7 +205,6 @@ class Spawner:
         """It has formed its group, or will form a later one, and takes calls."""
         if process.alive and not process.failed:
             role, rank, _ = process.who
-            process.serving = True
             recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
             self.node.apply(events.FromWorker(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
             self.node.apply(events.FromWorker(number, Metrics({"loss": 0.5}, self.world.clock.now)))
@@ -369,7 +370,7 @@ class Node:
             case events.ToWorkers(View() as view):
                 for spawner in self.spawners.values():
                     for number, process in spawner.processes.items():
-                        if process.alive and process.who[0] in self.state.in_place:
+                        if process.alive and process.welcome and process.who[0] in self.state.in_place:
                             spawner.sees(number, process, view)
 
     def _check_kill(self, kill: Kill) -> None:

@@ -230,7 +230,7 @@ def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, li
     ]
     if worker.request.kind == "program":
         # A program does not say hello; that it was started is all there is to know.
-        commands.append(ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation)))
+        commands.append(_runs(state, worker))
     return state, commands
 
 
@@ -326,7 +326,7 @@ def _from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list
     match event.message:
         case Hello(running=True) if not worker.running:
             state = state.with_worker(replace(worker, running=True))
-            return state, [ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation))]
+            return state, [_runs(state, worker)]
         case WorkerError():
             # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
             end = After(worker.grace, GraceOver(worker.id))
@@ -334,6 +334,13 @@ def _from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list
         case Serving() | GroupFormed() | Metrics():
             return state, [ToMaster(_signed(worker, event.message))]
     return state, []
+
+
+def _runs(state: AgentState, worker: Worker) -> ToMaster:
+    """It was welcomed with this view: it forms that generation, even if it was started for an earlier one."""
+    views = {role.name: role for role in state.view.roles} if state.view else {}
+    generation = views[worker.role].generation if worker.role in views else 0
+    return ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation, generation))
 
 
 def _signed(worker: Worker, message: Serving | GroupFormed | Metrics) -> Message:

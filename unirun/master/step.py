@@ -119,7 +119,8 @@ def _running(turn: Turn, event: WorkerRunning) -> None:
     if found is None or found[1].phase is WorkerPhase.SERVING:
         return
     role, worker = found
-    settle(turn, role.with_worker(replace(worker, phase=WorkerPhase.RUNNING)))
+    generation = max(worker.generation, event.generation)
+    settle(turn, role.with_worker(replace(worker, phase=WorkerPhase.RUNNING, generation=generation)))
     turn.tell_soon()
 
 

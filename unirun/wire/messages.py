@@ -69,11 +69,12 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRunning:
-    """A worker is set up and enters the user's code."""
+    """A worker is set up and enters the user's code; `generation` is the one of its role that it was told of."""
 
     role: str
     rank: int
     incarnation: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

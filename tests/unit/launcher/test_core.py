@@ -185,12 +185,18 @@ class TestAWorker:
     def test_runs_when_it_says_so_once(self) -> None:
         agent = Agent().on(launch()).spawner(Preloaded(1.0), Forked(1, 101))
         hello = FromWorker(1, Hello("actor", 0, 0, 101, True))
-        assert agent.on(hello).told(WorkerRunning) == [WorkerRunning("actor", 0, 0)]
+        assert agent.on(hello).told(WorkerRunning) == [WorkerRunning("actor", 0, 0, 0)]
         assert agent.on(hello).commands == []
+
+    def test_that_was_started_for_one_generation_may_be_welcomed_in_the_next(self) -> None:
+        agent = Agent().on(store(), launch()).spawner(Preloaded(1.0), Forked(1, 101))
+        agent.on(View((RoleView("actor", 2, 1, "127.0.0.1:1", "reforming", ()),)))
+        agent.on(FromWorker(1, Hello("actor", 0, 0, 101, True)))
+        assert agent.told(WorkerRunning) == [WorkerRunning("actor", 0, 0, 1)]
 
     def test_that_is_a_program_runs_when_it_is_forked(self) -> None:
         agent = Agent().on(launch(kind="program")).spawner(Preloaded(1.0), Forked(1, 101))
-        assert agent.told(WorkerRunning) == [WorkerRunning("actor", 0, 0)]
+        assert agent.told(WorkerRunning) == [WorkerRunning("actor", 0, 0, 0)]
 
     def test_that_ends_is_told_of_with_its_error(self) -> None:
         error = WorkerError("ValueError: x", "Trace", 5.0)

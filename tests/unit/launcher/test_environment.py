@@ -125,6 +125,11 @@ class TestTheDeviceMask:
         assert "CUDA_VISIBLE_DEVICES" not in env_of(spec())
         assert env_of(spec(), CUDA_VISIBLE_DEVICES="6")["CUDA_VISIBLE_DEVICES"] == "6"
 
+    def test_is_left_alone_for_a_role_that_does_not_want_it(self) -> None:
+        role = RoleSpec("actor", 4, Entry("script", "a.py"), auto_visible_device=False)
+        job = spec(roles=(role,))
+        assert "CUDA_VISIBLE_DEVICES" not in env_of(job, self.MASKED)
+
     def test_is_the_users_when_the_user_says_so(self) -> None:
         job = spec(env={"CUDA_VISIBLE_DEVICES": "7"})
         assert env_of(job, self.MASKED)["CUDA_VISIBLE_DEVICES"] == "7"

@@ -97,7 +97,7 @@ class Job:
             pid = 100 * worker.incarnation + worker.rank + 1
             self.on(
                 WorkerStarted(worker.node, name, worker.rank, worker.incarnation, pid),
-                WorkerRunning(name, worker.rank, worker.incarnation),
+                WorkerRunning(name, worker.rank, worker.incarnation, self.state.roles[name].opened),
             )
         return self
 

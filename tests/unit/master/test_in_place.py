@@ -41,7 +41,10 @@ def up(job: Job, role: str = "actor", *, recoverable: bool = True) -> Job:
     """Every worker of `role` that lives runs and serves."""
     for worker in job.state.roles[role].live:
         who = role, worker.rank, worker.incarnation
-        job.on(WorkerRunning(*who), WorkerServing(*who, {"socket": f"{role}{worker.rank}"}, recoverable))
+        job.on(
+            WorkerRunning(*who, worker.generation),
+            WorkerServing(*who, {"socket": f"{role}{worker.rank}"}, recoverable),
+        )
     return job
 
 
@@ -104,7 +107,9 @@ class TestADeath:
 
     def test_is_over_when_the_newcomer_serves_and_the_survivors_are_with_it(self) -> None:
         job = serving().exits("actor", 2, by=KILL)
-        job.on(WorkerRunning("actor", 2, 1), WorkerFormed("actor", 0, 0, 1), WorkerFormed("actor", 1, 0, 1))
+        job.on(
+            WorkerRunning("actor", 2, 1, 1), WorkerFormed("actor", 0, 0, 1), WorkerFormed("actor", 1, 0, 1)
+        )
         job.on(WorkerFormed("actor", 3, 0, 1))
         assert job.phases()["actor"] == "reforming"
         job.on(WorkerServing("actor", 2, 1, {}, True))
@@ -130,6 +135,12 @@ class TestADeath:
         (order,) = job.orders(StartRole)
         assert [(m.rank, m.incarnation) for m in order.members] == [(0, 1), (2, 1)]
         assert job.state.roles["actor"].restarts == 2
+
+    def test_of_a_second_worker_may_be_known_to_a_newcomer_before_it_runs(self) -> None:
+        job = serving(count=2).exits("actor", 0, by=KILL).exits("actor", 1, by=KILL)
+        for rank in (0, 1):
+            job.on(WorkerRunning("actor", rank, 1, 2), WorkerServing("actor", rank, 1, {}, True))
+        assert job.phases()["actor"] == "running"
 
     def test_of_all_leaves_a_role_of_newcomers(self) -> None:
         job = serving(count=2).exits("actor", 0, by=KILL).exits("actor", 1, by=KILL)
@@ -230,7 +241,7 @@ class TestServing:
         assert job.on(WorkerServing("actor", 0, 0, {}, True)).phases()["actor"] == "running"
 
     def test_survives_a_hello_that_comes_late(self) -> None:
-        job = serving(count=1).on(WorkerRunning("actor", 0, 0))
+        job = serving(count=1).on(WorkerRunning("actor", 0, 0, 0))
         assert job.state.roles["actor"].workers[0].phase is WorkerPhase.SERVING
 
     def test_of_a_worker_that_is_gone_is_no_news(self) -> None:

@@ -92,16 +92,16 @@ class TestLaunching:
 class TestARoleComesUp:
     def test_and_runs_when_all_ranks_do(self) -> None:
         job = Job({"actor": 2}).launched()
-        job.on(WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0))
+        job.on(WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0, 0))
         assert job.phases() == {"actor": "starting"}
         assert job.told(RoleChanged)[-1] == RoleChanged("actor", "starting", 0, 1, 2)
-        job.on(WorkerStarted("n0", "actor", 1, 0, 8), WorkerRunning("actor", 1, 0))
+        job.on(WorkerStarted("n0", "actor", 1, 0, 8), WorkerRunning("actor", 1, 0, 0))
         assert job.phases() == {"actor": "running"}
         assert "running: role actor: all 2 ranks run" in job.records
 
     def test_even_when_a_hello_overtakes_the_news_of_the_fork(self) -> None:
         job = Job({"actor": 1}).launched()
-        job.on(WorkerRunning("actor", 0, 0), WorkerStarted("n0", "actor", 0, 0, 7))
+        job.on(WorkerRunning("actor", 0, 0, 0), WorkerStarted("n0", "actor", 0, 0, 7))
         (worker,) = job.state.roles["actor"].workers
         assert (worker.phase, worker.pid) == (WorkerPhase.RUNNING, 7)
 
@@ -112,7 +112,7 @@ class TestARoleComesUp:
     def test_and_a_rank_that_has_ended_well_counts_as_up(self) -> None:
         job = Job({"actor": 2}).launched()
         job.exits("actor", 0, 0)
-        job.on(WorkerStarted("n0", "actor", 1, 0, 8), WorkerRunning("actor", 1, 0))
+        job.on(WorkerStarted("n0", "actor", 1, 0, 8), WorkerRunning("actor", 1, 0, 0))
         assert job.phases() == {"actor": "running"}
 
 
@@ -343,7 +343,7 @@ class TestNewsOfThePast:
     def test_of_an_earlier_incarnation_changes_nothing(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         state = job.state
-        job.on(WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0))
+        job.on(WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0, 0))
         job.exits("actor", 0, 1, incarnation=0)
         assert job.state == state
 
@@ -356,9 +356,9 @@ class TestNewsOfThePast:
     @pytest.mark.parametrize(
         ("event", "says"),
         [
-            (WorkerRunning("nobody", 0, 0), "no role nobody"),
-            (WorkerRunning("actor", 9, 0), "no worker actor:9"),
-            (WorkerRunning("actor", -1, 0), "no worker actor:-1"),
+            (WorkerRunning("nobody", 0, 0, 0), "no role nobody"),
+            (WorkerRunning("actor", 9, 0, 0), "no worker actor:9"),
+            (WorkerRunning("actor", -1, 0, 0), "no worker actor:-1"),
             (WorkerExited("actor", 0, 3, 1.0, 0, None), "has no incarnation 3 yet"),
         ],
     )
