@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from unirun.errors import ChannelError, UsageError, WorkerLost
-from unirun.roles.calls.codec import dump, own
+from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Directory, Place
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import MAX_ACKS, encode_address, encode_request
@@ -26,7 +26,7 @@ from unirun.roles.calls.policy import ALL, ANY, RANK0, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Service, Ticket
 from unirun.roles.calls.sharding import rearranged, split
-from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
+from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport, own
 
 ERROR_GRACE = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the

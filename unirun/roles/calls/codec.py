@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 
 from unirun.errors import EncodingError
-from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.protocol import writable
 
 INLINE = 512
 """Tensors up to this many bytes stand in the pickle itself: a buffer of their own costs more."""
@@ -71,26 +71,6 @@ def load(head: bytes | memoryview, buffers: tuple[memoryview, ...]) -> Any:
     return pickle.loads(head, buffers=buffers)  # noqa: S301 - peers have proved the job's token
 
 
-def own(parcel: Parcel) -> Parcel:
-    """The same with memory of its own: whoever made the tensors may change them while it is on its way."""
-    if not parcel.buffers:
-        return parcel
-    return Parcel(parcel.head, tuple(_copy(buffer) for buffer in parcel.buffers))
-
-
-def _copy(buffer: memoryview) -> memoryview:
-    if buffer.nbytes == 0:
-        return buffer
-    # torch copies with vector instructions and without holding the lock of the interpreter.
-    source = torch.frombuffer(_writable(buffer), dtype=torch.uint8)
-    copy: Any = source.clone().numpy()
-    return memoryview(copy)
-
-
-def _writable(buffer: memoryview) -> Any:
-    return bytearray(buffer) if buffer.readonly else buffer
-
-
 def _reduce(tensor: torch.Tensor) -> Any:
     if (
         tensor.layout is not torch.strided
@@ -113,7 +93,7 @@ def _rebuild(
     if len(memory) == 0:
         tensor = torch.empty(shape, dtype=dtype)
     else:
-        tensor = torch.frombuffer(_writable(memoryview(memory)), dtype=torch.uint8).view(dtype).reshape(shape)
+        tensor = torch.frombuffer(writable(memoryview(memory)), dtype=torch.uint8).view(dtype).reshape(shape)
     if place:
         tensor = tensor.to(place)
     return tensor.requires_grad_() if requires_grad else tensor

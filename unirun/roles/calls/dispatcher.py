@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unirun.errors import CallError, EncodingError, FrameError
-from unirun.roles.calls.codec import dump, load, own
+from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
-from unirun.roles.transport.protocol import Address, Parcel, Reply
+from unirun.roles.transport.protocol import Address, Parcel, Reply, own
 
 DESCRIBE = "__describe__"
 """Asks which methods there are, with their options."""

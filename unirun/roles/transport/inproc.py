@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 
 from unirun.errors import ChannelError
-from unirun.roles.calls.codec import own
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
+from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, own
 
 _servers: dict[str, _Server] = {}
 _numbers = itertools.count()

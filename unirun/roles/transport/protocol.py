@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 
 class Address(NamedTuple):
@@ -74,3 +76,24 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """End every channel and stop serving."""
+
+
+def own(parcel: Parcel) -> Parcel:
+    """The same with memory of its own: whoever made the tensors may change them while it is on its way."""
+    if not parcel.buffers:
+        return parcel
+    return Parcel(parcel.head, tuple(_copy(buffer) for buffer in parcel.buffers))
+
+
+def _copy(buffer: memoryview) -> memoryview:
+    if buffer.nbytes == 0:
+        return buffer
+    # torch copies with vector instructions and without holding the lock of the interpreter.
+    source = torch.frombuffer(writable(buffer), dtype=torch.uint8)
+    copy: Any = source.clone().numpy()
+    return memoryview(copy)
+
+
+def writable(buffer: memoryview) -> Any:
+    """`buffer`, or a copy when it must not be written: torch makes no tensors over such memory."""
+    return bytearray(buffer) if buffer.readonly else buffer
