@@ -53,6 +53,7 @@ class Process:
     forms: int = 0
     """The generation that it is about to form."""
     welcome: bool = False
+    serving: bool = False
     failed: bool = False
     alive: bool = True
     deaf: bool = False
@@ -88,6 +89,9 @@ class World(Protocol):
 
     def peers_see(self, process: Process) -> None:
         """A process has failed: peers of its role may follow."""
+
+    def disturb(self, role: str) -> None:
+        """The store of a role is gone: those who wait in it may fail."""
 
     def kill_pids(self, pids: tuple[int, ...]) -> None:
         """SIGKILL."""
@@ -151,6 +155,7 @@ class Spawner:
         assert before is None or before.generation < request.generation, f"{role} has {before} already"
         if before is not None:
             before.alive = False
+            self.world.disturb(role)
         store = StoreModel(self, request.generation)
         self.world.stores[role] = store
         if rng.random() < 0.01:
@@ -205,6 +210,7 @@ class Spawner:
         """It has formed its group, or will form a later one, and takes calls."""
         if process.alive and not process.failed:
             role, rank, _ = process.who
+            process.serving = True
             recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
             self.node.apply(events.FromWorker(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
             self.node.apply(events.FromWorker(number, Metrics({"loss": 0.5}, self.world.clock.now)))

@@ -85,6 +85,17 @@ class Simulation:
                         delay = self.rng.uniform(0.0, 0.05)
                         self.clock.after(delay, lambda s=spawner, n=number, p=peer: s.follow(n, p))
 
+    def disturb(self, role: str) -> None:
+        """The store of a role is gone: those who wait in it, and could live on, fail."""
+        for node in self.nodes.values():
+            for spawner in node.spawners.values():
+                for number, process in spawner.processes.items():
+                    waits = process.alive and process.welcome and not process.serving
+                    if waits and process.who[0] == role and role in node.state.in_place:
+                        delay = self.rng.uniform(0.0, 0.05)
+                        if self.rng.random() < 0.7:
+                            self.clock.after(delay, lambda s=spawner, n=number, p=process: s.follow(n, p))
+
     def _follows(self, process: Process) -> float:
         return self.plan.habits[process.who[0]].follows
 
@@ -183,8 +194,13 @@ class Simulation:
             for worker, earlier in zip(role.workers, old.workers, strict=True):
                 assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
                 if worker.incarnation != earlier.incarnation:
-                    assert isinstance(event, StoreOpened), f"{event} starts {name}:{worker.rank}"
-                    assert not earlier.live, f"{name}:{worker.rank} is started while it lives"
+                    joins = isinstance(event, WorkerExited) and (event.role, event.rank) == (
+                        name,
+                        worker.rank,
+                    )
+                    assert joins or isinstance(event, StoreOpened), f"{event} starts {name}:{worker.rank}"
+                    assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
+                    assert worker.generation > earlier.generation
             if role.generation != old.generation:
                 assert isinstance(event, WorkerExited | StoreEnded), f"{event} starts a generation of {name}"
                 assert event.role == name, f"{event} starts a new generation of {name}"
@@ -212,9 +228,9 @@ class Simulation:
         if not worker.live or worker.incarnation != event.incarnation or event.code == 0:
             return
         if event.cause in ("own", "doom"):
-            (role,) = (role for role in views[-1].roles if role.name == event.role)
-            found = role.workers[event.rank]
-            assert (found.phase, found.incarnation) == ("lost", event.incarnation), f"{event} is not told"
+            seen = [role.workers[event.rank] for role in views[0].roles if role.name == event.role]
+            lost = [("lost", event.incarnation)]
+            assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
         else:
             self.clock.after(VIEW_DELAY + 0.001, lambda at=self.clock.now: self._must_have_told(at))
 
@@ -273,7 +289,9 @@ class Simulation:
         if isinstance(message, StartRole):
             assert self.state.phase is JobPhase.RUNNING
             assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
-            assert not any(before.roles[message.role].workers[member.rank].live for member in message.members)
+            workers = before.roles[message.role].workers
+            ended = event.rank if isinstance(event, WorkerExited) else None
+            assert not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
             assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)
 

@@ -11,9 +11,13 @@ from unirun.spec import EntryKind, Restart
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up."""
+    """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up.
 
-    action: Literal["restart_role", "restart_worker", "end_job"]
+    ``restart_worker`` makes a new generation; ``join`` starts the worker again for the one that is being formed, and
+    spends no restart.
+    """
+
+    action: Literal["restart_role", "restart_worker", "join", "end_job"]
     reason: str
     budget_spent: bool = False
 
@@ -24,6 +28,7 @@ class Circumstances:
 
     `survivors` are the workers of the role that live on. `recoverable` is what the failed worker had said of
     itself, None when it had said nothing yet; it counts for trainers. `generation` is the role's present one.
+    `superseded`: the worker was still setting itself up for an earlier one.
     """
 
     kind: EntryKind = "script"
@@ -33,17 +38,22 @@ class Circumstances:
     survivors: int = 0
     generation: int = 0
     recoverable: bool | None = None
+    superseded: bool = False
 
 
 def decide(failure: Failure, now: Circumstances) -> Decision:
     """The decision after `failure`.
 
     A restart resets nothing: the second failure is handled like the first, with one restart less left. Each worker
-    that is started again alone spends one restart of its role, as a restart of all of them does.
+    that is started again alone spends one restart of its role, as a restart of all of them does. Only one that was
+    waiting for its peers in a generation that another death has ended spends none: that death has.
     """
     what = f"{failure.who} ended with {failure.exit}"
     if now.kind == "trainer" and not now.recoverable:
         return Decision("end_job", f"{what}; {_why_not_recoverable(failure.who, now)}")
+    if now.superseded:
+        why = f"it was setting itself up for a generation that is over, and joins generation {now.generation}"
+        return Decision("join", f"{what}; {why} at no cost")
     if now.restarts >= now.max_restarts:
         return _without_budget(what, failure.role, now)
     count = f"restart {now.restarts + 1} of {now.max_restarts}"

@@ -79,6 +79,7 @@ class StoreTask:
     """Serve a TCPStore on a listening socket until this process is killed."""
 
     role: str
+    generation: int
     handle: int
 
     def run(self) -> None:
@@ -86,7 +87,7 @@ class StoreTask:
         set_title(f"store:{self.role}")
         from unirun.launcher.store import serve
 
-        serve(self.handle)
+        serve(self.handle, self.generation)
 
 
 def _set_up(request: Spawn, logs: Logs) -> None:

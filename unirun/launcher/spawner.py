@@ -193,7 +193,7 @@ class Spawner:
             self._stream.send(StoreEnded(role, generation, time.time(), reason))
             return None
         if pid == 0:
-            return child.StoreTask(role, request.fd)
+            return child.StoreTask(role, generation, request.fd)
         store = _Store(role, generation, pid, os.pidfd_open(pid))
         self._stores[role] = store
         self._selector.register(store.handle, selectors.EVENT_READ, store)

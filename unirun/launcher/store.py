@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import socket
 
+GENERATION_KEY = "unirun/generation"
+"""Who has met in a store can ask it which generation that was: all generations of a role have the same address."""
 
-def serve(handle: int) -> None:
-    """Serve an empty TCPStore on the listening socket `handle` until SIGKILL."""
+
+def serve(handle: int, generation: int) -> None:
+    """Serve a TCPStore on the listening socket `handle` until SIGKILL. It holds its `generation` and nothing else."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket(fileno=handle)
     port = listener.getsockname()[1]
     listener.detach()
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+    store.set(GENERATION_KEY, str(generation))
     signal.pause()
     del store

@@ -9,7 +9,7 @@ from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
 from unirun.master.ending import advance, stop_all
 from unirun.master.events import AgentLost, ToWatchers
-from unirun.master.formation import form_next
+from unirun.master.formation import form_next, join
 from unirun.master.state import (
     ROLE_WORKS,
     JobPhase,
@@ -46,7 +46,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     failure = _failure(turn.state, role, worker, event, end)
     turn.state = replace(turn.state, failures=(*turn.state.failures, failure)[-256:])
     if role.phase in ROLE_WORKS:
-        decision = decide(failure, _circumstances(turn.state, role, worker.recoverable))
+        decision = decide(failure, _circumstances(turn.state, role, worker))
         _act(turn, role, decision, by_failure=True, source=failure.who)
     else:
         advance(turn, role)
@@ -84,7 +84,8 @@ def _failure(
     )
 
 
-def _circumstances(state: JobState, role: RoleState, recoverable: bool | None = None) -> Circumstances:
+def _circumstances(state: JobState, role: RoleState, failed: WorkerState | None = None) -> Circumstances:
+    """`failed` is the worker as it was before it ended."""
     return Circumstances(
         kind=role.kind,
         restart=role.restart,
@@ -92,7 +93,8 @@ def _circumstances(state: JobState, role: RoleState, recoverable: bool | None = 
         max_restarts=state.role_spec(role.name).max_restarts,
         survivors=len(role.live),
         generation=role.generation,
-        recoverable=recoverable,
+        recoverable=failed.recoverable if failed else None,
+        superseded=failed is not None and failed.generation < role.generation and not role.up(failed),
     )
 
 
@@ -107,6 +109,9 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
         stop_all(turn, verdict, signal.SIGTERM, None)
         return
     turn.send(ToWatchers(Notice(source, decision.reason)))
+    if decision.action == "join":
+        join(turn, role)
+        return
     role = replace(role, restarts=role.restarts + 1)
     if decision.action == "restart_worker":
         form_next(turn, replace(role, phase=RolePhase.REFORMING))

@@ -35,12 +35,24 @@ def form_next(turn: Turn, role: RoleState) -> None:
 
 def opened(turn: Turn, role: RoleState) -> None:
     """The store of the present generation is there: start who has no process, and tell everybody."""
-    newcomers = [worker for worker in role.workers if not worker.live]
     role = replace(role, opened=role.generation)
     if role.phase is RolePhase.RESTARTING:
         role = replace(role, phase=RolePhase.STARTING)
         turn.record("restart", f"role {role.name} starts as generation {role.generation}")
-    elif newcomers:
+    _complete(turn, role)
+
+
+def join(turn: Turn, role: RoleState) -> None:
+    """Start who has no process for the generation that is being formed, now or when its store is there."""
+    turn.put(role)
+    if role.opened == role.generation:
+        turn.tell_now()
+        _complete(turn, role)
+
+
+def _complete(turn: Turn, role: RoleState) -> None:
+    newcomers = [worker for worker in role.workers if not worker.live]
+    if newcomers and role.phase is RolePhase.REFORMING:
         names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
         turn.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
     for worker in newcomers:

@@ -20,6 +20,7 @@ class Turn:
         self.state = state
         self.now = now
         self.commands: list[Command] = []
+        self._told: View | None = None
 
     def send(self, *commands: Command) -> None:
         """Ask for `commands`, after those that were asked for before."""
@@ -37,11 +38,14 @@ class Turn:
             )
 
     def tell_now(self) -> None:
-        """Every worker learns how all roles stand."""
+        """Every worker learns how all roles stand, unless it has just been told."""
         if not self.state.agents:
             return
         self.state = replace(self.state, view_due=False)
         view = view_of(self.state)
+        if view == self._told:
+            return
+        self._told = view
         self.send(*(ToAgent(node, view) for node in self.state.agents))
 
     def tell_soon(self) -> None:

@@ -76,6 +76,16 @@ class TestAProcessAlone:
         )
         assert unknown.reason.endswith("actor:2 had not told yet whether it is recoverable")
 
+    def test_that_waited_in_a_generation_that_is_over_spends_nothing(self) -> None:
+        decision = decide(failure(Exit(code=1)), self.now(restarts=3, generation=2, superseded=True))
+        assert decision.action == "join"
+        assert decision.reason == (
+            "actor:2 ended with exit code 1; it was setting itself up for a generation that is over, and joins "
+            "generation 2 at no cost"
+        )
+        trainer = self.now(kind="trainer", recoverable=False, superseded=True)
+        assert decide(failure(Exit(code=1)), trainer).action == "end_job"
+
 
 @pytest.mark.parametrize(("restart", "action"), [("process", "restart_worker"), ("role", "restart_role")])
 def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: str) -> None:

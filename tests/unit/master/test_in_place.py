@@ -155,6 +155,29 @@ class TestADeath:
         assert job.phases()["actor"] == "reforming"
         assert job.on(WorkerFormed("actor", 0, 0, 1)).phases()["actor"] == "running"
 
+    def test_of_those_who_wait_in_a_generation_that_it_has_ended_spends_one_restart_for_all(self) -> None:
+        """Each that loses its store in `setup` must not replace the store of those who came before."""
+        job = workload(count=3).launched()
+        for rank in range(3):
+            job.on(WorkerRunning("actor", rank, 0, 0))
+        for rank in range(3):
+            job.exits("actor", rank, 1)
+        role = job.state.roles["actor"]
+        assert (role.generation, role.restarts) == (1, 1)
+        assert [(w.incarnation, w.generation, w.live) for w in role.workers] == [(1, 1, True)] * 3
+        assert [(o.generation, [m.rank for m in o.members]) for o in job.orders(StartRole)] == [(1, [2])]
+        lost, back = job.orders(View)
+        assert [each.roles[0].workers[2].phase for each in (lost, back)] == ["lost", "starting"]
+        for rank in range(3):
+            job.on(WorkerRunning("actor", rank, 1, 1))
+        assert up(job).phases()["actor"] == "running"
+
+    def test_of_those_who_wait_joins_a_store_that_is_still_to_come(self) -> None:
+        job = workload(count=2, stores_open=False).launched().exits("actor", 0, 1).exits("actor", 1, 1)
+        assert job.orders(StartRole) == job.orders(OpenStore) == []
+        (order,) = job.on(StoreOpened("actor", 1)).orders(StartRole)
+        assert [(m.rank, m.incarnation) for m in order.members] == [(0, 1), (1, 1)]
+
     def test_over_the_budget_ends_the_job(self) -> None:
         job = reformed(serving(restarts=1).exits("actor", 2, by=KILL)).exits("actor", 2, by=KILL)
         assert job.state.phase is JobPhase.STOPPING
