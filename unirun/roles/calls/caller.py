@@ -61,6 +61,7 @@ class _Invoked:
     retries: int
     expiry: Ticket | None = None
     failing: bool = False
+    attempt: int = 0
 
     def parcel(self, index: int) -> Parcel:
         return self.parcels[index if len(self.parcels) > 1 else 0]
@@ -68,14 +69,17 @@ class _Invoked:
 
 @dataclass(eq=False)
 class _Peer:
-    """One worker's process. `breaks` counts the broken channels since it last answered."""
+    """One worker's process. `breaks` counts the broken channels since it last answered.
+
+    `lock` guards what sends; answers come without it, so that the reading thread never waits for a sending one.
+    """
 
     address: Address
     endpoint: str
     lock: threading.Lock = field(default_factory=threading.Lock)
     channel: Channel | None = None
     calls: dict[int, _Call] = field(default_factory=dict)
-    acks: list[int] = field(default_factory=list)
+    acks: deque[int] = field(default_factory=deque)
     breaks: int = 0
     lost: bool = False
 
@@ -224,7 +228,7 @@ class Caller:
                     channel = self._channel(peer)
                     call.peer = peer
                     peer.calls[call.seq] = call
-                    self._transmit(channel, peer, call)
+                    self._transmit(channel, peer, call, place.generation)
                 return
             except ChannelError as error:
                 reason = str(error)
@@ -250,29 +254,25 @@ class Caller:
             )
         return peer.channel
 
-    def _transmit(self, channel: Channel, peer: _Peer, call: _Call) -> None:
-        acks, peer.acks = peer.acks[:MAX_ACKS], peer.acks[MAX_ACKS:]
-        generation = self._directory.find(*peer.address[:2]).generation
+    def _transmit(self, channel: Channel, peer: _Peer, call: _Call, generation: int) -> None:
         invoked = call.invocation
         parcel = invoked.parcel(call.index)
-        head = encode_request(self._me, call.seq, generation, acks, invoked.method, parcel.head)
+        head = encode_request(self._me, call.seq, generation, _due(peer), invoked.method, parcel.head)
         channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call))
 
     def _answered(self, peer: _Peer, call: _Call, parcel: Parcel) -> None:
-        with peer.lock:
-            peer.breaks = 0
-            peer.acks.append(call.seq)
-            expected = peer.calls.pop(call.seq, None) is call
-        if expected:
+        peer.breaks = 0
+        peer.acks.append(call.seq)
+        if peer.calls.pop(call.seq, None) is call:
             self._settle(call, parcel)
         if parcel.size >= LARGE:
             self._service.soon(partial(self._ack, peer))
 
     def _ack(self, peer: _Peer) -> None:
         with peer.lock:
-            acks, peer.acks = peer.acks[:MAX_ACKS], peer.acks[MAX_ACKS:]
-            if acks and peer.channel is not None:
-                peer.channel.call(Parcel(encode_request(self._me, 0, 0, acks, ACK, b"")), lambda parcel: None)
+            if peer.acks and peer.channel is not None:
+                head = encode_request(self._me, 0, 0, _due(peer), ACK, b"")
+                peer.channel.call(Parcel(head), lambda parcel: None)
 
     def _mend(self, peer: _Peer, reason: str) -> None:
         """A channel is broken. Whoever lives still has what it owes; who is dead is not there any more."""
@@ -285,8 +285,9 @@ class Caller:
             if peer.breaks < 3 and place.address == peer.address and not place.gone and not place.over:
                 try:
                     channel = self._channel(peer)
-                    for call in sorted(peer.calls.values(), key=lambda call: call.seq):
-                        self._transmit(channel, peer, call)
+                    open_calls = list(peer.calls.values())
+                    for call in sorted(open_calls, key=lambda call: call.seq):
+                        self._transmit(channel, peer, call, place.generation)
                     return
                 except ChannelError as error:
                     reason = str(error)
@@ -299,8 +300,8 @@ class Caller:
             self._broken[peer.address.role] = place.generation
         with peer.lock:
             peer.lost = True
-            calls = list(peer.calls.values())
-            peer.calls.clear()
+            taken = [peer.calls.pop(seq, None) for seq in list(peer.calls)]
+            calls = [call for call in taken if call is not None]
             channel, peer.channel = peer.channel, None
         if channel is not None:
             channel.close()
@@ -344,21 +345,23 @@ class Caller:
         ref.settle(call.index, outcome)
         if ref.settled:
             if ref.failed and invoked.retries > 0 and ref.interrupted:
-                self._service.soon(partial(self._again, invoked))
+                self._service.soon(partial(self._again, invoked, invoked.attempt))
             else:
                 self._finish(invoked)
         elif ref.failed and not invoked.failing:
             invoked.failing = True
-            self._service.at(time.monotonic() + ERROR_GRACE, partial(self._fail, invoked))
+            grace = time.monotonic() + ERROR_GRACE
+            self._service.at(grace, partial(self._fail, invoked, invoked.attempt))
 
-    def _fail(self, invoked: _Invoked) -> None:
+    def _fail(self, invoked: _Invoked, attempt: int) -> None:
         """A moment after the first error. When the call will be made again, all must have left it first."""
-        if not (invoked.retries > 0 and invoked.ref.interrupted):
+        if attempt == invoked.attempt and not (invoked.retries > 0 and invoked.ref.interrupted):
             self._finish(invoked)
 
-    def _again(self, invoked: _Invoked) -> None:
-        if invoked.ref.done():
+    def _again(self, invoked: _Invoked, attempt: int) -> None:
+        if invoked.ref.done() or attempt != invoked.attempt:
             return
+        invoked.attempt += 1
         invoked.retries -= 1
         invoked.failing = False
         invoked.ref.start_again()
@@ -383,8 +386,13 @@ class Caller:
             return
         for call in invoked.calls:
             if call.peer is not None:
-                with call.peer.lock:
-                    call.peer.calls.pop(call.seq, None)
+                call.peer.calls.pop(call.seq, None)
+
+
+def _due(peer: _Peer) -> list[int]:
+    """The acks that the next request takes along."""
+    acks = peer.acks
+    return [acks.popleft() for _ in range(min(len(acks), MAX_ACKS))]
 
 
 def _lost(worker: str, reason: str) -> WorkerLost:

@@ -66,6 +66,8 @@ class _Ranks:
             return ref.result() if options.blocking else ref
 
         method.__name__ = method.__qualname__ = name
+        # Found here the next time, without asking again.
+        self.__dict__[name] = method
         return method
 
     def __dir__(self) -> Iterable[str]:

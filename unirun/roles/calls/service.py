@@ -27,7 +27,7 @@ class Service:
         self._news = threading.Condition()
         self._heap: list[tuple[float, int, Ticket]] = []
         self._number = itertools.count()
-        self._cancelled = 0
+        self._clear_at = 1024
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -39,6 +39,10 @@ class Service:
         """Do it at `when`, on the clock of `time.monotonic`."""
         ticket = Ticket(action)
         with self._news:
+            if len(self._heap) >= self._clear_at:
+                self._heap = [entry for entry in self._heap if entry[2].action is not None]
+                heapq.heapify(self._heap)
+                self._clear_at = 2 * len(self._heap) + 1024
             heapq.heappush(self._heap, (when, next(self._number), ticket))
             if self._heap[0][2] is ticket:
                 self._news.notify()
@@ -48,16 +52,8 @@ class Service:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Not any more. What it held is free at once; its place is cleared when half of all are such."""
-        with self._news:
-            if ticket.action is None:
-                return
-            ticket.action = None
-            self._cancelled += 1
-            if self._cancelled > 1024 and 2 * self._cancelled > len(self._heap):
-                self._heap = [entry for entry in self._heap if entry[2].action is not None]
-                heapq.heapify(self._heap)
-                self._cancelled = 0
+        """Not any more. What it held is free at once; its place, when the heap has doubled."""
+        ticket.action = None
 
     def close(self) -> None:
         """End the thread; nothing is done any more."""
@@ -87,5 +83,4 @@ class Service:
                 action, ticket.action = ticket.action, None
                 if action is not None:
                     return action
-                self._cancelled = max(self._cancelled - 1, 0)
             return None

@@ -1,0 +1,165 @@
+"""Jobs of workloads and a trainer, with real processes, over both transports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.harness import SCRIPTS, Result, Unirun
+
+both = pytest.mark.parametrize("transport", ["torch", "socket"])
+
+
+def run(
+    unirun: Unirun, trainer: str, *args: object, roles: str = "actor=2@crew:Actor,rollout=2@crew:Rollout"
+) -> Result:
+    return unirun("--cwd", SCRIPTS, "--roles", roles, "--trainer", f"crew:{trainer}", *args)
+
+
+def told(result: Result) -> dict[str, Any]:
+    """What the trainer said, all rows as one."""
+    assert result.code == 0, result.err
+    rows = (json.loads(line) for line in result.lines if line.startswith("{"))
+    return {key: value for row in rows for key, value in row.items()}
+
+
+@both
+def test_a_trainer_calls_its_workloads_and_gets_results_in_rank_order(unirun: Unirun, transport: str) -> None:
+    said = told(run(unirun, "Plain", "--transport", transport, "--env", "actor:FLAVOUR=sour"))
+    assert said["groups"] == ["RG_ACTOR", "RG_ROLLOUT"]
+    assert said["resource"]["total"] == 2
+    assert said["sums"] == [4.0, 4.0]
+    assert (said["one"], said["part"]) == ("actor:1", 1)
+    assert said["handles"] == {"actor": 2, "rollout": 2}
+    first, second = said["who"]
+    assert (first["name"], first["rank"]) == ("actor:0", [0, 2, 2, 0, 2])
+    assert (second["name"], second["rank"]) == ("actor:1", [1, 2, 2, 1, 2])
+    assert first["actor"] and first["port"] and first["env"] == "sour" and first["generations"] == [0]
+    assert said["texts"] == [["0:a", "0:b"], ["1:c"]]
+    assert said["sharding"] == {"0": "shard 2+1"}
+    assert (said["error"], said["worker"]) == (["größer", 0], "actor:0") or said["worker"] == "actor:1"
+    assert 'raise ValueError("größer", self.rank)' in said["trace"]
+    assert "has no method 'no_such_method'" in said["unknown"] and "add_or_die" in said["unknown"]
+    assert said["info"]["roles"]["rollout"]["world_size"] == 2
+
+
+def test_a_job_file_starts_the_same_job_and_its_config_reaches_everyone(unirun: Unirun) -> None:
+    job = unirun.root / "job.yaml"
+    job.write_text(
+        "roles:\n  actor: {count: 2, workload: 'crew:Actor'}\n  rollout: {count: 2, workload: 'crew:Rollout'}\n"
+        f"trainer: crew:Plain\ntransport: socket\ncwd: {SCRIPTS}\nconfig: {{rate: 0.5}}\n"
+    )
+    said = told(unirun("--config", job))
+    assert said["config"] == {"rate": 0.5}
+    assert said["who"][1]["config"] == {"rate": 0.5}
+
+
+def test_figures_that_a_workload_reports_are_kept(unirun: Unirun) -> None:
+    told(run(unirun, "Plain"))
+    (line,) = (unirun.job_dir() / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert (row["role"], row["rank"], row["values"]) == ("actor", 0, {"loss": 0.5})
+
+
+def test_workloads_are_torn_down_at_the_end_and_the_result_of_fit_is_kept(unirun: Unirun) -> None:
+    told(run(unirun, "Plain"))
+    assert b"torn down actor:1" in unirun.log("actor", 1)
+    assert (unirun.job_dir() / "result.pkl").exists()
+
+
+def test_workloads_run_in_fresh_interpreters_too(unirun: Unirun) -> None:
+    assert told(run(unirun, "Plain", "--start-method", "exec"))["sums"] == [4.0, 4.0]
+
+
+def test_raw_torch_rpc_reaches_a_workload_by_its_name(unirun: Unirun) -> None:
+    said = told(run(unirun, "Raw"))
+    assert said["pid"] > 0
+    assert said["said"] == [["0:x"], ["1:x"]]
+
+
+@both
+def test_a_workload_that_dies_comes_back_alone_and_the_others_keep_their_memory(
+    unirun: Unirun, transport: str
+) -> None:
+    said = told(run(unirun, "Killer", "--transport", transport))
+    assert said["lost"] == "actor:1"
+    assert said["seconds"] < 5
+    before, after = said["before"], said["after"]
+    assert said["sums"] == [10.0, 10.0]
+    assert after[0]["pid"] == before[0]["pid"]
+    assert after[1]["pid"] != before[1]["pid"]
+    assert [row["count"] for row in after] == [2, 2], "the new rank was given what the other knows"
+    assert after[0]["generations"] == [0, 1]
+    assert after[1]["generations"] == [1]
+    (decision,) = unirun.events("decision")
+    assert "actor:1 alone" in decision
+
+
+@both
+def test_a_death_in_a_collective_repeats_an_idempotent_call(unirun: Unirun, transport: str) -> None:
+    marker = unirun.root / "marker"
+    job = unirun.root / "job.yaml"
+    job.write_text(f"config: {{marker: {marker}}}\n")
+    said = told(run(unirun, "InCollective", "--transport", transport, "--config", job))
+    assert said["sums"] == [6.0, 6.0]
+    assert said["after"][0]["generations"] == [0, 1]
+
+
+@both
+def test_twenty_deaths_leave_the_calls_of_others_alone(unirun: Unirun, transport: str) -> None:
+    job = unirun.root / "job.yaml"
+    job.write_text("config: {deaths: 20, seconds: 6}\n")
+    roles = "actor=1@crew:Actor,rollout=2@crew:Rollout"
+    said = told(
+        run(unirun, "TwentyDeaths", "--transport", transport, "--config", job, "--max-restarts", 30, roles=roles)
+    )
+    assert said["deaths"] == 20
+    assert said["long"] == "rollout:0"
+    assert said["last"] == [20]
+
+
+@both
+def test_a_recoverable_trainer_comes_back_with_its_state_and_finds_the_workloads_as_they_were(
+    unirun: Unirun, transport: str
+) -> None:
+    said = told(run(unirun, "Phoenix", "--transport", transport))
+    assert said["before"] == said["after"]
+    assert said["sums"] == [8.0, 8.0]
+
+
+def test_a_trainer_that_is_not_recoverable_ends_the_job(unirun: Unirun) -> None:
+    result = run(unirun, "Mortal")
+    assert result.code == 137
+    assert "trainer:0 is not recoverable" in result.err
+
+
+def test_an_error_of_the_trainer_is_the_root_cause(unirun: Unirun) -> None:
+    result = run(unirun, "Wrong")
+    assert result.code == 1
+    assert "root cause: trainer:0" in result.err
+    assert "RuntimeError: no tokenizer" in result.err
+    assert "unirun/roles" not in result.err, "the traceback shows the user's code only"
+
+
+def test_a_workload_that_cannot_be_set_up_uses_up_its_restarts(unirun: Unirun) -> None:
+    result = run(unirun, "Plain", "--max-restarts", 1, roles="actor=1@crew:NoSetup,rollout=1@crew:Rollout")
+    assert result.code == 5
+    assert "no such model" in result.err
+
+
+def test_a_script_serves_an_object_and_ends_when_nobody_can_call_it_any_more(unirun: Unirun) -> None:
+    result = unirun("--roles", "actor=1,rollout=2", SCRIPTS / "crew.py")
+    assert result.code == 0, result.err
+    actor, *rollouts = result.rows
+    assert actor["texts"] == ["0 says hi", "1 says hi"]
+    assert actor["first"] == 0
+    assert [row["served"] for row in rollouts] == [True, True]
+
+
+def test_files_of_a_job_are_for_its_user_only(unirun: Unirun) -> None:
+    told(run(unirun, "Plain", "--transport", "socket"))
+    calls = unirun.job_dir() / "calls"
+    assert Path(calls).stat().st_mode & 0o077 == 0
