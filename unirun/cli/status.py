@@ -34,8 +34,13 @@ def _print(status: JobStatus, logs: str) -> None:
     if status.reason:
         print(f"reason: {status.reason}")
     print(f"logs: {logs}\n")
-    rows = [_row(role, worker) for role in status.roles for worker in role.workers]
+    workers = [(role, worker) for role in status.roles for worker in role.workers]
     headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]
+    rows = [_row(role, worker) for role, worker in workers]
+    if any(worker.metrics for _, worker in workers):
+        headers.append("METRICS")
+        for row, (_, worker) in zip(rows, workers, strict=True):
+            row.append(" ".join(f"{name}={value:.6g}" for name, value in worker.metrics.items()))
     print_table(headers, rows)
 
 

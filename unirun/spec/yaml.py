@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirun.errors import Fault, SpecError
@@ -11,8 +12,32 @@ from unirun.errors import Fault, SpecError
 def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The mapping in the file `path` after `overrides` (``roles.actor.count=8``) and interpolation.
 
+    A file whose name ends with ``.json`` is taken as it is: in what programs write, ``${`` is no interpolation.
     Raises `SpecError` when it cannot be read, is no YAML, or refers to what is not there.
     """
+    try:
+        plain = _read_json(path, overrides) if path.endswith(".json") else _read_yaml(path, overrides)
+    except OSError as error:
+        raise SpecError([Fault(path, f"cannot be read: {(error.strerror or str(error)).lower()}")]) from error
+    except UnicodeDecodeError as error:
+        raise SpecError([Fault(path, "is no text in UTF-8")]) from error
+    return {str(key): value for key, value in plain.items()}
+
+
+def _read_json(path: str, overrides: Sequence[str]) -> Mapping[Any, Any]:
+    if overrides:
+        raise SpecError([Fault(path, "is no YAML, so nothing can be overridden", "write a job in YAML")])
+    with open(path, encoding="utf-8") as file:
+        try:
+            plain = json.load(file)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise SpecError([Fault(path, f"is no JSON: {error}")]) from error
+    if not isinstance(plain, dict):
+        raise SpecError([Fault(path, "holds no object, expected one with keys like 'roles'")])
+    return plain
+
+
+def _read_yaml(path: str, overrides: Sequence[str]) -> Mapping[Any, Any]:
     import yaml
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -23,13 +48,32 @@ def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
             raise SpecError([Fault(path, "holds a list, expected a mapping with keys like 'roles'")])
         merged = OmegaConf.merge(config, OmegaConf.from_dotlist([*overrides]))
         plain = OmegaConf.to_container(merged, resolve=True)
-    except OSError as error:
-        raise SpecError([Fault(path, f"cannot be read: {(error.strerror or str(error)).lower()}")]) from error
+    except UnicodeDecodeError:
+        raise
     except yaml.YAMLError as error:
         raise SpecError([Fault(path, f"is no YAML: {' '.join(str(error).split())}")]) from error
-    except UnicodeDecodeError as error:
-        raise SpecError([Fault(path, "is no text in UTF-8")]) from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise SpecError([Fault(path, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return plain
+
+
+def plain_config(config: object) -> Mapping[Any, Any]:
+    """`config`, a mapping or a ``DictConfig``, as plain values with its interpolations resolved.
+
+    Raises `SpecError` when it is neither, or refers to what is not there.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(config, DictConfig):
+        try:
+            config = OmegaConf.to_container(config, resolve=True)
+        except OmegaConfBaseException as error:
+            raise SpecError(
+                [Fault("config", " ".join(str(error).split()), "correct the reference")]
+            ) from error
+    if not isinstance(config, Mapping):
+        problem = f"expected a dict or a DictConfig, found {config!r}"
+        raise SpecError([Fault("config", problem, "pass the training configuration")])
+    return config

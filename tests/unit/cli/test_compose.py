@@ -533,8 +533,18 @@ class TestAWrongFile:
         with pytest.raises(SpecError, match=says):
             compose("--config", job_file(text))
 
+    def test_in_json_is_taken_as_it_is(self, compose: Compose, scripts: Path) -> None:
+        (scripts / "job.json").write_text('{"script": "train.py", "config": {"a": "${b}", "c": 1e-05}}')
+        assert compose("--config", "job.json").config == {"a": "${b}", "c": 1e-05}
+        with pytest.raises(SpecError, match="nothing can be overridden"):
+            compose("--config", "job.json", "config.c=1")
+        for text, says in (("[1]", "holds no object"), ("{", "is no JSON"), ("[" * 10**5, "is no JSON")):
+            (scripts / "job.json").write_text(text)
+            with pytest.raises(SpecError, match=says):
+                compose("--config", "job.json")
+
     def test_that_is_not_there_is_told(self, compose: Compose, scripts: Path) -> None:
-        for path in ("nowhere.yaml", "."):
+        for path in ("nowhere.yaml", "nowhere.json", "."):
             with pytest.raises(SpecError, match="cannot be read"):
                 compose("--config", path)
         (scripts / "latin.yaml").write_bytes(b"name: \xff\xfe\xe4")

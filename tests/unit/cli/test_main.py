@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unirun.cli import SUBCOMMANDS, main
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus
+from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status
 from unirun.rendezvous import JobDir, create_job
 from unirun.wire import new_token
 
@@ -100,6 +101,19 @@ class TestStatus:
         assert lines[0] == "job train-1: failed, exit code 7, 8 s"
         assert lines[1] == "reason: why"
         assert lines[-1].split()[:4] == ["actor:0", "exit", "code", "7"]
+
+    def test_shows_what_workers_have_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
+        job = ended("train-1")
+        assert call("status") == 0
+        assert "METRICS" not in capsys.readouterr().out
+        status = read_status(job)
+        worker = dataclasses.replace(status.roles[0].workers[0], metrics={"loss": 0.12345678, "step": 30.0})
+        role = dataclasses.replace(status.roles[0], workers=(worker,))
+        job.write_json("state.json", dataclasses.replace(status, roles=(role,)).to_json())
+        assert call("status") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-2].endswith("  METRICS")
+        assert lines[-1].endswith("  loss=0.123457 step=30")
 
     def test_tells_all_of_it_to_programs(self, capsys: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")

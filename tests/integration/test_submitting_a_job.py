@@ -1,0 +1,165 @@
+"""A job that is described and submitted in Python, by a program as users write it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .harness import START, Running, Unirun, eventually
+
+PPO = """
+    import os, time
+    from unirun import BaseTrainer, BaseWorkload, trainer_invocation
+
+    class Actor(BaseWorkload):
+        @trainer_invocation()
+        def update(self, step):
+            print("update", step, flush=True)
+            return [self.rank, os.environ["OF_ROLE"], os.environ["OF_JOB"]]
+
+    class PPOTrainer(BaseTrainer):
+        def init(self):
+            pass
+
+        def fit(self):
+            done = self.RG_ACTOR.update(self.config.step)
+            if self.config.get("fail"):
+                raise ValueError("as asked")
+            if self.config.get("hang"):
+                print("hanging", flush=True)
+                time.sleep(600)
+            return {"done": done}
+"""
+MAIN = """
+    import sys, time
+    from unirun.train import RLJobBuilder
+
+    def job(**config):
+        return (
+            RLJobBuilder().node_num(1).device_per_node(2).config({"step": 7, **config})
+            .global_env({"OF_JOB": "job", "OF_ROLE": "job"})
+            .trainer("ppo", "PPOTrainer")
+            .actor("ppo", "Actor").total(2).per_node(2).env({"OF_ROLE": "role"})
+            .build()
+        )
+"""
+
+Program = Callable[..., Running]
+
+
+@pytest.fixture
+def program(unirun: Unirun, script: Callable[..., Path], tmp_path: Path) -> Program:
+    """Starts a program that has `job` and ends with some statements; its folder is not the working directory."""
+    (tmp_path / "temporary").mkdir()
+
+    def start(statements: str, *, one_file: bool = False) -> Running:
+        script(PPO, "code/ppo.py")
+        parts = [PPO, MAIN, statements] if one_file else [MAIN, statements]
+        path = script("".join(map(textwrap.dedent, parts)), "code/ppo.py" if one_file else "code/main.py")
+        process = subprocess.Popen(
+            [sys.executable, "-u", str(path)],
+            cwd=tmp_path,
+            env=unirun.environment({"TMPDIR": str(tmp_path / "temporary")}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        unirun.started.append(Running(unirun, process, read=True))
+        return unirun.started[-1]
+
+    return start
+
+
+def test_in_the_foreground_gives_the_result_of_the_trainer(program: Program, tmp_path: Path) -> None:
+    end = program("print('result', job().submit('demo').result)").end()
+    assert end.code == 0, end.err
+    assert "result {'done': [[0, 'role', 'job'], [1, 'role', 'job']]}" in end.out
+    assert end.out.count("update 7") == 2, "what workers write is shown"
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_that_fails_is_an_exception(program: Program, unirun: Unirun) -> None:
+    end = program("job(fail=True).submit()").end()
+    assert end.code == 1
+    assert end.err.rstrip().splitlines()[-1].startswith("unirun.errors.JobFailed: job ppo-")
+    assert "ValueError: as asked" in end.err
+    assert unirun.status()["phase"] == "failed"
+
+
+def test_in_the_background_has_a_handle(program: Program) -> None:
+    end = program(
+        """
+        handle = job().submit("demo", blocking=False)
+        print("phase", handle.status().phase in ("launching", "running"))
+        print("code", handle.wait(60), handle.status().phase)
+        print("result", len(handle.result["done"]))
+        print(handle.logs("actor", 1).splitlines()[0])
+        print("stopped late", handle.stop())
+        """
+    ).end()
+    assert end.code == 0, end.err
+    assert end.out.splitlines() == [
+        *("phase True", "code 0 succeeded", "result 2", "[actor:1] update 7", "stopped late 0")
+    ]
+
+
+def test_in_the_background_is_waited_for_and_stopped(program: Program) -> None:
+    end = program(
+        """
+        handle = job(hang=True).submit(blocking=False)
+        try:
+            handle.wait(0.1)
+        except TimeoutError as error:
+            print(type(error).__name__)
+        while "hanging" not in handle.logs("trainer"):
+            time.sleep(0.05)
+        print("stop", handle.stop(), handle.status().phase)
+        handle.result
+        """
+    ).end()
+    assert end.out.splitlines() == ["TimeoutError", "stop 143 stopped"]
+    assert end.err.rstrip().splitlines()[-1].startswith("unirun.errors.JobFailed: job ppo-")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_in_the_foreground_ends_with_the_program(program: Program, unirun: Unirun, signum: int) -> None:
+    running = program("job(hang=True).submit()")
+    running.lines("hanging")
+    running.signal(signum)
+    assert running.end().code == -signum
+    eventually(lambda: unirun.status()["phase"] == "stopped", "the job has ended", START)
+
+
+def test_that_cannot_be_started_is_told(program: Program) -> None:
+    end = program(
+        """
+        import os
+        os.environ["UNIRUN_HOME"] = "/dev/null"
+        job().submit(blocking=False)
+        """
+    ).end()
+    assert end.code == 1
+    assert "JobFailed: the job could not be started: unirun: the job's directory /dev/null" in end.err
+
+
+def test_is_not_submitted_by_its_own_workers(program: Program) -> None:
+    """Workers import the module of a class; what it does at its top level, they do as well."""
+    end = program("job().submit()", one_file=True).end()
+    assert end.code == 1
+    assert (
+        "UsageError: a job is submitted inside a worker of another one; put what submits it under" in end.err
+    )
+
+
+def test_may_lie_in_one_file_with_its_classes(program: Program) -> None:
+    end = program("if __name__ == '__main__':\n    print(job().submit().result)", one_file=True).end()
+    assert end.code == 0, end.err
+    assert "{'done': " in end.out

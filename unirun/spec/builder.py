@@ -1,0 +1,261 @@
+"""What a job builder has collected, and the rules that it must keep: from a `Draft` to the mapping of a job file.
+
+The methods that users call are in `unirun.train.builder`; here are values and one pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from unirun.errors import Fault, SpecError
+from unirun.spec.parse import parse_job
+from unirun.spec.read import nearest
+from unirun.spec.roles import TRAINER
+from unirun.spec.yaml import plain_config
+
+DL_TYPES = ("PRE", "SFT", "RL", "MULTIMODAL")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassDraft:
+    """A class as it was named: a module and a class in it."""
+
+    module: Any
+    name: Any
+
+    @property
+    def target(self) -> str:
+        """``pkg.mod:Class``."""
+        return f"{self.module}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadDraft:
+    """A role as far as it was described; None is what was not said."""
+
+    role: Any
+    entry: ClassDraft
+    total: Any = None
+    per_node: Any = None
+    env: Any = field(default_factory=dict)
+    auto_visible_device: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A job as far as it was described; None is what was not said."""
+
+    dl_type: Any = None
+    node_num: Any = None
+    device_per_node: Any = None
+    config: Any = None
+    env: Any = field(default_factory=dict)
+    trainer: ClassDraft | None = None
+    workloads: tuple[WorkloadDraft, ...] = ()
+    collocations: tuple[tuple[Any, ...], ...] = ()
+    collocate_all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What importing a class has shown: its ``__unirun_kind__``, or why it could not be imported."""
+
+    kind: Literal["workload", "trainer", ""] = ""
+    error: str = ""
+
+
+def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
+    """The job file that `draft` stands for; `loaded` tells of each of its classes, by target.
+
+    Raises `SpecError` with everything that is wrong.
+    """
+    faults = [*_job_faults(draft), *_trainer_faults(draft, loaded)]
+    for workload in draft.workloads:
+        faults += _workload_faults(draft, workload, loaded)
+    groups, wrong = _groups(draft)
+    faults += wrong
+    numbers = [draft.node_num, draft.device_per_node]
+    numbers += [number for workload in draft.workloads for number in (workload.total, workload.per_node)]
+    sound = all(map(_is_number, numbers))
+    if sound:
+        faults += _device_faults(draft, groups)
+    try:
+        config = plain_config(draft.config) if draft.config is not None else {}
+    except SpecError as error:
+        faults += error.faults
+        config = {}
+    mapping: dict[str, Any] = {
+        "config": config,
+        "env": draft.env,
+        "roles": {str(workload.role): _role(workload) for workload in draft.workloads},
+        "collocations": groups,
+    }
+    if draft.trainer is not None:
+        mapping["trainer"] = draft.trainer.target
+    faults += _faults_of_job_file(mapping if sound else _without_numbers(mapping), faults)
+    if faults:
+        raise SpecError(faults)
+    return mapping
+
+
+def _role(workload: WorkloadDraft) -> dict[str, Any]:
+    return {
+        "count": workload.total,
+        "per_node": workload.per_node,
+        "workload": workload.entry.target,
+        "env": workload.env,
+        "auto_visible_device": workload.auto_visible_device,
+    }
+
+
+def _without_numbers(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """For a look at everything else: of wrong numbers, nothing more is to be said."""
+    roles = {name: {**role, "count": 1, "per_node": None} for name, role in mapping["roles"].items()}
+    return {**mapping, "roles": roles}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _number_fault(where: str, value: Any, call: str) -> list[Fault]:
+    if value is None:
+        return [Fault(where, "it is not set", f"call .{call}")]
+    if not _is_number(value):
+        return [Fault(where, f"expected a whole number greater than 0, found {value!r}", f"call .{call}")]
+    return []
+
+
+def _job_faults(draft: Draft) -> list[Fault]:
+    faults = []
+    known = ", ".join(DL_TYPES)
+    if draft.dl_type is None:
+        faults.append(Fault("dl_type", "it is not set", f"call .dl_type() with one of {known}"))
+    elif draft.dl_type not in DL_TYPES:
+        remedy = nearest(str(draft.dl_type).upper(), DL_TYPES)
+        faults.append(Fault("dl_type", f"expected one of {known}, found {draft.dl_type!r}", remedy))
+    faults += _number_fault("node_num", draft.node_num, "node_num(1)")
+    faults += _number_fault("device_per_node", draft.device_per_node, "device_per_node(8)")
+    if draft.config is None:
+        faults.append(Fault("config", "it is not set", "call .config({…}) with a dict or a DictConfig"))
+    if not draft.workloads:
+        faults.append(Fault("workload", "there is none", "call .workload(role, module, class)"))
+    names = [str(workload.role) for workload in draft.workloads]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    faults += [Fault(name, f"the role {name!r} is given twice", "name each role once") for name in twice]
+    if draft.dl_type == "RL" and "actor" not in [name.lower() for name in names]:
+        faults.append(
+            Fault("actor", "a job of type RL has an actor", "call .workload('actor', module, class)")
+        )
+    return faults
+
+
+def _trainer_faults(draft: Draft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+    """There is a trainer in every type of job: without one, nobody calls the workloads."""
+    if draft.trainer is None:
+        return [
+            Fault("trainer", "there is none, so nobody calls the workloads", "call .trainer(module, class)")
+        ]
+    return _class_faults(TRAINER, "trainer", draft.trainer, loaded)
+
+
+def _class_faults(where: str, kind: str, entry: ClassDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+    wanted = {"workload": "BaseWorkload", "trainer": "BaseTrainer"}
+    for field_name, value in (("module", entry.module), ("class", entry.name)):
+        if not isinstance(value, str) or not value:
+            problem = f"expected the name of a {field_name}, found {value!r}"
+            return [Fault(f"{where}.{field_name}", problem, "name it as a text")]
+    found = loaded[entry.target]
+    if found.error:
+        return [
+            Fault(f"{where}.class", f"{entry.target} cannot be imported: {found.error}", "correct the name")
+        ]
+    if found.kind != kind:
+        is_one = f", it is a {found.kind}" if found.kind else ""
+        problem = f"{entry.target} is no {kind}{is_one}"
+        return [Fault(f"{where}.class", problem, f"derive it from unirun.{wanted[kind]}")]
+    return []
+
+
+def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+    role, total, per_node = workload.role, workload.total, workload.per_node
+    faults = _class_faults(str(role), "workload", workload.entry, loaded)
+    faults += _number_fault(f"{role}.total", total, "total(1)")
+    faults += _number_fault(f"{role}.per_node", per_node, "per_node(1)")
+    if _is_number(total) and _is_number(per_node) and _is_number(draft.node_num):
+        places = per_node * draft.node_num
+        if places < total and total % per_node == 0:
+            problem = f"{per_node} on each of {draft.node_num} nodes are {places}, and total is {total}"
+            needed = -(-total // draft.node_num)
+            faults.append(Fault(f"{role}.per_node", problem, f"call .per_node({needed}), or add nodes"))
+    return faults
+
+
+def _groups(draft: Draft) -> tuple[list[list[str]], list[Fault]]:
+    """The collocations, with the roles' own spelling: they may be named in upper or in lower case."""
+    roles = [str(workload.role) for workload in draft.workloads]
+    spelled = {role.lower(): role for role in roles} | {role: role for role in roles} | {TRAINER: TRAINER}
+    groups, faults = [], []
+    for number, group in enumerate(draft.collocations):
+        wrong = [name for name in group if not isinstance(name, str)]
+        if wrong:
+            problem = f"expected names of roles, found {wrong[0]!r}"
+            faults.append(Fault(f"with_collocation[{number}]", problem, "call .with_collocation('a', 'b')"))
+        names = [name for name in group if isinstance(name, str)]
+        groups.append([spelled.get(name, spelled.get(name.lower(), name)) for name in names])
+    if draft.collocate_all and len(roles) > 1:
+        groups.append(roles)
+    return groups, faults
+
+
+def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]:
+    """Roles that share devices need as many as the largest of them; the trainer needs none."""
+    by_name = {str(workload.role): workload for workload in draft.workloads}
+    together = [[by_name[name] for name in group if name in by_name] for group in groups]
+    grouped = {workload.role for group in together for workload in group}
+    units = [group for group in together if group]
+    units += [[workload] for workload in draft.workloads if workload.role not in grouped]
+    there = draft.node_num * draft.device_per_node
+    for where, limit, needs in (
+        ("total", there, [max(workload.total for workload in unit) for unit in units]),
+        ("per_node", draft.device_per_node, [max(workload.per_node for workload in unit) for unit in units]),
+    ):
+        if sum(needs) > limit:
+            listed = " + ".join(
+                f"{'='.join(str(workload.role) for workload in unit)} {need}"
+                for unit, need in zip(units, needs, strict=True)
+            )
+            have = f"{draft.node_num} × {limit // draft.node_num}" if where == "total" else "device_per_node"
+            problem = f"{where}: {listed} = {sum(needs)} devices, and {have} = {limit} are there"
+            return [Fault("device_per_node", problem, "collocate roles, or ask for fewer ranks")]
+    return []
+
+
+_RENAMED = (("roles.", ""), (".count", ".total"), ("collocations[", "with_collocation["))
+"""Where a job file has a value, and where the builder has it."""
+
+
+def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> list[Fault]:
+    """What is wrong with names, environments, collocations; said in the words of the builder.
+
+    Classes were imported and numbers looked at before, so what a job file would say of them is left out.
+    """
+    try:
+        parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
+    except SpecError as error:
+        told = {fault.where for fault in known}
+        found = []
+        for fault in error.faults:
+            where = fault.where
+            if where.endswith((".workload", ".class")) or (
+                not mapping["roles"] and where.startswith("roles")
+            ):
+                continue
+            for old, new in _RENAMED:
+                where = where.replace(old, new, 1)
+            if where not in told:
+                found.append(Fault(where, fault.problem, fault.remedy))
+        return found
+    return []

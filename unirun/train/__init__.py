@@ -1,0 +1,7 @@
+"""Jobs from Python: described with a builder, checked at once, submitted as a process of its own."""
+
+from unirun.train.builder import DLJobBuilder, RLJobBuilder
+from unirun.train.handle import JobHandle
+from unirun.train.job import Job
+
+__all__ = ["DLJobBuilder", "Job", "JobHandle", "RLJobBuilder"]

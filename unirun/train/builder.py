@@ -1,0 +1,187 @@
+"""Builders with which a job of workloads and a trainer is described in Python, in DLRover's words.
+
+::
+
+    job = (
+        RLJobBuilder()
+        .node_num(1)
+        .device_per_node(4)
+        .config({"lr": 3e-4})
+        .trainer("ppo", "PPOTrainer")
+        .actor("ppo", "Actor").total(4).per_node(4).env({"K": "V"})
+        .rollout("ppo", "Rollout").total(4).per_node(4)
+        .with_collocation("actor", "rollout")
+        .build()
+    )
+
+No call checks anything: `build` does, and tells everything that is wrong at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Generic, Self, TypeVar
+
+from unirun.spec.builder import ClassDraft, Draft, WorkloadDraft, job_mapping
+from unirun.train.job import Job
+from unirun.train.loading import importable, load_class
+
+J = TypeVar("J")
+
+
+class _Described:
+    """What was said so far; a job's builder and those of its workloads share it."""
+
+    def __init__(self) -> None:
+        self.draft = Draft()
+
+
+class _JobMethods(Generic[J]):
+    """What can be said of a job, at its builder and at that of a workload alike."""
+
+    _described: _Described
+    _job: J
+
+    def _say(self, **more: Any) -> J:
+        self._described.draft = replace(self._described.draft, **more)
+        return self._job
+
+    def dl_type(self, dl_type: str = "SFT") -> J:
+        """The type of learning: ``PRE``, ``SFT``, ``RL`` or ``MULTIMODAL``. Must be said."""
+        return self._say(dl_type=dl_type)
+
+    def node_num(self, num: int = 1) -> J:
+        """How many nodes. Must be said."""
+        return self._say(node_num=num)
+
+    def device_per_node(self, num: int = 8) -> J:
+        """How many devices each node has; on nodes without, how many processes each takes. Must be said."""
+        return self._say(device_per_node=num)
+
+    def config(self, config: Any) -> J:
+        """What workers find as ``self.config``: a dict or an OmegaConf ``DictConfig``. Must be said."""
+        return self._say(config=config)
+
+    def global_env(self, env: Mapping[str, Any]) -> J:
+        """Environment variables of all workers; those of a role win over them."""
+        return self._say(env=_merged(self._described.draft.env, env))
+
+    def trainer(self, module_name: str, class_name: str) -> J:
+        """The class that calls the workloads; the job ends with it. Must be said."""
+        return self._say(trainer=ClassDraft(importable(module_name), class_name))
+
+    def workload(self, role_name: str, module_name: str, class_name: str) -> WorkloadBuilder[J]:
+        """A role, and the class that each of its ranks is. At least one must be said."""
+        return WorkloadBuilder(
+            self._described, self._job, role_name, ClassDraft(importable(module_name), class_name)
+        )
+
+    def with_collocation(self, *roles: str) -> J:
+        """Roles that share devices, in upper or in lower case."""
+        return self._say(collocations=(*self._described.draft.collocations, roles))
+
+    def with_collocation_all(self) -> J:
+        """All workloads share devices, whenever they are named."""
+        return self._say(collocate_all=True)
+
+    def build(self) -> Job:
+        """The job. Raises `SpecError` with everything that is wrong with it."""
+        draft = self._described.draft
+        drafts = [workload.entry for workload in draft.workloads]
+        drafts += [draft.trainer] if draft.trainer is not None else []
+        loaded = {entry.target: load_class(entry.module, entry.name) for entry in drafts}
+        return Job(job_mapping(draft, loaded), draft.node_num)
+
+
+class WorkloadBuilder(_JobMethods[J]):
+    """Describes one workload; every method of the job's builder leads back to it."""
+
+    def __init__(self, described: _Described, job: J, role: str, entry: ClassDraft) -> None:
+        self._described, self._job = described, job
+        self._place = len(described.draft.workloads)
+        described.draft = replace(
+            described.draft, workloads=(*described.draft.workloads, WorkloadDraft(role, entry))
+        )
+
+    def _own(self, **more: Any) -> None:
+        workloads = [*self._described.draft.workloads]
+        workloads[self._place] = replace(workloads[self._place], **more)
+        self._say(workloads=tuple(workloads))
+
+    def total(self, num: int = 1) -> Self:
+        """How many ranks the role has. Must be said."""
+        self._own(total=num)
+        return self
+
+    def per_node(self, num: int = 1) -> Self:
+        """How many of them a node has. Must be said."""
+        self._own(per_node=num)
+        return self
+
+    def env(self, env: Mapping[str, Any]) -> Self:
+        """Environment variables of the role's workers."""
+        self._own(env=_merged(self._described.draft.workloads[self._place].env, env))
+        return self
+
+    def auto_visible_device(self, enabled: bool = True) -> Self:
+        """Whether a worker sees the devices that it was given, and no others (the default), or all of the node."""
+        self._own(auto_visible_device=enabled)
+        return self
+
+    def enable_ray_auto_visible_device(self) -> Self:
+        """The same as ``auto_visible_device()``, under the name that it has in DLRover."""
+        return self.auto_visible_device()
+
+
+class DLJobBuilder(_JobMethods["DLJobBuilder"]):
+    """Describes a job of any type."""
+
+    def __init__(self) -> None:
+        self._described, self._job = _Described(), self
+
+
+class _RLMethods(_JobMethods["RLJobBuilder"]):
+    """The roles of reinforcement learning, at the builder of the job and at those of its workloads."""
+
+    def workload(self, role_name: str, module_name: str, class_name: str) -> RLWorkloadBuilder:
+        """A role with a name of its own."""
+        entry = ClassDraft(importable(module_name), class_name)
+        return RLWorkloadBuilder(self._described, self._job, role_name, entry)
+
+    def actor(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
+        """The role ``actor``. Must be said."""
+        return self.workload("actor", module_name, class_name)
+
+    def rollout(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
+        """The role ``rollout``."""
+        return self.workload("rollout", module_name, class_name)
+
+    def reference(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
+        """The role ``reference``."""
+        return self.workload("reference", module_name, class_name)
+
+    def reward(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
+        """The role ``reward``."""
+        return self.workload("reward", module_name, class_name)
+
+    def critic(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
+        """The role ``critic``."""
+        return self.workload("critic", module_name, class_name)
+
+
+class RLWorkloadBuilder(WorkloadBuilder["RLJobBuilder"], _RLMethods):
+    """Describes one workload of a job of reinforcement learning."""
+
+
+class RLJobBuilder(_RLMethods):
+    """Describes a job of type ``RL``."""
+
+    def __init__(self) -> None:
+        self._described, self._job = _Described(), self
+        self.dl_type("RL")
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """Both; what is no mapping is kept for `build` to tell."""
+    return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new

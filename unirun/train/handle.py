@@ -1,0 +1,138 @@
+"""The handle on a job that was submitted: how it stands, what it wrote, its end, and what it gave."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from unirun.errors import EXIT_FAILURE, JobError, JobFailed, RendezvousError, WireError
+from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.rendezvous.jobdir import JobDir
+from unirun.spec.read import nearest
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import load_token
+from unirun.wire.messages import Attach, Ended, Stop
+
+RESULT = "result.pkl"
+"""The file in a job's directory with what the trainer's ``fit`` returned."""
+
+
+class JobHandle:
+    """One job that was submitted. It reads the job's directory, so it is good for as long as that is there."""
+
+    def __init__(self, job: JobDir) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"JobHandle({self.run_id!r})"
+
+    @property
+    def run_id(self) -> str:
+        """The job's id, with which ``unirun status``, ``logs`` and ``stop`` find it as well."""
+        return self._job.run_id
+
+    def status(self) -> JobStatus:
+        """How the job stands. Raises `JobError` when its directory is gone."""
+        return read_status(self._job)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the job's end, `timeout` seconds at most. Returns its exit code; 1 when its master was killed.
+
+        Raises `TimeoutError` when it has not ended by then; the job goes on.
+        """
+        return self._await_end(None, timeout)
+
+    def stop(self) -> int:
+        """End the job as SIGTERM would, and wait for that. Returns its exit code; 143, or its own when it had ended."""
+        return self._await_end(Stop(int(signal.SIGTERM), "stopped by the program that submitted it"), None)
+
+    def logs(self, role: str | None = None, rank: int | None = None) -> str:
+        """What the workers that run now, or ran last, have written; of one `role` or one `rank` of it.
+
+        Each line begins with its worker, ``[actor:2]``; of each worker stdout comes first, then stderr.
+        Raises `JobError` when there is no such worker.
+        """
+        return "".join(self._lines(role, rank))
+
+    @property
+    def result(self) -> Any:
+        """What the trainer's ``fit`` has returned; waits for the job's end. Raises `JobFailed`."""
+        self.raise_if_failed()
+        path = self._job.path / RESULT
+        # None leaves no file.
+        return cloudpickle.loads(path.read_bytes()) if path.exists() else None
+
+    def raise_if_failed(self) -> None:
+        """Wait for the job's end. Raises `JobFailed` when its exit code is not 0."""
+        code = self.wait()
+        if code:
+            status = self.status()
+            raise JobFailed(
+                f"job {self.run_id} {status.phase} with exit code {code}: {status.reason}",
+                f"see unirun logs {self.run_id}",
+                code=code,
+            )
+
+    def await_start(self) -> None:
+        """Wait until the job's master is there. Raises `JobError` when it is not within seconds."""
+        try:
+            BlockingStream.connect(self._job.master_socket, load_token(self._job.token)).close()
+        except (WireError, RendezvousError) as error:
+            if self.status().phase not in ENDED:
+                raise JobError(f"the master of job {self.run_id} does not answer: {error}") from error
+
+    def _await_end(self, stop: Stop | None, timeout: float | None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self.status().phase not in ENDED:
+            try:
+                self._listen(stop, deadline)
+            except (WireError, RendezvousError):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"job {self.run_id} has not ended within {timeout:g} s") from None
+                # The master is gone: it has left an end, or it was killed.
+        code = self.status().code
+        return EXIT_FAILURE if code is None else code
+
+    def _listen(self, stop: Stop | None, deadline: float | None) -> None:
+        """Follow the job to its end."""
+        with BlockingStream.connect(self._job.master_socket, load_token(self._job.token)) as master:
+            master.send(Attach())
+            if stop is not None:
+                master.send(stop)
+            while True:
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                if isinstance(master.receive(left), Ended):
+                    return
+
+    def _lines(self, role: str | None, rank: int | None) -> Iterator[str]:
+        roles = self.status().roles
+        names = [each.name for each in roles]
+        if role is not None and role not in names:
+            raise JobError(f"job {self.run_id} has no role {role!r}", nearest(role, names))
+        chosen = [each for each in roles if role in (None, each.name)]
+        if rank is not None and not any(rank == worker.rank for each in chosen for worker in each.workers):
+            raise JobError(
+                f"job {self.run_id} has no rank {rank} of {role or 'any role'}", "ranks begin at 0"
+            )
+        for each in chosen:
+            for worker in each.workers:
+                if rank not in (None, worker.rank):
+                    continue
+                folder = self._job.worker_logs(each.name, worker.rank, worker.incarnation)
+                for name in ("stdout.log", "stderr.log"):
+                    yield from _prefixed(f"[{each.name}:{worker.rank}] ", folder / name)
+
+
+def _prefixed(prefix: str, path: Path) -> Iterator[str]:
+    try:
+        text = path.read_text(errors="backslashreplace")
+    except FileNotFoundError:
+        # It has not started yet.
+        return
+    if text:
+        yield from (f"{prefix}{line}\n" for line in text.removesuffix("\n").split("\n"))

@@ -1,0 +1,125 @@
+"""A job that was built, and the handle on one that was submitted.
+
+`submit` starts the command ``unirun`` in a process of its own, with the job as a file: this process, which may have
+threads and devices, is never forked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unirun.errors import JobFailed, UsageError
+from unirun.rendezvous.jobdir import JobDir, jobs_root
+from unirun.spec import JobSpec, parse_job
+from unirun.train.handle import JobHandle
+from unirun.train.loading import python_path
+
+
+class Job:
+    """A job that is free of faults. `mapping` is the job file that says the same."""
+
+    def __init__(self, mapping: Mapping[str, Any], node_num: int) -> None:
+        self.mapping, self.node_num = dict(mapping), node_num
+
+    @property
+    def spec(self) -> JobSpec:
+        """The spec of the job, with an id that stands for the one which `submit` makes."""
+        return parse_job(self.mapping, count_slots=lambda _: 1, run_id="job")
+
+    def submit(
+        self, job_name: str | None = None, *, blocking: bool = True, max_restarts: int | None = None
+    ) -> JobHandle:
+        """Start the job; by default, show what it writes and wait for its end.
+
+        `job_name` is a name for people (default: that of the trainer's module). `max_restarts` is how often each
+        role may be started again (default 3). With ``blocking=False`` the job goes on without this process, and
+        the handle can wait for it.
+
+        Raises `JobFailed` when it cannot be started, or, when blocking, when it does not succeed.
+        """
+        if "UNIRUN_JOB" in os.environ:
+            raise UsageError(
+                "a job is submitted inside a worker of another one",
+                'put what submits it under: if __name__ == "__main__":',
+            )
+        if self.node_num != 1:
+            raise UsageError(
+                f"node_num({self.node_num}): this version of unirun runs on one node", "use node_num(1)"
+            )
+        mapping = dict(self.mapping)
+        if job_name is not None:
+            mapping["name"] = job_name
+        if max_restarts is not None:
+            mapping["max_restarts"] = max_restarts
+        stem = job_name or str(mapping["trainer"]).partition(":")[0]
+        run_id = f"{_clean(stem)}-{secrets.token_hex(3)}"
+        # What was said here may be wrong as well; better told by an exception than by the command.
+        parse_job(mapping, count_slots=lambda _: 1, run_id=run_id)
+        job = JobDir(jobs_root() / run_id)
+        folder = tempfile.mkdtemp(prefix="unirun-")
+        try:
+            file = Path(folder, "job.json")
+            file.write_text(json.dumps({**mapping, "run_id": run_id}))
+            start = _follow if blocking else _detach
+            return start(file, job)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_")[:40] or "job"
+
+
+def _command(file: Path, *options: str) -> list[str]:
+    me = str(os.getpid())
+    return [sys.executable, "-m", "unirun.cli.submitted", me, *options, "--config", str(file)]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": python_path()}
+
+
+def _follow(file: Path, job: JobDir) -> JobHandle:
+    """Run the command to its end; an interrupt is passed on to it, and raised here when it has ended."""
+    interrupted = False
+    # In a session of its own it gets Ctrl-C from here alone: twice would mean SIGKILL to the workers.
+    process = subprocess.Popen(_command(file), env=_environment(), start_new_session=True)
+    try:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+    if interrupted:
+        raise KeyboardInterrupt
+    if code and not job.path.exists():
+        raise JobFailed("the job could not be started", "what unirun has printed says why", code=code)
+    handle = JobHandle(job)
+    handle.raise_if_failed()
+    return handle
+
+
+def _detach(file: Path, job: JobDir) -> JobHandle:
+    command = _command(file, "--detach")
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise JobFailed(f"the job could not be started: {done.stderr.strip()}", code=done.returncode)
+    handle = JobHandle(job)
+    handle.await_start()
+    return handle
