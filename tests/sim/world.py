@@ -15,7 +15,6 @@ from pathlib import Path
 
 from unirun.collocation import Assignment, Placement
 from unirun.errors import ConnectionLost
-from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.orders import CALLS
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
@@ -23,7 +22,6 @@ from unirun.wire.codec import decode, encode
 from unirun.wire.messages import Message
 
 JOB = JobDir(Path("/jobs/sim"))
-TORCH: SpawnerKey = (("OMP_NUM_THREADS", "1"),)
 
 
 class Clock:
