@@ -125,6 +125,33 @@ def gae(
     return advantages
 
 
+def policy_loss(
+    logits: Tensor,
+    actions: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float,
+    entropy_weight: float,
+) -> Tensor:
+    """What the policy is to minimise: minus the clipped surrogate of PPO eq. 7 and the weighted entropy.
+
+    ``logits`` is ``[B, A]``, all else ``[B]``: ``actions`` taken, ``old_log_probs`` of them when they were
+    taken, and their ``advantages``.
+    """
+    all_log_probs = logits.log_softmax(-1)
+    log_probs = all_log_probs.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+    ratio = (log_probs - old_log_probs).exp()
+    surrogate = torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    return -(surrogate + entropy_weight * entropy).mean()
+
+
+def value_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """What the value function is to minimise, from ``[B]`` inputs: half the mean squared error."""
+    return 0.5 * (values - targets).square().mean()
+
+
 def ppo_loss(
     logits: Tensor,
     values: Tensor,
@@ -137,19 +164,12 @@ def ppo_loss(
     value_weight: float,
     entropy_weight: float,
 ) -> Tensor:
-    """The scalar to minimise: minus PPO eq. 9, with the clipped surrogate of PPO eq. 7.
+    """The scalar to minimise when one optimizer has both networks: minus PPO eq. 9.
 
-    ``logits`` is ``[B, A]``, all else ``[B]``: ``values`` of the current value function, ``actions``
-    taken, ``old_log_probs`` of them when they were taken, their ``advantages``, and the value
-    ``targets``.
+    The arguments are those of `policy_loss` and of `value_loss`.
     """
-    all_log_probs = logits.log_softmax(-1)
-    log_probs = all_log_probs.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
-    ratio = (log_probs - old_log_probs).exp()
-    surrogate = torch.min(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
-    value_error = 0.5 * (values - targets).square()
-    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    return (value_weight * value_error - surrogate - entropy_weight * entropy).mean()
+    policy = policy_loss(logits, actions, old_log_probs, advantages, clip=clip, entropy_weight=entropy_weight)
+    return policy + value_weight * value_loss(values, targets)
 
 
 def minibatches(size: int, count: int, generator: torch.Generator) -> Iterator[Tensor]:

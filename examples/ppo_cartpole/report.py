@@ -61,6 +61,20 @@ def reward_line(seed: int, update: int, env_steps: int, mean_return: float) -> s
     return f"seed {seed}  update {update:3d}  {env_steps:7,d} steps  return {mean_return:5.1f}  |{bar:<25}|"
 
 
+def seed_line(seed: int, final: float, episodes: int, seconds: float) -> str:
+    """What one seed came to, as text."""
+    return f"seed {seed}: mean return {final:.1f} over {episodes} fresh episodes, {seconds:.1f} s"
+
+
+def conclude(results: Sequence[SeedResult], bar: float, out: Path) -> None:
+    """Draw the learning curves and hold every seed against the bar; exit with status 1 if one misses it."""
+    plot(results, bar, out)
+    missed = [result for result in results if result.final < bar]
+    if missed:
+        sys.exit(f"seeds below the bar {bar:g}: " + ", ".join(f"{r.seed} ({r.final:.1f})" for r in missed))
+    print(f"{len(results)} of {len(results)} seeds reached {bar:g}; learning curves in {out}", flush=True)
+
+
 def plot(results: Sequence[SeedResult], bar: float, path: Path) -> None:
     """Draw one learning curve per seed, and its final return as a dot; ``path`` ends in the image format."""
     import matplotlib as mpl  # here, so that only the rank that draws pays for it

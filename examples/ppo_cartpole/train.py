@@ -12,33 +12,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from enum import IntEnum
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from envs import Collector, greedy_returns
 from exchange import Exchange, share
 from learner import Learner
 from ppo import ActorCritic
-from report import LiveLine, SeedResult, plot, reward_line
+from report import LiveLine, SeedResult, conclude, reward_line, seed_line
+from setting import ENVS, EPISODES, SOLVED, STEPS, UPDATES, Purpose, episode_seeds
 
 import unirun
-
-ENVS = 16  # environments in the whole job, shared out among the rollouts and again among the actors
-STEPS = 64  # steps of each environment per update
-UPDATES = 200  # per seed, at most
-SOLVED = 475.0  # mean return at which a seed stops early: Gymnasium's reward threshold for CartPole-v1
-EPISODES = 20  # per evaluation of the greedy policy
-
-
-class Purpose(IntEnum):
-    """What episodes are for; those of different purposes start from different states."""
-
-    TRAINING = 0
-    VALIDATION = 1  # may this seed stop early?
-    FINAL = 2  # the reported figure, from episodes that neither trained nor selected the policy
 
 
 def main() -> None:
@@ -99,11 +84,7 @@ def actor(ctx: unirun.Context, exchange: Exchange, seed: int) -> SeedResult:
     final = evaluate(ctx, exchange, model, seed, Purpose.FINAL)
     if live:
         live.close()
-        seconds = time.monotonic() - started
-        print(
-            f"seed {seed}: mean return {final:.1f} over {EPISODES} fresh episodes, {seconds:.1f} s",
-            flush=True,
-        )
+        print(seed_line(seed, final, EPISODES, time.monotonic() - started), flush=True)
     return SeedResult(seed, env_steps, mean_returns, final)
 
 
@@ -114,20 +95,6 @@ def evaluate(
     seeds = episode_seeds(seed, purpose, EPISODES)
     mine = share(EPISODES, ctx.world_size, ctx.rank) if ctx.role == "rollout" else range(0)
     return exchange.mean(greedy_returns(model, [seeds[episode] for episode in mine]))
-
-
-def episode_seeds(seed: int, purpose: Purpose, count: int) -> list[int]:
-    """``count`` environment seeds, fixed by the run's ``seed`` and the ``purpose``."""
-    return [int(word) for word in np.random.SeedSequence([seed, purpose]).generate_state(count)]
-
-
-def conclude(results: list[SeedResult], bar: float, out: Path) -> None:
-    """Draw the learning curves and hold every seed against the bar."""
-    plot(results, bar, out)
-    missed = [result for result in results if result.final < bar]
-    if missed:
-        sys.exit(f"seeds below the bar {bar:g}: " + ", ".join(f"{r.seed} ({r.final:.1f})" for r in missed))
-    print(f"{len(results)} of {len(results)} seeds reached {bar:g}; learning curves in {out}", flush=True)
 
 
 def check_roles(ctx: unirun.Context) -> None:
