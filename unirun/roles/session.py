@@ -21,6 +21,11 @@ class PeerDirectory:
 
     def __init__(self, peers: Peers, transport: str) -> None:
         self._peers, self._transport = peers, transport
+        self._places: dict[tuple[str, int], Place] = {}
+        peers.when_changed(self._forget)
+
+    def _forget(self) -> None:
+        self._places = {}
 
     def size(self, role: str) -> int:
         """How many ranks a role has."""
@@ -28,6 +33,14 @@ class PeerDirectory:
 
     def find(self, role: str, rank: int) -> Place:
         """The worker that holds a rank now."""
+        known = self._places
+        place = known.get((role, rank))
+        if place is None:
+            # Kept with what was known when the view was read; a view that comes meanwhile has another table.
+            place = known[role, rank] = self._find(role, rank)
+        return place
+
+    def _find(self, role: str, rank: int) -> Place:
         worker = self._peers.worker(role, rank)
         if worker is None:
             return Place(Address(role, rank, 0))

@@ -48,6 +48,8 @@ _FUNCTION = type(lambda: None)
 def dump(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
     """`value` pickled, and its buffers. Raises `EncodingError` that names `what` when it cannot be."""
     try:
+        if _is_plain(value):
+            return pickle.dumps(value, 5), ()
         return _dump(_Pickler, value)
     except (_ByValue, pickle.PicklingError, AttributeError, TypeError):
         # Objects that have no name to be found by, or that are no plain data.
@@ -57,6 +59,20 @@ def dump(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
     except Exception as error:
         problem = f"{what} cannot be sent: {type(error).__name__}: {error}"
         raise EncodingError(problem, "send plain data, tensors or objects that pickle") from error
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is ``(args, kwargs)`` with nothing in it that needs more than pickle: most calls have little."""
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and not value[1]
+        and type(value[0]) is tuple
+        and all(type(item) in _PLAIN for item in value[0])
+    )
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str))
 
 
 def _dump(kind: Callable[..., Any], value: Any) -> tuple[bytes, tuple[memoryview, ...]]:

@@ -58,6 +58,11 @@ class Dispatcher:
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def kept(self) -> int:
+        """How many calls there are whose result is not acked: running, waiting or kept for their caller."""
+        return len(self._runs)
+
     def handle(self, parcel: Parcel, reply: Reply) -> None:
         """Take a request from a transport. One that was seen before is not run again: it gets the same answer."""
         try:

@@ -42,6 +42,7 @@ class InvocationRef(Generic[R]):
         self._gate = threading.Lock()
         self._gate.acquire()
         self._outcomes: dict[int, Parcel | BaseException] = {}
+        self._bad = 0
         self._failure: BaseException | None = None
         self._over = False
         self._value: tuple[Any] | None = None
@@ -121,6 +122,7 @@ class InvocationRef(Generic[R]):
         with self._lock:
             if not self._over:
                 self._outcomes[index] = outcome
+                self._bad += isinstance(outcome, BaseException) or outcome.head[:1] != OK
 
     @property
     def settled(self) -> bool:
@@ -138,12 +140,13 @@ class InvocationRef(Generic[R]):
     @property
     def failed(self) -> bool:
         """Whether any outcome is an error."""
-        return any(isinstance(o, BaseException) or o.head[:1] != OK for o in self._outcomes.values())
+        return self._bad > 0
 
     def start_again(self) -> None:
         """Forget all outcomes: the call is made once more."""
         with self._lock:
             self._outcomes.clear()
+            self._bad = 0
 
     def finish(self) -> None:
         """No more outcomes are awaited: what is there decides."""

@@ -15,14 +15,20 @@ from unirun.roles.transport.frames import INLINE, RELEASE, Frame, FrameParser, e
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.segments import SegmentPool, map_segment
 
+BATCH = 16
+"""Frames that wait for one another, at most."""
+
 _ANCILLARY = socket.CMSG_SPACE(32 * array.array("i").itemsize)
 
 
 class Connection:
     """A connected, authenticated socket. Any thread may send; one thread receives.
 
-    `wants_to_write` is called, under the connection's lock, when the socket would block: `flush` shall be called
-    when it does not any more.
+    `wants_to_write` is called, under the connection's lock, when something is left to be sent: `flush` shall be
+    called when the socket takes it.
+
+    A frame that need not leave at once may wait for others: `BATCH` of them go in one system call. What waits is also
+    flushed as soon as the receiving thread has nothing else to do.
     """
 
     def __init__(self, sock: socket.socket, wants_to_write: Callable[[bool], None]) -> None:
@@ -35,10 +41,14 @@ class Connection:
         self._parser = FrameParser()
         self._handles: deque[int] = deque()
         self._released: deque[int] = deque()
+        self._held: list[bytes] = []
         self._closed = False
 
-    def send(self, kind: int, tag: int, parcel: Parcel) -> bool:
-        """Send a frame, now or as soon as the socket takes it. False when the connection has ended."""
+    def send(self, kind: int, tag: int, parcel: Parcel, *, urgent: bool = True) -> bool:
+        """Send a frame, now or as soon as the socket takes it. False when the connection has ended.
+
+        Not `urgent`: the peer has other things to do first, so it may be a moment later.
+        """
         sizes = [buffer.nbytes for buffer in parcel.buffers]
         with self._lock:
             if self._closed:
@@ -54,11 +64,21 @@ class Connection:
                 self._write(pieces, handles)
             else:
                 header = encode_header(kind, tag, len(parcel.head), sizes)
-                self._write([*pieces, header, parcel.head, *parcel.buffers], handles)
+                frame = b"".join([*pieces, header, parcel.head, *parcel.buffers])
+                if not urgent and len(self._held) < BATCH:
+                    self._held.append(frame)
+                    if len(self._held) == 1 and not self._waiting:
+                        self._wants_to_write(True)
+                else:
+                    self._write([frame], handles)
         return True
 
     def _write(self, pieces: Sequence[bytes | memoryview], handles: Sequence[int]) -> None:
-        data = b"".join(pieces)
+        if handles and self._held:
+            # A descriptor belongs to the frame that it is sent with.
+            self._write([], ())
+        data = b"".join([*self._held, *pieces])
+        self._held.clear()
         sent = 0
         if not self._waiting:
             sent = self._try(data, handles)
@@ -82,7 +102,12 @@ class Connection:
     def flush(self) -> None:
         """Send what waits, as much as the socket takes."""
         with self._lock:
-            while self._waiting and not self._closed:
+            while not self._closed:
+                if not self._waiting:
+                    if not self._held:
+                        break
+                    self._write([], ())
+                    continue
                 data, handles = self._waiting.popleft()
                 sent = self._try(data, handles)
                 if sent:

@@ -26,6 +26,9 @@ from unirun.wire.aio import listen
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake, Token
 
+BUSY = 4
+"""Calls that are open on a connection from which on its frames need not leave at once."""
+
 
 class SocketTransport:
     """One per process. `folder` is where the unix sockets of the job's workers are (0700)."""
@@ -185,6 +188,7 @@ class _Served:
     def __init__(self, sock: socket.socket, handler: Handler, loop: _Loop) -> None:
         self.number, self._handler, self._loop = sock.fileno(), handler, loop
         self._connection = Connection(sock, partial(loop.writable, self.number))
+        self._received = self._replied = 0
 
     def ready(self, events: int) -> None:
         if events & select.EPOLLOUT:
@@ -193,12 +197,15 @@ class _Served:
             for frame, parcel in self._connection.receive():
                 if frame.kind != REQUEST:
                     raise FrameError("a caller sent an answer")
+                self._received += 1
                 self._handler(parcel, partial(self._reply, frame.tag))
         except (OSError, EOFError, FrameError):
             self.close()
 
     def _reply(self, tag: int, parcel: Parcel) -> None:
-        self._connection.send(REPLY, tag, parcel)
+        self._replied += 1
+        # While more is to be run here, answers may gather; when the next takes long, the reading thread sends them.
+        self._connection.send(REPLY, tag, parcel, urgent=self._received - self._replied < BUSY)
 
     def close(self) -> None:
         self._loop.remove(self.number)
@@ -218,8 +225,10 @@ class _Channel:
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
         tag = next(self._tags)
+        # A worker that has calls to run already does not miss this one.
+        urgent = len(self._pending) < BUSY
         self._pending[tag] = done
-        self._connection.send(REQUEST, tag, parcel)
+        self._connection.send(REQUEST, tag, parcel, urgent=urgent)
 
     def ready(self, events: int) -> None:
         if events & select.EPOLLOUT:

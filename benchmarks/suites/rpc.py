@@ -1,0 +1,130 @@
+"""Calls from a trainer to its workers, beside plain torch.distributed.rpc in the same processes, and beside Ray and
+Monarch when they are installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import cast
+
+from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
+from benchmarks.job import DEADLINE, environment, program
+
+WORKERS = 8
+
+BARS = (
+    ("torch", "blocking", "us", Bar("blocking call over torch ÷ raw rpc_sync", "ratio", 1.5)),
+    ("socket", "blocking", "us", Bar("blocking call over socket ÷ raw rpc_sync", "ratio", 0.6)),
+    ("socket", "group", "us", Bar("call of 8 workers over socket ÷ raw rpc_async fan-out", "ratio", 0.4)),
+    (
+        "socket",
+        "in flight",
+        "calls/s",
+        Bar("1000 calls in flight over socket ÷ raw rpc_async", "ratio", 3.0, True),
+    ),
+    ("socket", "large", "us", Bar("64 MB argument over socket ÷ raw rpc_sync", "ratio", 0.5)),
+)
+
+FOREIGN = {"ray": "ray", "monarch": "monarch"}
+FOREIGN_BARS = {"torch": 0.4, "socket": 0.2}
+
+Rounds = dict[str, dict[str, list[float]]]
+"""For each thing that is measured the rounds of ours, ``own``, and of torch's, ``raw``."""
+
+
+def figures(runs: int) -> list[Figure]:
+    """All figures of this suite, each from `runs` rounds in one job per transport."""
+    busy, faults = load_of_others(), dict[str, str]()
+    found: dict[str, Rounds] = {}
+    for transport in ("torch", "socket"):
+        say(f"calls over {transport}")
+        try:
+            found[transport] = rounds(transport, runs)
+        except BenchmarkError as error:
+            found[transport], faults[transport] = {}, str(error)
+    result = []
+    for transport, what, unit, bar in BARS:
+        pair = found[transport].get(what, {"own": [], "raw": []})
+        result.append(
+            figure(bar, unit, runs, pair["own"], "torch rpc", pair["raw"], faults.get(transport, ""), busy)
+        )
+    return result + foreign(runs, found, busy)
+
+
+def figure(
+    bar: Bar, unit: str, runs: int, own: list[float], peer: str, theirs: list[float], fault: str, busy: float
+) -> Figure:
+    """One row of the table."""
+    return Figure(bar, ratio(own, theirs), runs, unit, tuple(own), peer, tuple(theirs), fault, busy)
+
+
+def rounds(transport: str, runs: int) -> Rounds:
+    """Run the job of `benchmarks.calls` once. Raises `BenchmarkError` when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        config = {
+            "raw": "init_rpc" if transport == "socket" else "agent",
+            "file": str(home / "rendezvous"),
+            "result": str(home / "result.json"),
+            "rounds": runs,
+        }
+        job = {
+            "roles": {"worker": {"count": WORKERS, "workload": "benchmarks.calls:Worker"}},
+            "trainer": "benchmarks.calls:Measure",
+            "transport": transport,
+            "config": config,
+            "cwd": str(Path(__file__).parents[2]),
+        }
+        (home / "job.yaml").write_text(json.dumps(job))
+        run(
+            [program("unirun"), "--quiet", "--config", str(home / "job.yaml")],
+            environment(home),
+            DEADLINE * 3,
+        )
+        return cast(Rounds, json.loads((home / "result.json").read_text()))
+
+
+def foreign(runs: int, found: dict[str, Rounds], busy: float) -> list[Figure]:
+    """Rows for each other system that is installed."""
+    rows = []
+    for system, module in FOREIGN.items():
+        if importlib.util.find_spec(module) is None:
+            say(f"{system} is not installed: pip install ray torchmonarch")
+            continue
+        theirs, fault = [], ""
+        say(f"blocking call of {system}")
+        try:
+            for _ in range(runs):
+                command = [sys.executable, "-m", "benchmarks.foreign", system]
+                theirs.append(float(run(command, dict(os.environ), DEADLINE).splitlines()[-1]))
+        except (BenchmarkError, ValueError, IndexError) as error:
+            fault = str(error)
+        for transport, limit in FOREIGN_BARS.items():
+            own = found[transport].get("blocking", {"own": []})["own"]
+            bar = Bar(f"blocking call over {transport} ÷ {system}", "ratio", limit)
+            rows.append(figure(bar, "us", runs, own, system, theirs, fault, busy))
+    return rows
+
+
+def run(command: list[str], env: dict[str, str], deadline: float) -> str:
+    """The stdout of a command. Raises `BenchmarkError` unless it ends with 0 in time."""
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=deadline,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchmarkError(f"{' '.join(command)} did not end within {deadline:g} s") from error
+    if done.returncode != 0:
+        raise BenchmarkError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
