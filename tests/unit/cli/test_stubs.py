@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from mypy import api
 
+import unirun
 from unirun.cli import main
 from unirun.roles import BaseWorkload, RoleGroup
 from unirun.spec.stubs import OF_EVERY_GROUP, OF_EVERY_WORKLOAD
@@ -175,7 +176,9 @@ def test_stubs_are_a_module_that_brings_nothing(stubs: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=stubs.parent, check=True, timeout=60)
 
 
-def test_a_type_checker_takes_them_and_finds_mistakes(stubs: Path) -> None:
+def test_a_type_checker_takes_them_and_finds_mistakes(stubs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # mypy does not see what an editable install finds.
+    monkeypatch.setenv("MYPYPATH", str(Path(unirun.__file__).parents[1]))
     # What follows `raise` is unreachable, so mypy would not look at it.
     algo = stubs.parent / "algo.py"
     algo.write_text(algo.read_text().replace('raise SystemExit("this was imported")\n', ""))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, plan_placement
 from unirun.collocation.numa import Cpu, Topology
+from unirun.errors import PlacementError
 from unirun.spec import Entry, JobSpec, RoleSpec
 
 ENTRY = Entry("script", "a.py")
@@ -101,3 +104,43 @@ def test_processors_follow_the_devices_when_that_is_asked_for() -> None:
 @pytest.mark.parametrize("count", [10_000])
 def test_a_large_job_is_planned_at_once(count: int) -> None:
     assert len(plan_placement(job({"actor": count, "rollout": count}), host()).assignments) == 2 * count
+
+
+class TestRolesThatShareDevices:
+    SPEC = job(
+        {"actor": 2, "critic": 1, "rollout": 2},
+        collocations=(("rollout", "actor"),),
+    )
+
+    def test_have_their_slots_and_masks_in_common(self) -> None:
+        placement = plan_placement(self.SPEC, host(3))
+        assert [(p.role, p.rank, p.slot) for p in placement.assignments] == [
+            *(("actor", 0, 0), ("actor", 1, 1), ("critic", 0, 2), ("rollout", 0, 0), ("rollout", 1, 1))
+        ]
+        pair = ("0", "1")
+        assert masks(placement) == {"actor": [pair, pair], "critic": [("2",)], "rollout": [pair, pair]}
+        assert (
+            placement.note
+            == "3 of 3 devices of host are in use, one per rank, rollout and actor share theirs"
+        )
+
+    def test_are_told_when_devices_are_too_few_even_so(self) -> None:
+        placement = plan_placement(self.SPEC, host(2))
+        assert placement.note == "3 ranks on 2 devices: CUDA_VISIBLE_DEVICES is left as it is"
+
+
+def test_a_trainer_takes_no_device() -> None:
+    spec = job({"actor": 2})
+    trainer = RoleSpec("trainer", 1, Entry("trainer", "ppo:T"))
+    placement = plan_placement(replace(spec, roles=(*spec.roles, trainer)), host(2))
+    assert masks(placement) == {"actor": [("0", "1"), ("0", "1")], "trainer": [None]}
+    assert [p.slot for p in placement.assignments] == [0, 1, 2]
+
+
+def test_a_role_that_must_be_spread_does_not_fit_one_node() -> None:
+    spec = job({"actor": 4})
+    actor = replace(spec.roles[0], per_node=2)
+    with pytest.raises(PlacementError, match="has 4 ranks with 2 on a node: that takes 2 nodes") as caught:
+        plan_placement(replace(spec, roles=(actor,)), host())
+    assert (caught.value.role, caught.value.needed, caught.value.available) == ("actor", 4, 2)
+    assert plan_placement(replace(spec, roles=(replace(actor, per_node=4),)), host())
