@@ -53,6 +53,9 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     if workers > 1:
         # As torchrun does: many processes with a thread per core each would fight for the cores.
         env.setdefault("OMP_NUM_THREADS", "1")
+    if spec.transport == "torch" and any(each.restart == "process" for each in spec.roles):
+        # torch's RPC agent warns of every peer that ends, also when all is well.
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if is_loopback(spec.master_addr):
         # gloo, NCCL and TensorPipe would listen where the host's name points to, which others may reach.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):

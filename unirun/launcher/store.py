@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 
-GENERATION_KEY = "unirun/generation"
-"""Who has met in a store can ask it which generation that was: all generations of a role have the same address."""
+from unirun.rendezvous.endpoints import GENERATION_KEY
 
 
 def serve(handle: int, generation: int) -> None:

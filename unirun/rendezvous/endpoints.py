@@ -14,6 +14,9 @@ from unirun.errors import RendezvousError
 
 _BACKLOG = 4096
 
+GENERATION_KEY = "unirun/generation"
+"""Who has met in a store can ask it which generation that was: all generations of a role have the same address."""
+
 
 @dataclass(frozen=True)
 class Endpoint:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.peers import Peers
 from unirun.wire.messages import GroupFormed
 
@@ -56,13 +57,27 @@ class Formation:
             wanted = self._wanted()
             try:
                 self._form()
-                self._peers.generation = wanted
-                self._formed(wanted)
+                self._peers.generation = max(wanted, self.met())
+                self._formed(self._peers.generation)
             except Exception:
                 if not self._changes(wanted):
                     raise
                 continue
-            self._peers.tell(GroupFormed(wanted))
+            self._peers.tell(GroupFormed(self._peers.generation))
+
+    def met(self) -> int:
+        """The generation in whose store the members of the default group have met; that of the peers without a group.
+
+        All generations have one address, so who comes late for one may be in time for the next.
+        """
+        distributed = _initialized()
+        if distributed is None:
+            return self._peers.generation
+        store = _c10d()._get_default_store()
+        while isinstance(store, distributed.PrefixStore):
+            store = store.underlying_store
+        # A group that was made with another store is as old as this worker thinks.
+        return int(store.get(GENERATION_KEY)) if store.check([GENERATION_KEY]) else self._peers.generation
 
     def _form(self) -> None:
         """Leave the old default group, if there is one, and meet in the new store, where MASTER_ADDR and _PORT say."""

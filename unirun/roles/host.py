@@ -63,6 +63,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
             dispatcher.run_first(formation.follow)
 
     workload.setup()
+    peers.generation = max(peers.generation, formation.met())
     workload.on_generation(peers.generation)
     peers.when_changed(changed)
     # What has come between the two lines above and the first view was not told.
