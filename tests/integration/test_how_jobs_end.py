@@ -269,6 +269,39 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGINT)
         assert job.end(SOON).code == 130
 
+    def test_while_the_job_ends_by_itself_is_the_first_of_two(self, unirun: Unirun, script: Script) -> None:
+        slow = """
+            import os, signal, sys, time
+            def stop(*_):
+                print("asked", flush=True)
+                while not os.path.exists("go"):
+                    time.sleep(0.01)
+                print("cleaned up", flush=True)
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            print("up", flush=True)
+            signal.pause()
+        """
+        lead = script("import time, os\nwhile not os.path.exists('up'): time.sleep(0.01)", "lead.py")
+        argv = [
+            "--roles",
+            "lead=1,slow=1",
+            "--primary",
+            "lead",
+            "--script",
+            f"slow={script(slow, 'slow.py')}",
+        ]
+        job = unirun.start(*argv, lead)
+        job.lines(r"\] up")
+        (unirun.root / "up").touch()
+        job.lines(r"\] asked")
+        job.signal(signal.SIGINT)
+        job.lines("SIGINT: the job is ending already; SIGKILL follows")
+        (unirun.root / "go").touch()
+        end = job.end(SOON)
+        assert end.code == 0
+        assert "cleaned up" in end.out
+
     def test_before_the_workers_are_there_ends_the_job(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start("--roles", "a=2", script(PAUSE))
         job.lines("logs in")
