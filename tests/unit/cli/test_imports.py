@@ -62,6 +62,12 @@ def test_a_plan_imports_no_torch(home: Path, scripts: Path) -> None:
     assert imported("plan", "--roles", "a=2", "train.py") & {"torch", "numpy", "omegaconf", "rich"} == set()
 
 
+def test_classes_are_looked_at_without_torch_and_without_themselves(home: Path, scripts: Path) -> None:
+    (scripts / "ppo.py").write_text("import torch\nclass Actor: ...\nclass PPOTrainer: ...")
+    for argv in (["plan", "--roles", "a=2@ppo:Actor", "--trainer", "ppo:PPOTrainer"], ["stubs", "ppo:Actor"]):
+        assert imported(*argv) & {"torch", "numpy", "omegaconf", "rich", "ppo"} == set()
+
+
 def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> None:
     (scripts / "job.yaml").write_text("{roles: {a: 2}, script: train.py}")
     modules = imported("plan", "--config", "job.yaml")
