@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         CallError,
         EncodingError,
         InvocationTimeout,
+        JobFailed,
         RemoteError,
         RemoteTraceback,
         UnirunError,
@@ -29,22 +30,29 @@ if TYPE_CHECKING:
         init,
         replicate,
         rpc_name,
+        run_in_process,
         serve,
         shard,
         trainer_invocation,
         wait,
     )
+    from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder
 
 __all__ = [
     "BaseTrainer",
     "BaseWorkload",
     "CallError",
     "Context",
+    "DLJobBuilder",
     "EncodingError",
     "InvocationRef",
     "InvocationTimeout",
+    "JobBuilder",
+    "JobFailed",
+    "JobHandle",
     "MasterHandle",
     "Member",
+    "RLJobBuilder",
     "RemoteError",
     "RemoteTraceback",
     "RoleGroup",
@@ -56,6 +64,7 @@ __all__ = [
     "init",
     "replicate",
     "rpc_name",
+    "run_in_process",
     "serve",
     "shard",
     "trainer_invocation",
@@ -67,6 +76,7 @@ _ERRORS = frozenset(
         "CallError",
         "EncodingError",
         "InvocationTimeout",
+        "JobFailed",
         "RemoteError",
         "RemoteTraceback",
         "UnirunError",
@@ -74,10 +84,12 @@ _ERRORS = frozenset(
     }
 )
 
+_TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder"})
+
 
 def __getattr__(name: str) -> Any:
     """Names are imported when they are used, so that the command starts without what it does not need."""
     if name not in __all__:
         raise AttributeError(f"module 'unirun' has no attribute {name!r}")
-    home = "unirun.errors" if name in _ERRORS else "unirun.roles"
+    home = "unirun.errors" if name in _ERRORS else "unirun.train" if name in _TRAIN else "unirun.roles"
     return getattr(importlib.import_module(home), name)

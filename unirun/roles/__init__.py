@@ -6,6 +6,7 @@ from unirun.roles.calls.refs import InvocationRef, wait
 from unirun.roles.calls.sharding import replicate, shard
 from unirun.roles.context import Context, Member, init, rpc_name
 from unirun.roles.handle import MasterHandle
+from unirun.roles.inprocess import run_in_process
 from unirun.roles.serving import serve
 from unirun.roles.trainer import BaseTrainer, Trainer
 from unirun.roles.workload import BaseWorkload, Workload
@@ -24,6 +25,7 @@ __all__ = [
     "init",
     "replicate",
     "rpc_name",
+    "run_in_process",
     "serve",
     "shard",
     "trainer_invocation",

@@ -96,7 +96,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         mapping["trainer"] = draft.trainer.target
     faults += _faults_of_job_file(mapping if sound else _without_numbers(mapping), faults)
     if faults:
-        raise SpecError(faults)
+        raise SpecError([*dict.fromkeys(faults)])
     return mapping
 
 

@@ -26,6 +26,8 @@ MAX_COUNT = 1_000_000
 
 def nearest(word: str, words: Sequence[str]) -> str:
     """``did you mean 'actor'?`` or, when nothing is near, the list of what there is."""
+    if not words:
+        return "there are none"
     close = difflib.get_close_matches(word, words, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(words))}"
 

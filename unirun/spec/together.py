@@ -32,7 +32,7 @@ def collocation_faults(groups: Sequence[Sequence[str]], roles: Sequence[RoleSpec
                 faults.append(Fault(where, f"role {name!r} is there {twice}", "name each role once"))
             home.setdefault(name, number)
         faults += _unequal(where, [known[name] for name in dict.fromkeys(group) if name in known])
-    return faults
+    return [*dict.fromkeys(faults)]
 
 
 def _unequal(where: str, group: Sequence[RoleSpec]) -> list[Fault]:

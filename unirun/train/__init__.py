@@ -4,4 +4,6 @@ from unirun.train.builder import DLJobBuilder, RLJobBuilder
 from unirun.train.handle import JobHandle
 from unirun.train.job import Job
 
-__all__ = ["DLJobBuilder", "Job", "JobHandle", "RLJobBuilder"]
+JobBuilder = DLJobBuilder
+
+__all__ = ["DLJobBuilder", "Job", "JobBuilder", "JobHandle", "RLJobBuilder"]

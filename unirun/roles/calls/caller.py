@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,11 @@ from unirun.errors import ChannelError, UsageError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Directory, Place
 from unirun.roles.calls.dispatcher import ACK
-from unirun.roles.calls.envelope import MAX_ACKS, encode_address, encode_request
+from unirun.roles.calls.envelope import encode_address, encode_request
+from unirun.roles.calls.pending import Call, Invoked, Peer, lost
 from unirun.roles.calls.policy import ALL, ANY, RANK0, Invocation
 from unirun.roles.calls.refs import InvocationRef
-from unirun.roles.calls.service import Service, Ticket
+from unirun.roles.calls.service import Service
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport, own
 
@@ -34,54 +34,6 @@ news of the death that caused it."""
 
 LARGE = 1 << 20
 """Bytes from which a result is acked at once: the worker need not keep it until the next call."""
-
-
-@dataclass(eq=False)
-class _Call:
-    """One worker's part of an invocation. `after`: it needs an incarnation later than this one."""
-
-    invocation: _Invoked
-    index: int
-    rank: int
-    seq: int
-    after: int = -1
-    peer: _Peer | None = None
-
-
-@dataclass(eq=False)
-class _Invoked:
-    """An invocation that is under way. `parcels`: one for all calls, or one for each."""
-
-    ref: InvocationRef[Any]
-    role: str
-    method: bytes
-    parcels: list[Parcel]
-    calls: list[_Call]
-    idempotent: bool
-    retries: int
-    expiry: Ticket | None = None
-    failing: bool = False
-    attempt: int = 0
-
-    def parcel(self, index: int) -> Parcel:
-        return self.parcels[index if len(self.parcels) > 1 else 0]
-
-
-@dataclass(eq=False)
-class _Peer:
-    """One worker's process. `breaks` counts the broken channels since it last answered.
-
-    `lock` guards what sends; answers come without it, so that the reading thread never waits for a sending one.
-    """
-
-    address: Address
-    endpoint: str
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    channel: Channel | None = None
-    calls: dict[int, _Call] = field(default_factory=dict)
-    acks: deque[int] = field(default_factory=deque)
-    breaks: int = 0
-    lost: bool = False
 
 
 class Caller:
@@ -94,11 +46,12 @@ class Caller:
         self._directory, self._transport, self._call_timeout = directory, transport, call_timeout
         self._service = Service("unirun-calls")
         self._lock = threading.Lock()
-        self._peers: dict[Address, _Peer] = {}
+        self._peers: dict[Address, Peer] = {}
         self._broken: dict[str, int] = {}
-        self._parked: dict[tuple[str, int], deque[_Call]] = {}
+        self._parked: dict[tuple[str, int], deque[Call]] = {}
         self._seqs = itertools.count(1)
         self._turn = itertools.count()
+        self._chosen: dict[tuple[str, int], int] = {}
         directory.when_changed(lambda: self._service.soon(self._look))
 
     def invoke(
@@ -132,10 +85,10 @@ class Caller:
             post=options.post_func,
             sharding=shares.sharding,
         )
-        invoked = _Invoked(ref, role, method.encode(), parcels, [], options.idempotent, options.retries)
+        invoked = Invoked(ref, role, method.encode(), parcels, [], options.idempotent, options.retries)
         seconds = self._call_timeout if options.timeout is None else options.timeout
         invoked.expiry = self._service.at(time.monotonic() + seconds, partial(self._expire, invoked, seconds))
-        invoked.calls = [_Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(chosen)]
+        invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(chosen)]
         for call in invoked.calls:
             self._send(call)
         return ref
@@ -177,18 +130,19 @@ class Caller:
         return ranks, bare
 
     def _least_busy(self, role: str, ranks: Sequence[int]) -> int:
-        """The rank with the fewest open calls of this caller, those that serve first; ties go round."""
-        turn = next(self._turn)
+        """The rank with the fewest open calls of this caller; serving ones first, then who was chosen longest ago."""
 
-        def busy(position: int) -> tuple[bool, int, int]:
-            place = self._directory.find(role, ranks[position])
+        def busy(rank: int) -> tuple[bool, int, int]:
+            place = self._directory.find(role, rank)
             peer = self._peers.get(place.address)
             waiting = not place.endpoint or place.gone or (peer is not None and peer.lost)
-            return waiting, len(peer.calls) if peer else 0, (position - turn) % len(ranks)
+            return waiting, len(peer.calls) if peer else 0, self._chosen.get((role, rank), -1)
 
-        return ranks[min(range(len(ranks)), key=busy)]
+        chosen = min(ranks, key=busy)
+        self._chosen[role, chosen] = next(self._turn)
+        return chosen
 
-    def _send(self, call: _Call) -> None:
+    def _send(self, call: Call) -> None:
         """Send a call, or let it wait for its worker, behind those that wait already.
 
         A call of several workers also waits while one that was lost has no successor: they may have something to do
@@ -203,7 +157,7 @@ class Caller:
                 return
         self._send_to(place, call)
 
-    def _ready(self, place: Place, call: _Call) -> bool:
+    def _ready(self, place: Place, call: Call) -> bool:
         """Whether a call need not wait: its worker serves, or never will again."""
         if place.over:
             return True
@@ -217,7 +171,7 @@ class Caller:
             return False
         return len(call.invocation.calls) == 1 or place.generation > self._broken.get(place.address.role, -1)
 
-    def _send_to(self, place: Place, call: _Call) -> None:
+    def _send_to(self, place: Place, call: Call) -> None:
         reason = "it has ended"
         if not place.over:
             peer = self._peer(place.address, place.endpoint)
@@ -236,16 +190,16 @@ class Caller:
             if call.peer is not None:
                 return
             call.after = place.address.incarnation
-        self._settle(call, _lost(str(place.address), reason))
+        self._settle(call, lost(str(place.address), reason))
 
-    def _peer(self, address: Address, endpoint: str) -> _Peer:
+    def _peer(self, address: Address, endpoint: str) -> Peer:
         peer = self._peers.get(address)
         if peer is None:
             with self._lock:
-                peer = self._peers.setdefault(address, _Peer(address, endpoint))
+                peer = self._peers.setdefault(address, Peer(address, endpoint))
         return peer
 
-    def _channel(self, peer: _Peer) -> Channel:
+    def _channel(self, peer: Peer) -> Channel:
         if peer.channel is None:
             peer.channel = self._transport.connect(
                 peer.address,
@@ -254,13 +208,13 @@ class Caller:
             )
         return peer.channel
 
-    def _transmit(self, channel: Channel, peer: _Peer, call: _Call, generation: int) -> None:
+    def _transmit(self, channel: Channel, peer: Peer, call: Call, generation: int) -> None:
         invoked = call.invocation
         parcel = invoked.parcel(call.index)
-        head = encode_request(self._me, call.seq, generation, _due(peer), invoked.method, parcel.head)
+        head = encode_request(self._me, call.seq, generation, peer.due_acks(), invoked.method, parcel.head)
         channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call))
 
-    def _answered(self, peer: _Peer, call: _Call, parcel: Parcel) -> None:
+    def _answered(self, peer: Peer, call: Call, parcel: Parcel) -> None:
         peer.breaks = 0
         peer.acks.append(call.seq)
         if peer.calls.pop(call.seq, None) is call:
@@ -268,13 +222,13 @@ class Caller:
         if parcel.size >= LARGE:
             self._service.soon(partial(self._ack, peer))
 
-    def _ack(self, peer: _Peer) -> None:
+    def _ack(self, peer: Peer) -> None:
         with peer.lock:
             if peer.acks and peer.channel is not None:
-                head = encode_request(self._me, 0, 0, _due(peer), ACK, b"")
+                head = encode_request(self._me, 0, 0, peer.due_acks(), ACK, b"")
                 peer.channel.call(Parcel(head), lambda parcel: None)
 
-    def _mend(self, peer: _Peer, reason: str) -> None:
+    def _mend(self, peer: Peer, reason: str) -> None:
         """A channel is broken. Whoever lives still has what it owes; who is dead is not there any more."""
         with peer.lock:
             peer.channel = None
@@ -293,7 +247,7 @@ class Caller:
                     reason = str(error)
         self._lose(peer, reason)
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: Peer, reason: str) -> None:
         """The worker is dead: what it owes will not come."""
         place = self._directory.find(*peer.address[:2])
         if not peer.lost and place.address == peer.address and not place.over:
@@ -307,7 +261,7 @@ class Caller:
             channel.close()
         for call in calls:
             call.after = peer.address.incarnation
-            self._settle(call, _lost(str(peer.address), reason))
+            self._settle(call, lost(str(peer.address), reason))
 
     def _look(self) -> None:
         """The directory has changed: send what waited, and give up what waits for the dead."""
@@ -339,7 +293,7 @@ class Caller:
                 call = queue.popleft()
             self._send_to(place, call)
 
-    def _settle(self, call: _Call, outcome: Parcel | WorkerLost) -> None:
+    def _settle(self, call: Call, outcome: Parcel | WorkerLost) -> None:
         invoked = call.invocation
         ref = invoked.ref
         ref.settle(call.index, outcome)
@@ -353,12 +307,12 @@ class Caller:
             grace = time.monotonic() + ERROR_GRACE
             self._service.at(grace, partial(self._fail, invoked, invoked.attempt))
 
-    def _fail(self, invoked: _Invoked, attempt: int) -> None:
+    def _fail(self, invoked: Invoked, attempt: int) -> None:
         """A moment after the first error. When the call will be made again, all must have left it first."""
         if attempt == invoked.attempt and not (invoked.retries > 0 and invoked.ref.interrupted):
             self._finish(invoked)
 
-    def _again(self, invoked: _Invoked, attempt: int) -> None:
+    def _again(self, invoked: Invoked, attempt: int) -> None:
         if invoked.ref.done() or attempt != invoked.attempt:
             return
         invoked.attempt += 1
@@ -370,34 +324,20 @@ class Caller:
         for call in list(invoked.calls):
             self._send(call)
 
-    def _finish(self, invoked: _Invoked) -> None:
+    def _finish(self, invoked: Invoked) -> None:
         if invoked.expiry is not None:
             self._service.cancel(invoked.expiry)
         self._forget(invoked)
         invoked.ref.finish()
 
-    def _expire(self, invoked: _Invoked, seconds: float) -> None:
+    def _expire(self, invoked: Invoked, seconds: float) -> None:
         self._forget(invoked)
         invoked.ref.expire(seconds)
 
-    def _forget(self, invoked: _Invoked) -> None:
+    def _forget(self, invoked: Invoked) -> None:
         """Answers that still come are acked and dropped."""
         if invoked.ref.settled:
             return
         for call in invoked.calls:
             if call.peer is not None:
                 call.peer.calls.pop(call.seq, None)
-
-
-def _due(peer: _Peer) -> list[int]:
-    """The acks that the next request takes along."""
-    acks = peer.acks
-    return [acks.popleft() for _ in range(min(len(acks), MAX_ACKS))]
-
-
-def _lost(worker: str, reason: str) -> WorkerLost:
-    return WorkerLost(
-        f"{worker} was lost before it answered: {reason}",
-        "mark the method idempotent=True to have it called again",
-        worker=worker,
-    )

@@ -14,20 +14,57 @@ import importlib
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed import rpc
 
 from unirun.errors import ChannelError
+from unirun.roles.calls.service import Service
 from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
 
 THREADS = 4
 """Threads of an agent that take requests; each is passed on at once."""
 
-_handler: Handler | None = None
-
 Form = tuple[bytes, list[torch.Tensor]]
+
+
+@dataclass(eq=False)
+class _Line:
+    """The requests of one channel: the number of the next, and those that have come before their turn."""
+
+    next: int = 0
+    early: dict[int, Callable[[], None]] = field(default_factory=dict)
+    busy: bool = False
+
+
+class _Reception:
+    """Passes requests on in the order in which each channel sent them: the agent's threads overtake each other."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Line] = {}
+
+    def take(self, name: str, number: int, parcel: Parcel, reply: Callable[[Parcel], None]) -> None:
+        with self._lock:
+            line = self._lines.setdefault(name, _Line())
+            line.early[number] = lambda: self.handler(parcel, reply)
+            if line.busy:
+                return
+            line.busy = True
+        while True:
+            with self._lock:
+                request = line.early.pop(line.next, None)
+                if request is None:
+                    line.busy = False
+                    return
+                line.next += 1
+            request()
+
+
+_reception: _Reception | None = None
 
 
 def rpc_worker_name(address: Address) -> str:
@@ -49,11 +86,12 @@ class TorchTransport:
         self._agent: Any = None
         self._store: Any = None
         self._peers: dict[str, int] = {}
+        self._service = Service("unirun-rpc")
 
     def serve(self, me: Address, handler: Handler) -> str:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
-        global _handler
-        _handler = handler
+        global _reception
+        _reception = _Reception(handler)
         self._start()
         return str(self._store.get(f"addrs/{rpc_worker_name(self._me)}").decode())
 
@@ -72,16 +110,17 @@ class TorchTransport:
                 self._agent._update_group_membership(worker, [], {}, True)
             except RuntimeError as error:
                 raise ChannelError(f"{peer} cannot be joined: {error}") from error
-        return _Channel(name, broken)
+        return _Channel(name, f"{rpc_worker_name(self._me)} to {name}", broken, self._service)
 
     def close(self) -> None:
         """End the agent; what is open fails in the peers at once."""
-        global _handler
+        global _reception
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is not None:
                 rpc.shutdown(graceful=False)
-                _handler = None
+                _reception = None
+                self._service.close()
 
     def _start(self) -> None:
         if self._agent is not None:
@@ -106,14 +145,30 @@ class TorchTransport:
 
 
 class _Channel:
-    def __init__(self, name: str, broken: Callable[[str], None]) -> None:
-        self._name, self._broken = name, broken
+    def __init__(self, name: str, line: str, broken: Callable[[str], None], service: Service) -> None:
+        self._name, self._line, self._broken, self._service = name, line, broken, service
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open = True
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
-        future = rpc.rpc_async(self._name, _enter, args=(parcel.head, _tensors(parcel)), timeout=0)
-        future.add_done_callback(lambda answer: self._answered(answer, done))
+        asking = threading.get_ident()
+        try:
+            with self._lock:
+                arguments = (self._line, next(self._numbers), parcel.head, _tensors(parcel))
+                future = rpc.rpc_async(self._name, _enter, args=arguments, timeout=0)
+        except RuntimeError as error:
+            self._break(str(error))
+            return
+
+        def answered(answer: torch.futures.Future[Form]) -> None:
+            if threading.get_ident() == asking:
+                # It came before this was asked for, and whoever calls may hold locks that `done` wants.
+                self._service.soon(lambda: self._answered(answer, done))
+            else:
+                self._answered(answer, done)
+
+        future.add_done_callback(answered)
 
     def _answered(self, answer: torch.futures.Future[Form], done: Callable[[Parcel], None]) -> None:
         try:
@@ -159,12 +214,12 @@ def _tensors(parcel: Parcel) -> list[torch.Tensor]:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _enter(head: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Form]:
+def _enter(line: str, number: int, head: bytes, tensors: list[torch.Tensor]) -> torch.futures.Future[Form]:
     """Runs in the called process, in a thread of its agent."""
     future: torch.futures.Future[Form] = torch.futures.Future()
-    if _handler is None:
+    if _reception is None:
         future.set_exception(RuntimeError("this process does not serve calls"))  # type: ignore[arg-type]
         return future
-    buffers = tuple(_memory(tensor) for tensor in tensors)
-    _handler(Parcel(head, buffers), lambda reply: future.set_result((reply.head, _tensors(reply))))
+    parcel = Parcel(head, tuple(_memory(tensor) for tensor in tensors))
+    _reception.take(line, number, parcel, lambda reply: future.set_result((reply.head, _tensors(reply))))
     return future

@@ -1,0 +1,76 @@
+"""What a caller keeps of its open calls, and of the workers that it has called."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from unirun.errors import WorkerLost
+from unirun.roles.calls.envelope import MAX_ACKS
+from unirun.roles.calls.refs import InvocationRef
+from unirun.roles.calls.service import Ticket
+from unirun.roles.transport.protocol import Address, Channel, Parcel
+
+
+@dataclass(eq=False)
+class Call:
+    """One worker's part of an invocation. `after`: it needs an incarnation later than this one."""
+
+    invocation: Invoked
+    index: int
+    rank: int
+    seq: int
+    after: int = -1
+    peer: Peer | None = None
+
+
+@dataclass(eq=False)
+class Invoked:
+    """An invocation that is under way. `parcels`: one for all calls, or one for each."""
+
+    ref: InvocationRef[Any]
+    role: str
+    method: bytes
+    parcels: list[Parcel]
+    calls: list[Call]
+    idempotent: bool
+    retries: int
+    expiry: Ticket | None = None
+    failing: bool = False
+    attempt: int = 0
+
+    def parcel(self, index: int) -> Parcel:
+        """What the call at `index` sends."""
+        return self.parcels[index if len(self.parcels) > 1 else 0]
+
+
+@dataclass(eq=False)
+class Peer:
+    """One worker's process. `breaks` counts the broken channels since it last answered.
+
+    `lock` guards what sends; answers come without it, so that the reading thread never waits for a sending one.
+    """
+
+    address: Address
+    endpoint: str
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    channel: Channel | None = None
+    calls: dict[int, Call] = field(default_factory=dict)
+    acks: deque[int] = field(default_factory=deque)
+    breaks: int = 0
+    lost: bool = False
+
+    def due_acks(self) -> list[int]:
+        """The acks that the next request takes along."""
+        return [self.acks.popleft() for _ in range(min(len(self.acks), MAX_ACKS))]
+
+
+def lost(worker: str, reason: str) -> WorkerLost:
+    """The error of a call whose worker is gone."""
+    return WorkerLost(
+        f"{worker} was lost before it answered: {reason}",
+        "mark the method idempotent=True to have it called again",
+        worker=worker,
+    )

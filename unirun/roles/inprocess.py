@@ -1,0 +1,113 @@
+"""`run_in_process`: a job of workloads and a trainer in threads of this process, for notebooks and debuggers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.directory import Place
+from unirun.roles.calls.dispatcher import Dispatcher
+from unirun.roles.calls.group import RoleGroup, role_group
+from unirun.roles.calls.policy import invocations
+from unirun.roles.handle import Identity, MasterHandle
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.state import MemoryState
+from unirun.roles.trainer import BaseTrainer, bind
+from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.protocol import Address
+from unirun.roles.workload import BaseWorkload
+
+CALL_TIMEOUT = 1800.0
+
+
+def run_in_process(
+    trainer: type[BaseTrainer],
+    workloads: Mapping[str, tuple[type[BaseWorkload], int]],
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a job here: ``run_in_process(PPOTrainer, {"actor": (Actor, 2)}, {"steps": 3})``. Returns what `fit` returns.
+
+    Each workload has a thread instead of a process, so breakpoints work and nothing has to be started. Arguments
+    and results are copied as in a real job. There are no process groups (torch has one per process), no restarts,
+    and no environment per role; what `setup`, `init` or `fit` raises comes out here.
+    """
+    players: list[_Player] = []
+    directory = _Directory({role: count for role, (_, count) in workloads.items()})
+    infos = {role: RoleInfo(role, count, 0) for role, (_, count) in workloads.items()}
+    infos["trainer"] = RoleInfo("trainer", 1, 0)
+    settings = OmegaConf.create(dict(config or {}))
+    transport = InprocTransport()
+    caller = Caller(Address("trainer", 0, 0), directory, transport, call_timeout=CALL_TIMEOUT)
+    try:
+        for role, (kind, count) in workloads.items():
+            for rank in range(count):
+                player = _Player(kind(_handle(role, rank, count, infos), settings), Address(role, rank, 0))
+                players.append(player)
+                directory.places[role, rank] = Place(player.me, player.start())
+        groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
+        made = trainer(_handles(groups), {role: kind for role, (kind, _) in workloads.items()}, settings)
+        resources = {role: {"role": role, "total": count} for role, (_, count) in workloads.items()}
+        bind(made, groups, _handle("trainer", 0, 1, infos), resources)
+        made.init()
+        return made.fit()
+    finally:
+        for player in players:
+            player.stop()
+        caller.close()
+        transport.close()
+
+
+def _handles(groups: Mapping[str, RoleGroup]) -> dict[str, list[Any]]:
+    return {role: list(group) for role, group in groups.items()}
+
+
+def _handle(role: str, rank: int, size: int, infos: Mapping[str, RoleInfo]) -> MasterHandle:
+    identity = Identity(role, rank, size, rank, size, 0, os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
+    return MasterHandle(identity, Peers(role, rank, infos), MemoryState())
+
+
+class _Directory:
+    """Where the players are; it does not change once they all stand."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._sizes = sizes
+        self.places: dict[tuple[str, int], Place] = {}
+
+    def size(self, role: str) -> int:
+        return self._sizes[role]
+
+    def find(self, role: str, rank: int) -> Place:
+        return self.places[role, rank]
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Never."""
+
+
+class _Player:
+    """A workload and the thread that serves it."""
+
+    def __init__(self, workload: BaseWorkload, me: Address) -> None:
+        self.me, self._workload = me, workload
+        self._dispatcher = Dispatcher(workload, me, invocations(workload, BaseWorkload))
+        self._transport = InprocTransport()
+        self._thread = threading.Thread(target=self._dispatcher.serve, name=str(me), daemon=True)
+
+    def start(self) -> str:
+        """Set it up here, then serve; returns the endpoint."""
+        self._workload.setup()
+        self._workload.on_generation(0)
+        self._thread.start()
+        return self._transport.serve(self.me, self._dispatcher.handle)
+
+    def stop(self) -> None:
+        """Tear it down; a call that still runs is not waited for."""
+        self._dispatcher.stop()
+        self._dispatcher.close()
+        self._transport.close()
+        if self._thread.is_alive():
+            self._workload.teardown()
