@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from unirun import BaseTrainer, BaseWorkload, run_in_process
 
 
 class Adder(BaseWorkload):
-    ended: list[str] = []
+    ended: ClassVar[list[str]] = []
 
     def setup(self) -> None:
         self.total = torch.zeros(3)
