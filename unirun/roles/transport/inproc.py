@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 from collections.abc import Callable
 
 from unirun.errors import ChannelError
+from unirun.roles.transport.mail import Mail
 from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, own
 
 _servers: dict[str, _Server] = {}
 _numbers = itertools.count()
-
-
-class _Mail:
-    """A thread that delivers, one after the other."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._deliver, name=name, daemon=True).start()
-
-    def put(self, delivery: Callable[[], None] | None) -> None:
-        self._queue.put(delivery)
-
-    def _deliver(self) -> None:
-        while (delivery := self._queue.get()) is not None:
-            delivery()
+_lock = threading.Lock()
+"""Who connects either finds a server that cuts the channel when it ends, or none."""
 
 
 class _Server:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.channels: set[_Channel] = set()
-        self.mail = _Mail("unirun-inproc")
+        self.mail = Mail("unirun-inproc")
 
 
 class _Channel:
-    def __init__(self, server: _Server, mail: _Mail, broken: Callable[[str], None]) -> None:
+    def __init__(self, server: _Server, mail: Mail, broken: Callable[[str], None]) -> None:
         self._server, self._mail, self._broken = server, mail, broken
         self._open = True
         server.channels.add(self)
@@ -66,7 +53,7 @@ class InprocTransport:
     name = "inproc"
 
     def __init__(self) -> None:
-        self._mail = _Mail("unirun-inproc")
+        self._mail = Mail("unirun-inproc")
         self._endpoint = ""
         self._channels: list[_Channel] = []
 
@@ -78,20 +65,31 @@ class InprocTransport:
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """A channel to a worker of this process."""
-        server = _servers.get(endpoint)
-        if server is None:
-            raise ChannelError(f"{peer} is not there", "it has ended")
-        channel = _Channel(server, self._mail, broken)
+        with _lock:
+            server = _servers.get(endpoint)
+            if server is None:
+                raise ChannelError(f"{peer} is not there", "it has ended")
+            channel = _Channel(server, self._mail, broken)
         self._channels.append(channel)
         return channel
 
+    def interrupt(self) -> None:
+        """Break every channel to this worker, which lives on: what a bad network does."""
+        self._cut("interrupted", end=False)
+
     def close(self) -> None:
         """Break every channel to this worker, and end its own."""
-        server = _servers.pop(self._endpoint, None)
+        server = self._cut("the worker has ended", end=True)
         if server is not None:
-            for channel in list(server.channels):
-                channel.cut("the worker has ended")
-            server.mail.put(None)
+            server.mail.close()
         for channel in self._channels:
             channel.close()
-        self._mail.put(None)
+        self._mail.close()
+
+    def _cut(self, reason: str, *, end: bool) -> _Server | None:
+        with _lock:
+            server = _servers.pop(self._endpoint, None) if end else _servers.get(self._endpoint)
+            channels = list(server.channels) if server is not None else []
+        for channel in channels:
+            channel.cut(reason)
+        return server

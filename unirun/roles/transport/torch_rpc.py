@@ -21,7 +21,7 @@ import torch
 from torch.distributed import rpc
 
 from unirun.errors import ChannelError
-from unirun.roles.calls.service import Service
+from unirun.roles.transport.mail import Mail
 from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
 
 THREADS = 4
@@ -86,7 +86,7 @@ class TorchTransport:
         self._agent: Any = None
         self._store: Any = None
         self._peers: dict[str, int] = {}
-        self._service = Service("unirun-rpc")
+        self._mail = Mail("unirun-rpc")
 
     def serve(self, me: Address, handler: Handler) -> str:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
@@ -110,7 +110,7 @@ class TorchTransport:
                 self._agent._update_group_membership(worker, [], {}, True)
             except RuntimeError as error:
                 raise ChannelError(f"{peer} cannot be joined: {error}") from error
-        return _Channel(name, f"{rpc_worker_name(self._me)} to {name}", broken, self._service)
+        return _Channel(name, f"{rpc_worker_name(self._me)} to {name}", broken, self._mail)
 
     def close(self) -> None:
         """End the agent; what is open fails in the peers at once."""
@@ -120,7 +120,7 @@ class TorchTransport:
             if agent is not None:
                 rpc.shutdown(graceful=False)
                 _reception = None
-                self._service.close()
+                self._mail.close()
 
     def _start(self) -> None:
         if self._agent is not None:
@@ -145,8 +145,8 @@ class TorchTransport:
 
 
 class _Channel:
-    def __init__(self, name: str, line: str, broken: Callable[[str], None], service: Service) -> None:
-        self._name, self._line, self._broken, self._service = name, line, broken, service
+    def __init__(self, name: str, line: str, broken: Callable[[str], None], mail: Mail) -> None:
+        self._name, self._line, self._broken, self._mail = name, line, broken, mail
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open = True
@@ -164,7 +164,7 @@ class _Channel:
         def answered(answer: torch.futures.Future[Form]) -> None:
             if threading.get_ident() == asking:
                 # It came before this was asked for, and whoever calls may hold locks that `done` wants.
-                self._service.soon(lambda: self._answered(answer, done))
+                self._mail.put(lambda: self._answered(answer, done))
             else:
                 self._answered(answer, done)
 

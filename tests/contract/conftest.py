@@ -1,0 +1,25 @@
+"""Each transport plays the whole contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.stage import KINDS, Cast, Stage
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A transport with a caller in this process."""
+    folder: Path = tmp_path_factory.mktemp("stage")
+    stage = Stage(request.param, folder / "calls")
+    yield stage
+    stage.close()
+
+
+@pytest.fixture(scope="session")
+def troupe(stage: Stage) -> Cast:
+    """Three workers for tests that leave them as they were."""
+    return stage.role(3)

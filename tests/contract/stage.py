@@ -1,0 +1,356 @@
+"""Where the contract is played: workers, a board that tells where they are, and a caller.
+
+A worker is a process of its own with its transport and its dispatcher, forked from one that has imported torch; for
+`inproc` it is a thread. The test says who lives and who is dead, on the board, as the job's master does otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.contract.desk import Desk, Gates
+from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.directory import Place
+from unirun.roles.calls.dispatcher import Dispatcher
+from unirun.roles.calls.group import RoleGroup, role_group
+from unirun.roles.calls.policy import invocations
+from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.protocol import Address, Transport
+from unirun.roles.transport.sockets import SocketTransport
+from unirun.wire.handshake import Token
+
+KINDS = ("inproc", "socket", "torch")
+
+SOON = 30.0
+"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch.distributed.rpc", "unirun.roles", __name__])
+
+RANKS = 10
+"""Room for the ranks of one role in the numbers that torch wants."""
+
+Script = Callable[[RoleGroup, Connection], None]
+
+
+def open_transport(kind: str, me: Address, folder: Path, token: Token) -> Transport:
+    """The transport of one worker. Roles are called ``name7``; torch wants all their ranks numbered."""
+    if kind == "inproc":
+        return InprocTransport()
+    if kind == "socket":
+        return SocketTransport(folder, token)
+    from unirun.roles.transport.torch_rpc import TorchTransport
+
+    def number(who: Address) -> int:
+        return RANKS * int("".join(filter(str.isdigit, who.role))) + who.rank
+
+    return TorchTransport(me, number, 10_000)
+
+
+def eventually(look: Callable[[], Any], what: str, within: float = SOON) -> Any:
+    """The first truthy value of `look()`."""
+    deadline = time.monotonic() + within
+    while not (value := look()):
+        assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
+        time.sleep(0.005)
+    return value
+
+
+class Board:
+    """A directory that the test writes. Those who look at it are told of each change."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], Place] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def put(self, *places: Place) -> None:
+        """Write where workers are now, all at once."""
+        for place in places:
+            self._places[place.address[:2]] = place
+        for listener in self._listeners:
+            listener()
+
+    def size(self, role: str) -> int:
+        """How many ranks a role has."""
+        return sum(name == role for name, _ in self._places)
+
+    def find(self, role: str, rank: int) -> Place:
+        """Where one is."""
+        return self._places[role, rank]
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call `listener` at each `put`."""
+        self._listeners.append(listener)
+
+
+class Voice:
+    """The end of a pipe in a worker: several threads talk."""
+
+    def __init__(self, control: Connection) -> None:
+        self._control, self._lock = control, threading.Lock()
+
+    def say(self, what: Any) -> None:
+        """Tell the test; when it has gone, nobody listens."""
+        with self._lock, contextlib.suppress(OSError):
+            self._control.send(what)
+
+
+def work(kind: str, me: Address, folder: Path, token: Token, control: Connection) -> None:
+    """Be a worker, until the test says stop, or is gone."""
+    voice, gates = Voice(control), Gates()
+    transport = open_transport(kind, me, folder, token)
+    desk = Desk(me, voice.say, gates)
+    dispatcher = Dispatcher(desk, me, invocations(desk))
+    voice.say(("serving", transport.serve(me, dispatcher.handle)))
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while (order := control.recv()) is not None:
+                match order:
+                    case ("open", name):
+                        gates.open(name)
+                    case "interrupt":
+                        assert isinstance(transport, InprocTransport)
+                        transport.interrupt()
+                        voice.say("interrupted")
+                    case "kept":
+                        voice.say(("kept", dispatcher.kept))
+                    case "files":
+                        voice.say(("files", len(os.listdir("/proc/self/fd"))))
+        if kind != "inproc":
+            os._exit(0)
+        transport.close()
+        dispatcher.stop()
+
+    threading.Thread(target=listen, daemon=True).start()
+    dispatcher.serve()
+    dispatcher.close()
+
+
+def call(
+    kind: str,
+    me: Address,
+    folder: Path,
+    token: Token,
+    control: Connection,
+    places: list[Place],
+    script: Script,
+) -> None:
+    """Be a trainer that runs `script`."""
+    board = Board()
+    board.put(*places)
+    transport = open_transport(kind, me, folder, token)
+    caller = Caller(me, board, transport, call_timeout=SOON)
+    script(role_group(caller, places[0].address.role, len(places)), control)
+    caller.close()
+    transport.close()
+
+
+class Player:
+    """A worker as the test sees it."""
+
+    def __init__(self, kind: str, main: Callable[..., None], me: Address, *arguments: Any) -> None:
+        self.me, self._kind = me, kind
+        self._control, theirs = FORKS.Pipe()
+        self._heard: list[Any] = []
+        given = (kind, me, arguments[0], arguments[1], theirs, *arguments[2:])
+        self._process: Any = None
+        if kind == "inproc":
+            threading.Thread(target=main, args=given, daemon=True).start()
+        else:
+            self._process = FORKS.Process(target=main, args=given, daemon=True)
+            self._process.start()
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid if self._process else os.getpid()
+
+    def hear(self, what: Any, within: float = SOON) -> Any:
+        """Wait until the worker has said `what`, or a pair that begins with it, whose rest is returned."""
+        deadline = time.monotonic() + within
+        while True:
+            for said in self._heard:
+                if said == what or (isinstance(said, tuple) and said[0] == what):
+                    self._heard.remove(said)
+                    return said[1] if isinstance(said, tuple) else said
+            assert self._control.poll(max(deadline - time.monotonic(), 0.0)), f"{self.me} did not say {what}"
+            self._heard.append(self._control.recv())
+
+    def open(self, gate: str) -> None:
+        """Let a method go on that waits there."""
+        self._control.send(("open", gate))
+
+    def say(self, what: Any) -> None:
+        """Tell a script."""
+        self._control.send(what)
+
+    def interrupt(self) -> None:
+        """Break the connections to it, where there are no sockets that could be shut down."""
+        if self._kind == "inproc":
+            self._control.send("interrupt")
+            self.hear("interrupted")
+
+    def ask(self, what: str) -> int:
+        """``kept``: how many results are not acked. ``files``: how many descriptors are open."""
+        self._control.send(what)
+        return int(self.hear(what))
+
+    def kill(self) -> None:
+        """End it without a word, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(SOON)
+            assert self._process.exitcode is not None
+        self._control.close()
+
+    def signal(self, signum: int) -> None:
+        """Stop or continue it."""
+        os.kill(self._process.pid, signum)
+
+
+class Cast:
+    """The workers of one role, on their places."""
+
+    def __init__(self, stage: Stage, role: str, size: int) -> None:
+        self._stage, self.role = stage, role
+        self.players = [stage.player(work, Address(role, rank, 0)) for rank in range(size)]
+        self.stage_all()
+        self.group: RoleGroup = role_group(stage.caller, role, size)
+
+    def __getitem__(self, rank: int) -> Player:
+        return self.players[rank]
+
+    def __iter__(self) -> Iterator[Player]:
+        return iter(self.players)
+
+    def stage_all(self) -> None:
+        """Wait for all, and tell where they are."""
+        self._stage.board.put(*(Place(player.me, player.hear("serving")) for player in self.players))
+
+    def place(self, rank: int) -> Place:
+        """What the board says."""
+        return self._stage.board.find(self.role, rank)
+
+    def tell_gone(self, rank: int) -> None:
+        """The board says that it is dead."""
+        self._stage.board.put(replace(self.place(rank), endpoint="", gone=True))
+
+    def start_again(self, rank: int) -> None:
+        """Another one takes the place; the role is in its next generation."""
+        self.prepare_again(rank)
+        self.announce_again(rank)
+
+    def prepare_again(self, rank: int) -> None:
+        """It is on its way."""
+        me = self.players[rank].me
+        fresh = Address(me.role, me.rank, me.incarnation + 1)
+        self.players[rank] = self._stage.player(work, fresh)
+        others = [self.place(other) for other in range(len(self.players)) if other != rank]
+        generation = self.place(rank).generation + 1
+        self._stage.board.put(
+            Place(fresh, generation=generation), *(replace(place, generation=generation) for place in others)
+        )
+
+    def announce_again(self, rank: int) -> None:
+        """It serves."""
+        place = self.place(rank)
+        self._stage.board.put(replace(place, endpoint=self.players[rank].hear("serving")))
+
+    def open(self, gate: str) -> None:
+        """Open a gate everywhere."""
+        for player in self.players:
+            player.open(gate)
+
+    def kept(self) -> list[int]:
+        """How many results each keeps."""
+        return [player.ask("kept") for player in self.players]
+
+
+class Stage:
+    """One transport, one caller in this process, and as many roles as tests want."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self._folder = kind, folder
+        self.token = Token(os.urandom(32))
+        self.board = Board()
+        self.me = Address("trainer0", 0, 0)
+        self.transport = open_transport(kind, self.me, folder, self.token)
+        self.caller = Caller(self.me, self.board, self.transport, call_timeout=2 * SOON)
+        self._players: list[Player] = []
+
+    def player(self, main: Callable[..., None], me: Address, *arguments: Any) -> Player:
+        """Start a worker or a trainer."""
+        player = Player(self.kind, main, me, self._folder, self.token, *arguments)
+        self._players.append(player)
+        return player
+
+    def role(self, size: int) -> Cast:
+        """A role of its own."""
+        return Cast(self, f"desk{next(self._numbers)}", size)
+
+    def trainer(self, incarnation: int, script: Script, cast: Cast) -> Player:
+        """Another caller, in a process of its own."""
+        places = [cast.place(rank) for rank in range(len(cast.players))]
+        return self.player(call, Address("other999", 0, incarnation), places, script)
+
+    def close(self) -> None:
+        """Everybody leaves."""
+        self.caller.close()
+        for player in self._players:
+            player.kill()
+        self.transport.close()
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found[int(name)] = link
+    return found
+
+
+class Line:
+    """The connections to a role that are made while the block runs. They can be cut then; both ends live on."""
+
+    def __init__(self, cast: Cast) -> None:
+        self._cast = cast
+        self._links: dict[int, str] = {}
+
+    def __enter__(self) -> Line:
+        self._before = open_sockets()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._links = {n: link for n, link in open_sockets().items() if self._before.get(n) != link}
+
+    def cut(self) -> None:
+        """Break them."""
+        for player in self._cast:
+            player.interrupt()
+        now = open_sockets()
+        for number, link in self._links.items():
+            if now.get(number) == link:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+STOP, GO_ON = signal.SIGSTOP, signal.SIGCONT

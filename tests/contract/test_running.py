@@ -1,0 +1,206 @@
+"""What runs, in which order, how often, and beside what."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from multiprocessing.connection import Connection
+
+import torch
+
+from tests.contract.stage import SOON, Cast, Line, Stage, eventually
+from unirun.roles import RoleGroup, wait
+
+
+def test_every_worker_answers_in_rank_order(troupe: Cast) -> None:
+    assert troupe.group.number() == [0, 1, 2]
+    assert troupe.group[1:].number() == [1, 2]
+    assert troupe.group[2].number() == 2
+    assert troupe.group.first() == 0
+
+
+def test_calls_run_in_the_main_thread_of_their_own_process(stage: Stage, troupe: Cast) -> None:
+    answers = troupe.group.me()
+    assert [answer[:3] for answer in answers] == [
+        (f"{troupe.role}:{rank}", 0, troupe[rank].pid) for rank in range(3)
+    ]
+    assert all(main for *_, main in answers) or stage.kind == "inproc"
+
+
+def test_calls_run_in_the_order_in_which_they_were_made(stage: Stage) -> None:
+    cast = stage.role(2)
+    refs = [cast.group[number % 2].call_async("note", number) for number in range(600)]
+    refs += [cast.group.call_async("note", number) for number in range(600, 700)]
+    assert [ref.result(SOON) for ref in refs[:600]] == list(range(600))
+    evens, odds = cast.group.ran()
+    assert evens == [*range(0, 600, 2), *range(600, 700)]
+    assert odds == [*range(1, 600, 2), *range(600, 700)]
+
+
+def test_large_and_small_calls_keep_their_order_too(stage: Stage) -> None:
+    cast = stage.role(1)
+    refs = [
+        cast.group.call_async("note", torch.full((1 << (n % 3) * 9,), n, dtype=torch.int32))
+        for n in range(60)
+    ]
+    wait(refs, len(refs), SOON)
+    assert [int(tensor[0]) for tensor in cast.group[0].ran()] == list(range(60))
+
+
+def test_calls_of_several_threads_each_keep_their_order(stage: Stage) -> None:
+    cast = stage.role(1)
+
+    def make(name: str) -> None:
+        refs = [cast.group.call_async("note", (name, number)) for number in range(150)]
+        wait(refs, len(refs), SOON)
+
+    threads = [threading.Thread(target=make, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    ran = cast.group[0].ran()
+    assert len(ran) == 600
+    for name in "abcd":
+        assert [number for who, number in ran if who == name] == list(range(150))
+
+
+def test_a_thousand_calls_are_in_flight_at_once(stage: Stage) -> None:
+    cast = stage.role(2)
+    gates = cast.group.call_async("hold", "flood")
+    for player in cast:
+        player.hear("holding flood")
+    refs = [cast.group[number % 2].call_async("echo", number) for number in range(1000)]
+    assert not any(ref.done() for ref in refs)
+    cast.open("flood")
+    assert [ref.result(SOON) for ref in refs] == list(range(1000))
+    assert gates.result() == ["flood"] * 2
+
+
+def test_a_call_runs_once_when_the_connection_breaks_while_it_runs(stage: Stage) -> None:
+    cast = stage.role(1)
+    with Line(cast) as line:
+        assert cast.group.note("before") == ["before"]
+    ref = cast.group.call_async("hold", "midway")
+    queued = [cast.group.call_async("note", number) for number in range(20)]
+    cast[0].hear("holding midway")
+    line.cut()
+    cast[0].open("midway")
+    assert ref.result(SOON) == ["midway"]
+    assert [each.result(SOON) for each in queued] == [[number] for number in range(20)]
+    assert cast.group[0].ran() == ["before", "midway", *range(20)]
+
+
+def test_every_call_runs_once_however_often_the_connection_breaks(stage: Stage) -> None:
+    cast = stage.role(1)
+    refs = []
+    for round_number in range(12):
+        with Line(cast) as line:
+            assert cast.group.echo(round_number) == [round_number]
+        refs += [cast.group.call_async("note", (round_number, number)) for number in range(25)]
+        wait(refs[-25:], 1 + round_number, SOON)
+        line.cut()
+        eventually(refs[-1].done, "the last answer comes, over whatever connection")
+    assert [ref.result(SOON)[0] for ref in refs] == cast.group[0].ran()
+    assert set(Counter(cast.group[0].ran()).values()) == {1}
+
+
+def test_any_spreads_over_those_who_have_least_to_do(troupe: Cast) -> None:
+    assert Counter(troupe.group.anyone() for _ in range(9)) == {0: 3, 1: 3, 2: 3}
+    busy = troupe.group[1].call_async("hold", "spread")
+    troupe[1].hear("holding spread")
+    assert Counter(troupe.group.anyone() for _ in range(8)) == {0: 4, 2: 4}
+    troupe.open("spread")
+    assert busy.result(SOON) == "spread"
+
+
+def test_open_calls_to_any_are_counted(troupe: Cast) -> None:
+    refs = [troupe.group.call_async("anyone_holds", "shared") for _ in range(6)]
+    troupe.open("shared")
+    assert sorted(ref.result(SOON) for ref in refs) == [0, 0, 1, 1, 2, 2]
+
+
+def test_map_gives_each_item_to_somebody_and_keeps_their_order(troupe: Cast) -> None:
+    assert troupe.group.map("echo", range(50)) == list(range(50))
+    assert set(troupe.group.map("number", [])) == set()
+
+
+def test_map_goes_round_a_worker_that_is_slow(stage: Stage) -> None:
+    cast = stage.role(2)
+    done = threading.Event()
+    results: list[int] = []
+
+    def work() -> None:
+        results.extend(cast.group.map("hold_if", [0] * 40, "slow"))
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    cast[0].hear("holding slow")
+    eventually(lambda: len(cast.group[1].ran()) >= 36, "the other worker does what it can")
+    assert not done.is_set()
+    cast.open("slow")
+    assert done.wait(SOON)
+    assert Counter(results)[1] >= 36
+
+
+def test_methods_in_threads_and_loops_run_beside_a_long_call(stage: Stage) -> None:
+    cast = stage.role(1)
+    long = cast.group.call_async("hold", "long")
+    cast[0].hear("holding long")
+    refs = [
+        cast.group.call_async(method, f"{method}{n}") for method in ("beside", "meanwhile") for n in range(2)
+    ]
+    for method in ("beside", "meanwhile"):
+        for number in range(2):
+            cast[0].hear(f"holding {method}{number}")
+    third = cast.group.call_async("beside", "third")
+    assert not third.done()
+    for gate in ("beside1", "meanwhile1", "meanwhile0", "beside0", "third"):
+        cast[0].open(gate)
+    assert [ref.result(SOON) for ref in refs] == [["beside0"], ["beside1"], ["meanwhile0"], ["meanwhile1"]]
+    assert third.result(SOON) == ["third"]
+    assert not long.done()
+    cast[0].open("long")
+    assert long.result(SOON) == ["long"]
+
+
+def test_workers_keep_no_results(stage: Stage) -> None:
+    cast = stage.role(2)
+    for number in range(50):
+        cast.group.echo(number)
+    # What was answered last is acked with the next call.
+    assert max(cast.kept()) <= 1
+    refs = [cast.group.call_async("echo", number) for number in range(200)]
+    wait(refs, len(refs), SOON)
+    cast.group.echo()
+    assert max(cast.kept()) <= 1
+
+
+def test_large_results_are_let_go_at_once(stage: Stage) -> None:
+    cast = stage.role(1)
+    cast.group.echo()
+    assert cast.group[0].echo(torch.ones(1 << 19)).numel() == 1 << 19
+    eventually(lambda: cast[0].ask("kept") == 0, "the worker keeps nothing")
+
+
+def test_results_that_come_too_late_are_let_go_too(stage: Stage) -> None:
+    cast = stage.role(1)
+    ref = cast.group.call_async("hold_briefly", "late")
+    assert isinstance(ref.exception(SOON), TimeoutError)
+    cast[0].open("late")
+    cast.group.echo()
+    cast.group.echo()
+    assert cast.kept() == [1]
+
+
+def test_a_worker_plays_for_several_callers_at_once(stage: Stage) -> None:
+    cast = stage.role(1)
+    other = stage.trainer(0, call_many, cast)
+    assert [cast.group[0].call("echo", number) for number in range(200)] == list(range(200))
+    other.hear("all answered")
+
+
+def call_many(group: RoleGroup, control: Connection) -> None:
+    """The other caller's part."""
+    if [group[0].echo(number) for number in range(200)] == list(range(200)):
+        control.send("all answered")
