@@ -35,7 +35,7 @@ class ClassDraft:
 class WorkloadDraft:
     """A role as far as it was described; None is what was not said."""
 
-    role: Any
+    role: str
     entry: ClassDraft
     total: Any = None
     per_node: Any = None
@@ -89,7 +89,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     mapping: dict[str, Any] = {
         "config": config,
         "env": draft.env,
-        "roles": {str(workload.role): _role(workload) for workload in draft.workloads},
+        "roles": {workload.role: _role(workload) for workload in draft.workloads},
         "collocations": groups,
     }
     if draft.trainer is not None:
@@ -142,7 +142,7 @@ def _job_faults(draft: Draft) -> list[Fault]:
         faults.append(Fault("config", "it is not set", "call .config({…}) with a dict or a DictConfig"))
     if not draft.workloads:
         faults.append(Fault("workload", "there is none", "call .workload(role, module, class)"))
-    names = [str(workload.role) for workload in draft.workloads]
+    names = [workload.role for workload in draft.workloads]
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
     faults += [Fault(name, f"the role {name!r} is given twice", "name each role once") for name in twice]
     if draft.dl_type == "RL" and "actor" not in [name.lower() for name in names]:
@@ -181,7 +181,7 @@ def _class_faults(where: str, kind: str, entry: ClassDraft, loaded: Mapping[str,
 
 def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
     role, total, per_node = workload.role, workload.total, workload.per_node
-    faults = _class_faults(str(role), "workload", workload.entry, loaded)
+    faults = _class_faults(role, "workload", workload.entry, loaded)
     faults += _number_fault(f"{role}.total", total, "total(1)")
     faults += _number_fault(f"{role}.per_node", per_node, "per_node(1)")
     if _is_number(total) and _is_number(per_node) and _is_number(draft.node_num):
@@ -195,7 +195,7 @@ def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str,
 
 def _groups(draft: Draft) -> tuple[list[list[str]], list[Fault]]:
     """The collocations, with the roles' own spelling: they may be named in upper or in lower case."""
-    roles = [str(workload.role) for workload in draft.workloads]
+    roles = [workload.role for workload in draft.workloads]
     spelled = {role.lower(): role for role in roles} | {role: role for role in roles} | {TRAINER: TRAINER}
     groups, faults = [], []
     for number, group in enumerate(draft.collocations):
@@ -212,7 +212,7 @@ def _groups(draft: Draft) -> tuple[list[list[str]], list[Fault]]:
 
 def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]:
     """Roles that share devices need as many as the largest of them; the trainer needs none."""
-    by_name = {str(workload.role): workload for workload in draft.workloads}
+    by_name = {workload.role: workload for workload in draft.workloads}
     together = [[by_name[name] for name in group if name in by_name] for group in groups]
     grouped = {workload.role for group in together for workload in group}
     units = [group for group in together if group]
@@ -224,7 +224,7 @@ def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]
     ):
         if sum(needs) > limit:
             listed = " + ".join(
-                f"{'='.join(str(workload.role) for workload in unit)} {need}"
+                f"{'='.join(workload.role for workload in unit)} {need}"
                 for unit, need in zip(units, needs, strict=True)
             )
             have = f"{draft.node_num} × {limit // draft.node_num}" if where == "total" else "device_per_node"

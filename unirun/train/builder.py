@@ -100,9 +100,10 @@ class WorkloadBuilder(_JobMethods[J]):
     def __init__(self, described: _Described, job: J, role: str, entry: ClassDraft) -> None:
         self._described, self._job = described, job
         self._place = len(described.draft.workloads)
-        described.draft = replace(
-            described.draft, workloads=(*described.draft.workloads, WorkloadDraft(role, entry))
-        )
+        # What is no text cannot be a name; `build` tells.
+        name = role if isinstance(role, str) else f"{role!r} (no text)"
+        workloads = (*described.draft.workloads, WorkloadDraft(name, entry))
+        described.draft = replace(described.draft, workloads=workloads)
 
     def _own(self, **more: Any) -> None:
         workloads = [*self._described.draft.workloads]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unirun.errors import Fault, SpecError
@@ -356,3 +358,45 @@ def test_a_node_has_as_many_devices_as_its_ranks_need() -> None:
 
 def test_a_role_alone_is_collocated_with_nobody() -> None:
     assert whole().with_collocation_all().build().spec.collocations == ()
+
+
+junk = (
+    st.none() | st.booleans() | st.integers(-1, 9) | st.floats() | st.text(max_size=3) | st.lists(st.none())
+)
+roles = st.sampled_from(["actor", "rollout", "trainer", "Actor", "x y", ""]) | junk
+numbers = st.integers(1, 8) | junk
+modules, classes = (
+    st.sampled_from(["algo", "broken", "."]) | junk,
+    st.sampled_from(["Actor", "PPOTrainer"]) | junk,
+)
+environments = st.dictionaries(st.sampled_from(["A", "RANK", "1"]), junk, max_size=2) | junk
+workloads = st.tuples(roles, modules, classes, numbers, numbers, environments)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    of_job=st.tuples(st.sampled_from(["RL", "SFT"]) | junk, numbers, numbers, environments, environments),
+    trainer=st.tuples(modules, classes),
+    described=st.lists(workloads, max_size=3),
+    groups=st.lists(st.lists(roles, max_size=3), max_size=2),
+    together=st.booleans(),
+)
+def test_whatever_is_said_gives_a_job_or_faults_and_nothing_else(
+    of_job: Any, trainer: Any, described: Any, groups: Any, together: bool
+) -> None:
+    kind, nodes, devices, config, env = of_job
+    builder = DLJobBuilder().dl_type(kind).node_num(nodes).device_per_node(devices).config(config)
+    builder.global_env(env).trainer(*trainer)
+    for role, module, name, total, per_node, of_role in described:
+        builder.workload(role, module, name).total(total).per_node(per_node).env(of_role)
+    for group in groups:
+        builder.with_collocation(*group)
+    if together:
+        builder.with_collocation_all()
+    try:
+        job = builder.build()
+    except SpecError as error:
+        assert all(fault.problem for fault in error.faults)
+        assert len(set(error.faults)) == len(error.faults), "nothing is told twice"
+    else:
+        assert job.spec.role("trainer").count == 1
