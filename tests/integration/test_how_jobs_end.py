@@ -296,7 +296,7 @@ class TestASignalToTheCommand:
         (unirun.root / "up").touch()
         job.lines(r"\] asked")
         job.signal(signal.SIGINT)
-        job.lines("SIGINT: the job is ending already; SIGKILL follows")
+        job.lines("SIGINT: stopping; SIGKILL follows")
         (unirun.root / "go").touch()
         end = job.end(SOON)
         assert end.code == 0

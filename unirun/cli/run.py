@@ -88,7 +88,6 @@ class _Session:
         self._began = time.monotonic()
         self._up = False
         self._followed: set[WorkerStarted] = set()
-        self._ending = self._interrupted = False
         self._over: asyncio.Event | None = None
 
     async def run(self) -> int:
@@ -126,16 +125,11 @@ class _Session:
             if self._over is not None:
                 self._over.set()
                 return
-            follows = (
-                f"SIGKILL follows after {self._spec.shutdown_timeout:g} s, or at once when it comes again"
+            master.send(Stop(int(signum), f"got {signum.name}"))
+            self._console.note(
+                f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
+                "or at once when it comes again"
             )
-            if self._ending and not self._interrupted:
-                # To the master this would be a second request, which means SIGKILL.
-                self._console.note(f"{signum.name}: the job is ending already; {follows}")
-            else:
-                master.send(Stop(int(signum), f"got {signum.name}"))
-                self._console.note(f"{signum.name}: stopping; {follows}")
-            self._interrupted = True
 
         for name in self._spec.signals:
             signum = signal.Signals[name]
@@ -149,8 +143,6 @@ class _Session:
                 self._follow(message)
             case RoleChanged():
                 self._roles[message.role] = message
-                # A role alone is restarted; one that is stopped goes down with the whole job.
-                self._ending |= message.phase in ("stopping", "stopped", "failed")
             case Notice(source, text):
                 if text.startswith("spawner ready"):
                     self._spawner = text

@@ -182,7 +182,8 @@ class Verdict:
 class JobState:
     """Everything that the master knows. `failures` are those that were not asked for, in order of arrival.
 
-    `view_due`: something has changed that the workers will be told in a moment.
+    `asked_to_stop`: somebody has asked; a job also stops by itself. `view_due`: something has changed that the
+    workers will be told in a moment.
     """
 
     spec: JobSpec
@@ -196,6 +197,7 @@ class JobState:
     verdict: Verdict | None = None
     ended: float | None = None
     view_due: bool = False
+    asked_to_stop: bool = False
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

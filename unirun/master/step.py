@@ -172,10 +172,15 @@ def _stop(turn: Turn, event: Stop) -> None:
         raise IllegalTransition(f"there is no signal {event.signal}")
     turn.record("stop", event.reason)
     code = 128 + event.signal
+    again, turn.state = turn.state.asked_to_stop, replace(turn.state, asked_to_stop=True)
     if turn.state.phase is JobPhase.STOPPING:
-        # A second request means "now": whatever grace is left is over.
+        # A second request means "now": whatever grace is left is over. The first one may find a job that ends by
+        # itself, and has something to add only when it has less patience.
         for role in turn.state.roles.values():
-            turn.stop(role, signal.SIGKILL, 0.0)
+            if again:
+                turn.stop(role, signal.SIGKILL, 0.0)
+            elif event.grace is not None:
+                turn.stop(role, event.signal, event.grace)
         return
     stop_all(turn, Verdict(JobPhase.STOPPED, code, event.reason), event.signal, event.grace)
 

@@ -270,6 +270,12 @@ class TestAStop:
         job.obey()
         assert job.finish == Finish(143, "one")
 
+    def test_of_a_job_that_ends_by_itself_kills_only_when_it_comes_again(self) -> None:
+        job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
+        assert job.on(Stop(TERM, "one")).orders(StopWorkers) == []
+        assert job.on(Stop(TERM, "two")).orders(StopWorkers) == [StopWorkers("rollout", (0,), KILL, 0.0)]
+        assert job.obey().finish == Finish(0, "actor succeeded")
+
     def test_before_anything_runs_ends_at_once(self) -> None:
         job = Job({"actor": 1}).on(Stop(TERM, "early"))
         assert job.finish == Finish(143, "early")
