@@ -1,5 +1,9 @@
-"""The job that measures calls: eight workers, and a trainer that calls them through its role group and, in the same
-process and in turn, with plain torch.distributed.rpc. The trainer writes what it measured as JSON."""
+"""The job that measures calls: one worker, or eight, and a trainer that calls them through its role group or with plain
+torch.distributed.rpc. The trainer writes what it measured as JSON.
+
+torch's RPC agents poll without a pause, in every process that has one. So what is measured over sockets has a job of
+its own, in which there is none; what is measured over torch is measured in turn with the raw calls.
+"""
 
 from __future__ import annotations
 
@@ -37,61 +41,47 @@ class Worker(BaseWorkload):
     def flying(self, value: Any = None) -> None:
         """Not waited for."""
 
-    @trainer_invocation(blocking=False)
-    def join(self, file: str, world: int) -> None:
-        """Make this worker a member of a plain RPC group."""
-        join(f"worker{self.rank}", self.rank + 1, file, world)
-
-
-def join(name: str, rank: int, file: str, world: int) -> None:
-    """``init_rpc``, as its documentation shows it."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{file}", rpc_timeout=60)
-    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
-
 
 class Measure(BaseTrainer):
-    """Measures each figure `rounds` times, ours and raw in turn."""
+    """Measures each figure `rounds` times."""
 
     def init(self) -> None:
-        """Name the peers of the raw calls."""
-        workers = self.RG_WORKER
-        workers.blocking()
-        if self.config.raw == "init_rpc":
-            # The job's own calls go over sockets, so plain torch RPC can be set up beside them.
-            ref = workers.join(self.config.file, len(workers) + 1)
-            join("trainer", 0, self.config.file, len(workers) + 1)
-            ref.result()
-            self.names = [f"worker{rank}" for rank in range(len(workers))]
-        else:
-            self.names = [unirun.rpc_name("worker", rank) for rank in range(len(workers))]
+        """Let every worker be called once."""
+        self.RG_WORKER.blocking()
 
     def fit(self) -> None:
         """Measure and write."""
-        one, every, names = self.RG_WORKER[0], self.RG_WORKER, self.names
+        one, every = self.RG_WORKER[0], self.RG_WORKER
+        names = [unirun.rpc_name("worker", n) for n in range(len(every))] if self.config.raw else []
         large = torch.ones(LARGE // 4)
         pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
-            "blocking": (
-                lambda: p50(one.blocking, 1000),
-                lambda: p50(lambda: rpc.rpc_sync(names[0], nothing), 1000),
-            ),
             "group": (
-                lambda: p50(every.blocking, 200),
-                lambda: p50(lambda: [f.wait() for f in [rpc.rpc_async(n, nothing) for n in names]], 200),
-            ),
-            "in flight": (
-                lambda: rate(lambda: one.flying(), lambda ref: ref.result()),
-                lambda: rate(lambda: rpc.rpc_async(names[0], nothing), lambda future: future.wait()),
-            ),
-            "large": (
-                lambda: p50(lambda: one.blocking(large), 7),
-                lambda: p50(lambda: rpc.rpc_sync(names[0], nothing, args=(large,)), 7),
+                lambda: p50(every.blocking, 100),
+                lambda: p50(lambda: [f.wait() for f in [rpc.rpc_async(n, nothing) for n in names]], 100),
             ),
         }
+        if len(every) == 1:
+            pairs = {
+                "blocking": (
+                    lambda: p50(one.blocking, 500),
+                    lambda: p50(lambda: rpc.rpc_sync(names[0], nothing), 500),
+                ),
+                "in flight": (
+                    lambda: rate(lambda: one.flying(), lambda ref: ref.result()),
+                    lambda: rate(lambda: rpc.rpc_async(names[0], nothing), lambda future: future.wait()),
+                ),
+                "large": (
+                    lambda: p50(lambda: one.blocking(large), 7),
+                    lambda: p50(lambda: rpc.rpc_sync(names[0], nothing, args=(large,)), 7),
+                ),
+            }
         found: dict[str, dict[str, list[float]]] = {}
         for name, (ours, raw) in pairs.items():
-            ours(), raw()
-            rounds = [(ours(), raw()) for _ in range(self.config.rounds)]
-            found[name] = {"own": [own for own, _ in rounds], "raw": [their for _, their in rounds]}
+            sides = {"own": ours, **({"raw": raw} if names else {})}
+            for side in sides.values():
+                side()
+            rounds = [{side: measure() for side, measure in sides.items()} for _ in range(self.config.rounds)]
+            found[name] = {side: [each[side] for each in rounds] for side in sides}
         Path(self.config.result).write_text(json.dumps(found))
 
 

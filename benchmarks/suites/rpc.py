@@ -1,5 +1,5 @@
-"""Calls from a trainer to its workers, beside plain torch.distributed.rpc in the same processes, and beside Ray and
-Monarch when they are installed."""
+"""Calls from a trainer to its workers, beside plain torch.distributed.rpc between the same processes, and beside Ray
+and Monarch when they are installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import cast
 
 from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
 from benchmarks.job import DEADLINE, environment, program
 
 WORKERS = 8
+"""Of a call of a whole role; everything else is measured with one."""
+
+ROUNDS = 3
+"""How often each thing is measured in one job."""
 
 BARS = (
     ("torch", "blocking", "us", Bar("blocking call over torch ÷ raw rpc_sync", "ratio", 1.5)),
@@ -34,25 +39,29 @@ FOREIGN = {"ray": "ray", "monarch": "monarch"}
 FOREIGN_BARS = {"torch": 0.4, "socket": 0.2}
 
 Rounds = dict[str, dict[str, list[float]]]
-"""For each thing that is measured the rounds of ours, ``own``, and of torch's, ``raw``."""
+"""For each thing that is measured the rounds of ours, ``own``, and, in the job over torch, of torch's, ``raw``."""
 
 
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite, each from `runs` rounds in one job per transport."""
     busy, faults = load_of_others(), dict[str, str]()
-    found: dict[str, Rounds] = {}
-    for transport in ("torch", "socket"):
-        say(f"calls over {transport}")
-        try:
-            found[transport] = rounds(transport, runs)
-        except BenchmarkError as error:
-            found[transport], faults[transport] = {}, str(error)
+    found: dict[str, Rounds] = {"torch": {}, "socket": {}}
+    for number in range(runs):
+        # Jobs take turns, so what else the machine does falls on both.
+        for transport, so_far in found.items():
+            say(f"calls over {transport}, run {number + 1} of {runs}")
+            try:
+                measured = {**rounds(transport, 1), **rounds(transport, WORKERS)}
+                for what, sides in measured.items():
+                    for side, values in sides.items():
+                        so_far.setdefault(what, {}).setdefault(side, []).append(median(values))
+            except BenchmarkError as error:
+                faults[transport] = str(error)
     result = []
     for transport, what, unit, bar in BARS:
-        pair = found[transport].get(what, {"own": [], "raw": []})
-        result.append(
-            figure(bar, unit, runs, pair["own"], "torch rpc", pair["raw"], faults.get(transport, ""), busy)
-        )
+        own, raw = found[transport].get(what, {}).get("own", []), found["torch"].get(what, {}).get("raw", [])
+        fault = faults.get(transport, "") or faults.get("torch", "")
+        result.append(figure(bar, unit, runs, own, "torch rpc", raw, fault, busy))
     return result + foreign(runs, found, busy)
 
 
@@ -63,18 +72,17 @@ def figure(
     return Figure(bar, ratio(own, theirs), runs, unit, tuple(own), peer, tuple(theirs), fault, busy)
 
 
-def rounds(transport: str, runs: int) -> Rounds:
-    """Run the job of `benchmarks.calls` once. Raises `BenchmarkError` when it fails."""
+def rounds(transport: str, workers: int) -> Rounds:
+    """Run the job of `benchmarks.calls` once, with so many workers. Raises `BenchmarkError` when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         config = {
-            "raw": "init_rpc" if transport == "socket" else "agent",
-            "file": str(home / "rendezvous"),
+            "raw": transport == "torch",
             "result": str(home / "result.json"),
-            "rounds": runs,
+            "rounds": ROUNDS,
         }
         job = {
-            "roles": {"worker": {"count": WORKERS, "workload": "benchmarks.calls:Worker"}},
+            "roles": {"worker": {"count": workers, "workload": "benchmarks.calls:Worker"}},
             "trainer": "benchmarks.calls:Measure",
             "transport": transport,
             "config": config,
@@ -105,7 +113,7 @@ def foreign(runs: int, found: dict[str, Rounds], busy: float) -> list[Figure]:
         except (BenchmarkError, ValueError, IndexError) as error:
             fault = str(error)
         for transport, limit in FOREIGN_BARS.items():
-            own = found[transport].get("blocking", {"own": []})["own"]
+            own = found[transport].get("blocking", {}).get("own", [])
             bar = Bar(f"blocking call over {transport} ÷ {system}", "ratio", limit)
             rows.append(figure(bar, "us", runs, own, system, theirs, fault, busy))
     return rows

@@ -88,6 +88,8 @@ class Caller:
         invoked = Invoked(ref, role, method.encode(), parcels, [], options.idempotent, options.retries)
         seconds = self._call_timeout if options.timeout is None else options.timeout
         invoked.expiry = self._service.at(time.monotonic() + seconds, partial(self._expire, invoked, seconds))
+        if options.blocking and len(chosen) == 1:
+            invoked.patience = seconds
         invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(chosen)]
         for call in invoked.calls:
             self._send(call)
@@ -212,7 +214,10 @@ class Caller:
         invoked = call.invocation
         parcel = invoked.parcel(call.index)
         head = encode_request(self._me, call.seq, generation, peer.due_acks(), invoked.method, parcel.head)
-        channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call))
+        patience, invoked.patience = invoked.patience, None
+        wait = channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call), patience)
+        if wait is not None:
+            invoked.ref.wait_with(wait)
 
     def _answered(self, peer: Peer, call: Call, parcel: Parcel) -> None:
         peer.breaks = 0

@@ -24,6 +24,8 @@ DESCRIBE = "__describe__"
 ACK = b"__ack__"
 """Asks for nothing; its acks are what it is for."""
 
+_ACK = ACK.decode()
+
 
 @dataclass
 class _Run:
@@ -48,6 +50,7 @@ class Dispatcher:
         """`catch_up` is called, in the serving thread, with the generation that a call wants, before it is run."""
         self._catch_up = catch_up
         self._target, self._me, self._methods = target, me, dict(methods)
+        self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
         self._runs: dict[tuple[Address, int], _Run] = {}
         self._callers: dict[tuple[str, int], int] = {}
@@ -70,7 +73,7 @@ class Dispatcher:
         except FrameError as error:
             reply(self._error(error))
             return
-        if request.method == ACK.decode():
+        if request.method == _ACK:
             with self._lock:
                 self._forget(request)
             reply(_NONE)
@@ -110,7 +113,7 @@ class Dispatcher:
             there = ", ".join(sorted(self._methods)) or "none"
             problem = f"{self._me} has no method {name!r}; its methods are: {there}"
             self._finish(run, self._error(AttributeError(problem)))
-        elif inspect.iscoroutinefunction(getattr(type(self._target), name)):
+        elif name in self._coroutines:
             asyncio.run_coroutine_threadsafe(self._run_async(run), self._event_loop())
         elif options.concurrency > 1:
             self._pool(name, options.concurrency).submit(self._run, run)

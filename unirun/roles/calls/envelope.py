@@ -10,7 +10,8 @@ An answer is one byte, `OK`, `ERROR` or `INTERRUPTED`, and the pickled result or
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from unirun.errors import FrameError
 from unirun.roles.transport.protocol import Address
@@ -23,8 +24,7 @@ OK, ERROR, INTERRUPTED = b"\0", b"\1", b"\2"
 MAX_ACKS = 0xFFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One call as a worker sees it. `key` is the same when it is sent again.
 
     `generation` is the one of the worker's role that the caller knows of: an earlier group has lost a member.
@@ -73,6 +73,7 @@ def encode_address(address: Address) -> bytes:
     return f"{address.role}\0{address.rank}\0{address.incarnation}".encode()
 
 
+@lru_cache(maxsize=4096)
 def decode_address(data: bytes) -> Address:
     """The inverse. Raises ValueError."""
     role, rank, incarnation = data.decode().split("\0")

@@ -28,7 +28,8 @@ class Call:
 
 @dataclass(eq=False)
 class Invoked:
-    """An invocation that is under way. `parcels`: one for all calls, or one for each."""
+    """An invocation that is under way. `parcels`: one for all calls, or one for each. `patience`: how many seconds its
+    caller will do nothing but wait for its only call, as long as that was not sent."""
 
     ref: InvocationRef[Any]
     role: str
@@ -40,6 +41,7 @@ class Invoked:
     expiry: Ticket | None = None
     failing: bool = False
     attempt: int = 0
+    patience: float | None = None
 
     def parcel(self, index: int) -> Parcel:
         """What the call at `index` sends."""

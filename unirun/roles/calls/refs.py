@@ -14,7 +14,7 @@ from unirun.roles.calls.codec import load
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
 from unirun.roles.calls.remote import load_error
-from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.protocol import Parcel, Wait
 
 R = TypeVar("R")
 
@@ -46,6 +46,7 @@ class InvocationRef(Generic[R]):
         self._failure: BaseException | None = None
         self._over = False
         self._value: tuple[Any] | None = None
+        self._wait: Wait | None = None
         self._callbacks: list[Callable[[InvocationRef[R]], None]] = []
 
     def done(self) -> bool:
@@ -58,6 +59,9 @@ class InvocationRef(Generic[R]):
         Raises what the method raised, with `RemoteTraceback` as its cause; `WorkerLost` when a worker died;
         `InvocationTimeout` at the call's own deadline, or after `timeout` seconds, and then the call goes on.
         """
+        if timeout is None and (wait := self._wait) is not None:
+            self._wait = None
+            wait()
         if not self._gate.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
             raise self._timeout(f"within {timeout:g} s")
         self._gate.release()
@@ -117,8 +121,15 @@ class InvocationRef(Generic[R]):
             raise outcome
         return load(outcome_of(outcome)[1], outcome.buffers)
 
+    def wait_with(self, wait: Wait) -> None:
+        """Let the thread that asks for the result do `wait` first: it is what brings the answer.
+
+        For the caller's side of unirun only, like what follows.
+        """
+        self._wait = wait
+
     def settle(self, index: int, outcome: Parcel | BaseException) -> None:
-        """An answer, or the lack of one. For the caller's side of unirun only, like what follows."""
+        """An answer, or the lack of one."""
         with self._lock:
             if not self._over:
                 self._outcomes[index] = outcome

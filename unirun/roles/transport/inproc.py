@@ -29,7 +29,7 @@ class _Channel:
         self._open = True
         server.channels.add(self)
 
-    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
         sent = own(parcel)
         self._server.mail.put(lambda: self._server.handler(sent, lambda reply: self._answer(reply, done)))
 

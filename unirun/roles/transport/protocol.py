@@ -43,6 +43,9 @@ class Parcel:
 Reply = Callable[[Parcel], None]
 """Sends the answer; may be called in any thread, once. An answer to a caller that is gone is dropped."""
 
+Wait = Callable[[], None]
+"""Waits for the answer of a call; returns when `done` was called, the channel is broken or patience is at its end."""
+
 Handler = Callable[[Parcel, Reply], None]
 """Takes a request; called in a thread of the transport, so it must return soon and must not raise."""
 
@@ -50,10 +53,14 @@ Handler = Callable[[Parcel, Reply], None]
 class Channel(Protocol):
     """A connection to one worker."""
 
-    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+    def call(
+        self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
+    ) -> Wait | None:
         """Send a request. `done` is called with the answer, in a thread of the transport, unless the channel breaks.
 
-        Requests of one thread arrive in the order in which they were sent.
+        Requests of one thread arrive in the order in which they were sent. With `patience` the caller will do nothing
+        but wait, so many seconds at most; a transport on which that is quicker returns a function to be called then,
+        which calls `done` in the waiting thread.
         """
 
     def close(self) -> None:

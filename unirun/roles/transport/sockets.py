@@ -223,7 +223,7 @@ class _Channel:
         self._open = True
         loop.add(self)
 
-    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
         tag = next(self._tags)
         # A worker that has calls to run already does not miss this one.
         urgent = len(self._pending) < BUSY

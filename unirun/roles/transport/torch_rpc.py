@@ -22,7 +22,7 @@ from torch.distributed import rpc
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.mail import Mail
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
+from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait
 
 THREADS = 4
 """Threads of an agent that take requests; each is passed on at once."""
@@ -144,6 +144,10 @@ class TorchTransport:
         return number
 
 
+_OVERDUE = "RPC ran for more than"
+"""How torch says that the patience of a call is at its end."""
+
+
 class _Channel:
     def __init__(self, name: str, line: str, broken: Callable[[str], None], mail: Mail) -> None:
         self._name, self._line, self._broken, self._mail = name, line, broken, mail
@@ -151,15 +155,20 @@ class _Channel:
         self._lock = threading.Lock()
         self._open = True
 
-    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+    def call(
+        self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
+    ) -> Wait | None:
         asking = threading.get_ident()
         try:
             with self._lock:
                 arguments = (self._line, next(self._numbers), parcel.head, _tensors(parcel))
-                future = rpc.rpc_async(self._name, _enter, args=arguments, timeout=0)
+                future = rpc.rpc_async(self._name, _enter, args=arguments, timeout=patience or 0)
         except RuntimeError as error:
             self._break(str(error))
-            return
+            return None
+        if patience is not None:
+            # Without a callback no thread has to be woken that wakes this one.
+            return lambda: self._answered(future, done)
 
         def answered(answer: torch.futures.Future[Form]) -> None:
             if threading.get_ident() == asking:
@@ -169,12 +178,14 @@ class _Channel:
                 self._answered(answer, done)
 
         future.add_done_callback(answered)
+        return None
 
     def _answered(self, answer: torch.futures.Future[Form], done: Callable[[Parcel], None]) -> None:
         try:
-            head, tensors = answer.value()
+            head, tensors = answer.wait()
         except Exception as error:  # noqa: BLE001 - torch raises what it likes here
-            self._break(str(error))
+            if _OVERDUE not in str(error):
+                self._break(str(error))
             return
         if self._open:
             done(Parcel(head, tuple(_memory(tensor) for tensor in tensors)))
