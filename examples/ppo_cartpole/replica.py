@@ -51,6 +51,17 @@ class Replica:
         self._restart()
         self.complete((run, 0))
 
+    def is_due(self, done: tuple[int, int]) -> bool:
+        """Whether this update is to be made now; it is not when the trainer asks once more for a complete one.
+
+        Raises `RuntimeError` when those before it are missing, because all ranks died at the same time.
+        """
+        if self.done >= done:
+            return False
+        if self.done != (done[0], done[1] - 1):
+            raise RuntimeError(f"update {done} follows {self.done}: all copies of the weights were lost")
+        return True
+
     def step(self, loss: Tensor, gradient_norm: float) -> None:
         """One gradient step on the mean of all ranks' losses; every rank takes as many."""
         self._optimizer.zero_grad()

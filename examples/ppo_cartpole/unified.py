@@ -90,8 +90,8 @@ class Actor(Learner):
     @unirun.trainer_invocation(blocking=False, idempotent=True)
     def learn(self, run: int, update: int, steps: dict[str, Tensor]) -> None:
         """One PPO update of the policy from this rank's share of the steps, tensors ``[B, …]``."""
-        if self.replica.done >= (run, update):
-            return  # a rank has died since, and the trainer asks once more
+        if not self.replica.is_due((run, update)):
+            return
         for batch in self._batches(len(steps["actions"]), run, update):
             loss = policy_loss(
                 self.model(steps["obs"][batch]),
@@ -128,7 +128,7 @@ class Critic(Learner):
     @unirun.trainer_invocation(blocking=False, idempotent=True)
     def learn(self, run: int, update: int, steps: dict[str, Tensor]) -> None:
         """Fit the values to this rank's share of the targets."""
-        if self.replica.done >= (run, update):
+        if not self.replica.is_due((run, update)):
             return
         for batch in self._batches(len(steps["targets"]), run, update):
             values = self.model(steps["obs"][batch]).squeeze(-1)
@@ -174,6 +174,7 @@ class PPOTrainer(unirun.Trainer):
     def init(self) -> None:
         """What the job's ``config:`` says."""
         self.seeds = [int(seed) for seed in self.config.get("seeds", [0])]
+        self.solved = float(self.config.get("solved", SOLVED))
         self.bar = float(self.config.get("bar", 400.0))
         self.out = Path(self.config.get("out", "reward.png"))
 
@@ -198,7 +199,7 @@ class PPOTrainer(unirun.Trainer):
             mean_returns.append(mean_return)
             self.master_handle.report({"seed": seed, "update": update, "return": mean_return})
             live.show(reward_line(seed, update, env_steps[-1], mean_return))
-            if mean_return >= SOLVED and self.evaluate(seed, Purpose.VALIDATION, weights) >= SOLVED:
+            if self._is_solved(seed, mean_return, weights):
                 break
             advantages, targets = self.RG_CRITIC.judge(unirun.shard(data))
             steps = self._samples(data, advantages)
@@ -221,6 +222,11 @@ class PPOTrainer(unirun.Trainer):
         episodes = unirun.shard(episode_seeds(seed, purpose, EPISODES))
         returns: Tensor = self.RG_ROLLOUT.play(weights, episodes)
         return returns.mean().item()
+
+    def _is_solved(self, seed: int, mean_return: float, weights: Tensor) -> bool:
+        """Whether a seed may stop: the policy does well while it explores, and also when it does not."""
+        enough = self.solved
+        return mean_return >= enough and self.evaluate(seed, Purpose.VALIDATION, weights) >= enough
 
     @staticmethod
     def _samples(data: Tensor, advantages: Tensor) -> dict[str, Tensor]:

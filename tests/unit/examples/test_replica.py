@@ -86,3 +86,14 @@ def test_before_the_first_run_there_is_nothing_to_agree_on() -> None:
     each.agree()
     assert each.done == (0, 0)
     assert torch.equal(weights(each), before)
+
+
+def test_an_update_is_made_once_and_never_without_the_one_before_it() -> None:
+    each = replica([])
+    each.begin(1)
+    assert each.is_due((1, 1))
+    update(each, 1)
+    assert not each.is_due((1, 1))
+    assert each.is_due((1, 2))
+    with pytest.raises(RuntimeError, match=r"update \(1, 2\) follows \(0, 0\): all copies"):
+        replica([]).is_due((1, 2))
