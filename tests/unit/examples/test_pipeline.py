@@ -1,0 +1,99 @@
+"""The pipeline of the online learning example: many items under way, the last stage in order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline import pipelined
+
+SOON = 10.0
+
+
+@pytest.fixture
+def workers() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def settled(value: object) -> Future[object]:
+    future: Future[object] = Future()
+    future.set_result(value)
+    return future
+
+
+@settings(deadline=None)
+@given(count=st.integers(0, 30), depth=st.integers(1, 8), stages=st.integers(1, 4))
+def test_every_item_goes_through_every_stage_and_comes_out_in_order(
+    count: int, depth: int, stages: int
+) -> None:
+    def stage(name: int):
+        return lambda t, value: settled([*(value or []), (name, t)])
+
+    out = list(pipelined(range(count), [stage(name) for name in range(stages)], depth))
+    assert out == [(t, [(name, t) for name in range(stages)]) for t in range(count)]
+
+
+def test_a_slow_first_stage_of_one_item_does_not_keep_the_next_from_starting(
+    workers: ThreadPoolExecutor,
+) -> None:
+    second_started = threading.Event()
+
+    def first(t: int, _: object) -> Future[int]:
+        def work() -> int:
+            if t == 0:
+                assert second_started.wait(SOON)
+            if t == 1:
+                second_started.set()
+            return t
+
+        return workers.submit(work)
+
+    assert [value for _, value in pipelined(range(3), [first], depth=2)] == [0, 1, 2]
+
+
+@settings(deadline=None)
+@given(order=st.permutations(range(6)))
+def test_the_last_stage_is_entered_in_order_whoever_is_ready_first(order: list[int]) -> None:
+    ready: dict[int, Future[int]] = {}
+    entered: list[int] = []
+
+    def first(t: int, _: object) -> Future[int]:
+        ready[t] = Future()
+        if len(ready) == len(order):
+            # All are under way: a thread lets them go in the order of the example.
+            threading.Thread(target=lambda: [ready[each].set_result(each) for each in order]).start()
+        return ready[t]
+
+    def last(t: int, value: int) -> Future[int]:
+        entered.append(t)
+        return settled(value)
+
+    assert [t for t, _ in pipelined(range(6), [first, last], depth=6)] == list(range(6))
+    assert entered == list(range(6))
+
+
+@settings(deadline=None)
+@given(depth=st.integers(1, 5))
+def test_no_more_than_depth_items_are_under_way(depth: int) -> None:
+    inside: set[int] = set()
+    most = 0
+
+    def first(t: int, _: object) -> Future[int]:
+        nonlocal most
+        inside.add(t)
+        most = max(most, len(inside))
+        return settled(t)
+
+    for t, _ in pipelined(range(12), [first, lambda t, value: settled(value)], depth):
+        inside.remove(t)
+    assert most == depth
+
+
+def test_an_error_in_a_stage_comes_out(workers: ThreadPoolExecutor) -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(pipelined(range(2), [lambda t, _: workers.submit(lambda: 1 // t)], depth=2))
