@@ -43,7 +43,9 @@ class Context:
 
     def __init__(self, environ: Mapping[str, str], peers: Peers) -> None:
         self.peers = peers
+        """The roles as the agent tells them; for unirun's own use, like `session`."""
         self.session = Session(peers, environ)
+        """The calls of this process."""
         self._forge = GroupForge(peers)
         self.role: str = peers.role
         """The name of this worker's role."""

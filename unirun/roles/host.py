@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -113,9 +114,13 @@ def _expect_base(made: Any, base: type, attribute: str) -> None:
 
 
 def _keep(path: Path, result: Any) -> None:
+    """For `JobHandle.result`. A training that has succeeded does not fail because of it."""
     fresh = path.with_suffix(".new")
-    fresh.write_bytes(cloudpickle.dumps(result))
-    fresh.replace(path)
+    try:
+        fresh.write_bytes(cloudpickle.dumps(result))
+        fresh.replace(path)
+    except Exception as error:  # noqa: BLE001 - pickling raises what it likes
+        warnings.warn(f"what fit() returned cannot be kept as the job's result: {error!r}", stacklevel=2)
 
 
 def _config(context: Context) -> DictConfig:

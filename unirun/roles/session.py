@@ -126,11 +126,3 @@ class Session:
         from unirun.roles.transport.torch_rpc import rpc_worker_name
 
         return rpc_worker_name(self.caller.connected(role, rank))
-
-    def close(self) -> None:
-        """End what was opened."""
-        with self._lock:
-            if self._caller is not None:
-                self._caller.close()
-            if self._transport is not None:
-                self._transport.close()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import ChannelError, UsageError, WorkerLost
+from unirun.errors import CallError, ChannelError, UsageError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Directory, Place
 from unirun.roles.calls.dispatcher import ACK
@@ -186,6 +186,10 @@ class Caller:
                     peer.calls[call.seq] = call
                     self._transmit(channel, peer, call, place.generation)
                 return
+            except CallError:
+                # It cannot be sent, which says nothing about the worker.
+                peer.calls.pop(call.seq, None)
+                raise
             except ChannelError as error:
                 reason = str(error)
             self._lose(peer, reason)

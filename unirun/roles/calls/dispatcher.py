@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from unirun.errors import CallError, EncodingError, FrameError
+from unirun.errors import CallError, EncodingError, FrameError, UnirunError
 from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request
 from unirun.roles.calls.policy import Invocation
@@ -105,11 +105,12 @@ class Dispatcher:
 
     def _route(self, run: _Run) -> None:
         name = run.request.method
-        if name == DESCRIBE:
+        if self._stopped:
+            problem = f"{self._me} does not take calls any more"
+            self._finish(run, self._error(CallError(problem, "it was told to stop")))
+        elif name == DESCRIBE:
             self._finish(run, self._encoded(self._methods, DESCRIBE))
-            return
-        options = self._methods.get(name)
-        if options is None:
+        elif (options := self._methods.get(name)) is None:
             there = ", ".join(sorted(self._methods)) or "none"
             problem = f"{self._me} has no method {name!r}; its methods are: {there}"
             self._finish(run, self._error(AttributeError(problem)))
@@ -196,7 +197,10 @@ class Dispatcher:
             run.outcome, replies = outcome, run.replies
             run.replies = []
         for reply in replies:
-            reply(outcome)
+            try:
+                reply(outcome)
+            except UnirunError as error:
+                reply(self._error(error))
 
     def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
         if name not in self._pools:

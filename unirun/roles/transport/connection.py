@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from unirun.errors import FrameError
+from unirun.errors import CallError, FrameError
 from unirun.roles.transport.frames import INLINE, RELEASE, Frame, FrameParser, encode_header
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.segments import SegmentPool, map_segment
@@ -58,7 +58,11 @@ class Connection:
             ]
             handles: list[int] = []
             if sum(sizes) > INLINE:
-                segment = self._pool.write(parcel.buffers)
+                try:
+                    segment = self._pool.write(parcel.buffers)
+                except OSError as error:
+                    problem = f"there is no shared memory for {sum(sizes)} bytes: {error.strerror}"
+                    raise CallError(problem, "send less at once") from error
                 handles.append(segment.handle)
                 pieces += [encode_header(kind, tag, len(parcel.head), sizes, segment.number), parcel.head]
                 self._write(pieces, handles)
