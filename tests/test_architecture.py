@@ -39,7 +39,10 @@ MAY_PICKLE = frozenset(
 """What users send each other. unirun's own messages and files are JSON."""
 
 MAY_READ_YAML = frozenset(
-    {"unirun.spec.yaml", "unirun.roles.host", "unirun.roles.trainer", "unirun.roles.workload"}
+    {
+        f"unirun.{name}"
+        for name in ("spec.yaml", *(f"roles.{n}" for n in ("host", "inprocess", "trainer", "workload")))
+    }
 )
 
 MAX_LINES = 400
