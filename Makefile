@@ -37,8 +37,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks
-	$(BIN)/mypy examples/ppo_cartpole
-	$(BIN)/mypy examples/ddp_digits
+	for example in examples/*/; do $(BIN)/mypy $$example || exit 1; done
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

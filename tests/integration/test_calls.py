@@ -37,12 +37,16 @@ def test_a_trainer_calls_its_workloads_and_gets_results_in_rank_order(unirun: Un
     first, second = said["who"]
     assert (first["name"], first["rank"]) == ("actor:0", [0, 2, 2, 0, 2])
     assert (second["name"], second["rank"]) == ("actor:1", [1, 2, 2, 1, 2])
-    assert first["actor"] and first["port"] and first["env"] == "sour" and first["generations"] == [0]
+    assert first["actor"]
+    assert first["port"]
+    assert first["env"] == "sour"
+    assert first["generations"] == [0]
     assert said["texts"] == [["0:a", "0:b"], ["1:c"]]
     assert said["sharding"] == {"0": "shard 2+1"}
     assert (said["error"], said["worker"]) == (["größer", 0], "actor:0") or said["worker"] == "actor:1"
     assert 'raise ValueError("größer", self.rank)' in said["trace"]
-    assert "has no method 'no_such_method'" in said["unknown"] and "add_or_die" in said["unknown"]
+    assert "has no method 'no_such_method'" in said["unknown"]
+    assert "add_or_die" in said["unknown"]
     assert said["info"]["roles"]["rollout"]["world_size"] == 2
 
 
@@ -114,7 +118,17 @@ def test_twenty_deaths_leave_the_calls_of_others_alone(unirun: Unirun, transport
     job.write_text("config: {deaths: 20, seconds: 6}\n")
     roles = "actor=1@crew:Actor,rollout=2@crew:Rollout"
     said = told(
-        run(unirun, "TwentyDeaths", "--transport", transport, "--config", job, "--max-restarts", 30, roles=roles)
+        run(
+            unirun,
+            "TwentyDeaths",
+            "--transport",
+            transport,
+            "--config",
+            job,
+            "--max-restarts",
+            30,
+            roles=roles,
+        )
     )
     assert said["deaths"] == 20
     assert said["long"] == "rollout:0"

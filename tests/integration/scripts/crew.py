@@ -1,5 +1,6 @@
 """Workloads and trainers for the tests of calls. What a trainer prints is what its test reads."""
 
+import contextlib
 import json
 import os
 import signal
@@ -88,7 +89,11 @@ class Plain(BaseTrainer):
     """The main path."""
 
     def init(self):
-        say(groups=self.get_role_groups(), resource=self.get_workload_resource("actor"), config=dict(self.config))
+        say(
+            groups=self.get_role_groups(),
+            resource=self.get_workload_resource("actor"),
+            config=dict(self.config),
+        )
 
     def fit(self):
         say(sums=self.RG_ACTOR.add(2), one=self.RG_ACTOR[1].who()["name"], part=len(self.RG_ACTOR[0:1].who()))
@@ -116,7 +121,9 @@ class Raw(BaseTrainer):
     def fit(self):
         from torch.distributed import rpc
 
-        said = self.RG_ROLLOUT.generate(["x"], ).result()
+        said = self.RG_ROLLOUT.generate(
+            ["x"],
+        ).result()
         say(pid=rpc.rpc_sync(unirun.rpc_name("rollout", 0), os.getpid), said=said)
 
 
@@ -161,10 +168,8 @@ class TwentyDeaths(BaseTrainer):
         for _ in range(int(self.config.deaths)):
             before = self.RG_ACTOR[0].who()["pid"]
             pids.add(before)
-            try:
+            with contextlib.suppress(WorkerLost):
                 self.RG_ACTOR[0].die()
-            except WorkerLost:
-                pass
         say(deaths=len(pids), done=long.done())
         say(long=long.result(), last=self.RG_ACTOR.who()[0]["generations"])
 
@@ -185,7 +190,9 @@ class Phoenix(BaseTrainer):
             self.save_state(json.dumps([w["pid"] for w in self.RG_ACTOR.who()]).encode())
             self.RG_ACTOR.slow(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
-        say(before=json.loads(state), after=[w["pid"] for w in self.RG_ACTOR.who()], sums=self.RG_ACTOR.add(4))
+        say(
+            before=json.loads(state), after=[w["pid"] for w in self.RG_ACTOR.who()], sums=self.RG_ACTOR.add(4)
+        )
 
 
 class Mortal(Phoenix):
