@@ -154,6 +154,8 @@ class Caller:
         with self._lock:
             queue = self._parked.get(place.address[:2])
             if queue is not None or not self._ready(place, call):
+                # Another thread will send it, when the one that waits can no longer be told how.
+                call.invocation.patience = None
                 self._parked.setdefault(place.address[:2], deque()).append(call)
                 self._service.soon(self._look)
                 return
