@@ -103,6 +103,14 @@ def test_a_workload_that_dies_comes_back_alone_and_the_others_keep_their_memory(
 
 
 @both
+def test_a_death_that_nobody_has_waited_for_is_told_by_the_next_call(unirun: Unirun, transport: str) -> None:
+    said = told(run(unirun, "Silent", "--transport", transport))
+    assert said["lost"] == "actor:1"
+    assert said["counts"] == [1, 1], "the call was not made in any worker"
+    assert said["sums"] == [2.0, 2.0]
+
+
+@both
 def test_a_death_in_a_collective_repeats_an_idempotent_call(unirun: Unirun, transport: str) -> None:
     marker = unirun.root / "marker"
     job = unirun.root / "job.yaml"

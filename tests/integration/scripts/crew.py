@@ -34,6 +34,7 @@ class Actor(BaseWorkload):
     def teardown(self):
         print(f"torn down {self.name}", flush=True)
 
+    @trainer_invocation(idempotent=True)
     def who(self):
         return {
             "name": self.name, "pid": os.getpid(), "count": self.count, "generations": self.generations,
@@ -142,6 +143,25 @@ class Killer(BaseTrainer):
         except WorkerLost as lost:
             say(lost=lost.worker, seconds=time.monotonic() - started)
         say(sums=self.RG_ACTOR.add(5), before=before, after=self.RG_ACTOR.who())
+
+
+class Silent(BaseTrainer):
+    """An actor dies while nobody calls it; the trainer must not take its successor for it."""
+
+    def init(self):
+        pass
+
+    def fit(self):
+        self.RG_ACTOR.add(1)
+        first = self.RG_ACTOR[1].who()["pid"]
+        os.kill(first, signal.SIGKILL)
+        while self.RG_ACTOR[1].who()["pid"] == first:
+            pass
+        try:
+            self.RG_ACTOR.add(1)
+        except WorkerLost as lost:
+            say(lost=lost.worker, counts=[w["count"] for w in self.RG_ACTOR.who()])
+        say(sums=self.RG_ACTOR.add(1))
 
 
 class InCollective(BaseTrainer):

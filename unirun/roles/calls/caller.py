@@ -50,6 +50,7 @@ class Caller:
         self._broken: dict[str, int] = {}
         self._parked: dict[tuple[str, int], deque[Call]] = {}
         self._seqs = itertools.count(1)
+        self._heard: dict[tuple[str, int], int] = {}
         self._turn = itertools.count()
         self._chosen: dict[tuple[str, int], int] = {}
         directory.when_changed(lambda: self._service.soon(self._look))
@@ -91,9 +92,30 @@ class Caller:
         if options.blocking and len(chosen) == 1:
             invoked.patience = seconds
         invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(chosen)]
+        if not options.idempotent and (worker := self._untold(role, chosen)):
+            for call in invoked.calls:
+                reason = f"{worker} was started again since it was called last, what it held is gone"
+                self._settle(call, lost(worker, reason))
+            return ref
         for call in invoked.calls:
             self._send(call)
         return ref
+
+    def _untold(self, role: str, ranks: Sequence[int]) -> str:
+        """A worker that has died since this caller's last call to it, which the caller does not know.
+
+        Every loss is told once, by a call that was open or by the next one: what it finds is not what was there.
+        """
+        found = ""
+        for rank in ranks:
+            place = self._directory.find(role, rank)
+            heard = self._heard.get(place.address[:2])
+            peer = self._peers.get(place.address)
+            dead = place.gone or (peer is not None and peer.lost)
+            if heard is not None and (dead or heard < place.address.incarnation):
+                found = found or f"{role}:{rank}"
+                del self._heard[place.address[:2]]
+        return found
 
     def connected(self, role: str, rank: int) -> Address:
         """The address of a rank's worker, with a channel to it. Raises `WorkerLost`, `ChannelError`."""
@@ -186,6 +208,7 @@ class Caller:
                     channel = self._channel(peer)
                     call.peer = peer
                     peer.calls[call.seq] = call
+                    self._heard.setdefault(place.address[:2], place.address.incarnation)
                     self._transmit(channel, peer, call, place.generation)
                 return
             except CallError:
@@ -272,6 +295,8 @@ class Caller:
             channel.close()
         for call in calls:
             call.after = peer.address.incarnation
+            if not call.invocation.idempotent:
+                self._heard.pop(peer.address[:2], None)
             self._settle(call, lost(str(peer.address), reason))
 
     def _look(self) -> None:

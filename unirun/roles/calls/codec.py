@@ -66,8 +66,9 @@ def _is_plain(value: Any) -> bool:
     return (
         type(value) is tuple
         and len(value) == 2
-        and not value[1]
         and type(value[0]) is tuple
+        and type(value[1]) is dict
+        and not value[1]
         and all(type(item) in _PLAIN for item in value[0])
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class TorchTransport:
 
     def __init__(self, me: Address, index: Callable[[Address], int], workers: int) -> None:
         """`index` numbers the ranks of the job, from 0 to `workers` - 1."""
-        self._me, self._index = me, index
+        self._me, self._index, self._workers = me, index, workers
         self._numbers = itertools.count(workers)
         self._used: set[int] = set()
         self._lock = threading.Lock()
@@ -127,7 +128,10 @@ class TorchTransport:
             return
         name = rpc_worker_name(self._me)
         store = _module("torch.distributed").HashStore()
-        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=THREADS, rpc_timeout=0)
+        # Through shared memory an agent polls without a pause: where there are fewer cores than agents, they would
+        # take them from each other, and from those who compute.
+        crowded: Any = {"_transports": ["uv"]} if self._workers > (os.cpu_count() or 1) else {}
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=THREADS, rpc_timeout=0, **crowded)
         number = self._index(self._me)
         self._used.add(number)
         _module("torch.distributed.autograd")._init(number)
