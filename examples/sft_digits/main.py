@@ -27,6 +27,7 @@ def main() -> None:
         .workload("model", "sft", "Model")
         .total(args.ranks)
         .per_node(args.ranks)
+        .transport("socket")
         .build()
     )
     rows = job.submit("sft-digits").result

@@ -56,6 +56,8 @@ class Draft:
     workloads: tuple[WorkloadDraft, ...] = ()
     collocations: tuple[tuple[Any, ...], ...] = ()
     collocate_all: bool = False
+    transport: Any = None
+    call_timeout: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         "env": draft.env,
         "roles": {workload.role: _role(workload) for workload in draft.workloads},
         "collocations": groups,
+        "transport": draft.transport,
+        "call_timeout": draft.call_timeout,
     }
     if draft.trainer is not None:
         mapping["trainer"] = draft.trainer.target

@@ -85,6 +85,14 @@ class _JobMethods(Generic[J]):
         """All workloads share devices, whenever they are named."""
         return self._say(collocate_all=True)
 
+    def transport(self, name: str) -> J:
+        """How calls travel: ``torch`` (the default) or ``socket``."""
+        return self._say(transport=name)
+
+    def call_timeout(self, seconds: float) -> J:
+        """The deadline of calls that have none of their own (30 minutes)."""
+        return self._say(call_timeout=seconds)
+
     def build(self) -> Job:
         """The job. Raises `SpecError` with everything that is wrong with it."""
         draft = self._described.draft

@@ -268,6 +268,16 @@ RULES: list[tuple[str, Change, str, str, str]] = [
         *("env.RANK", "unirun sets this for every worker itself", ""),
     ),
     (
+        "a transport that there is not",
+        lambda b: b.transport("pigeon"),
+        *("transport", "expected one of torch, socket, found 'pigeon'", ""),
+    ),
+    (
+        "a deadline that is no time",
+        lambda b: b.call_timeout(-1),
+        *("call_timeout", "expected a number of seconds", ""),
+    ),
+    (
         "a variable of a role that is no text",
         lambda b: second()(b).env({"X": [1]}),
         *("rollout.env.X", "expected a text or a number", "quote it"),
