@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from unirun.errors import InvocationTimeout, UsageError, WorkerLost
+from unirun.errors import EncodingError, InvocationTimeout, UsageError, WorkerLost
 from unirun.roles.calls.codec import load
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
@@ -43,8 +44,12 @@ class InvocationRef(Generic[R]):
         self._gate.acquire()
         self._outcomes: dict[int, Parcel | BaseException] = {}
         self._bad = 0
-        self._failure: BaseException | None = None
+        self._why: Callable[[], BaseException] | None = None
         self._over = False
+        # What users have sent is unpickled in the thread that asks, once, and without holding up who brings answers.
+        self._making = threading.Lock()
+        self._failure: BaseException | None = None
+        self._loaded: dict[int, Any] = {}
         self._value: tuple[Any] | None = None
         self._wait: Wait | None = None
         self._callbacks: list[Callable[[InvocationRef[R]], None]] = []
@@ -62,14 +67,16 @@ class InvocationRef(Generic[R]):
         if timeout is None and (wait := self._wait) is not None:
             self._wait = None
             wait()
-        if not self._gate.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            raise self._timeout(f"within {timeout:g} s")
+        if not self._gate.acquire(timeout=-1 if timeout is None else _clamped(timeout)):
+            with self._making:
+                raise self._timeout(f"within {timeout:g} s")
         self._gate.release()
+        with self._making:
+            if self._failure is None and self._value is None:
+                self._decide()
         if self._failure is not None:
             raise self._failure
-        with self._lock:
-            if self._value is None:
-                self._value = (self._make(),)
+        assert self._value is not None
         value: R = self._value[0]
         return value
 
@@ -77,8 +84,10 @@ class InvocationRef(Generic[R]):
         """What `result` would raise; None when it would return."""
         try:
             self.result(timeout)
-        except BaseException as error:  # noqa: BLE001 - it is what was asked for
-            return error
+        except BaseException as error:
+            if error is self._failure or isinstance(error, InvocationTimeout):
+                return error
+            raise
         return None
 
     def add_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
@@ -89,6 +98,11 @@ class InvocationRef(Generic[R]):
                 return
         callback(self)
 
+    def remove_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
+        """Do not call it; nothing happens when it was called already."""
+        with self._lock:
+            self._callbacks = [each for each in self._callbacks if each is not callback]
+
     def __await__(self) -> Generator[Any, None, R]:
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()
@@ -98,7 +112,9 @@ class InvocationRef(Generic[R]):
                 over.set_result(None)
 
         def wake(_: InvocationRef[R]) -> None:
-            loop.call_soon_threadsafe(finish)
+            # The loop may have been closed meanwhile; then nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(finish)
 
         self.add_done_callback(wake)
         yield from over
@@ -108,18 +124,34 @@ class InvocationRef(Generic[R]):
         state = "done" if self._over else f"{len(self._outcomes)} of {len(self.workers)} answered"
         return f"<{self.method} on {', '.join(self.workers)}: {state}>"
 
-    def _make(self) -> Any:
-        """Unpickle the answers: in the thread that wants them, not in the one that must go on reading."""
-        results = [self._loaded(index) for index in range(len(self.workers))]
+    def _decide(self) -> None:
+        """What `result` returns or raises from now on."""
+        try:
+            if self._why is not None:
+                self._failure = self._why()
+            else:
+                results = [self._load(index) for index in range(len(self.workers))]
+                value = results[0] if self._bare else results
+                self._value = (value if self._post is None else self._post(value),)
+        except Exception as error:  # noqa: BLE001 - it is raised, now and whenever it is asked for
+            self._failure = error
         self._outcomes.clear()
-        value = results[0] if self._bare else results
-        return value if self._post is None else self._post(value)
+        self._loaded.clear()
 
-    def _loaded(self, index: int) -> Any:
-        outcome = self._outcomes[index]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return load(outcome_of(outcome)[1], outcome.buffers)
+    def _load(self, index: int) -> Any:
+        """The result of one worker, unpickled once: what is in its memory has one owner."""
+        if index not in self._loaded:
+            outcome = self._outcomes[index]
+            if isinstance(outcome, BaseException):
+                raise outcome
+            try:
+                self._loaded[index] = load(outcome_of(outcome)[1], outcome.buffers)
+            except Exception as error:
+                problem = (
+                    f"the result of {self.method} from {self.workers[index]} cannot be unpickled: {error}"
+                )
+                raise EncodingError(problem, "are its classes known here?") from error
+        return self._loaded[index]
 
     def wait_with(self, wait: Wait) -> None:
         """Let the thread that asks for the result do `wait` first: it is what brings the answer.
@@ -145,7 +177,7 @@ class InvocationRef(Generic[R]):
         """Whether a worker was lost, or an error is the consequence of a loss."""
         return any(
             isinstance(o, WorkerLost) or (isinstance(o, Parcel) and o.head[:1] == INTERRUPTED)
-            for o in self._outcomes.values()
+            for o in list(self._outcomes.values())
         )
 
     @property
@@ -157,24 +189,22 @@ class InvocationRef(Generic[R]):
         """Forget all outcomes: the call is made once more."""
         with self._lock:
             self._outcomes.clear()
+            self._loaded.clear()
             self._bad = 0
 
     def finish(self) -> None:
         """No more outcomes are awaited: what is there decides."""
-        if self.failed:
-            self._end(self._error())
-        else:
-            self._end(None)
+        self._end(self._error if self.failed else None)
 
     def expire(self, seconds: float) -> None:
         """The deadline has come."""
-        self._end(self._timeout(f"within its deadline of {seconds:g} s"))
+        self._end(lambda: self._timeout(f"within its deadline of {seconds:g} s"))
 
-    def _end(self, failure: BaseException | None) -> None:
+    def _end(self, failure: Callable[[], BaseException] | None) -> None:
         with self._lock:
             if self._over:
                 return
-            self._failure, self._over = failure, True
+            self._why, self._over = failure, True
             callbacks, self._callbacks = self._callbacks, []
         self._gate.release()
         for callback in callbacks:
@@ -198,18 +228,18 @@ class InvocationRef(Generic[R]):
         return min(ranked, key=lambda pair: pair[0])[1]
 
     def _timeout(self, when: str) -> InvocationTimeout:
-        finished = {
-            i: o for i, o in list(self._outcomes.items()) if isinstance(o, Parcel) and o.head[:1] == OK
-        }
-        missing = tuple(who for index, who in enumerate(self.workers) if index not in self._outcomes)
+        outcomes = dict(self._outcomes)
+        missing = tuple(who for index, who in enumerate(self.workers) if index not in outcomes)
+        results = {}
+        for index, outcome in sorted(outcomes.items()):
+            if isinstance(outcome, Parcel) and outcome.head[:1] == OK:
+                with contextlib.suppress(EncodingError):
+                    results[self.workers[index]] = self._load(index)
         return InvocationTimeout(
             f"{self.method} was not answered {when} by {', '.join(missing) or 'nobody'}",
             "give the method a longer timeout, or see what the workers do: unirun logs",
             missing=missing,
-            results={
-                self.workers[i]: load(outcome_of(outcome)[1], outcome.buffers)
-                for i, outcome in finished.items()
-            },
+            results=results,
         )
 
 
@@ -232,9 +262,18 @@ def wait(
     for ref in every:
         ref.add_done_callback(wake)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with news:
-        while sum(ref.done() for ref in every) < num_returns:
-            if not news.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
-                break
-    done = [ref for ref in every if ref.done()]
-    return done, [ref for ref in every if ref not in done]
+    try:
+        with news:
+            while sum(ref.done() for ref in every) < num_returns:
+                if not news.wait(None if deadline is None else _clamped(deadline - time.monotonic())):
+                    break
+    finally:
+        for ref in every:
+            ref.remove_done_callback(wake)
+    done = {id(ref) for ref in every if ref.done()}
+    return [ref for ref in every if id(ref) in done], [ref for ref in every if id(ref) not in done]
+
+
+def _clamped(seconds: float) -> float:
+    """What Python's locks take."""
+    return min(max(seconds, 0.0), threading.TIMEOUT_MAX)
