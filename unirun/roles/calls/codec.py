@@ -16,10 +16,14 @@ import cloudpickle
 import torch
 
 from unirun.errors import EncodingError
+from unirun.roles.transport.frames import MAX_HEAD as MAX_FRAME_HEAD
 from unirun.roles.transport.protocol import writable
 
 INLINE = 512
 """Tensors up to this many bytes stand in the pickle itself: a buffer of their own costs more."""
+
+MAX_HEAD = MAX_FRAME_HEAD - (1 << 24)
+"""Bytes that a pickle may have beside its buffers; the rest is for what stands before it."""
 
 
 class _ByValue(Exception):
@@ -47,11 +51,19 @@ _FUNCTION = type(lambda: None)
 
 def dump(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
     """`value` pickled, and its buffers. Raises `EncodingError` that names `what` when it cannot be."""
+    head, buffers = (pickle.dumps(value, 5), ()) if _is_plain(value) else _dump_any(value, what)
+    if len(head) > MAX_HEAD:
+        problem = (
+            f"{what} cannot be sent: it has {len(head)} bytes beside its tensors, and {MAX_HEAD} is the most"
+        )
+        raise EncodingError(problem, "send large data as tensors or arrays")
+    return head, buffers
+
+
+def _dump_any(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
     try:
-        if _is_plain(value):
-            return pickle.dumps(value, 5), ()
         return _dump(_Pickler, value)
-    except (_ByValue, pickle.PicklingError, AttributeError, TypeError):
+    except Exception:  # noqa: BLE001 - classes raise what they like when they are pickled
         # Objects that have no name to be found by, or that are no plain data.
         pass
     try:
