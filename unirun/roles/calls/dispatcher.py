@@ -80,6 +80,9 @@ class Dispatcher:
             return
         with self._lock:
             self._forget(request)
+            if self._callers[request.caller[:2]] > request.caller.incarnation:
+                # It was on its way when its caller died; the one that has come in its place decides what runs.
+                return
             known = self._runs.get(request.key)
             if known is not None:
                 if known.outcome is None:
@@ -109,7 +112,11 @@ class Dispatcher:
             problem = f"{self._me} does not take calls any more"
             self._finish(run, self._error(CallError(problem, "it was told to stop")))
         elif name == DESCRIBE:
-            self._finish(run, self._encoded(self._methods, DESCRIBE))
+            try:
+                described = self._encoded(self._methods, DESCRIBE)
+            except EncodingError as error:
+                described = self._error(error)
+            self._finish(run, described)
         elif (options := self._methods.get(name)) is None:
             there = ", ".join(sorted(self._methods)) or "none"
             problem = f"{self._me} has no method {name!r}; its methods are: {there}"
@@ -117,7 +124,7 @@ class Dispatcher:
         elif name in self._coroutines:
             asyncio.run_coroutine_threadsafe(self._run_async(run), self._event_loop())
         elif options.concurrency > 1:
-            self._pool(name, options.concurrency).submit(self._run, run)
+            self._pool(name, options.concurrency).submit(self._run, run, BaseException)
         else:
             self._inbox.put(run)
 
@@ -150,7 +157,7 @@ class Dispatcher:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _run(self, run: _Run) -> None:
+    def _run(self, run: _Run, caught: type[BaseException] = Exception) -> None:
         before = self._disturbed
         try:
             args, kwargs = self._arguments(run)
@@ -158,7 +165,8 @@ class Dispatcher:
             # The arguments are gone before the answer: their memory goes back to the caller with it.
             del args, kwargs
             outcome = self._encoded(result, run.request.method)
-        except Exception as error:  # noqa: BLE001 - whatever a method raises is the caller's
+        except caught as error:
+            # Whatever a method raises is the caller's; in the main thread, SystemExit is this program's end.
             outcome = self._error(error, disturbed=self._disturbed != before)
             _clear_frames(error)
         self._finish(run, outcome)
@@ -170,7 +178,7 @@ class Dispatcher:
             outcome = self._encoded(
                 await getattr(self._target, run.request.method)(*args, **kwargs), run.request.method
             )
-        except Exception as error:  # noqa: BLE001 - whatever a method raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - a cancellation, too: somebody waits for an answer
             outcome = self._error(error, disturbed=self._disturbed != before)
         self._finish(run, outcome)
 
@@ -200,7 +208,9 @@ class Dispatcher:
             try:
                 reply(outcome)
             except UnirunError as error:
-                reply(self._error(error))
+                # Nothing was sent; who asks again is to get this, too.
+                run.outcome = outcome = self._error(error)
+                reply(outcome)
 
     def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
         if name not in self._pools:
