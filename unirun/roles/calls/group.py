@@ -58,7 +58,7 @@ class _Ranks:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
-            raise AttributeError(f"role group {self._methods.role} has no attribute {name!r}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         options = self._options(name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -146,10 +146,10 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
 
     def _options(self, name: str) -> Invocation:
         options = super()._options(name)
-        if isinstance(options.target, int) and options.target not in self._ranks:
-            raise UsageError(
-                f"{name} has target {options.target}, which is not in {self!r}", "use the whole group"
-            )
+        target = options.target
+        wanted = [] if isinstance(target, str) else [target] if isinstance(target, int) else target
+        if not set(wanted) <= set(self._ranks):
+            raise UsageError(f"{name} has target {target}, which is not in {self!r}", "use the whole group")
         return options
 
     def __repr__(self) -> str:

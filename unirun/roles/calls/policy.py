@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeVar, overload
@@ -114,7 +115,7 @@ def trainer_invocation(*method: Any, **options: Any) -> Any:
 
 
 def _mark(method: Any, invocation: Invocation) -> Any:
-    if not callable(method):
+    if not callable(method) and not isinstance(method, classmethod):
         raise UsageError(f"@trainer_invocation decorates methods, not {method!r}", "write it above a def")
     setattr(method, _MARK, invocation)
     return method
@@ -134,7 +135,7 @@ def _checked(options: dict[str, Any]) -> Invocation:
     _expect(
         "timeout",
         options,
-        lambda value: value is None or (_is_number(value) and value > 0),
+        lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
         "seconds above 0",
     )
     _expect("target", options, _is_target, "'ALL', 'RANK0', 'ANY', a rank or a list of different ranks")
@@ -185,7 +186,7 @@ def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
         if name.startswith("_") or hasattr(base, name):
             continue
         method = inspect.getattr_static(type(target), name)
-        method = method.__func__ if isinstance(method, staticmethod | classmethod) else method
-        if callable(method):
-            found[name] = getattr(method, _MARK, DEFAULT)
+        plain = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+        if callable(plain) and not isinstance(plain, type):
+            found[name] = getattr(method, _MARK, getattr(plain, _MARK, DEFAULT))
     return found

@@ -77,7 +77,7 @@ class Service:
                     continue
                 left = self._heap[0][0] - time.monotonic()
                 if left > 0:
-                    self._news.wait(left)
+                    self._news.wait(min(left, threading.TIMEOUT_MAX))
                     continue
                 ticket = heapq.heappop(self._heap)[2]
                 action, ticket.action = ticket.action, None

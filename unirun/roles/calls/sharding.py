@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from unirun.errors import UsageError
 
 T = TypeVar("T")
@@ -110,7 +108,7 @@ def _length(value: Any, where: int | str) -> int:
             f"argument {where}: unirun.shard cannot split {type(value).__name__}",
             "give a list, tuple, tensor or mapping of these",
         )
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
+    if getattr(value, "shape", None) == ():
         raise UsageError(f"argument {where}: a tensor without dimensions cannot be split", "replicate it")
     return len(value)
 
@@ -120,10 +118,15 @@ def _parts(value: Any, ranks: int, where: int | str) -> list[Any]:
         _length(value, where)
         split_values = {key: _parts(each, ranks, where) for key, each in value.items()}
         return [{key: each[rank] for key, each in split_values.items()} for rank in range(ranks)]
-    ends, found = 0, []
+    begin, found = 0, []
     for size in sizes(_length(value, where), ranks):
-        found.append(value[ends : ends + size])
-        ends += size
+        try:
+            found.append(value[begin : begin + size])
+        except (TypeError, KeyError, ValueError) as error:
+            raise UsageError(
+                f"argument {where}: unirun.shard cannot slice {type(value).__name__}: {error}", "give a list"
+            ) from error
+        begin += size
     return found
 
 
