@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -40,17 +41,19 @@ class FileState:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
 
     def save(self, state: bytes) -> None:
         """Write and rename. Raises `JobError` when there is no room."""
-        fresh = self._path.with_suffix(".new")
+        fresh = self._path.with_name(f"{self._path.name}.new")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(fresh, "wb") as file:
-                file.write(state)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self._path)
+            with self._lock:
+                with open(fresh, "wb") as file:
+                    file.write(state)
+                    file.flush()
+                    os.fsync(file.fileno())
+                fresh.replace(self._path)
         except OSError as error:
             raise JobError(
                 f"state cannot be saved to {self._path}: {error.strerror}", "free some space"
