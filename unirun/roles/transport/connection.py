@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import threading
@@ -100,7 +101,9 @@ class Connection:
         except BlockingIOError:
             return 0
         except OSError:
-            # The reading side sees the end, too, and tells it.
+            # Mostly the peer is gone; whatever it is, the reading side sees the end and tells it.
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
             return len(data)
 
     def flush(self) -> None:

@@ -2,7 +2,8 @@
 
 ::
 
-    kind(1) flags(1) buffers(2) head(4) tag(8) | length of each buffer, 8 each | segment(8), if SHARED | head | buffers
+    kind(1) flags(1) nothing(2) buffers(4) head(4) tag(8)
+    length of each buffer, 8 each | segment(8), if SHARED | head | buffers
 
 `head` is the length of the head. With the flag `SHARED` the buffers are not in the stream: the descriptor of the
 memory that holds them, one behind the other at multiples of `ALIGN`, comes with the frame.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from unirun.errors import FrameError
 
-_HEADER = struct.Struct("<BBHIQ")
+_HEADER = struct.Struct("<BBxxIIQ")
 
 REQUEST, REPLY, RELEASE = 1, 2, 3
 """`RELEASE`: the receiver needs the segment `tag` no more."""
@@ -27,7 +28,7 @@ INLINE = 1 << 18
 """Buffers of more bytes than this in all go through shared memory."""
 
 MAX_HEAD = 1 << 31
-MAX_BUFFERS = 0xFFFF
+MAX_BUFFERS = 1 << 24
 _START = 1 << 18
 
 
@@ -94,8 +95,15 @@ class FrameParser:
         if have < _HEADER.size:
             return _HEADER.size
         kind, flags, buffers, head, _ = _HEADER.unpack_from(self._buffer, self._begin)
-        if kind not in (REQUEST, REPLY, RELEASE) or flags & ~SHARED or head > MAX_HEAD:
-            raise FrameError(f"a frame of kind {kind} with flags {flags} and a head of {head} bytes")
+        if (
+            kind not in (REQUEST, REPLY, RELEASE)
+            or flags & ~SHARED
+            or head > MAX_HEAD
+            or buffers > MAX_BUFFERS
+        ):
+            raise FrameError(
+                f"a frame of kind {kind} with flags {flags}, {buffers} buffers and a head of {head} bytes"
+            )
         shared = bool(flags & SHARED)
         lengths = buffers + shared
         need = _HEADER.size + 8 * lengths

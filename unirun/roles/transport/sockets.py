@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,9 +68,15 @@ class _Loop:
         self._files: dict[int, _Listener | _Served | _Channel | _Newcomer] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
+        self._newcomers: deque[_Newcomer] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    def expect(self, newcomer: _Newcomer) -> None:
+        """Add one that has to prove the token until its deadline. Only for the thread that reads."""
+        self._newcomers.append(newcomer)
+        self.add(newcomer)
 
     def add(self, file: _Listener | _Served | _Channel | _Newcomer) -> None:
         """Call ``file.ready(events)`` when it can be read."""
@@ -108,9 +115,20 @@ class _Loop:
         self._epoll.close()
         os.close(self._wake)
 
+    def _patience(self) -> float | None:
+        """Seconds until the next newcomer is late; those that are late already are closed."""
+        while self._newcomers:
+            newcomer = self._newcomers[0]
+            left = newcomer.deadline - time.monotonic()
+            if left > 0 and not newcomer.done:
+                return left
+            self._newcomers.popleft()
+            newcomer.close()
+        return None
+
     def _work(self) -> None:
         while not self._closed:
-            for number, events in self._epoll.poll():
+            for number, events in self._epoll.poll(self._patience()):
                 file = self._files.get(number)
                 if file is None or self._closed:
                     continue
@@ -127,20 +145,20 @@ class _Listener:
         sock.setblocking(False)
         self.number, self._socket = sock.fileno(), sock
         self._token, self._handler, self._loop = token, handler, loop
-        self._newcomers: set[_Newcomer] = set()
 
     def ready(self, events: int) -> None:
         try:
             sock, _ = self._socket.accept()
-        except BlockingIOError:
+        except OSError:
+            # Nobody there any more, or no descriptor left: this time.
             return
-        now = time.monotonic()
-        for late in [n for n in self._newcomers if n.deadline < now or n.done]:
-            self._newcomers.discard(late)
-            late.close()
-        newcomer = _Newcomer(sock, self._token, self._handler, self._loop)
-        self._newcomers.add(newcomer)
-        self._loop.add(newcomer)
+        try:
+            newcomer = _Newcomer(sock, self._token, self._handler, self._loop)
+        except OSError:
+            # It did not even wait for the first word.
+            sock.close()
+            return
+        self._loop.expect(newcomer)
 
     def close(self) -> None:
         self._loop.remove(self.number)
