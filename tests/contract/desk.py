@@ -61,6 +61,10 @@ class Spiteful(Exception):
         raise ValueError("I will not be pickled")
 
 
+class Plain:
+    """Has neither a text nor a way to compare it."""
+
+
 class Closed:
     """Does not pickle."""
 
@@ -216,6 +220,18 @@ class Desk:
             raise Refused(7, where="the office")
         if kind == "sealed":
             raise Sealed(text)
+        if kind == "locked":
+            raise ValueError(text, threading.Lock())
+        if kind == "plain":
+            raise ValueError(Plain())
+        if kind == "hidden":
+            lock = threading.Lock()
+
+            class Hidden(Exception):
+                def __str__(self) -> str:
+                    return f"behind a lock {lock}"
+
+            raise Hidden
         if kind == "spiteful":
             raise Spiteful
         if kind == "closed":
@@ -236,6 +252,16 @@ class Desk:
         if kind == "tensor":
             raise ValueError(text, torch.ones(3))
         raise ValueError(text)
+
+    def leave(self) -> None:
+        """End the program, as the user's code may."""
+        sys.exit(3)
+
+    def hold_or_fail(self, rank: int, gate: str) -> str:
+        """One rank waits, all others fail."""
+        if self._address.rank == rank:
+            return self.hold(gate)
+        raise ValueError(f"{self._address} fails")
 
     def fail_if(self, rank: int) -> int:
         """Only one rank fails."""

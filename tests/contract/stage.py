@@ -346,10 +346,10 @@ class Line:
         """Break them."""
         for player in self._cast:
             player.interrupt()
-        now = open_sockets()
         for number, link in self._links.items():
-            if now.get(number) == link:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+                # The number may belong to a new connection by now.
+                if os.readlink(f"/proc/self/fd/{sock.fileno()}") == link:
                     sock.shutdown(socket.SHUT_RDWR)
 
 

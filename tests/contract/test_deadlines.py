@@ -1,0 +1,129 @@
+"""Every call ends in time."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.contract.stage import GO_ON, SOON, STOP, Stage, eventually
+from unirun.errors import InvocationTimeout, WorkerLost
+from unirun.roles import wait
+
+
+@pytest.mark.parametrize("method", ["hold_briefly", "hold_async"])
+def test_a_call_ends_at_its_deadline(stage: Stage, method: str) -> None:
+    cast = stage.role(1)
+    began = time.monotonic()
+    with pytest.raises(
+        InvocationTimeout, match=f"{method} was not answered within its deadline of 0.4 s"
+    ) as caught:
+        getattr(cast.group, method)("never")
+    assert 0.35 < time.monotonic() - began < 2.0
+    assert caught.value.missing == (f"{cast.role}:0",)
+    assert caught.value.results == {}
+    assert isinstance(caught.value, TimeoutError)
+    cast[0].open("never")
+    assert cast.group.echo("still there") == ["still there"]
+
+
+def test_those_who_were_in_time_are_heard(stage: Stage) -> None:
+    cast = stage.role(3)
+    with pytest.raises(InvocationTimeout) as caught:
+        cast.group.hold_if_briefly(1, "one")
+    assert caught.value.missing == (f"{cast.role}:1",)
+    assert caught.value.results == {f"{cast.role}:0": 0, f"{cast.role}:2": 2}
+    cast[1].open("one")
+
+
+def test_a_result_that_is_asked_for_early_says_who_is_missing_and_comes_later(stage: Stage) -> None:
+    cast = stage.role(2)
+    ref = cast.group.call_async("hold_if", 0, "early")
+    cast[0].hear("holding early")
+    eventually(lambda: "1 of 2 answered" in repr(ref), "one has answered")
+    for timeout in (0.05, 0.0, -1.0):
+        with pytest.raises(InvocationTimeout) as caught:
+            ref.result(timeout)
+        assert caught.value.missing == (f"{cast.role}:0",)
+        assert caught.value.results == {f"{cast.role}:1": 1}
+    assert not ref.done()
+    cast[0].open("early")
+    assert ref.result(SOON) == [0, 1]
+
+
+def test_a_worker_that_hangs_holds_up_nobody_else(stage: Stage) -> None:
+    cast = stage.role(2)
+    hanging = cast.group[0].call_async("hold_briefly", "hang")
+    cast[0].hear("holding hang")
+    for number in range(100):
+        assert cast.group[1].echo(number) == number
+    assert isinstance(hanging.exception(SOON), InvocationTimeout)
+    began = time.monotonic()
+    with pytest.raises(InvocationTimeout) as caught:
+        cast.group.hold_if_briefly(2, "")
+    assert caught.value.missing == (f"{cast.role}:0",), "it still hangs"
+    assert time.monotonic() - began < 2.0
+    cast[0].open("hang")
+    assert cast.group.echo(1) == [1, 1]
+
+
+def test_a_process_that_is_stopped_is_told_by_the_deadline_and_may_go_on(stage: Stage) -> None:
+    if stage.kind == "inproc":
+        pytest.skip("threads cannot be stopped")
+    cast = stage.role(2)
+    cast.group.note("warm")
+    cast[0].signal(STOP)
+    try:
+        with pytest.raises(InvocationTimeout) as caught:
+            cast.group.hold_if_briefly(7, "")
+        assert caught.value.missing == (f"{cast.role}:0",)
+        assert cast.group[1].echo(1) == 1
+    finally:
+        cast[0].signal(GO_ON)
+    assert cast.group.echo(2) == [2, 2]
+    cast.group.echo()
+    assert max(cast.kept()) <= 1
+
+
+def test_a_process_that_is_stopped_takes_what_it_is_sent_when_it_goes_on(stage: Stage) -> None:
+    if stage.kind == "inproc":
+        pytest.skip("threads cannot be stopped")
+    cast = stage.role(1)
+    cast.group.note("warm")
+    cast[0].signal(STOP)
+    try:
+        refs = [cast.group.call_async("note", bytes([number]) * (1 << 16)) for number in range(100)]
+    finally:
+        cast[0].signal(GO_ON)
+    wait(refs, len(refs), SOON)
+    assert [each[0] for each in cast.group[0].ran()[1:]] == list(range(100))
+
+
+def test_a_call_for_a_worker_that_is_not_there_ends_at_its_deadline_too(stage: Stage) -> None:
+    cast = stage.role(1)
+    cast.group.echo()
+    cast[0].kill()
+    cast.tell_gone(0)
+    with pytest.raises(WorkerLost):
+        cast.group.hold_briefly("")
+    began = time.monotonic()
+    with pytest.raises(InvocationTimeout):
+        cast.group.hold_briefly("")
+    assert time.monotonic() - began < 2.0
+
+
+def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
+    cast = stage.role(1)
+    blocked = cast.group.call_async("hold", "dam")
+    cast[0].hear("holding dam")
+    began = time.monotonic()
+    refs = [cast.group.call_async("hold_briefly", "") for _ in range(300)]
+    ended = threading.Event()
+    refs[-1].add_done_callback(lambda _: ended.set())
+    assert ended.wait(SOON)
+    assert time.monotonic() - began < 3.0
+    assert all(isinstance(ref.exception(0), InvocationTimeout) for ref in refs)
+    for gate in ("dam", ""):
+        cast[0].open(gate)
+    assert blocked.result(SOON) == ["dam"]

@@ -1,0 +1,164 @@
+"""What arrives is what was sent, and nobody's memory is touched by anybody else."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tests.contract.desk import Bomb, Closed
+from tests.contract.stage import SOON, Cast, Stage
+from unirun.errors import EncodingError
+from unirun.roles import replicate, shard
+
+GIB = 1 << 30
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two tensors or arrays are alike in every bit and property."""
+    if isinstance(left, torch.Tensor):
+        return (
+            left.dtype == right.dtype
+            and left.shape == right.shape
+            and left.requires_grad == right.requires_grad
+            and bool(torch.equal(left, right))
+        )
+    return left.dtype == right.dtype and left.shape == right.shape and bool((left == right).all())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "Größe – 大きさ",
+        {"nested": [1, (2.5, {3}), b"bytes"]},
+        "x" * (3 << 20),
+        b"\0" * (3 << 20),
+        range(5),
+    ],
+    ids=["none", "text", "nested", "long-text", "long-bytes", "range"],
+)
+def test_plain_values_arrive(troupe: Cast, value: Any) -> None:
+    assert troupe.group.echo(value) == [value] * 3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 7),
+        torch.arange(100_000, dtype=torch.int64).reshape(100, -1),
+        torch.arange(100_000).reshape(100, -1).t(),
+        torch.linspace(0, 1, 90_000).to(torch.bfloat16),
+        torch.arange(90_000) % 2 == 0,
+        torch.full((100_000,), (1 << 24) + 1, dtype=torch.int32),
+        torch.randn(300, 300, requires_grad=True),
+        torch.randn(300, dtype=torch.complex64).conj(),
+    ],
+    ids=["0-dim", "empty", "int64", "transposed", "bfloat16", "bool", "int32", "grad", "conj"],
+)
+def test_tensors_arrive_with_every_property(troupe: Cast, tensor: torch.Tensor) -> None:
+    for echoed in troupe.group.echo(tensor):
+        assert same(echoed, tensor)
+
+
+def test_arrays_arrive(troupe: Cast) -> None:
+    for array in (np.arange(12.0).reshape(3, 4), np.asfortranarray(np.ones((500, 300))), np.zeros((0, 3))):
+        assert all(same(echoed, array) for echoed in troupe.group.echo(array))
+
+
+def test_a_model_state_with_many_tensors_arrives(troupe: Cast) -> None:
+    state = {f"layer{n}.weight": torch.full((n % 50, 32), float(n)) for n in range(400)}
+    echoed = troupe.group[0].echo(state)
+    assert list(echoed) == list(state)
+    assert all(same(echoed[name], state[name]) for name in state)
+
+
+def test_a_great_many_arrays_arrive(troupe: Cast) -> None:
+    rows = list(np.arange(140_000).reshape(70_000, 2))
+    echoed = troupe.group[0].echo(rows)
+    assert len(echoed) == len(rows)
+    assert all(echoed[n][0] == 2 * n for n in range(70_000))
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20], ids=["small", "large"])
+def test_who_receives_a_tensor_may_write_to_it(stage: Stage, size: int) -> None:
+    cast = stage.role(2)
+    tensor = torch.zeros(size)
+    assert cast.group.write(tensor) == [float(size)] * 2
+    assert float(tensor.sum()) == 0.0, "the caller's own is as it was"
+
+    lent = cast.group.lend()
+    lent[0].add_(1)
+    assert float(lent[1].sum()) == 0.0, "so is what others have received"
+    assert cast.group.own_sum() == [0.0, 0.0], "and what the workers have"
+    lent[0].add_(1)
+    assert float(cast.group.lend()[0].sum()) == 0.0
+
+
+def test_what_a_call_takes_along_is_what_was_there_when_it_was_made(stage: Stage) -> None:
+    cast = stage.role(1)
+    held = cast.group.call_async("hold", "snapshot")
+    cast[0].hear("holding snapshot")
+    tensors = {size: torch.ones(size) for size in (10, 10_000, 1 << 20)}
+    refs = {size: cast.group.call_async("echo", tensor) for size, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.fill_(7)
+    cast[0].open("snapshot")
+    held.result(SOON)
+    for size, ref in refs.items():
+        assert float(ref.result(SOON)[0].sum()) == size
+
+
+def test_a_view_sends_its_elements_and_not_its_storage(troupe: Cast) -> None:
+    storage = torch.zeros(1 << 22)
+    assert troupe.group.size_of_storage(storage[:1000]) == [4000] * 3
+    assert troupe.group.size_of_storage(storage[::4096]) == [4096] * 3
+
+
+def test_arguments_are_split_and_replicated_as_they_are_marked(troupe: Cast) -> None:
+    parts = troupe.group.echo(shard(torch.arange(100_000)))
+    assert [len(part) for part in parts] == [33_334, 33_333, 33_333]
+    assert torch.equal(torch.cat(parts), torch.arange(100_000))
+    assert troupe.group.echo([1, 2, 3]) == [1, 2, 3]
+    assert troupe.group.echo(replicate([1, 2, 3])) == [[1, 2, 3]] * 3
+
+
+def test_an_argument_that_cannot_be_sent_is_refused_before_anything_is(stage: Stage) -> None:
+    cast = stage.role(2)
+    for value, words in ((threading.Lock(), "_thread.lock"), (Closed(), "this is closed")):
+        with pytest.raises(EncodingError, match=f"an argument of {cast.role}'s note cannot be sent.*{words}"):
+            cast.group.note(value)
+    with pytest.raises(EncodingError):
+        # The second worker's part is the one that fails.
+        cast.group.note([1, Closed()])
+    assert cast.group.ran() == [[], []]
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_that_names_it(troupe: Cast) -> None:
+    with pytest.raises(EncodingError, match=rf"the result of fail in {troupe.role}:1 cannot be sent"):
+        troupe.group[1].fail("closed")
+    assert troupe.group.echo(1) == [1] * 3
+
+
+def test_values_that_burst_when_they_arrive_are_errors_that_name_them(troupe: Cast) -> None:
+    with pytest.raises(EncodingError, match=rf"arguments of echo cannot be unpickled in {troupe.role}:\d"):
+        troupe.group.echo(Bomb())
+    ref = troupe.group.call_async("fail", "bomb")
+    for _ in range(2):
+        with pytest.raises(EncodingError, match=rf"result of fail from {troupe.role}:0 cannot be unpickled"):
+            ref.result(SOON)
+    assert troupe.group.echo(1) == [1] * 3
+
+
+@pytest.mark.skipif(psutil.virtual_memory().available < 6 * GIB, reason="less than 6 GiB of free memory")
+def test_a_gigabyte_goes_there_and_comes_back(troupe: Cast) -> None:
+    tensor = torch.ones(GIB // 4)
+    tensor[-1] = 5
+    echoed = troupe.group[0].echo(tensor)
+    assert echoed.shape == tensor.shape
+    assert torch.equal(echoed, tensor)
