@@ -16,7 +16,7 @@ from unirun.roles.transport.frames import INLINE, RELEASE, Frame, FrameParser, e
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.segments import SegmentPool, map_segment
 
-BATCH = 16
+BATCH = 64
 """Frames that wait for one another, at most."""
 
 _ANCILLARY = socket.CMSG_SPACE(32 * array.array("i").itemsize)
@@ -106,6 +106,11 @@ class Connection:
                 self.socket.shutdown(socket.SHUT_RDWR)
             return len(data)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._waiting or self._held)
+
     def flush(self) -> None:
         """Send what waits, as much as the socket takes."""
         with self._lock:
@@ -166,4 +171,7 @@ class Connection:
             self._waiting.clear()
             self._handles.clear()
             self._pool.close()
+            # Closing alone does not wake a thread that waits for the socket.
+            with contextlib.suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
             self.socket.close()

@@ -22,7 +22,7 @@ from pathlib import Path
 from unirun.errors import AuthError, ChannelError, FrameError, UnirunError
 from unirun.roles.transport.connection import Connection
 from unirun.roles.transport.frames import REPLY, REQUEST
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel
+from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait
 from unirun.wire.aio import listen
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake, Token
@@ -93,6 +93,17 @@ class _Loop:
         """Whether ``ready`` shall also be called when the file can be written."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.modify(number, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def lend(self, number: int) -> None:
+        """Leave the file to another thread for a while."""
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(number)
+
+    def take_back(self, number: int, unsent: bool) -> None:
+        """The other thread is done with it; `unsent`: something is left to be written."""
+        with self._lock:
+            if number in self._files and not self._closed:
+                self._epoll.register(number, select.EPOLLIN | (select.EPOLLOUT if unsent else 0))
 
     def remove(self, number: int) -> None:
         """Not any more; before the file is closed."""
@@ -238,18 +249,46 @@ class _Channel:
         self._connection = Connection(sock, partial(loop.writable, self.number))
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
+        self._reading = threading.Lock()
         self._open = True
         loop.add(self)
 
-    def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
+    def call(
+        self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
+    ) -> Wait | None:
         tag = next(self._tags)
         # A worker that has calls to run already does not miss this one.
         urgent = len(self._pending) < BUSY
         self._pending[tag] = done
         self._connection.send(REQUEST, tag, parcel, urgent=urgent)
+        return None if patience is None else partial(self._wait, tag, patience)
+
+    def _wait(self, tag: int, patience: float) -> None:
+        """Read here until the answer is there: waking a thread that wakes this one would take as long again."""
+        deadline = time.monotonic() + patience
+        self._loop.lend(self.number)
+        try:
+            with self._reading:
+                while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
+                    poll = select.poll()
+                    poll.register(
+                        self.number, select.POLLIN | (select.POLLOUT if self._connection.unsent else 0)
+                    )
+                    for _, events in poll.poll(left * 1000):
+                        self._take(events & select.POLLOUT)
+        finally:
+            self._loop.take_back(self.number, self._connection.unsent)
 
     def ready(self, events: int) -> None:
-        if events & select.EPOLLOUT:
+        # Whoever waits for an answer has it, and what else comes; what is left afterwards is seen again.
+        if self._reading.acquire(blocking=False):
+            try:
+                self._take(events & select.EPOLLOUT)
+            finally:
+                self._reading.release()
+
+    def _take(self, writable: int) -> None:
+        if writable:
             self._connection.flush()
         try:
             for frame, parcel in self._connection.receive():
