@@ -10,6 +10,15 @@ import pytest
 from tests.contract.stage import KINDS, Cast, Stage
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of what only a process can do, like being stopped by a signal, are not for threads."""
+    for item in list(items):
+        threads = "inproc" in item.name.partition("[")[2]
+        if threads and item.get_closest_marker("processes") is not None:
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
+
+
 @pytest.fixture(scope="session", params=KINDS)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A transport with a caller in this process."""

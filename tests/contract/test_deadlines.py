@@ -68,9 +68,8 @@ def test_a_worker_that_hangs_holds_up_nobody_else(stage: Stage) -> None:
     assert cast.group.echo(1) == [1, 1]
 
 
+@pytest.mark.processes
 def test_a_process_that_is_stopped_is_told_by_the_deadline_and_may_go_on(stage: Stage) -> None:
-    if stage.kind == "inproc":
-        pytest.skip("threads cannot be stopped")
     cast = stage.role(2)
     cast.group.note("warm")
     cast[0].signal(STOP)
@@ -86,9 +85,8 @@ def test_a_process_that_is_stopped_is_told_by_the_deadline_and_may_go_on(stage: 
     assert max(cast.kept()) <= 1
 
 
+@pytest.mark.processes
 def test_a_process_that_is_stopped_takes_what_it_is_sent_when_it_goes_on(stage: Stage) -> None:
-    if stage.kind == "inproc":
-        pytest.skip("threads cannot be stopped")
     cast = stage.role(1)
     cast.group.note("warm")
     cast[0].signal(STOP)

@@ -136,9 +136,8 @@ def test_a_coroutine_that_gives_up_answers_all_the_same(stage: Stage) -> None:
     assert ref.result(SOON) == ["after"]
 
 
+@pytest.mark.processes
 def test_a_worker_whose_method_ends_the_program_is_lost(stage: Stage) -> None:
-    if stage.kind == "inproc":
-        pytest.skip("a thread has no program to end")
     cast = stage.role(1)
     with pytest.raises(WorkerLost, match=f"{cast.role}:0 was lost"):
         cast.group.leave()
