@@ -1,0 +1,20 @@
+"""Makes the modules of examples/grpo_text importable, as they are when the example is run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[4] / "examples" / "grpo_text"))
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    """A model so small that a test is over at once, with weights large enough for clear preferences."""
+    from llama import make_model
+
+    made = make_model(seed=0, width=16, layers=2)
+    for parameter in made.parameters():
+        parameter.data *= 4.0
+    return made
