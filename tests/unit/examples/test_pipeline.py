@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline import pipelined
 
+from unirun import InvocationRef
+from unirun.roles.calls.codec import dump
+from unirun.roles.calls.envelope import ERROR, OK
+from unirun.roles.calls.remote import dump_error
+from unirun.roles.transport.protocol import Parcel
+
 SOON = 10.0
+
+
+class Promise(InvocationRef[Any]):
+    """A call that the test answers itself."""
+
+    def __init__(self) -> None:
+        super().__init__("stage", ("worker:0",), bare=True, post=None, sharding={})
+
+    def answer(self, work: Callable[[], object]) -> None:
+        try:
+            self.settle(0, Parcel(OK + dump(work(), "a result")[0]))
+        except ArithmeticError as error:
+            self.settle(0, Parcel(ERROR + dump_error(error, "worker:0")))
+        self.finish()
 
 
 @pytest.fixture
@@ -20,10 +41,16 @@ def workers() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def settled(value: object) -> Future[object]:
-    future: Future[object] = Future()
-    future.set_result(value)
-    return future
+def settled(value: object) -> Promise:
+    promise = Promise()
+    promise.answer(lambda: value)
+    return promise
+
+
+def submitted(workers: ThreadPoolExecutor, work: Callable[[], object]) -> Promise:
+    promise = Promise()
+    workers.submit(promise.answer, work)
+    return promise
 
 
 @settings(deadline=None)
@@ -43,7 +70,7 @@ def test_a_slow_first_stage_of_one_item_does_not_keep_the_next_from_starting(
 ) -> None:
     second_started = threading.Event()
 
-    def first(t: int, _: object) -> Future[int]:
+    def first(t: int, _: object) -> Promise:
         def work() -> int:
             if t == 0:
                 assert second_started.wait(SOON)
@@ -51,7 +78,7 @@ def test_a_slow_first_stage_of_one_item_does_not_keep_the_next_from_starting(
                 second_started.set()
             return t
 
-        return workers.submit(work)
+        return submitted(workers, work)
 
     assert [value for _, value in pipelined(range(3), [first], depth=2)] == [0, 1, 2]
 
@@ -59,17 +86,19 @@ def test_a_slow_first_stage_of_one_item_does_not_keep_the_next_from_starting(
 @settings(deadline=None)
 @given(order=st.permutations(range(6)))
 def test_the_last_stage_is_entered_in_order_whoever_is_ready_first(order: list[int]) -> None:
-    ready: dict[int, Future[int]] = {}
+    ready: dict[int, Promise] = {}
     entered: list[int] = []
 
-    def first(t: int, _: object) -> Future[int]:
-        ready[t] = Future()
+    def first(t: int, _: object) -> Promise:
+        ready[t] = Promise()
         if len(ready) == len(order):
             # All are under way: a thread lets them go in the order of the example.
-            threading.Thread(target=lambda: [ready[each].set_result(each) for each in order]).start()
+            threading.Thread(
+                target=lambda: [ready[each].answer(lambda each=each: each) for each in order]
+            ).start()
         return ready[t]
 
-    def last(t: int, value: int) -> Future[int]:
+    def last(t: int, value: int) -> Promise:
         entered.append(t)
         return settled(value)
 
@@ -83,7 +112,7 @@ def test_no_more_than_depth_items_are_under_way(depth: int) -> None:
     inside: set[int] = set()
     most = 0
 
-    def first(t: int, _: object) -> Future[int]:
+    def first(t: int, _: object) -> Promise:
         nonlocal most
         inside.add(t)
         most = max(most, len(inside))
@@ -96,4 +125,4 @@ def test_no_more_than_depth_items_are_under_way(depth: int) -> None:
 
 def test_an_error_in_a_stage_comes_out(workers: ThreadPoolExecutor) -> None:
     with pytest.raises(ZeroDivisionError):
-        list(pipelined(range(2), [lambda t, _: workers.submit(lambda: 1 // t)], depth=2))
+        list(pipelined(range(2), [lambda t, _: submitted(workers, lambda: 1 // t)], depth=2))
