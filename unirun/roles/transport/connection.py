@@ -106,11 +106,6 @@ class Connection:
                 self.socket.shutdown(socket.SHUT_RDWR)
             return len(data)
 
-    @property
-    def unsent(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._waiting or self._held)
-
     def flush(self) -> None:
         """Send what waits, as much as the socket takes."""
         with self._lock:

@@ -6,7 +6,6 @@ before a byte of a request is looked at.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import select
@@ -65,7 +64,8 @@ class _Loop:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._files: dict[int, _Listener | _Served | _Channel | _Newcomer] = {}
+        self._files: dict[int, _File] = {}
+        self._wanted: dict[int, int] = {}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._newcomers: deque[_Newcomer] = deque()
@@ -78,39 +78,50 @@ class _Loop:
         self._newcomers.append(newcomer)
         self.add(newcomer)
 
-    def add(self, file: _Listener | _Served | _Channel | _Newcomer) -> None:
+    def add(self, file: _File) -> None:
         """Call ``file.ready(events)`` when it can be read."""
         with self._lock:
             if self._closed:
                 raise ChannelError("the transport is closed")
             self._files[file.number] = file
-            self._epoll.register(file.number, select.EPOLLIN)
+            self._want(file.number, select.EPOLLIN)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
                 self._thread.start()
 
-    def writable(self, number: int, wanted: bool) -> None:
+    def writable(self, file: _File, wanted: bool) -> None:
         """Whether ``ready`` shall also be called when the file can be written."""
-        with contextlib.suppress(OSError, ValueError):
-            self._epoll.modify(number, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+        self._turn(file, select.EPOLLOUT, wanted)
 
-    def lend(self, number: int) -> None:
-        """Leave the file to another thread for a while."""
-        with contextlib.suppress(OSError, ValueError):
+    def readable(self, file: _File, wanted: bool) -> None:
+        """Whether ``ready`` shall be called when the file can be read. Another thread may do that for a while."""
+        self._turn(file, select.EPOLLIN, wanted)
+
+    def _turn(self, file: _File, event: int, wanted: bool) -> None:
+        with self._lock:
+            if self._files.get(file.number) is file and not self._closed:
+                events = self._wanted.get(file.number, 0)
+                self._want(file.number, events | event if wanted else events & ~event)
+
+    def _want(self, number: int, events: int) -> None:
+        before = self._wanted.get(number, 0)
+        if events == before:
+            return
+        self._wanted[number] = events
+        if not before:
+            self._epoll.register(number, events)
+        elif events:
+            self._epoll.modify(number, events)
+        else:
+            # Not only without events: an end would be told all the same, again and again.
             self._epoll.unregister(number)
 
-    def take_back(self, number: int, unsent: bool) -> None:
-        """The other thread is done with it; `unsent`: something is left to be written."""
+    def remove(self, file: _File) -> None:
+        """Not any more; before the file is closed. Its number may belong to another one the next time."""
         with self._lock:
-            if number in self._files and not self._closed:
-                self._epoll.register(number, select.EPOLLIN | (select.EPOLLOUT if unsent else 0))
-
-    def remove(self, number: int) -> None:
-        """Not any more; before the file is closed."""
-        with self._lock:
-            if self._files.pop(number, None) is not None and not self._closed:
-                with contextlib.suppress(OSError, ValueError):
-                    self._epoll.unregister(number)
+            if self._files.get(file.number) is file and not self._closed:
+                self._want(file.number, 0)
+                del self._files[file.number], self._wanted[file.number]
 
     def close(self) -> None:
         with self._lock:
@@ -172,7 +183,7 @@ class _Listener:
         self._loop.expect(newcomer)
 
     def close(self) -> None:
-        self._loop.remove(self.number)
+        self._loop.remove(self)
         self._socket.close()
 
 
@@ -197,7 +208,7 @@ class _Newcomer:
             elif len(self._answer) == ANSWER_SIZE:
                 self._socket.send(self._handshake.proof(self._answer))
                 self.done = True
-                self._loop.remove(self.number)
+                self._loop.remove(self)
                 self._loop.add(_Served(self._socket, self._handler, self._loop))
         except BlockingIOError:
             return
@@ -207,7 +218,7 @@ class _Newcomer:
     def close(self) -> None:
         if not self.done:
             self.done = True
-            self._loop.remove(self.number)
+            self._loop.remove(self)
             self._socket.close()
 
 
@@ -216,7 +227,7 @@ class _Served:
 
     def __init__(self, sock: socket.socket, handler: Handler, loop: _Loop) -> None:
         self.number, self._handler, self._loop = sock.fileno(), handler, loop
-        self._connection = Connection(sock, partial(loop.writable, self.number))
+        self._connection = Connection(sock, partial(loop.writable, self))
         self._received = self._replied = 0
 
     def ready(self, events: int) -> None:
@@ -237,7 +248,7 @@ class _Served:
         self._connection.send(REPLY, tag, parcel, urgent=self._received - self._replied < BUSY)
 
     def close(self) -> None:
-        self._loop.remove(self.number)
+        self._loop.remove(self)
         self._connection.close()
 
 
@@ -246,7 +257,7 @@ class _Channel:
 
     def __init__(self, sock: socket.socket, loop: _Loop, broken: Callable[[str], None]) -> None:
         self.number, self._loop, self._broken = sock.fileno(), loop, broken
-        self._connection = Connection(sock, partial(loop.writable, self.number))
+        self._connection = Connection(sock, partial(loop.writable, self))
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading = threading.Lock()
@@ -257,39 +268,42 @@ class _Channel:
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
         tag = next(self._tags)
-        # A worker that has calls to run already does not miss this one.
-        urgent = len(self._pending) < BUSY
+        # A worker that has calls to run already does not miss this one; who waits for it does.
+        urgent = patience is not None or len(self._pending) < BUSY
         self._pending[tag] = done
         self._connection.send(REQUEST, tag, parcel, urgent=urgent)
         return None if patience is None else partial(self._wait, tag, patience)
 
     def _wait(self, tag: int, patience: float) -> None:
-        """Read here until the answer is there: waking a thread that wakes this one would take as long again."""
+        """Read here until the answer is there: waking a thread that wakes this one would take as long again.
+
+        One thread at a time does; others wait for it to bring them their answers, or for the loop after it.
+        """
+        if not self._reading.acquire(blocking=False):
+            return
         deadline = time.monotonic() + patience
-        self._loop.lend(self.number)
         try:
-            with self._reading:
-                while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
-                    poll = select.poll()
-                    poll.register(
-                        self.number, select.POLLIN | (select.POLLOUT if self._connection.unsent else 0)
-                    )
-                    for _, events in poll.poll(left * 1000):
-                        self._take(events & select.POLLOUT)
+            self._loop.readable(self, False)
+            poll = select.poll()
+            poll.register(self.number, select.POLLIN)
+            while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
+                if poll.poll(left * 1000):
+                    self._take()
         finally:
-            self._loop.take_back(self.number, self._connection.unsent)
+            self._reading.release()
+            self._loop.readable(self, True)
 
     def ready(self, events: int) -> None:
-        # Whoever waits for an answer has it, and what else comes; what is left afterwards is seen again.
-        if self._reading.acquire(blocking=False):
+        if events & select.EPOLLOUT:
+            self._connection.flush()
+        # Whoever waits for an answer reads it, and what else comes; what is left afterwards is seen again.
+        if events & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
             try:
-                self._take(events & select.EPOLLOUT)
+                self._take()
             finally:
                 self._reading.release()
 
-    def _take(self, writable: int) -> None:
-        if writable:
-            self._connection.flush()
+    def _take(self) -> None:
         try:
             for frame, parcel in self._connection.receive():
                 done = self._pending.pop(frame.tag, None)
@@ -304,6 +318,9 @@ class _Channel:
 
     def close(self) -> None:
         self._open = False
-        self._loop.remove(self.number)
+        self._loop.remove(self)
         self._connection.close()
         self._pending.clear()
+
+
+_File = _Listener | _Newcomer | _Served | _Channel
