@@ -295,7 +295,7 @@ class Caller:
             channel.close()
         for call in calls:
             call.after = peer.address.incarnation
-            if not call.invocation.idempotent:
+            if not call.invocation.retries:
                 self._heard.pop(peer.address[:2], None)
             self._settle(call, lost(str(peer.address), reason))
 

@@ -14,6 +14,7 @@ import importlib
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, W
 
 THREADS = 4
 """Threads of an agent that take requests; each is passed on at once."""
+
+MOMENT = 0.001
+"""Seconds for which an answer is looked for without a pause."""
 
 APART = 1 << 20
 """Buffers of fewer bytes travel together in one tensor: each tensor costs as much as a call, and 100 000 of them end
@@ -155,10 +159,6 @@ class TorchTransport:
         return number
 
 
-_OVERDUE = "RPC ran for more than"
-"""How torch says that the patience of a call is at its end."""
-
-
 class _Channel:
     def __init__(self, name: str, line: str, broken: Callable[[str], None], mail: Mail) -> None:
         self._name, self._line, self._broken, self._mail = name, line, broken, mail
@@ -169,17 +169,16 @@ class _Channel:
     def call(
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
-        asking = threading.get_ident()
         try:
             with self._lock:
                 arguments = (self._line, next(self._numbers), *_form(parcel))
-                future = rpc.rpc_async(self._name, _enter, args=arguments, timeout=patience or 0)
+                future = rpc.rpc_async(self._name, _enter, args=arguments, timeout=0)
         except RuntimeError as error:
             self._break(str(error))
             return None
         if patience is not None:
-            # Without a callback no thread has to be woken that wakes this one.
-            return lambda: self._answered(future, done)
+            return lambda: self._watch(future, done)
+        asking = threading.get_ident()
 
         def answered(answer: torch.futures.Future[Form]) -> None:
             if threading.get_ident() == asking:
@@ -191,12 +190,23 @@ class _Channel:
         future.add_done_callback(answered)
         return None
 
+    def _watch(self, future: torch.futures.Future[Form], done: Callable[[Parcel], None]) -> None:
+        """Look for the answer for a moment: then no thread has to be woken that wakes this one.
+
+        Whoever waits in torch itself hears no signals.
+        """
+        end = time.monotonic() + MOMENT
+        try:
+            while not future.done() and time.monotonic() < end:
+                os.sched_yield()
+        finally:
+            future.add_done_callback(lambda answer: self._answered(answer, done))
+
     def _answered(self, answer: torch.futures.Future[Form], done: Callable[[Parcel], None]) -> None:
         try:
-            form = answer.wait()
+            form = answer.value()
         except Exception as error:  # noqa: BLE001 - torch raises what it likes here
-            if _OVERDUE not in str(error):
-                self._break(str(error))
+            self._break(str(error))
             return
         if self._open:
             done(_parcel(*form))
