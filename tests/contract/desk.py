@@ -175,6 +175,16 @@ class Desk:
         """May run again, once."""
         self.hold(gate)
 
+    @trainer_invocation(idempotent=True, timeout=1.0)
+    def again_briefly(self, gate: str) -> None:
+        """May run again, and not for long."""
+        self.hold(gate)
+
+    @trainer_invocation(concurrency=2)
+    def echo_beside(self, value: Any) -> Any:
+        """In a thread."""
+        return value
+
     @trainer_invocation(concurrency=2)
     def beside(self, gate: str) -> str:
         """Runs in a thread."""

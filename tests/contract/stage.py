@@ -228,7 +228,7 @@ class Cast:
     def __init__(self, stage: Stage, role: str, size: int) -> None:
         self._stage, self.role = stage, role
         self.players = [stage.player(work, Address(role, rank, 0)) for rank in range(size)]
-        self.stage_all()
+        stage.board.put(*(Place(player.me) for player in self.players))
         self.group: RoleGroup = role_group(stage.caller, role, size)
 
     def __getitem__(self, rank: int) -> Player:
@@ -237,7 +237,7 @@ class Cast:
     def __iter__(self) -> Iterator[Player]:
         return iter(self.players)
 
-    def stage_all(self) -> None:
+    def enter(self) -> None:
         """Wait for all, and tell where they are."""
         self._stage.board.put(*(Place(player.me, player.hear("serving")) for player in self.players))
 
@@ -248,6 +248,10 @@ class Cast:
     def tell_gone(self, rank: int) -> None:
         """The board says that it is dead."""
         self._stage.board.put(replace(self.place(rank), endpoint="", gone=True))
+
+    def tell_over(self, rank: int) -> None:
+        """The board says that it will not serve any more."""
+        self._stage.board.put(replace(self.place(rank), endpoint="", over=True))
 
     def start_again(self, rank: int) -> None:
         """Another one takes the place; the role is in its next generation."""
@@ -302,6 +306,12 @@ class Stage:
 
     def role(self, size: int) -> Cast:
         """A role of its own."""
+        cast = self.role_to_come(size)
+        cast.enter()
+        return cast
+
+    def role_to_come(self, size: int) -> Cast:
+        """The same, not yet on its places."""
         return Cast(self, f"desk{next(self._numbers)}", size)
 
     def trainer(self, incarnation: int, script: Script, cast: Cast) -> Player:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import torch
 
 from tests.contract.stage import SOON, Cast, Line, Stage, eventually
 from unirun.roles import RoleGroup, wait
+
+T = TypeVar("T")
 
 
 def test_every_worker_answers_in_rank_order(troupe: Cast) -> None:
@@ -162,6 +167,38 @@ def test_methods_in_threads_and_loops_run_beside_a_long_call(stage: Stage) -> No
     assert not long.done()
     cast[0].open("long")
     assert long.result(SOON) == ["long"]
+
+
+def test_calls_of_other_threads_are_answered_while_one_waits(stage: Stage) -> None:
+    cast = stage.role(1)
+    waiting = in_thread(lambda: cast.group[0].hold("patience"))
+    cast[0].hear("holding patience")
+    others = [in_thread(lambda n=n: cast.group[0].echo_beside(n)) for n in range(8)]
+    assert [other.get(timeout=SOON) for other in others] == list(range(8))
+    refs = [cast.group[0].call_async("echo_beside", bytes(1 << 20)) for n in range(30)]
+    assert [len(ref.result(SOON)) for ref in refs] == [1 << 20] * 30
+    refs = [cast.group[0].call_async("echo_beside", n) for n in range(300)]
+    assert [ref.result(SOON) for ref in refs] == list(range(300))
+    assert waiting.empty()
+    cast[0].open("patience")
+    assert waiting.get(timeout=SOON) == "patience"
+
+
+def test_many_threads_wait_at_once(stage: Stage) -> None:
+    cast = stage.role(2)
+
+    def work(name: int) -> bool:
+        return all(cast.group[(name + n) % 2].echo((name, n)) == (name, n) for n in range(100))
+
+    answers = [in_thread(lambda name=name: work(name)) for name in range(8)]
+    assert all(answer.get(timeout=SOON) for answer in answers)
+
+
+def in_thread(action: Callable[[], T]) -> queue.SimpleQueue[T]:
+    """Where the result of `action` will be."""
+    answer: queue.SimpleQueue[T] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answer.put(action()), daemon=True).start()
+    return answer
 
 
 def test_workers_keep_no_results(stage: Stage) -> None:
