@@ -365,10 +365,12 @@ class Caller:
             self._service.cancel(invoked.expiry)
         self._forget(invoked)
         invoked.ref.finish()
+        _untie(invoked)
 
     def _expire(self, invoked: Invoked, seconds: float) -> None:
         self._forget(invoked)
         invoked.ref.expire(seconds)
+        _untie(invoked)
 
     def _forget(self, invoked: Invoked) -> None:
         """Answers that still come are acked and dropped."""
@@ -377,3 +379,9 @@ class Caller:
         for call in invoked.calls:
             if call.peer is not None:
                 call.peer.calls.pop(call.seq, None)
+
+
+def _untie(invoked: Invoked) -> None:
+    """Calls and their invocation name each other, and the ref has the results: so that their memory is free as soon as
+    the user lets go of it, and not when Python looks for circles."""
+    invoked.calls.clear()

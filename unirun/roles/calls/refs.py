@@ -135,6 +135,7 @@ class InvocationRef(Generic[R]):
                 self._value = (value if self._post is None else self._post(value),)
         except Exception as error:  # noqa: BLE001 - it is raised, now and whenever it is asked for
             self._failure = error
+        self._why = None
         self._outcomes.clear()
         self._loaded.clear()
 
@@ -204,7 +205,7 @@ class InvocationRef(Generic[R]):
         with self._lock:
             if self._over:
                 return
-            self._why, self._over = failure, True
+            self._why, self._over, self._wait = failure, True, None
             callbacks, self._callbacks = self._callbacks, []
         self._gate.release()
         for callback in callbacks:
