@@ -7,17 +7,22 @@ the memory again: pages that exist already are written four times as fast as new
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import offsets
 
 KEEP = 1 << 28
 """Bytes of free segments that one connection keeps for later."""
+
+MANY = 64
+"""Segments that are lent, and free ones, from which on no more are kept: each takes a descriptor."""
 
 
 @dataclass(eq=False)
@@ -35,6 +40,7 @@ class SegmentPool:
     def __init__(self) -> None:
         self._free: list[Segment] = []
         self._lent: dict[int, Segment] = {}
+        self._given: set[int] = set()
         self._number = 0
 
     def write(self, buffers: Sequence[memoryview]) -> Segment:
@@ -51,6 +57,11 @@ class SegmentPool:
             os.close(segment.handle)
             raise
         self._lent[segment.number] = segment
+        if len(self._lent) > MANY:
+            # What the receiver keeps for long is its own from now on, and gone with its mapping.
+            longest = next(iter(self._lent))
+            os.close(self._lent.pop(longest).handle)
+            self._given.add(longest)
         return segment
 
     def _take(self, size: int) -> Segment:
@@ -64,10 +75,13 @@ class SegmentPool:
 
     def release(self, number: int) -> None:
         """The receiver needs it no more. Raises `FrameError` for one that was not lent."""
+        if number in self._given:
+            self._given.remove(number)
+            return
         segment = self._lent.pop(number, None)
         if segment is None:
             raise FrameError(f"segment {number} was given back and never lent")
-        if segment.size + sum(s.size for s in self._free) > KEEP:
+        if segment.size + sum(s.size for s in self._free) > KEEP or len(self._free) >= MANY:
             os.close(segment.handle)
         else:
             self._free.append(segment)
@@ -95,9 +109,13 @@ def map_segment(handle: int, sizes: Sequence[int], released: Callable[[], None])
     try:
         if os.fstat(handle).st_size < total or not total:
             raise FrameError(f"a segment holds less than {total} bytes")
-        mapping = mmap.mmap(handle, total, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        # Copy-on-write. Python's own mmap would keep a descriptor for each mapping.
+        path = f"/proc/self/fd/{handle}"
+        memory: Any = torch.from_file(path, shared=False, size=total, dtype=torch.uint8).numpy()
+    except RuntimeError as error:
+        raise FrameError(f"a segment of {total} bytes cannot be mapped: {error}") from error
     finally:
         os.close(handle)
-    weakref.finalize(mapping, released).atexit = False
-    view = memoryview(mapping)
+    weakref.finalize(memory, released).atexit = False
+    view = memoryview(memory)
     return tuple(view[place : place + size] for place, size in zip(places, sizes, strict=True))
