@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,15 @@ class Desk:
         """Change an argument; what the sender has must not change."""
         tensor.add_(1)
         return float(tensor.sum())
+
+    def watch(self, value: Any) -> Any:
+        """See how long an argument is held."""
+        self._watched = weakref.ref(value)
+        return value + 1
+
+    def watched_is_gone(self) -> bool:
+        """Whether it is free."""
+        return self._watched() is None
 
     def lend(self) -> torch.Tensor:
         """A tensor that the worker goes on using."""

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.contract.desk import Desk, Gates
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.directory import Place
@@ -38,6 +40,9 @@ SOON = 30.0
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch", "torch.distributed.rpc", "unirun.roles", __name__])
+
+# Here and in every worker, as under unirun: threads of many processes on few cores wait for each other.
+torch.set_num_threads(1)
 
 RANKS = 10
 """Room for the ranks of one role in the numbers that torch wants."""
@@ -215,6 +220,8 @@ class Player:
             self._process.kill()
             self._process.join(SOON)
             assert self._process.exitcode is not None
+            self._process.close()
+            self._process = None
         self._control.close()
 
     def signal(self, signum: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -118,6 +120,19 @@ def test_a_view_sends_its_elements_and_not_its_storage(troupe: Cast) -> None:
     storage = torch.zeros(1 << 22)
     assert troupe.group.size_of_storage(storage[:1000]) == [4000] * 3
     assert troupe.group.size_of_storage(storage[::4096]) == [4096] * 3
+
+
+def test_memory_is_free_as_soon_as_nobody_holds_it(troupe: Cast) -> None:
+    gc.disable()
+    try:
+        sent = np.ones(1 << 18)
+        result = troupe.group[0].watch(sent)
+        seen = [weakref.ref(sent), weakref.ref(result)]
+        del sent, result
+        assert troupe.group[0].watched_is_gone(), "the worker has let go of the argument"
+        assert [each() is None for each in seen] == [True, True], "so has the caller, of that and the result"
+    finally:
+        gc.enable()
 
 
 def test_arguments_are_split_and_replicated_as_they_are_marked(troupe: Cast) -> None:

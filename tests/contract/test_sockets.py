@@ -1,0 +1,278 @@
+"""What holds for sockets alone: who is let in, and what becomes of memory and descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contract.stage import SOON, Stage, eventually
+from unirun.errors import ChannelError
+from unirun.roles.transport import sockets
+from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
+from unirun.roles.transport.protocol import Address, Parcel, Reply
+from unirun.roles.transport.segments import MANY
+from unirun.roles.transport.sockets import SocketTransport
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
+
+ME, YOU = Address("desk", 0, 0), Address("trainer", 0, 0)
+
+
+class House:
+    """A worker that listens, and whatever has been handed to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token, self.folder = new_token(), folder
+        self.requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.transport = SocketTransport(folder, self.token)
+        self.endpoint = self.transport.serve(ME, self.take)
+
+    def take(self, parcel: Parcel, reply: Reply) -> None:
+        """Remember what came, and send it back."""
+        self.requests.put(parcel.head)
+        reply(parcel)
+
+    @contextlib.contextmanager
+    def guest(self, token: Token | None = None) -> Iterator[SocketTransport]:
+        """Somebody who calls, with the right token or another."""
+        transport = SocketTransport(self.folder, token or self.token)
+        yield transport
+        transport.close()
+
+    def knock(self) -> socket.socket:
+        """A connection that has said nothing yet."""
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(SOON)
+        sock.connect(self.endpoint)
+        return sock
+
+    def enter(self) -> socket.socket:
+        """A connection that has proved the token."""
+        sock = BlockingStream.connect(self.endpoint, self.token).socket
+        sock.settimeout(SOON)
+        return sock
+
+    def answers(self) -> bool:
+        """Whether a guest is served now."""
+        with self.guest() as guest:
+            done: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+            channel = guest.connect(ME, self.endpoint, lambda reason: done.put(b""))
+            channel.call(Parcel(b"are you there?"), lambda parcel: done.put(parcel.head))
+            answer = done.get(timeout=SOON)
+            while self.requests.get(timeout=SOON) != b"are you there?":
+                pass
+            return answer == b"are you there?"
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    """A worker in this process."""
+    house = House(tmp_path / "calls")
+    yield house
+    house.transport.close()
+
+
+def closed_by_peer(sock: socket.socket) -> bool:
+    """Whether the other end hangs up, whatever it says before."""
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+class TestTheDoor:
+    def test_who_has_the_token_is_served(self, house: House) -> None:
+        assert house.answers()
+
+    def test_who_has_another_token_is_told_so(self, house: House) -> None:
+        with house.guest(new_token()) as guest, pytest.raises(ChannelError, match="desk:0 cannot be reached"):
+            guest.connect(ME, house.endpoint, lambda reason: None)
+        assert house.requests.empty()
+        assert house.answers()
+
+    def test_what_follows_a_wrong_proof_is_not_read(self, house: House) -> None:
+        with house.knock() as sock:
+            hello = sock.recv(HELLO_SIZE)
+            answer = ClientHandshake(new_token()).answer(hello)
+            with contextlib.suppress(BrokenPipeError):
+                sock.sendall(answer + encode_header(REQUEST, 1, 5, []) + b"hello")
+            assert closed_by_peer(sock)
+        assert house.answers()
+        assert house.requests.empty()
+
+    @pytest.mark.parametrize(
+        "noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(ANSWER_SIZE), bytes(1 << 20)]
+    )
+    def test_noise_is_hung_up_on(self, house: House, noise: bytes) -> None:
+        with house.knock() as sock:
+            with contextlib.suppress(BrokenPipeError):
+                sock.sendall(noise)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+            assert closed_by_peer(sock)
+        assert house.requests.empty()
+        assert house.answers()
+
+    def test_who_knocks_and_runs_does_no_harm(self, house: House) -> None:
+        for _ in range(50):
+            house.knock().close()
+        assert house.answers()
+
+    def test_who_says_nothing_is_sent_away_at_the_deadline(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sockets, "DEADLINE", 0.3)
+        began = time.monotonic()
+        with house.knock() as silent, house.knock() as slow:
+            slow.sendall(b"unirun")
+            assert closed_by_peer(silent)
+            assert closed_by_peer(slow)
+        assert 0.25 < time.monotonic() - began < 5.0
+        assert house.answers()
+
+    def test_nobody_there_is_told(self, house: House, tmp_path: Path) -> None:
+        with house.guest() as guest, pytest.raises(ChannelError, match="nobody answers"):
+            guest.connect(ME, str(tmp_path / "nobody"), lambda reason: None)
+
+    def test_the_sockets_are_for_their_owner_only(self, house: House) -> None:
+        assert os.stat(house.endpoint).st_mode & 0o077 == 0
+        assert os.stat(house.folder).st_mode & 0o077 == 0
+
+
+class TestInside:
+    """One who has the token can be wrong, too."""
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"\xff" * 64,
+            encode_header(REPLY, 1, 0, []),
+            encode_header(RELEASE, 77, 0, []),
+            encode_header(REQUEST, 1, 0, [INLINE + 1]),
+            encode_header(REQUEST, 1, 0, [1 << 20], 5),
+            encode_header(9, 1, 0, []),
+        ],
+        ids=["noise", "answer", "release", "too-much", "no-descriptor", "unknown"],
+    )
+    def test_a_wrong_frame_ends_the_connection_and_no_other(self, house: House, data: bytes) -> None:
+        with house.enter() as sock:
+            sock.sendall(data)
+            assert closed_by_peer(sock)
+        assert house.answers()
+
+    def test_a_frame_that_ends_half_way_is_no_request(self, house: House) -> None:
+        whole = encode_header(REQUEST, 1, 100, [50]) + bytes(150)
+        for end in (1, 10, len(whole) // 2, len(whole) - 1):
+            with house.enter() as sock:
+                sock.sendall(whole[:end])
+                sock.shutdown(socket.SHUT_WR)
+                assert closed_by_peer(sock)
+        assert house.requests.empty()
+        assert house.answers()
+
+    def test_a_frame_that_comes_byte_by_byte_is_one_request(self, house: House) -> None:
+        with house.enter() as sock:
+            for byte in encode_header(REQUEST, 1, 5, [3]) + b"hello" + b"abc":
+                sock.sendall(bytes([byte]))
+            assert house.requests.get(timeout=SOON) == b"hello"
+
+    def test_a_descriptor_of_something_else_ends_the_connection(self, house: House, tmp_path: Path) -> None:
+        small = os.open(tmp_path / "small", os.O_RDWR | os.O_CREAT)
+        before = len(os.listdir("/proc/self/fd"))
+        with house.enter() as sock:
+            socket.send_fds(sock, [encode_header(REQUEST, 1, 0, [1 << 20], 5)], [small])
+            assert closed_by_peer(sock)
+        assert house.requests.empty()
+        os.close(small)
+        eventually(
+            lambda: len(os.listdir("/proc/self/fd")) < before, "the descriptor that was sent is closed"
+        )
+
+    def test_one_who_does_not_read_holds_up_nobody(self, house: House) -> None:
+        with house.enter() as sock:
+            sock.setblocking(False)
+            frame = encode_header(REQUEST, 1, 1 << 16, []) + bytes(1 << 16)
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            data = memoryview(frame * 100)
+            while data and poll.poll(200):
+                data = data[sock.send(data) :]
+            assert house.answers()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Workers that are processes, over sockets."""
+    stage = Stage("socket", tmp_path_factory.mktemp("memory") / "calls")
+    yield stage
+    stage.close()
+
+
+class TestMemory:
+    def test_two_hundred_large_calls_leave_no_descriptors(self, workers: Stage) -> None:
+        cast = workers.role(1)
+        tensor = torch.ones(1 << 18)
+
+        def exchange(times: int) -> None:
+            for _ in range(times):
+                assert cast.group[0].echo(tensor).sum() == 1 << 18
+
+        exchange(10)
+        ours, theirs = len(os.listdir("/proc/self/fd")), cast[0].ask("files")
+        exchange(200)
+        assert len(os.listdir("/proc/self/fd")) <= ours + 2
+        assert cast[0].ask("files") <= theirs + 2
+
+    def test_results_that_are_kept_keep_their_memory_and_no_descriptors(self, workers: Stage) -> None:
+        cast = workers.role(1)
+        cast.group.echo()
+        ours, theirs = len(os.listdir("/proc/self/fd")), cast[0].ask("files")
+        size = INLINE // 4 + 1
+        results = [cast.group[0].echo(torch.full((size,), float(n))) for n in range(300)]
+        assert all(float(result[-1]) == n for n, result in enumerate(results))
+        assert len(os.listdir("/proc/self/fd")) <= ours + MANY + 2
+        assert cast[0].ask("files") <= theirs + MANY + 2
+        results.clear()
+        cast.group.echo()
+        assert cast.group[0].echo(torch.ones(size)).sum() == size
+
+    def test_workers_that_come_and_go_leave_no_descriptors(self, workers: Stage) -> None:
+        cast = workers.role(1)
+        counts = []
+        for _ in range(6):
+            ref = cast.group.call_async("hold", "x")
+            cast[0].hear("holding x")
+            cast.group.call_async("echo", torch.ones(1 << 20))
+            cast[0].kill()
+            assert ref.exception(SOON) is not None
+            cast.start_again(0)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[-1] <= counts[1] + 1, counts
+
+    def test_two_threads_may_send_large_things_at_once(self, workers: Stage) -> None:
+        cast = workers.role(1)
+        wrong: list[int] = []
+
+        def work(name: int) -> None:
+            wrong.extend(
+                n
+                for n in range(25)
+                if not bool((cast.group[0].echo(torch.full((1 << 17,), n + name)) == n + name).all())
+            )
+
+        threads = [threading.Thread(target=work, args=(100 * n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SOON)
+        assert wrong == []
