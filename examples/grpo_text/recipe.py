@@ -16,7 +16,7 @@ class Recipe:
 
     min_terms: int = 3
     max_terms: int = 3  # numbers of one digit each in a sum
-    room: int = 4  # tokens that an answer may take, its END included; "-27" is among the longest
+    room: int = 4  # tokens that an answer may take, its END included; "-18" is among the longest
 
     warmup_steps: int = 250
     warmup_batch: int = 64  # solved sums per step
