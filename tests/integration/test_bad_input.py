@@ -54,7 +54,7 @@ class TestACommandLine:
             (("--max-restart-s", "1"), "unknown option --max-restart-s; did you mean '--max-restarts'?"),
             (("--config", "missing.yaml"), "missing.yaml: cannot be read: no such file or directory"),
             (("--cwd", "nowhere"), "roles.default.cwd: 'nowhere' is no directory"),
-            (("--roles", "a=1@pkg.mod:Class"), "workload 'pkg.mod:Class' cannot be run by this version"),
+            (("--roles", "a=1@pkg.mod:Class"), "each has an entry of its own"),
         ],
     )
     def test_that_cannot_be_meant_is_refused_in_one_line(

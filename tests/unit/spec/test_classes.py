@@ -48,9 +48,9 @@ def write(folder: Path, **files: str) -> None:
     ],
 )
 def test_whatever_binds_the_name_will_do(tmp_path: Path, binding: str) -> None:
-    write(tmp_path, ppo=BOMB + binding)
-    assert missing_class("ppo:Actor", [str(tmp_path)]) is None
-    assert "ppo" not in sys.modules
+    write(tmp_path, bomb=BOMB + binding)
+    assert missing_class("bomb:Actor", [str(tmp_path)]) is None
+    assert "bomb" not in sys.modules
 
 
 @pytest.mark.parametrize(
