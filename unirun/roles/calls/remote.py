@@ -14,6 +14,9 @@ from unirun.roles.calls.codec import dump, load
 _TEXT = 1 << 20
 """Characters of a message or a traceback that are sent."""
 
+_DATA = 1 << 20
+"""Bytes of tensors and arrays that an exception may hold. Without larger ones it is sent all the same."""
+
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """What Python shows of an object without a text of its own; another one after each unpickling."""
 
@@ -67,13 +70,14 @@ def _alike(again: BaseException, error: BaseException) -> bool:
 
 def _whole(form: Any) -> bytes:
     head, buffers = dump(form, "an exception")
-    if buffers:
+    if sum(buffer.nbytes for buffer in buffers) > _DATA:
         raise CallError("an exception holds large data")
-    return head
+    return pickle.dumps((head, [bytearray(buffer) for buffer in buffers]), 5)
 
 
 def _unpack(packed: bytes) -> BaseException:
-    form = load(packed, ())
+    head, buffers = pickle.loads(packed)  # noqa: S301 - peers have proved the job's token
+    form = load(head, tuple(memoryview(buffer) for buffer in buffers))
     if isinstance(form, BaseException):
         form.__traceback__ = None
         return form

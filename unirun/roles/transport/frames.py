@@ -82,10 +82,10 @@ class FrameParser:
             self._begin = self._end = 0
             if len(self._buffer) > _START:
                 self._buffer = bytearray(_START)
-        elif self._begin + need > len(self._buffer) or self._end == len(self._buffer):
-            # Room for all of the frame that has begun.
-            fresh = bytearray(max(need, _START))
+        elif self._end == len(self._buffer) or (self._begin and self._begin + need > len(self._buffer)):
+            # Room for the frame that has begun. A frame that says it is large gets it as it comes.
             left = self._end - self._begin
+            fresh = bytearray(max(min(need, 16 * left), _START))
             fresh[:left] = memoryview(self._buffer)[self._begin : self._end]
             self._buffer, self._begin, self._end = fresh, 0, left
 
