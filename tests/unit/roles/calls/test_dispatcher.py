@@ -1,0 +1,291 @@
+"""The called end, without a transport: what is run, kept, answered and forgotten."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from unirun.errors import CallError, EncodingError
+from unirun.roles import trainer_invocation
+from unirun.roles.calls.codec import dump, load
+from unirun.roles.calls.dispatcher import ACK, DESCRIBE, Dispatcher, outcome_of
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request
+from unirun.roles.calls.policy import invocations
+from unirun.roles.calls.remote import load_error
+from unirun.roles.transport.protocol import Address, Parcel
+
+SOON = 10.0
+ME, TRAINER = Address("desk", 0, 0), Address("trainer", 0, 0)
+
+
+class Desk:
+    """Counts what it runs."""
+
+    def __init__(self) -> None:
+        self.ran: list[Any] = []
+        self.gate, self.begun = threading.Event(), threading.Event()
+
+    def note(self, item: Any) -> Any:
+        """Remember it."""
+        self.ran.append(item)
+        return item
+
+    def hold(self) -> str:
+        """Wait."""
+        self.begun.set()
+        self.gate.wait(SOON)
+        self.ran.append("held")
+        return "held"
+
+    def hold_and_fail(self) -> None:
+        """Wait and fail."""
+        self.hold()
+        raise RuntimeError("connection reset by peer")
+
+    async def later(self, item: Any) -> Any:
+        """In the loop."""
+        return item
+
+
+class Hall:
+    """A dispatcher that serves in a thread, and what it answers."""
+
+    def __init__(self, target: Any, **options: Any) -> None:
+        self.desk = target
+        self.dispatcher = Dispatcher(target, ME, invocations(target), **options)
+        self.thread = threading.Thread(target=self.dispatcher.serve, daemon=True)
+        self.thread.start()
+
+    def send(
+        self,
+        seq: int,
+        method: str,
+        *args: Any,
+        caller: Address = TRAINER,
+        acks: tuple[int, ...] = (),
+        generation: int = 0,
+    ) -> queue.SimpleQueue[Parcel]:
+        """A request; where its answer will be."""
+        body, buffers = dump((args, {}), "arguments")
+        head = encode_request(encode_address(caller), seq, generation, list(acks), method.encode(), body)
+        answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        self.dispatcher.handle(Parcel(head, buffers), answers.put)
+        return answers
+
+    def close(self) -> None:
+        """End the thread."""
+        self.desk.gate.set()
+        self.dispatcher.stop()
+        self.thread.join(SOON)
+        self.dispatcher.close()
+        assert not self.thread.is_alive()
+
+
+def value_of(answers: queue.SimpleQueue[Parcel]) -> Any:
+    """The result, when it comes."""
+    parcel = answers.get(timeout=SOON)
+    kind, body = outcome_of(parcel)
+    assert kind == OK, load_error(body)
+    return load(body, parcel.buffers)
+
+
+def error_of(answers: queue.SimpleQueue[Parcel], kind: bytes = ERROR) -> BaseException:
+    """The error, when it comes."""
+    found, body = outcome_of(answers.get(timeout=SOON))
+    assert found == kind
+    return load_error(body)
+
+
+@pytest.fixture
+def hall() -> Iterator[Hall]:
+    """One desk."""
+    hall = Hall(Desk())
+    yield hall
+    hall.close()
+
+
+class TestAtMostOnce:
+    def test_a_request_that_comes_again_gets_the_answer_that_was_kept(self, hall: Hall) -> None:
+        tensor = torch.ones(1000)
+        first = value_of(hall.send(1, "note", tensor))
+        again = value_of(hall.send(1, "note", tensor))
+        assert torch.equal(first, again)
+        assert len(hall.desk.ran) == 1
+
+    def test_one_that_comes_again_while_it_runs_is_answered_twice_and_runs_once(self, hall: Hall) -> None:
+        first = hall.send(1, "hold")
+        assert hall.desk.begun.wait(SOON)
+        again = hall.send(1, "hold")
+        hall.desk.gate.set()
+        assert value_of(first) == value_of(again) == "held"
+        assert hall.desk.ran == ["held"]
+
+    def test_errors_are_kept_too(self, hall: Hall) -> None:
+        assert isinstance(error_of(hall.send(1, "note")), TypeError)
+        assert isinstance(error_of(hall.send(1, "note")), TypeError)
+
+    def test_the_same_number_of_another_caller_is_another_call(self, hall: Hall) -> None:
+        assert value_of(hall.send(1, "note", "a")) == "a"
+        assert value_of(hall.send(1, "note", "b", caller=Address("other", 0, 0))) == "b"
+
+    def test_what_is_acked_is_forgotten(self, hall: Hall) -> None:
+        for seq in range(1, 6):
+            value_of(hall.send(seq, "note", seq))
+        assert hall.dispatcher.kept == 5
+        value_of(hall.send(6, "note", 6, acks=(1, 2, 3)))
+        assert hall.dispatcher.kept == 3
+        value_of(hall.send(0, ACK.decode(), acks=(4, 5, 6, 77)))
+        assert hall.dispatcher.kept == 0
+        assert hall.desk.ran == [1, 2, 3, 4, 5, 6]
+
+    def test_acks_of_one_caller_are_not_those_of_another(self, hall: Hall) -> None:
+        value_of(hall.send(1, "note", 1))
+        value_of(hall.send(1, "note", 2, caller=Address("other", 0, 0), acks=(1,)))
+        assert hall.dispatcher.kept == 2
+
+
+class TestACallerThatWasStartedAgain:
+    def test_has_no_use_for_what_was_kept_before(self, hall: Hall) -> None:
+        for seq in range(1, 4):
+            value_of(hall.send(seq, "note", seq))
+        value_of(hall.send(1, "note", "new", caller=TRAINER._replace(incarnation=1)))
+        assert hall.dispatcher.kept == 1
+        assert hall.desk.ran == [1, 2, 3, "new"]
+
+    def test_what_comes_late_of_the_one_before_is_not_run(self, hall: Hall) -> None:
+        value_of(hall.send(1, "note", "new", caller=TRAINER._replace(incarnation=1)))
+        late = hall.send(9, "note", "old")
+        assert value_of(hall.send(2, "note", "next", caller=TRAINER._replace(incarnation=1))) == "next"
+        assert late.empty()
+        assert hall.desk.ran == ["new", "next"]
+        assert hall.dispatcher.kept == 2
+
+    def test_another_rank_of_its_role_is_another_caller(self, hall: Hall) -> None:
+        value_of(hall.send(1, "note", 1))
+        value_of(hall.send(1, "note", 2, caller=Address("trainer", 1, 3)))
+        assert value_of(hall.send(2, "note", 3)) == 3
+
+
+class TestAnswers:
+    def test_noise_is_answered_with_an_error(self, hall: Hall) -> None:
+        answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        hall.dispatcher.handle(Parcel(b"noise"), answers.put)
+        assert "malformed" in str(error_of(answers))
+
+    def test_methods_are_described_with_their_options(self, hall: Hall) -> None:
+        assert value_of(hall.send(1, DESCRIBE)) == invocations(Desk())
+
+    def test_methods_that_cannot_be_described_are_told_of(self) -> None:
+        lock = threading.Lock()
+
+        class Locked(Desk):
+            @trainer_invocation(post_func=lambda result: (lock, result))
+            def work(self) -> None:
+                """Has an option that does not pickle."""
+
+        hall = Hall(Locked())
+        assert isinstance(error_of(hall.send(1, DESCRIBE)), EncodingError)
+        assert value_of(hall.send(2, "note", 1)) == 1
+        hall.close()
+
+    def test_an_unknown_method_is_told_with_those_there_are(self, hall: Hall) -> None:
+        error = error_of(hall.send(1, "nota"))
+        assert isinstance(error, AttributeError)
+        assert str(error) == "desk:0 has no method 'nota'; its methods are: hold, hold_and_fail, later, note"
+
+    @pytest.mark.parametrize("name", ["ran", "__init__", "gate", "_private", ""])
+    def test_what_is_no_public_method_is_unknown(self, hall: Hall, name: str) -> None:
+        assert isinstance(error_of(hall.send(1, name)), AttributeError)
+
+    def test_an_answer_that_cannot_be_sent_becomes_an_error_that_is_kept(self, hall: Hall) -> None:
+        sent: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+
+        def reply(parcel: Parcel) -> None:
+            if parcel.head[:1] == OK:
+                raise CallError("there is no memory")
+            sent.put(parcel)
+
+        head = encode_request(encode_address(TRAINER), 1, 0, [], b"note", dump((("x",), {}), "x")[0])
+        hall.dispatcher.handle(Parcel(head), reply)
+        assert "there is no memory" in str(error_of(sent))
+        assert "there is no memory" in str(error_of(hall.send(1, "note", "x")))
+        assert value_of(hall.send(2, "note", "y")) == "y"
+
+    def test_after_the_end_nothing_is_run_and_everybody_is_told(self) -> None:
+        hall = Hall(Desk())
+        hall.close()
+        error = error_of(hall.send(1, "note", 1))
+        assert isinstance(error, CallError)
+        assert "does not take calls any more" in str(error)
+        assert hall.desk.ran == []
+
+
+class TestTheServingThread:
+    def test_catches_up_with_the_generation_that_a_call_wants_before_it_runs(self) -> None:
+        desk = Desk()
+        hall = Hall(desk, catch_up=lambda generation: desk.ran.append(("generation", generation)))
+        value_of(hall.send(1, "note", "a", generation=3))
+        value_of(hall.send(2, "note", "b", generation=4))
+        hall.close()
+        assert desk.ran == [("generation", 3), "a", ("generation", 4), "b"]
+
+    def test_does_first_what_must_come_first(self, hall: Hall) -> None:
+        held = hall.send(1, "hold")
+        assert hall.desk.begun.wait(SOON)
+        behind = hall.send(2, "note", "behind")
+        hall.dispatcher.run_first(lambda: hall.desk.ran.append("first"))
+        hall.dispatcher.run_first(lambda: hall.desk.ran.append("second"))
+        hall.desk.gate.set()
+        assert (value_of(held), value_of(behind)) == ("held", "behind")
+        assert hall.desk.ran == ["held", "first", "second", "behind"]
+
+    def test_does_it_also_when_nobody_calls(self, hall: Hall) -> None:
+        done = threading.Event()
+        hall.dispatcher.run_first(done.set)
+        assert done.wait(SOON)
+
+    def test_says_of_an_error_that_it_came_with_a_loss(self, hall: Hall) -> None:
+        disturbed = hall.send(1, "hold_and_fail")
+        assert hall.desk.begun.wait(SOON)
+        hall.dispatcher.run_first(lambda: None)
+        hall.desk.gate.set()
+        assert "connection reset" in str(error_of(disturbed, INTERRUPTED))
+        assert "connection reset" in str(error_of(hall.send(2, "hold_and_fail"), ERROR))
+
+    def test_a_result_that_came_in_spite_of_a_loss_is_a_result(self, hall: Hall) -> None:
+        held = hall.send(1, "hold")
+        assert hall.desk.begun.wait(SOON)
+        hall.dispatcher.run_first(lambda: None)
+        hall.desk.gate.set()
+        assert value_of(held) == "held"
+
+    def test_lets_out_what_ends_a_program(self) -> None:
+        class Leaving(Desk):
+            def leave(self) -> None:
+                """Ends the program."""
+                raise SystemExit(3)
+
+        desk = Leaving()
+        dispatcher = Dispatcher(desk, ME, invocations(desk))
+        head = encode_request(encode_address(TRAINER), 1, 0, [], b"leave", dump(((), {}), "x")[0])
+        dispatcher.handle(Parcel(head), lambda parcel: pytest.fail("no answer"))
+        with pytest.raises(SystemExit):
+            dispatcher.serve()
+
+    def test_coroutines_run_beside_it(self, hall: Hall) -> None:
+        held = hall.send(1, "hold")
+        assert hall.desk.begun.wait(SOON)
+        assert value_of(hall.send(2, "later", 5)) == 5
+        assert held.empty()
+        hall.desk.gate.set()
+        assert value_of(held) == "held"
+
+
+def test_an_empty_answer_is_told_of() -> None:
+    with pytest.raises(CallError, match="empty answer"):
+        outcome_of(Parcel(b""))

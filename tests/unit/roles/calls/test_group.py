@@ -1,0 +1,244 @@
+"""Role groups: indexing, calling and what they say of themselves."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.unit.roles.calls.conftest import Serve
+from unirun.errors import EncodingError, InvocationTimeout, UsageError
+from unirun.roles import InvocationRef, RoleGroup, WorkerHandle, shard, trainer_invocation
+
+
+def clipped(value: int) -> int:
+    """A `pre_func` as in the guide: it takes the arguments and returns one."""
+    return max(value, 0)
+
+
+def total(results: list[int]) -> int:
+    """A `post_func`."""
+    return sum(results)
+
+
+class Desk:
+    """What is called."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.gate = threading.Event()
+
+    def mine(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        """Who was called with what."""
+        return self._rank, args, kwargs
+
+    @trainer_invocation(blocking=False)
+    def later(self, value: int) -> int:
+        """Does not wait."""
+        return value
+
+    @trainer_invocation(target="RANK0")
+    def first(self) -> int:
+        """Only one."""
+        return self._rank
+
+    @trainer_invocation(target=1)
+    def second(self) -> int:
+        """Only another one."""
+        return self._rank
+
+    @trainer_invocation(target=[2, 0])
+    def some(self) -> int:
+        """Two, in this order."""
+        return self._rank
+
+    @trainer_invocation(target="ANY")
+    def anyone(self, value: int = 0) -> tuple[int, int]:
+        """Whoever has time."""
+        return self._rank, value
+
+    @trainer_invocation(pre_func=clipped, post_func=total)
+    def clip(self, value: int) -> int:
+        """Between two functions."""
+        return value + self._rank
+
+    @trainer_invocation(pre_func=lambda a, b=2: ((a,), {"b": b}))
+    def rearrange(self, a: int, *, b: int) -> tuple[int, int]:
+        """By name."""
+        return a, b
+
+    @trainer_invocation(auto_shard=False)
+    def whole(self, items: list[int]) -> int:
+        """Gets everything."""
+        return len(items)
+
+    @trainer_invocation(timeout=0.2)
+    def slow(self) -> None:
+        """Has a deadline."""
+        self.gate.wait(30)
+
+    def call(self) -> str:
+        """Has a name that is taken."""
+        return "called"
+
+    def role(self) -> str:
+        """So has this."""
+        return "played"
+
+
+@pytest.fixture
+def group(serve: Serve) -> RoleGroup:
+    """Three of them."""
+    return serve(*(Desk(rank) for rank in range(3)))
+
+
+class TestAGroup:
+    def test_is_a_sequence_of_workers(self, group: RoleGroup) -> None:
+        assert len(group) == 3
+        assert [handle.rank for handle in group] == [0, 1, 2]
+        assert isinstance(group[0], WorkerHandle)
+        assert (group[-1].rank, group.rank0.rank) == (2, 0)
+        assert repr(group) == "<role group desk with ranks 0, 1, 2>"
+        assert repr(group[1]) == "<desk:1>"
+        assert group.role == group[1].role == "desk"
+        with pytest.raises(IndexError):
+            group[3]
+
+    def test_has_smaller_groups(self, group: RoleGroup) -> None:
+        assert [who for who, *_ in group[1:].mine()] == [1, 2]
+        assert [who for who, *_ in group[::2].mine()] == [0, 2]
+        assert [who for who, *_ in group[::-1].mine()] == [2, 1, 0]
+        assert group[1:][1:][0].mine()[0] == 2
+        with pytest.raises(UsageError, match="is empty; name at least one rank"):
+            group[3:]
+
+    def test_calls_everybody_with_everything(self, group: RoleGroup) -> None:
+        assert group.mine(1, x=2) == [(rank, (1,), {"x": 2}) for rank in range(3)]
+
+    def test_splits_over_its_members(self, group: RoleGroup) -> None:
+        assert [args[0] for _, args, _ in group.mine(["a", "b", "c"])] == ["a", "b", "c"]
+        assert [args[0] for _, args, _ in group.mine(shard([1, 2, 3, 4]))] == [[1, 2], [3], [4]]
+        assert [args[0] for _, args, _ in group[:2].mine(["a", "b"])] == ["a", "b"]
+        assert group.whole([1, 2, 3]) == [3, 3, 3]
+        assert group[0].mine([1])[1] == ([1],), "one worker gets the list"
+        with pytest.raises(UsageError, match="auto_shard=False"):
+            group.whole(shard([1, 2]))
+
+    def test_a_ref_says_how_it_was_split(self, group: RoleGroup) -> None:
+        ref = group.call_async("mine", shard([1, 2, 3, 4]), 5, x=6)
+        assert ref.sharding == {0: "shard 2+1+1", 1: "replicate", "x": "replicate"}
+        assert ref.workers == ("desk:0", "desk:1", "desk:2")
+
+    def test_goes_where_the_method_says(self, group: RoleGroup) -> None:
+        assert (group.first(), group.second(), group.some()) == (0, 1, [2, 0])
+        assert Counter(group.anyone()[0] for _ in range(6)) == {0: 2, 1: 2, 2: 2}
+        assert Counter(group[1:].anyone()[0] for _ in range(6)) == {1: 3, 2: 3}
+
+    @pytest.mark.parametrize("method", ["second", "some"])
+    def test_a_part_without_the_target_is_refused(self, group: RoleGroup, method: str) -> None:
+        with pytest.raises(UsageError, match=f"{method} has target .* not in <role group desk with ranks 2>"):
+            getattr(group[2:], method)
+
+    def test_waits_or_does_not_as_the_method_or_the_caller_says(self, group: RoleGroup) -> None:
+        assert isinstance(group.later(1), InvocationRef)
+        assert group.later(1).result() == [1, 1, 1]
+        assert group.call("later", 1) == [1, 1, 1]
+        assert isinstance(group.call_async("mine"), InvocationRef)
+
+    def test_goes_through_both_functions(self, group: RoleGroup) -> None:
+        assert group.clip(-5) == 0 + 1 + 2
+        assert group.clip(10) == 33
+        assert group.rearrange(1) == [(1, 2)] * 3
+        assert group.call_async("clip", 1).result() == 6
+
+    def test_has_deadlines(self, group: RoleGroup) -> None:
+        with pytest.raises(InvocationTimeout, match="slow was not answered within its deadline of 0.2 s"):
+            group.slow()
+
+    def test_names_that_are_taken_are_called_by_name(self, group: RoleGroup) -> None:
+        assert group.role == "desk"
+        assert group.call("role") == ["played"] * 3
+        assert group.call("call") == ["called"] * 3
+
+    def test_an_unknown_method_is_told_with_those_there_are(self, group: RoleGroup) -> None:
+        with pytest.raises(
+            AttributeError, match="role desk has no method 'firts'; its methods are: anyone, call, clip"
+        ):
+            group.firts  # noqa: B018
+        for attempt in (group.call, group.call_async):
+            with pytest.raises(AttributeError, match="no method '_private'"):
+                attempt("_private")
+        assert not hasattr(group, "_private")
+        assert not hasattr(group, "__len_hint__")
+
+    def test_lists_its_methods_for_who_explores(self, group: RoleGroup) -> None:
+        assert {"mine", "later", "map", "call_async", "rank0"} <= set(dir(group))
+        assert {"mine", "rank"} <= set(dir(group[0]))
+
+    def test_can_be_copied_and_not_sent(self, group: RoleGroup) -> None:
+        assert copy.copy(group).first() == 0
+        with pytest.raises(EncodingError, match="cannot be sent"):
+            group.mine(group)
+
+
+class TestAHandle:
+    def test_returns_bare_results_whatever_the_target_is(self, group: RoleGroup) -> None:
+        handle = group[2]
+        assert (
+            handle.mine(1)[0] == handle.first() == handle.second() == handle.some() == handle.anyone()[0] == 2
+        )
+        assert handle.later(4).result() == 4
+        assert handle.call("mine", 1) == (2, (1,), {})
+        assert handle.call_async("mine").result() == (2, (), {})
+
+    def test_goes_through_both_functions_too(self, serve: Serve) -> None:
+        group = serve(Desk(0))
+        with pytest.raises(TypeError, match="not iterable"):
+            group[0].clip(1)
+
+
+class TestMap:
+    def test_results_come_in_the_order_of_the_items(self, group: RoleGroup) -> None:
+        assert [value for _, value in group.map("anyone", range(40))] == list(range(40))
+        assert group.map("anyone", []) == []
+
+    def test_what_follows_goes_into_every_call(self, group: RoleGroup) -> None:
+        assert [(args, kw) for _, args, kw in group.map("mine", "ab", 1, x=2)] == [
+            (("a", 1), {"x": 2}),
+            (("b", 1), {"x": 2}),
+        ]
+
+    def test_items_that_are_lists_are_not_split(self, group: RoleGroup) -> None:
+        assert [args for _, args, _ in group.map("mine", [[1, 2, 3]])] == [([1, 2, 3],)]
+
+    def test_takes_items_only_as_it_needs_them(self, serve: Serve) -> None:
+        desks = [Desk(0), Desk(1)]
+        group, taken = serve(*desks), []
+
+        def items() -> Any:
+            for number in range(100):
+                taken.append(number)
+                yield number
+
+        class Stop(Exception):
+            pass
+
+        def watched() -> Any:
+            for item in items():
+                if item == 50:
+                    raise Stop
+                yield item
+
+        with pytest.raises(Stop):
+            group.map("anyone", watched())
+        assert len(taken) == 51
+
+    def test_the_first_error_is_raised(self, group: RoleGroup) -> None:
+        with pytest.raises(TypeError):
+            group.map("whole", [[1], 5])
+
+    def test_goes_to_the_members_of_a_part(self, group: RoleGroup) -> None:
+        assert {who for who, _ in group[:2].map("anyone", range(10))} == {0, 1}

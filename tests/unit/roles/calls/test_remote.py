@@ -1,0 +1,169 @@
+"""Errors go through bytes and keep what can be kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unirun.errors import (
+    Fault,
+    InvocationTimeout,
+    RemoteError,
+    RemoteTraceback,
+    SpecError,
+    UsageError,
+    WorkerLost,
+)
+from unirun.roles.calls.remote import dump_error, load_error
+
+
+def through(error: BaseException) -> BaseException:
+    """What the caller gets for an error that was raised in a worker."""
+    try:
+        raise error
+    except BaseException as raised:  # noqa: BLE001 - whatever it is
+        packed = dump_error(raised, "actor:2")
+    return load_error(packed)
+
+
+class Picky(Exception):
+    """Wants other arguments than it passes on."""
+
+    def __init__(self, code: int, *, where: str) -> None:
+        super().__init__(f"code {code} in {where}")
+        self.code, self.where = code, where
+
+
+class Silent(Exception):
+    """Passes nothing on."""
+
+    def __init__(self, first: int, second: int) -> None:
+        self.first, self.second = first, second
+
+    def __str__(self) -> str:
+        return f"{self.first}/{self.second}"
+
+
+class Counting(Exception):
+    """Pickles well and lies: its constructor adds to what it is given."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}!")
+
+
+class Plain:
+    """No text, no comparison."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("plain"),
+        ValueError(),
+        ValueError("two", 2),
+        KeyError("key"),
+        OSError(28, "no space", "/file"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+        json.JSONDecodeError("bad", "doc", 1),
+        subprocess.CalledProcessError(3, ["cmd"], "out"),
+        asyncio.CancelledError("gone"),
+        StopIteration(3),
+        SystemExit(4),
+        KeyboardInterrupt(),
+        ExceptionGroup("several", [ValueError(1), KeyError(2)]),
+        torch.OutOfMemoryError("no memory"),
+        Picky(7, where="there"),
+        Silent(1, 2),
+        Counting("more"),
+        UsageError("wrong", "do it right"),
+        SpecError([Fault("roles.actor", "is bad")]),
+        WorkerLost("lost", worker="rollout:1"),
+        InvocationTimeout("late", missing=("a:1",), results={"a:0": 5}),
+        ValueError(Plain()),
+        ValueError(float("nan")),
+        ValueError(np.arange(3)),
+        ValueError(torch.arange(3)),
+    ],
+    ids=lambda error: f"{type(error).__name__}-{str(error)[:12]}",
+)
+def test_type_and_text_and_what_it_holds_are_kept(error: BaseException) -> None:
+    found = through(error)
+    assert type(found) is type(error)
+    assert str(found).partition(" at 0x")[0] == str(error).partition(" at 0x")[0]
+    assert [type(arg) for arg in found.args] == [type(arg) for arg in error.args]
+    mine = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
+    assert {name: repr(found.__dict__[name]) for name in mine} == {
+        n: repr(value) for n, value in mine.items()
+    }
+    assert found.__notes__ == ["raised in actor:2"]
+    assert isinstance(found.__cause__, RemoteTraceback)
+    assert found.__cause__.worker == "actor:2"
+    assert "raise error" in found.__cause__.traceback
+    assert str(found.__cause__).startswith("raised in actor:2\n\n")
+
+
+def test_an_error_of_the_system_keeps_its_number_and_file() -> None:
+    found = through(OSError(28, "no space", "/file"))
+    assert isinstance(found, OSError)
+    assert (found.errno, found.strerror, found.filename) == (28, "no space", "/file")
+
+
+def test_attributes_that_do_not_pickle_are_left_behind() -> None:
+    error = ValueError("with a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    error.number = 3  # type: ignore[attr-defined]
+    found = through(error)
+    assert (type(found), str(found)) == (ValueError, "with a lock")
+
+
+def test_arguments_that_do_not_pickle_become_the_text() -> None:
+    found = through(ValueError("with", threading.Lock()))
+    assert type(found) is ValueError
+    assert str(found).startswith("('with', <unlocked _thread.lock object")
+
+
+def test_large_tensors_in_an_error_are_left_behind() -> None:
+    found = through(ValueError("look", torch.ones(1 << 20)))
+    assert type(found) is ValueError
+    assert "look" in str(found)
+
+
+def test_what_cannot_be_rebuilt_is_told_of() -> None:
+    lock = threading.Lock()
+
+    class Hidden(Exception):
+        """Holds on to something that does not pickle."""
+
+        def __str__(self) -> str:
+            return f"hidden behind {type(lock).__name__}"
+
+    found = through(Hidden())
+    assert isinstance(found, RemoteError)
+    assert found.kind.endswith("Hidden")
+    assert found.worker == "actor:2"
+    assert "raise error" in found.traceback
+    assert str(found).endswith("Hidden: hidden behind lock")
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_of() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    found = through(Broken())
+    assert type(found) is Broken
+    assert "Broken" in str(found.__cause__)
+
+
+def test_a_very_long_text_is_cut() -> None:
+    packed = dump_error(ValueError("x" * (50 << 20)), "actor:2")
+    assert len(packed) < 60 << 20
+    found: Any = load_error(packed)
+    assert str(found).startswith("xxx")

@@ -1,0 +1,156 @@
+"""Both ends of one socket: what is sent arrives, whole and in order, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from unirun.errors import FrameError
+from unirun.roles.transport.connection import BATCH, Connection
+from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
+from unirun.roles.transport.protocol import Parcel
+
+SOON = 10.0
+
+
+class End:
+    """One end, and whether it has something left to send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.wants = False
+        self.connection = Connection(sock, self._want)
+
+    def _want(self, wanted: bool) -> None:
+        self.wants = wanted
+
+    def send(self, tag: int, parcel: Parcel, *, urgent: bool = True) -> bool:
+        """Send a request."""
+        return self.connection.send(REQUEST, tag, parcel, urgent=urgent)
+
+
+def receive(sender: End, receiver: End, count: int) -> list[tuple[int, Parcel]]:
+    """The next frames, while the sender sends what it has left."""
+    found: list[tuple[int, Parcel]] = []
+    poll = select.poll()
+    poll.register(receiver.connection.socket, select.POLLIN)
+    while len(found) < count:
+        if sender.wants:
+            sender.connection.flush()
+        assert poll.poll(SOON * 1000 if not sender.wants else 0) or sender.wants
+        found += [(frame.tag, parcel) for frame, parcel in receiver.connection.receive()]
+    return found
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    """The two."""
+    pair = [End(sock) for sock in socket.socketpair()]
+    yield pair[0], pair[1]
+    for end in pair:
+        end.connection.close()
+
+
+def parcel(head: bytes, *sizes: int, value: int = 1) -> Parcel:
+    """A message."""
+    return Parcel(head, tuple(memoryview(bytearray([value]) * size) for size in sizes))
+
+
+def same(left: Parcel, right: Parcel) -> bool:
+    """Whether two are alike."""
+    return left.head == right.head and [bytes(b) for b in left.buffers] == [bytes(b) for b in right.buffers]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(), (0,), (1, 2, 3), (INLINE,), (INLINE + 1,), (INLINE, 1), (1 << 20, 0, 5, 1 << 21)],
+    ids=str,
+)
+def test_a_parcel_arrives(ends: tuple[End, End], sizes: tuple[int, ...]) -> None:
+    sent = parcel(b"head" * 100, *sizes)
+    assert ends[0].send(5, sent)
+    ((tag, found),) = receive(*ends, 1)
+    assert tag == 5
+    assert same(found, sent)
+    for view in found.buffers:
+        view[:] = bytes(view.nbytes)
+
+
+def test_far_more_than_a_socket_takes_is_sent_bit_by_bit_and_in_order(ends: tuple[End, End]) -> None:
+    sent = [parcel(bytes([n]) * 100_000, 1000, (n % 3) * INLINE, value=n) for n in range(1, 60)]
+    for number, each in enumerate(sent):
+        ends[0].send(number, each)
+    assert ends[0].wants, "and nobody has waited for it"
+    found = receive(*ends, len(sent))
+    assert [tag for tag, _ in found] == list(range(len(sent)))
+    assert all(same(a, b) for (_, a), b in zip(found, sent, strict=True))
+    ends[0].connection.flush()
+    assert not ends[0].wants
+
+
+def test_what_is_not_urgent_goes_with_what_comes_next(ends: tuple[End, End]) -> None:
+    for number in range(5):
+        ends[0].send(number, parcel(b"later"), urgent=False)
+    assert ends[0].wants
+    ends[0].send(5, parcel(b"now"))
+    assert [tag for tag, _ in receive(*ends, 6)] == list(range(6))
+
+
+def test_what_is_not_urgent_goes_when_there_is_enough_of_it(ends: tuple[End, End]) -> None:
+    for number in range(3 * BATCH):
+        ends[0].send(number, parcel(b"later"), urgent=False)
+    ends[0].send(3 * BATCH, parcel(b"large", 1 << 20), urgent=False)
+    assert [tag for tag, _ in receive(*ends, 3 * BATCH + 1)] == list(range(3 * BATCH + 1))
+
+
+def test_memory_comes_back_with_the_next_frame(ends: tuple[End, End]) -> None:
+    one, other = ends
+    count = len(os.listdir("/proc/self/fd"))
+    for number in range(30):
+        one.send(number, parcel(b"there", 1 << 20, value=number))
+        ((_, found),) = receive(one, other, 1)
+        tensor = torch.frombuffer(found.buffers[0], dtype=torch.uint8)
+        assert int(tensor[-1]) == number
+        del found, tensor
+        other.connection.send(REPLY, number, parcel(b"back"))
+        receive(other, one, 1)
+    assert len(os.listdir("/proc/self/fd")) <= count + 2
+
+
+def test_the_end_is_told(ends: tuple[End, End]) -> None:
+    ends[0].connection.close()
+    ends[0].connection.close()
+    with pytest.raises(EOFError):
+        list(ends[1].connection.receive())
+    assert not ends[0].send(1, parcel(b"x"))
+
+
+def test_who_sends_to_nobody_is_told_by_the_reading_side(ends: tuple[End, End]) -> None:
+    ends[1].connection.close()
+    ends[0].send(1, parcel(b"x" * 1000, 1 << 20))
+    with pytest.raises((EOFError, OSError)):
+        list(ends[0].connection.receive())
+
+
+def test_a_frame_without_its_descriptor_is_refused(ends: tuple[End, End]) -> None:
+    raw = ends[0].connection.socket
+    from unirun.roles.transport.frames import encode_header
+
+    raw.send(encode_header(REQUEST, 1, 0, [1 << 20], 3))
+    with pytest.raises(FrameError, match="without the descriptor"):
+        list(ends[1].connection.receive())
+
+
+def test_closing_leaves_no_descriptor(ends: tuple[End, End]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(10):
+        # Some are in the socket, some wait, and none is ever read.
+        ends[0].send(number, parcel(b"x" * 100_000, 1 << 20))
+    assert ends[0].wants
+    for end in ends:
+        end.connection.close()
+    assert len(os.listdir("/proc/self/fd")) <= before - 2

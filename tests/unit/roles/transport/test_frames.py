@@ -1,0 +1,155 @@
+"""Frames in a stream of bytes, however it is cut, and whatever else may come."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unirun.errors import FrameError
+from unirun.roles.transport.frames import (
+    ALIGN,
+    INLINE,
+    MAX_BUFFERS,
+    MAX_HEAD,
+    RELEASE,
+    REPLY,
+    REQUEST,
+    SHARED,
+    Frame,
+    FrameParser,
+    encode_header,
+    offsets,
+)
+
+NUMBERS = st.integers(0, (1 << 64) - 1)
+
+
+def parse(chunks: Iterable[bytes]) -> list[Frame]:
+    """The frames in these chunks, each received as it comes or, where there is less room, in parts."""
+    parser, found = FrameParser(), []
+    for chunk in chunks:
+        left = memoryview(chunk)
+        while left:
+            space = parser.space()
+            assert len(space), "there is always room"
+            part = left[: len(space)]
+            space[: len(part)] = part
+            found += parser.received(len(part))
+            left = left[len(part) :]
+    return found
+
+
+def bytes_of(frame: Frame) -> bytes:
+    """A frame as it is sent."""
+    header = encode_header(frame.kind, frame.tag, len(frame.head), list(frame.sizes), frame.segment)
+    return b"".join((header, frame.head, *frame.inline))
+
+
+def inline_frame(kind: int, tag: int, head: bytes, buffers: list[bytes]) -> Frame:
+    """A frame with its buffers."""
+    sizes = tuple(len(buffer) for buffer in buffers)
+    return Frame(kind, tag, head, sizes, tuple(memoryview(bytearray(buffer)) for buffer in buffers))
+
+
+INLINE_FRAMES = st.builds(
+    inline_frame,
+    st.sampled_from([REQUEST, REPLY]),
+    NUMBERS,
+    st.binary(max_size=300),
+    st.lists(st.binary(max_size=300), max_size=5),
+)
+SHARED_FRAMES = st.builds(
+    lambda tag, head, sizes, segment: Frame(REQUEST, tag, head, tuple(sizes), (), segment),
+    NUMBERS,
+    st.binary(max_size=300),
+    st.lists(NUMBERS, max_size=5),
+    NUMBERS,
+)
+FRAMES = st.lists(
+    INLINE_FRAMES | SHARED_FRAMES | st.builds(lambda tag: Frame(RELEASE, tag, b"", (), ()), NUMBERS)
+)
+
+
+@given(FRAMES, st.data())
+def test_frames_are_the_same_however_the_stream_is_cut(frames: list[Frame], data: st.DataObject) -> None:
+    stream = b"".join(map(bytes_of, frames))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    chunks = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert parse(chunks) == frames
+
+
+@pytest.mark.parametrize("sizes", [[0], [1, 0, 1], [INLINE], [INLINE // 2, INLINE // 2], [1] * 3000])
+def test_frames_of_extreme_sizes(sizes: list[int]) -> None:
+    frame = inline_frame(REPLY, 7, b"h" * 1_000_000, [bytes(size) for size in sizes])
+    small = inline_frame(REQUEST, 8, b"", [])
+    stream = bytes_of(small) + bytes_of(frame) + bytes_of(small)
+    assert parse([stream]) == [small, frame, small]
+    assert parse([stream[:20], stream[20:500_000], stream[500_000:]]) == [small, frame, small]
+
+
+def test_more_buffers_than_two_bytes_can_count() -> None:
+    frame = Frame(REQUEST, 1, b"head", tuple(range(70_000)), (), 5)
+    assert parse([bytes_of(frame)]) == [frame]
+
+
+def test_what_is_received_next_does_not_change_what_came() -> None:
+    first, second = (
+        inline_frame(REQUEST, 1, b"first", [b"aaaa"]),
+        inline_frame(REQUEST, 2, b"other", [b"bbbb"]),
+    )
+    parser, found = FrameParser(), []
+    for frame in (first, second):
+        data = bytes_of(frame)
+        parser.space()[: len(data)] = data
+        found += parser.received(len(data))
+    assert found == [first, second]
+    found[0].inline[0][:] = b"zzzz"
+    assert bytes(found[1].inline[0]) == b"bbbb"
+
+
+@settings(max_examples=300)
+@given(st.lists(st.binary(max_size=100), max_size=5))
+def test_noise_is_a_frame_error_at_worst(chunks: list[bytes]) -> None:
+    with contextlib.suppress(FrameError):
+        parse(chunks)
+
+
+@settings(max_examples=300)
+@given(FRAMES.filter(bool), st.data())
+def test_a_stream_with_errors_is_a_frame_error_at_worst(frames: list[Frame], data: st.DataObject) -> None:
+    stream = bytearray(b"".join(map(bytes_of, frames)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        stream[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(FrameError):
+        parse([bytes(stream)])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        encode_header(0, 1, 0, []),
+        encode_header(4, 1, 0, []),
+        bytes([REQUEST, SHARED | 2]) + encode_header(REQUEST, 1, 0, [])[2:],
+        encode_header(REQUEST, 1, MAX_HEAD + 1, []),
+        encode_header(REQUEST, 1, 0, [INLINE, 1]),
+        encode_header(REQUEST, 1, 0, [1 << 63, 1 << 63]),
+        encode_header(REQUEST, 1, 0, [])[:4] + (MAX_BUFFERS + 1).to_bytes(4, "little") + bytes(12),
+    ],
+    ids=["kind-0", "kind-4", "flags", "head", "inline", "overflow", "buffers"],
+)
+def test_what_no_frame_begins_with_is_told_at_once(header: bytes) -> None:
+    with pytest.raises(FrameError, match="a frame "):
+        parse([header])
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=50))
+def test_buffers_in_a_segment_are_aligned_and_apart(sizes: list[int]) -> None:
+    places, total = offsets(sizes)
+    assert all(place % ALIGN == 0 for place in places)
+    ends = [place + size for place, size in zip(places, sizes, strict=True)]
+    assert all(end <= place for end, place in zip(ends, places[1:], strict=False))
+    assert total >= max(ends, default=0)

@@ -1,0 +1,73 @@
+"""Threads of one process as a transport: the first-class twin of the others."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from unirun.errors import ChannelError
+from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.mail import Mail
+from unirun.roles.transport.protocol import Address, Parcel
+
+SOON = 10.0
+ME = Address("desk", 0, 0)
+
+
+def echo(parcel: Parcel, reply: Any) -> None:
+    """Send it back."""
+    reply(parcel)
+
+
+def test_memory_is_not_shared() -> None:
+    server, client, answers = InprocTransport(), InprocTransport(), queue.SimpleQueue[Parcel]()
+    channel = client.connect(ME, server.serve(ME, echo), lambda reason: None)
+    memory = bytearray(b"abc")
+    channel.call(Parcel(b"x", (memoryview(memory),)), answers.put)
+    memory[:] = b"zzz"
+    answer = answers.get(timeout=SOON)
+    assert bytes(answer.buffers[0]) == b"abc"
+    server.close()
+    client.close()
+
+
+def test_who_is_interrupted_lives_on_and_who_is_closed_does_not() -> None:
+    server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
+    endpoint = server.serve(ME, echo)
+    channel = client.connect(ME, endpoint, news.put)
+    server.interrupt()
+    assert news.get(timeout=SOON) == "interrupted"
+    answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+    channel.call(Parcel(b"over a broken channel"), answers.put)
+    again = client.connect(ME, endpoint, news.put)
+    again.call(Parcel(b"over a new one"), answers.put)
+    assert answers.get(timeout=SOON).head == b"over a new one"
+    server.close()
+    assert news.get(timeout=SOON) == "the worker has ended"
+    with pytest.raises(ChannelError, match="desk:0 is not there"):
+        client.connect(ME, endpoint, news.put)
+    client.close()
+    client.close()
+    assert answers.empty()
+
+
+def test_a_channel_that_is_closed_says_nothing_any_more() -> None:
+    server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
+    channel = client.connect(ME, server.serve(ME, echo), news.put)
+    channel.close()
+    channel.close()
+    server.close()
+    client.close()
+    assert news.empty()
+
+
+def test_mail_is_delivered_in_order_by_one_thread_until_it_is_closed() -> None:
+    mail, done = Mail("test"), queue.SimpleQueue[tuple[int, str]]()
+    for number in range(100):
+        mail.put(lambda number=number: done.put((number, threading.current_thread().name)))
+    mail.close()
+    assert [done.get(timeout=SOON) for _ in range(100)] == [(number, "test") for number in range(100)]
+    Mail("never used").close()
