@@ -1,0 +1,102 @@
+"""`MasterHandle`: what a worker can ask of its job and tell it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unirun.errors import ConnectionLost, UsageError
+from unirun.roles import MasterHandle
+from unirun.roles.handle import Identity
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.state import MemoryState
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Metrics
+
+IDENTITY = Identity("actor", 1, 2, 1, 2, 0, "127.0.0.1", 29500)
+ROLES = {"actor": RoleInfo("actor", 2, 3), "trainer": RoleInfo("trainer", 1, 0)}
+
+
+@pytest.fixture
+def agent() -> Iterator[BlockingStream]:
+    """The other end of the worker's link; `worker` has this one."""
+    ours, theirs = socket.socketpair()
+    with BlockingStream(theirs) as stream:
+        stream.worker = BlockingStream(ours)  # type: ignore[attr-defined]
+        yield stream
+        ours.close()
+
+
+def handle(link: Any = None) -> MasterHandle:
+    """The handle of a worker with this link."""
+    return MasterHandle(IDENTITY, Peers("actor", 1, ROLES, link=link), MemoryState())
+
+
+def test_without_a_launcher_it_knows_what_the_environment_tells() -> None:
+    assert handle().job_info() == {
+        "name": "",
+        "roles": {
+            "actor": {"world_size": 2, "generation": 3, "phase": "running", "kind": "script", "target": ""},
+            "trainer": {"world_size": 1, "generation": 0, "phase": "running", "kind": "script", "target": ""},
+        },
+    }
+
+
+def test_figures_are_told_to_the_agent(agent: Any) -> None:
+    before = time.time()
+    handle(agent.worker).report(
+        {"loss": 0.5, "step": 3, "tensor": torch.tensor(1.5), "array": np.float32(2.5), "text": "4.5"}
+    )
+    told = agent.receive(timeout=10)
+    assert isinstance(told, Metrics)
+    assert told.values == {"loss": 0.5, "step": 3.0, "tensor": 1.5, "array": 2.5, "text": 4.5}
+    assert before <= told.time <= time.time()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_figures_that_are_no_longer_finite_are_told_too(agent: Any, value: float) -> None:
+    handle(agent.worker).report({"loss": value})
+    told = agent.receive(timeout=10)
+    assert isinstance(told, Metrics)
+    assert str(told.values["loss"]) == str(value)
+
+
+@pytest.mark.parametrize("value", [None, "high", [1], torch.ones(3), {}], ids=repr)
+def test_what_is_no_figure_is_refused_by_name(agent: Any, value: Any) -> None:
+    with pytest.raises(UsageError, match="metric 'loss' is .*, which is no number; report floats"):
+        handle(agent.worker).report({"good": 1.0, "loss": value})
+
+
+def test_without_a_launcher_nobody_listens() -> None:
+    handle().report({"loss": 1.0})
+
+
+def test_an_agent_that_is_gone_is_told(agent: Any) -> None:
+    agent.close()
+    found = handle(agent.worker)
+    with pytest.raises(ConnectionLost):
+        found.report({"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    "state", [b"", b"bytes", bytearray(b"array"), memoryview(b"view"), pickle.dumps({"a": 1})]
+)
+def test_states_are_kept_as_bytes(state: Any) -> None:
+    found = handle()
+    assert found.load_state() is None
+    found.save_state(state)
+    assert found.load_state() == bytes(state)
+
+
+@pytest.mark.parametrize("state", ["text", None, {"a": 1}, 5], ids=repr)
+def test_a_state_that_is_no_bytes_is_refused(state: Any) -> None:
+    with pytest.raises(UsageError, match=r"save_state got .*; give bytes, for example pickle.dumps"):
+        handle().save_state(state)

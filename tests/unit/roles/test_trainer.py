@@ -1,0 +1,147 @@
+"""`BaseTrainer`: role groups by name, and what it says before it is bound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from unirun.errors import UsageError
+from unirun.roles import BaseTrainer, MasterHandle, RoleGroup
+from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.directory import Place
+from unirun.roles.calls.group import role_group
+from unirun.roles.handle import Identity
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.state import MemoryState
+from unirun.roles.trainer import bind, group_name
+from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.protocol import Address
+
+
+class Nobody:
+    """A directory of workers that never come."""
+
+    def size(self, role: str) -> int:
+        """Two of each."""
+        return 2
+
+    def find(self, role: str, rank: int) -> Place:
+        """Nowhere."""
+        return Place(Address(role, rank, 0))
+
+    def when_changed(self, listener: Any) -> None:
+        """Never."""
+
+
+def groups_of(*roles: str) -> dict[str, RoleGroup]:
+    """Groups of roles that nobody plays."""
+    caller = Caller(Address("trainer", 0, 0), Nobody(), InprocTransport(), call_timeout=10)
+    return {role: role_group(caller, role, 2) for role in roles}
+
+
+def handle() -> MasterHandle:
+    """The job of a trainer without a launcher."""
+    identity = Identity("trainer", 0, 1, 0, 1, 0, "", 0)
+    return MasterHandle(identity, Peers("trainer", 0, {"trainer": RoleInfo("trainer", 1, 0)}), MemoryState())
+
+
+def bound(
+    trainer: BaseTrainer, *roles: str, resources: Mapping[str, dict[str, Any]] | None = None
+) -> BaseTrainer:
+    """A trainer with groups of these roles."""
+    bind(trainer, groups_of(*roles), handle(), resources or {})
+    return trainer
+
+
+def made(kind: type[BaseTrainer] = BaseTrainer) -> BaseTrainer:
+    """A trainer that is not bound yet."""
+    return kind({}, {}, OmegaConf.create({"lr": 0.1, "model": {"layers": 2}}))
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        ("actor", "RG_ACTOR"),
+        ("R0", "RG_R0"),
+        ("udf_1", "RG_UDF_1"),
+        ("my-role", "RG_MY_ROLE"),
+        ("Größe", "RG_GR__E"),
+    ],
+)
+def test_a_role_gives_its_group_a_name(role: str, name: str) -> None:
+    assert group_name(role) == name
+
+
+def test_each_role_stands_on_the_trainer_as_a_group() -> None:
+    trainer = bound(made(), "actor", "reward-model")
+    assert trainer.get_role_groups() == ["RG_ACTOR", "RG_REWARD_MODEL"]
+    assert trainer.RG_ACTOR.role == "actor"
+    assert len(trainer.RG_REWARD_MODEL) == 2
+
+
+def test_two_roles_that_give_one_name_are_refused() -> None:
+    with pytest.raises(UsageError, match="roles a-b and a_b both give RG_A_B; rename one of them"):
+        bound(made(), "a-b", "a_b", "c")
+
+
+def test_a_group_that_there_is_not_is_told_with_those_there_are() -> None:
+    trainer = bound(made(), "actor", "critic")
+    with pytest.raises(
+        AttributeError, match="there is no role group RG_ACTRO; there are: RG_ACTOR, RG_CRITIC"
+    ):
+        trainer.RG_ACTRO  # noqa: B018
+    with pytest.raises(AttributeError, match="'BaseTrainer' object has no attribute 'stepp'"):
+        trainer.stepp  # noqa: B018
+
+
+def test_in_the_constructor_nothing_is_there_yet() -> None:
+    class Eager(BaseTrainer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.group = self.RG_ACTOR
+
+    class Asking(BaseTrainer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.master_handle.report({})
+
+    with pytest.raises(AttributeError, match="none before __init__ has returned"):
+        made(Eager)
+    with pytest.raises(UsageError, match=r"not bound to a job yet; use it in init\(\) or fit\(\)"):
+        made(Asking)
+
+
+def test_it_has_its_configuration() -> None:
+    trainer = made()
+    assert trainer.config.model.layers == 2
+    assert (trainer.actor_handles, trainer.actor_classes) == ({}, {})
+
+
+def test_it_knows_what_its_roles_use() -> None:
+    trainer = bound(made(), "actor", resources={"actor": {"total": 2}})
+    found = trainer.get_workload_resource("actor")
+    assert found == {"total": 2}
+    found["total"] = 99
+    assert trainer.get_workload_resource("actor") == {"total": 2}
+    with pytest.raises(UsageError, match="no role 'critic'; it has actor"):
+        trainer.get_workload_resource("critic")
+
+
+def test_what_it_saves_it_finds_again() -> None:
+    trainer = bound(made(), "actor")
+    assert trainer.load_state() is None
+    trainer.save_state(b"step 3")
+    assert trainer.load_state() == b"step 3"
+    assert not trainer.is_recoverable()
+
+
+@pytest.mark.parametrize("method", ["init", "fit"])
+def test_both_methods_must_be_defined(method: str) -> None:
+    class Half(BaseTrainer):
+        """Defines neither."""
+
+    with pytest.raises(NotImplementedError, match=rf"Half must define {method}\(\)"):
+        getattr(made(Half), method)()

@@ -1,0 +1,53 @@
+"""`BaseWorkload`: who a worker is, by the names of DLRover's guide."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from unirun.roles import BaseWorkload, MasterHandle, Workload
+from unirun.roles.calls.policy import invocations
+from unirun.roles.handle import Identity
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.state import MemoryState
+
+
+def workload(role: str = "actor", collocation: str = "") -> BaseWorkload:
+    """Rank 5 of 8, the second one on its node."""
+    identity = Identity(role, 5, 8, 1, 4, 2, "10.0.0.1", 29400, collocation)
+    handle = MasterHandle(identity, Peers(role, 5, {role: RoleInfo(role, 8, 0)}), MemoryState())
+    return BaseWorkload(handle, OmegaConf.create({"lr": 0.5}))
+
+
+def test_every_property_of_the_guide_is_there() -> None:
+    found = workload()
+    assert found.name == "actor:5"
+    assert (found.role, found.rank, found.world_size, found.word_size) == ("actor", 5, 8, 8)
+    assert (found.local_rank, found.local_world_size) == (1, 4)
+    assert (found.torch_master_addr, found.torch_master_port) == ("10.0.0.1", 29400)
+    assert found.config.lr == 0.5
+    assert found.master_handle.identity.incarnation == 2
+
+
+@pytest.mark.parametrize(
+    ("role", "is_actor"), [("actor", True), ("ACTOR", True), ("critic", False), ("actor2", False)]
+)
+def test_it_knows_whether_it_acts(role: str, is_actor: bool) -> None:
+    assert workload(role).is_actor_role() is is_actor
+
+
+def test_it_knows_with_whom_it_shares_devices() -> None:
+    assert workload().get_device_collocation() == ""
+    assert workload(collocation="ACTOR,ROLLOUT").get_device_collocation() == "ACTOR,ROLLOUT"
+
+
+def test_what_belongs_to_every_workload_is_not_called_by_trainers() -> None:
+    assert invocations(workload(), BaseWorkload) == {}
+    assert Workload is BaseWorkload
+
+
+def test_who_defines_nothing_can_be_set_up_and_torn_down() -> None:
+    found = workload()
+    found.setup()
+    found.on_generation(3)
+    found.teardown()
