@@ -18,6 +18,13 @@
     │   ├── InvocationTimeout   workers had not answered at the deadline; names them, has the other results
     │   ├── WorkerLost          a worker died before it answered
     │   └── RemoteError         the method raised something that cannot be rebuilt here
+    ├── StoreError              the store of job contexts cannot do what it was asked for
+    │   ├── StoreAway           it cannot be reached; nothing was changed                     exit code 4
+    │   ├── OutcomeUnknown      a write was sent, and whether it was done is not known
+    │   ├── StoreRefused        wrong password, certificate or permission; foreign data
+    │   ├── StoreBroken         its file is corrupt, or cannot be written
+    │   ├── LeaseExpired        the lease is over, and its keys are gone
+    │   └── Fenced              another master leads the job now
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
     ├── JobFailed               a job that was submitted did not succeed
     ├── SpawnError              a worker's process could not be started
@@ -46,18 +53,25 @@ __all__ = [
     "ConnectionLost",
     "EncodingError",
     "Fault",
+    "Fenced",
     "FrameError",
     "GroupError",
     "IllegalTransition",
     "InvocationTimeout",
     "JobError",
     "JobFailed",
+    "LeaseExpired",
+    "OutcomeUnknown",
     "PlacementError",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
     "SpawnError",
     "SpecError",
+    "StoreAway",
+    "StoreBroken",
+    "StoreError",
+    "StoreRefused",
     "UnirunError",
     "UsageError",
     "WireError",
@@ -207,6 +221,36 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"raised in {self.worker}\n\n{self.traceback.rstrip()}"
+
+
+class StoreError(UnirunError):
+    """The store of job contexts cannot do what it was asked for."""
+
+    exit_code = EXIT_RENDEZVOUS
+
+
+class StoreAway(StoreError):
+    """The store cannot be reached within the deadline; nothing was changed by the call."""
+
+
+class OutcomeUnknown(StoreError):
+    """A write was sent, and no answer came: read back before it is repeated."""
+
+
+class StoreRefused(StoreError):
+    """The store does not let this user in, or not do this; or what lies there is not unirun's."""
+
+
+class StoreBroken(StoreError):
+    """The store's file is corrupt, or the disk does not take what is written."""
+
+
+class LeaseExpired(StoreError):
+    """The lease is over, and the keys that it kept are gone."""
+
+
+class Fenced(StoreError):
+    """Another master leads the job now; what this one wanted to write was not written."""
 
 
 class ChannelError(UnirunError):
