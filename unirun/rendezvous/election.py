@@ -1,0 +1,119 @@
+"""Who leads: one leader at a time under a prefix of a store, each with an epoch that no other has had.
+
+``<prefix>epoch`` holds the number of the latest term and stays; ``<prefix>leader`` says where its leader is, and goes
+away when that does not keep its lease. Whoever leads fences each of its writes with ``ValueIs(<prefix>epoch, its
+own)``, so it does no harm to take a term from a leader that only seems to be dead: what it wants to write then is not
+written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from unirun.errors import Fenced, LeaseExpired, OutcomeUnknown, StoreRefused
+from unirun.rendezvous.store.protocol import Compare, Item, Lease, Put, RevisionIs, Store, ValueIs
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """Where the leader of term `epoch` listens, and which process it is."""
+
+    epoch: int
+    address: str
+    host: str
+    pid: int
+
+
+def leader_of(store: Store, prefix: str) -> Leader | None:
+    """Who leads under `prefix`; None when nobody does."""
+    return _leader(store.get(f"{prefix}leader"))
+
+
+def _leader(item: Item | None) -> Leader | None:
+    if item is None:
+        return None
+    try:
+        return Leader(**json.loads(item.value))
+    except (ValueError, TypeError) as error:
+        raise StoreRefused(
+            f"{item.key} holds {item.value!r:.80}, which no unirun has written",
+            "does the store's prefix belong to something else? choose another one",
+        ) from error
+
+
+class Term:
+    """One candidate's time of office. `keep` must be called more often than the lease's `ttl`."""
+
+    def __init__(self, store: Store, prefix: str, leader: Leader, lease: Lease) -> None:
+        self._store, self._prefix, self._leader = store, prefix, leader
+        self._lease: Lease | None = lease
+        self.epoch = leader.epoch
+        self.ttl = lease.ttl
+
+    @property
+    def fence(self) -> Compare:
+        """What every write of this term has to compare."""
+        return ValueIs(f"{self._prefix}epoch", str(self.epoch))
+
+    def keep(self) -> None:
+        """Go on leading; also after the lease has ended, when nobody has come since. Raises `Fenced`."""
+        if self._lease is not None:
+            try:
+                self._store.keep_alive(self._lease)
+            except LeaseExpired:
+                self._lease = None
+        if self._lease is not None:
+            epoch = self._store.get(f"{self._prefix}epoch")
+            if epoch is None or epoch.value != str(self.epoch):
+                raise self._fenced()
+            return
+        lease = self._store.grant(self.ttl)
+        # Whether this was done is seen the next time: then the key is there, with a lease that nobody keeps alive.
+        put = Put(f"{self._prefix}leader", _record(self._leader), lease)
+        if not self._store.txn([self.fence], [put]).succeeded:
+            raise self._fenced()
+        self._lease = lease
+
+    def resign(self) -> None:
+        """Stop leading now. A successor need not wait."""
+        if self._lease is not None:
+            self._store.revoke(self._lease)
+            self._lease = None
+
+    def _fenced(self) -> Fenced:
+        return Fenced(f"the term {self.epoch} under {self._prefix} is over: another leads now")
+
+
+def campaign(
+    store: Store, prefix: str, address: str, host: str, pid: int, *, ttl: float, deposing: int = 0
+) -> Term | None:
+    """Become the leader under `prefix`; None when there is one already, or another was quicker.
+
+    `deposing` is the epoch of a leader that is known to be dead: its lease is not waited for.
+    """
+    seat, clock = store.get(f"{prefix}leader"), store.get(f"{prefix}epoch")
+    present = _leader(seat)
+    if present is not None and present.epoch != deposing:
+        return None
+    epoch = int(clock.value) + 1 if clock else 1
+    leader = Leader(epoch, address, host, pid)
+    lease = store.grant(ttl)
+    compares = [
+        RevisionIs(f"{prefix}leader", seat.revision if seat else 0),
+        RevisionIs(f"{prefix}epoch", clock.revision if clock else 0),
+    ]
+    puts = [Put(f"{prefix}epoch", str(epoch)), Put(f"{prefix}leader", _record(leader), lease)]
+    try:
+        won = store.txn(compares, puts).succeeded
+    except OutcomeUnknown:
+        # Should it still be on its way and found not done here, the end of its lease undoes it.
+        won = leader_of(store, prefix) == leader
+    if not won:
+        store.revoke(lease)
+        return None
+    return Term(store, prefix, leader, lease)
+
+
+def _record(leader: Leader) -> str:
+    return json.dumps(asdict(leader))
