@@ -14,6 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+MAX_CHANGES = 128
+"""A transaction has at most so many comparisons, and so many changes. What etcd takes by default."""
+
+MAX_SIZE = 1024 * 1024
+"""Bytes of all keys and values that a transaction puts. etcd takes 1.5 MiB by default, with all that is around them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -118,7 +124,8 @@ class Store(Protocol):
         self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> Outcome:
         """Make all changes at once if every comparison holds, else none. A deletion that ends with ``/`` is one of
-        a whole prefix. No key may be changed twice. Raises `LeaseExpired` for a put with a lease that is over."""
+        a whole prefix; what is not there is deleted without a change. No key may be changed twice, and
+        `MAX_CHANGES` and `MAX_SIZE` hold. Raises `LeaseExpired` for a put with a lease that is over."""
 
     def grant(self, ttl: float) -> Lease:
         """A new lease of at least `ttl` seconds."""
