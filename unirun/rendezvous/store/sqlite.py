@@ -1,0 +1,350 @@
+"""The store in a file, for the processes of one host.
+
+Every transaction is on the disk (WAL, ``synchronous=FULL``) before its call returns, so a process may be killed at any
+moment. Nobody serves the file: whoever touches it, or watches it, ends the leases whose time is over. Their clock does
+not follow the wall clock, counts while the machine sleeps, and starts anew with it, so a boot ends all leases.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreRefused
+from unirun.rendezvous.store._checks import check_key, check_prefix, check_ttl, check_txn
+from unirun.rendezvous.store._database import explained, now, open_database, transaction
+from unirun.rendezvous.store.protocol import (
+    Change,
+    Compare,
+    Item,
+    Lease,
+    Listing,
+    Outcome,
+    Put,
+    ValueIs,
+)
+
+HISTORY_REVISIONS = 10_000
+HISTORY_BYTES = 16 * 1024 * 1024
+"""So many changes are kept for watches that come late; older ones get a `Listing`."""
+
+POLL = 0.02
+"""Seconds between two looks of a watch at the file's version, which is read from shared memory in microseconds."""
+
+_UNDER = "key >= ? AND key < ?"
+
+
+def _bounds(prefix: str) -> tuple[str, str | bytes]:
+    """The keys of a prefix lie between these: ``0`` follows ``/``, and in SQLite any blob follows all texts."""
+    return (prefix, prefix[:-1] + "0") if prefix else ("", b"")
+
+
+class SqliteStore:
+    """A `Store` in the file `path`, for threads and processes of one host. A forked child has to open its own.
+
+    No call takes longer than `timeout` seconds waiting for other processes.
+    """
+
+    def __init__(self, path: str | Path, timeout: float = 10.0) -> None:
+        self.path = Path(path).absolute()
+        self.url = f"sqlite:{self.path}"
+        self.timeout = timeout
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._watches: weakref.WeakSet[SqliteWatch] = weakref.WeakSet()
+        self._connection: sqlite3.Connection | None = open_database(self.path, timeout)
+        self._inode = self.path.stat().st_ino
+
+    def get(self, key: str) -> Item | None:
+        """One key, or None."""
+        check_key(key)
+        with self._reading() as connection:
+            row = connection.execute(
+                "SELECT key, value, revision FROM items WHERE key = ?", (key,)
+            ).fetchone()
+            return Item(*row) if row else None
+
+    def get_prefix(self, prefix: str) -> Listing:
+        """Everything under `prefix`."""
+        check_prefix(prefix)
+        with self._reading() as connection:
+            return _listing(connection, prefix)
+
+    def txn(
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> Outcome:
+        """Make all changes at once if every comparison holds, else none."""
+        check_txn(compares, puts, deletes)
+        with self._writing() as connection:
+            succeeded = all(_holds(connection, compare) for compare in compares)
+            if succeeded:
+                _check_leases(connection, puts)
+                gone = [key for target in deletes for key in _keys(connection, target)]
+                _commit(connection, puts, gone)
+            return Outcome(succeeded, _revision(connection))
+
+    def grant(self, ttl: float) -> Lease:
+        """A new lease of `ttl` seconds."""
+        check_ttl(ttl)
+        with self._writing() as connection:
+            insert = "INSERT INTO leases (ttl, ends) VALUES (?, ?) RETURNING id"
+            (number,) = connection.execute(insert, (ttl, now() + ttl)).fetchone()
+            return Lease(number, ttl)
+
+    def keep_alive(self, lease: Lease) -> None:
+        """Start the lease's time anew."""
+        with self._writing() as connection:
+            update = "UPDATE leases SET ends = ? WHERE id = ?"
+            if not connection.execute(update, (now() + lease.ttl, lease.id)).rowcount:
+                raise LeaseExpired(f"the lease {lease.id} is over")
+
+    def revoke(self, lease: Lease) -> None:
+        """End a lease now, with its keys."""
+        with self._writing() as connection:
+            _end(connection, lease.id)
+
+    def watch(self, prefix: str, from_revision: int) -> SqliteWatch:
+        """Changes under `prefix` from the transaction `from_revision` on."""
+        check_prefix(prefix)
+        self._check_open()
+        watch = SqliteWatch(self, prefix, from_revision)
+        self._watches.add(watch)
+        return watch
+
+    def close(self) -> None:
+        """Close the file; watches end."""
+        for watch in list(self._watches):
+            watch.close()
+        with self._lock:
+            if self._connection is not None and self._pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def compact(self, revision: int) -> None:
+        """Forget all changes before `revision`; watches that have not read them get a `Listing`."""
+        with self._writing() as connection:
+            _forget(connection, min(revision, _revision(connection) + 1))
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        with self._writing():
+            pass
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._entered() as connection, transaction(connection):
+            _expire(connection)
+            yield connection
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        with self._entered() as connection:
+            if _next_end(connection) <= now():
+                with transaction(connection):
+                    _expire(connection)
+            yield connection
+
+    @contextmanager
+    def _entered(self) -> Iterator[sqlite3.Connection]:
+        deadline = time.monotonic() + self.timeout
+        self._check_open()
+        if not self._lock.acquire(timeout=self.timeout):
+            raise StoreAway(f"another thread has used {self.path} for {self.timeout:g} s", "see what it does")
+        try:
+            if self._connection is None:
+                raise _closed()
+            self._check_file()
+            with explained(self.path):
+                left = max(0, int(1000 * (deadline - time.monotonic())))
+                self._connection.execute(f"PRAGMA busy_timeout = {left}")
+                yield self._connection
+        finally:
+            self._lock.release()
+
+    def _check_open(self) -> None:
+        if self._connection is None:
+            raise _closed()
+        if self._pid != os.getpid():
+            raise StoreRefused(
+                f"{self.path} was opened before a fork; in a child it would be damaged",
+                "open the store again in the child",
+            )
+
+    def _check_file(self) -> None:
+        """SQLite itself would go on with a file that nobody else sees."""
+        try:
+            same = self.path.stat().st_ino == self._inode
+        except OSError:
+            same = False
+        if not same:
+            raise StoreBroken(f"{self.path} was deleted or replaced", "start the job anew")
+
+
+def _closed() -> StoreAway:
+    return StoreAway("the store was closed", "open another one")
+
+
+class SqliteWatch:
+    """The changes under a prefix of an `SqliteStore`, seen `POLL` seconds after they were made, at the latest."""
+
+    def __init__(self, store: SqliteStore, prefix: str, from_revision: int) -> None:
+        self._store, self._prefix = store, prefix
+        self._next = max(2, from_revision)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        # Of its own: a connection's data version tells of the others' commits only.
+        self._connection: sqlite3.Connection | None = None
+        self._version: int | None = None
+        self._next_end = float("inf")
+
+    def changes(self, timeout: float) -> tuple[Change, ...] | Listing:
+        """The next changes, or a `Listing` of what is there when some were compacted away."""
+        deadline = time.monotonic() + timeout
+        while not self._closed.is_set():
+            if self._next_end <= now():
+                self._store.expire()
+            with self._lock:
+                news = () if self._closed.is_set() else self._look()
+            left = deadline - time.monotonic()
+            if news or left <= 0:
+                return news
+            self._closed.wait(min(left, POLL))
+        return ()
+
+    def close(self) -> None:
+        """Stop; a thread that waits in `changes` gets an empty result."""
+        self._closed.set()
+        with self._lock:
+            if self._connection is not None and self._store._pid == os.getpid():
+                self._connection.close()
+            self._connection = None
+
+    def _look(self) -> tuple[Change, ...] | Listing:
+        self._store._check_open()
+        self._store._check_file()
+        with explained(self._store.path):
+            if self._connection is None:
+                self._connection = open_database(self._store.path, self._store.timeout)
+            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+            if version == self._version:
+                return ()
+            self._connection.execute("BEGIN")
+            try:
+                news = self._read(self._connection)
+            finally:
+                self._connection.execute("COMMIT")
+            self._version = version
+            return news
+
+    def _read(self, connection: sqlite3.Connection) -> tuple[Change, ...] | Listing:
+        self._next_end = _next_end(connection)
+        revision, first = connection.execute("SELECT revision, first FROM state").fetchone()
+        since, self._next = self._next, max(self._next, revision + 1)
+        if since < first:
+            return _listing(connection, self._prefix)
+        rows = connection.execute(
+            f"SELECT key, value, revision FROM changes WHERE revision >= ? AND {_UNDER}"
+            " ORDER BY revision, place",
+            (since, *_bounds(self._prefix)),
+        )
+        return tuple(
+            Change("delete" if value is None else "put", key, value or "", revision)
+            for key, value, revision in rows
+        )
+
+
+def _revision(connection: sqlite3.Connection) -> int:
+    (revision,) = connection.execute("SELECT revision FROM state").fetchone()
+    return int(revision)
+
+
+def _next_end(connection: sqlite3.Connection) -> float:
+    (end,) = connection.execute("SELECT min(ends) FROM leases").fetchone()
+    return float("inf") if end is None else float(end)
+
+
+def _listing(connection: sqlite3.Connection, prefix: str) -> Listing:
+    # One statement sees one state of the file, with its revision, also when nothing is under the prefix.
+    rows = connection.execute(
+        "SELECT state.revision, key, value, items.revision"
+        f" FROM state LEFT JOIN items ON {_UNDER} ORDER BY key",
+        _bounds(prefix),
+    ).fetchall()
+    return Listing(tuple(Item(*row[1:]) for row in rows if row[1] is not None), rows[0][0])
+
+
+def _keys(connection: sqlite3.Connection, target: str) -> list[str]:
+    """The keys that are there of `target`, a key or a prefix."""
+    if target and not target.endswith("/"):
+        rows = connection.execute("SELECT key FROM items WHERE key = ?", (target,))
+    else:
+        rows = connection.execute(f"SELECT key FROM items WHERE {_UNDER} ORDER BY key", _bounds(target))
+    return [key for (key,) in rows]
+
+
+def _holds(connection: sqlite3.Connection, compare: Compare) -> bool:
+    row = connection.execute("SELECT value, revision FROM items WHERE key = ?", (compare.key,)).fetchone()
+    if isinstance(compare, ValueIs):
+        return row is not None and row[0] == compare.value
+    return (row[1] if row else 0) == compare.revision
+
+
+def _check_leases(connection: sqlite3.Connection, puts: Sequence[Put]) -> None:
+    for put in puts:
+        if (
+            put.lease
+            and not connection.execute("SELECT 1 FROM leases WHERE id = ?", (put.lease.id,)).fetchone()
+        ):
+            raise LeaseExpired(f"the lease of {put.key} is over")
+
+
+def _expire(connection: sqlite3.Connection) -> None:
+    over = connection.execute("SELECT id FROM leases WHERE ends <= ? ORDER BY ends, id", (now(),))
+    for (lease,) in over.fetchall():
+        _end(connection, lease)
+
+
+def _end(connection: sqlite3.Connection, lease: int) -> None:
+    rows = connection.execute("SELECT key FROM items WHERE lease = ? ORDER BY key", (lease,))
+    _commit(connection, (), [key for (key,) in rows])
+    connection.execute("DELETE FROM leases WHERE id = ?", (lease,))
+
+
+def _commit(connection: sqlite3.Connection, puts: Sequence[Put], gone: Sequence[str]) -> None:
+    if not puts and not gone:
+        return
+    revision, written = connection.execute("SELECT revision + 1, written FROM state").fetchone()
+    changes: list[tuple[str, str | None]] = [(put.key, put.value) for put in puts]
+    changes += [(key, None) for key in gone]
+    connection.executemany(
+        "INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?)",
+        [(put.key, put.value, revision, put.lease.id if put.lease else None) for put in puts],
+    )
+    connection.executemany("DELETE FROM items WHERE key = ?", [(key,) for key in gone])
+    for place, (key, value) in enumerate(changes):
+        written += len(key) + len(value or "")
+        connection.execute(
+            "INSERT INTO changes VALUES (?, ?, ?, ?, ?)", (revision, place, key, value, written)
+        )
+    connection.execute("UPDATE state SET revision = ?, written = ?", (revision, written))
+    _trim(connection, revision, written)
+
+
+def _trim(connection: sqlite3.Connection, revision: int, written: int) -> None:
+    oldest = "SELECT revision, written FROM changes ORDER BY revision, place LIMIT 1"
+    while True:
+        first, until = connection.execute(oldest).fetchone()
+        if first > revision - HISTORY_REVISIONS and until > written - HISTORY_BYTES:
+            return
+        _forget(connection, first + 1)
+
+
+def _forget(connection: sqlite3.Connection, before: int) -> None:
+    connection.execute("DELETE FROM changes WHERE revision < ?", (before,))
+    connection.execute("UPDATE state SET first = max(first, ?)", (before,))
