@@ -1,0 +1,276 @@
+"""The members of one etcd cluster, seen as one server that answers or is away."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from unirun.errors import OutcomeUnknown, StoreAway, StoreError, StoreRefused
+from unirun.rendezvous.store._etcd_errors import Verdict, explain, judge
+from unirun.rendezvous.store._etcd_messages import message, message_class
+from unirun.rendezvous.store._etcd_tls import credentials, diagnose
+from unirun.rendezvous.store.address import EtcdAddress
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A member that has vanished is found out within 15 s, also by a watch on which nothing happens.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel shall not inherit an old one's back-off
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+_PAUSE = 0.05
+"""Seconds before all members are tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """A user of etcd. The password is in no text of it."""
+
+    user: str
+    password: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of etcd's API; of streams that answer each request once, too."""
+
+    path: str
+    response: str
+
+
+RANGE = Method("KV/Range", "RangeResponse")
+TXN = Method("KV/Txn", "TxnResponse")
+GRANT = Method("Lease/LeaseGrant", "LeaseGrantResponse")
+REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeResponse")
+# A stream, on which one request and its end look like a plain call. So no stream has to be kept alive.
+KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveResponse")
+WATCH = Method("Watch/Watch", "WatchResponse")
+_AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateResponse")
+
+
+def range_end(prefix: bytes) -> bytes:
+    """The first key after all that begin with `prefix`, which ends with ``/``."""
+    return prefix[:-1] + b"0"
+
+
+def serialize(request: Any) -> bytes:
+    """The bytes of a message."""
+    return bytes(request.SerializeToString())
+
+
+class Cluster:
+    """Makes calls to the member that answered last, and to another one when it does not."""
+
+    def __init__(self, address: EtcdAddress, password: str | None) -> None:
+        self.address = address
+        self._login = Login(address.user, password) if address.user and password else None
+        self._credentials = credentials(address)
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._channels_lock = threading.Lock()
+        self._troubles: dict[str, str] = {}
+        """What each member said last that did not answer."""
+        self._order = list(address.endpoints)
+        self._member: str | None = None
+        self._token: str | None = None
+        self._closed = False
+        self._pid = os.getpid()
+
+    def call(self, method: Method, request: Any, *, repeatable: bool = True) -> Any:
+        """The answer of some member, within the timeout.
+
+        What is not `repeatable` is sent once, and raises `OutcomeUnknown` when no answer comes.
+        """
+        deadline = time.monotonic() + self.address.timeout
+        logins = 0
+        while True:
+            member = self.connect(deadline)
+            token = self._token
+            try:
+                return self._send(member, method, request, self._share(deadline, repeatable))
+            except grpc.RpcError as error:
+                verdict = judge(error)
+                if verdict is Verdict.LOGGED_OUT and self._login and not logins:
+                    logins += 1
+                    self._log_out(member, token)
+                elif verdict in (Verdict.FINAL, Verdict.LOGGED_OUT):
+                    raise explain(error, self.address) from error
+                elif verdict is Verdict.UNKNOWN and not repeatable:
+                    self.leave(member, error)
+                    raise self._unknown(member, error) from error
+                else:
+                    self.leave(member, error)
+
+    def connect(self, deadline: float | None = None) -> str:
+        """A member that answers and has a quorum, which was called just now or is known from before."""
+        self._check_open()
+        member = self._member
+        if member is not None:
+            return member
+        deadline = time.monotonic() + self.address.timeout if deadline is None else deadline
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise self._away()
+        try:
+            while self._member is None:
+                self._member = self._find(deadline)
+            return self._member
+        finally:
+            self._lock.release()
+
+    def leave(self, member: str, error: grpc.RpcError) -> None:
+        """Look for another member, as this one did not answer."""
+        self._troubles[member] = _say(error)
+        if self._member == member:
+            self._order.sort(key=lambda endpoint: endpoint == member)  # it is asked last
+            self._member = None
+
+    def log_in_again(self) -> None:
+        """Get a new token with the next call."""
+        if self._login and self._member is not None:
+            self._log_out(self._member, self._token)
+
+    def stream(self, member: str, method: Method, requests: Any) -> Any:
+        """A stream in both directions with `member`."""
+        try:
+            rpc = self._channel(member).stream_stream(
+                f"/etcdserverpb.{method.path}",
+                request_serializer=serialize,
+                response_deserializer=message_class(method.response).FromString,
+            )
+            return rpc(requests, metadata=self._metadata())
+        except ValueError as error:
+            raise self._closed_under_us() from error
+
+    def close(self) -> None:
+        """Close all connections; calls that wait fail."""
+        with self._channels_lock:
+            self._closed = True
+            channels = list(self._channels.values())
+            self._channels.clear()
+        if self._pid == os.getpid():
+            for channel in channels:
+                channel.close()
+
+    def _find(self, deadline: float) -> str:
+        """Ask one member after the other. Raises `StoreAway` at the deadline, `StoreRefused` at once."""
+        while True:
+            order = tuple(self._order)
+            for number, endpoint in enumerate(order):
+                self._check_open()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._away()
+                try:
+                    self._greet(endpoint, left / (len(order) - number))
+                    return endpoint
+                except grpc.RpcError as error:
+                    if judge(error) in (Verdict.FINAL, Verdict.LOGGED_OUT):
+                        raise explain(error, self.address) from error
+                    self._troubles[endpoint] = _say(error)
+                    self._drop(endpoint)
+            for endpoint in order:
+                left = deadline - time.monotonic()
+                refused = diagnose(self.address, endpoint, min(1.0, left)) if left > 0 else None
+                if refused:
+                    raise refused
+            time.sleep(_PAUSE)
+
+    def _greet(self, endpoint: str, timeout: float) -> None:
+        """A read that needs a quorum and the right to read what is ours."""
+        prefix = self.address.prefix.encode()
+        request = message("RangeRequest", key=prefix, range_end=range_end(prefix), limit=1, keys_only=True)
+        for attempt in range(2):
+            if self._login and self._token is None:
+                login = message("AuthenticateRequest", name=self._login.user, password=self._login.password)
+                self._token = self._send(endpoint, _AUTHENTICATE, login, timeout).token
+            try:
+                self._send(endpoint, RANGE, request, timeout)
+                return
+            except grpc.RpcError as error:
+                if attempt or not self._login or judge(error) is not Verdict.LOGGED_OUT:
+                    raise
+                self._token = None
+
+    def _send(self, member: str, method: Method, request: Any, timeout: float) -> Any:
+        try:
+            rpc = self._channel(member).unary_unary(
+                f"/etcdserverpb.{method.path}",
+                request_serializer=serialize,
+                response_deserializer=message_class(method.response).FromString,
+            )
+            return rpc(request, timeout=timeout, metadata=self._metadata())
+        except ValueError as error:
+            raise self._closed_under_us() from error
+
+    def _share(self, deadline: float, repeatable: bool) -> float:
+        """How long one member may take: half of what is left, when another one can be asked after it."""
+        left = max(0.001, deadline - time.monotonic())
+        return left / 2 if repeatable and len(self._order) > 1 else left
+
+    def _channel(self, member: str) -> grpc.Channel:
+        with self._channels_lock:
+            self._check_open()
+            channel = self._channels.get(member)
+            if channel is None:
+                if self._credentials is None:
+                    channel = grpc.insecure_channel(member, options=_OPTIONS)
+                else:
+                    channel = grpc.secure_channel(member, self._credentials, options=_OPTIONS)
+                self._channels[member] = channel
+            return channel
+
+    def _drop(self, member: str) -> None:
+        """Connect anew the next time, without the old channel's back-off."""
+        with self._channels_lock:
+            channel = self._channels.pop(member, None)
+        if channel is not None:
+            channel.close()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        leader = (("hasleader", "true"),)  # a member that was cut off says so, rather than to let us wait
+        return (*leader, ("token", self._token)) if self._token else leader
+
+    def _log_out(self, member: str, token: str | None) -> None:
+        with self._lock:
+            if self._token == token:  # else another thread was quicker
+                self._token = None
+                self._member = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreAway("the store was closed", "open another one")
+        if self._pid != os.getpid():
+            raise StoreRefused("the store was opened before a fork", "open it again in the child")
+
+    def _closed_under_us(self) -> StoreError:
+        return StoreAway(
+            "the connection was closed by another thread", "call again, unless the store was closed"
+        )
+
+    def _away(self) -> StoreAway:
+        where = ",".join(self.address.endpoints)
+        why = "".join(f"\n  {endpoint}: {trouble}" for endpoint, trouble in self._troubles.items())
+        return StoreAway(
+            f"etcd at {where} has not answered for {self.address.timeout:g} s{why}",
+            "see that it runs, and that its hosts can be reached from here: etcdctl endpoint health",
+        )
+
+    def _unknown(self, member: str, error: grpc.RpcError) -> OutcomeUnknown:
+        return OutcomeUnknown(
+            f"etcd at {member} has not answered a write: {_say(error)}",
+            "read back whether it was done",
+        )
+
+
+def _say(error: grpc.RpcError) -> str:
+    return f"{error.code().name.lower().replace('_', ' ')}: {error.details()}"

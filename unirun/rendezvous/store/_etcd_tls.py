@@ -1,0 +1,118 @@
+"""TLS to etcd: the files, and why a server and this client do not trust each other.
+
+gRPC says no more than that it cannot connect. So when it cannot, one handshake is made with Python's own ssl, which
+tells why.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+import grpc
+
+from unirun.errors import StoreRefused
+from unirun.rendezvous.store.address import EtcdAddress
+
+
+def credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
+    """What gRPC needs for TLS; None without TLS. Raises `StoreRefused` for files that are wrong."""
+    if address.cacert is None:
+        return None
+    _context(address)
+    cacert, key, cert = (
+        Path(name).expanduser().read_bytes() if name else None
+        for name in (address.cacert, address.key, address.cert)
+    )
+    return grpc.ssl_channel_credentials(cacert, key, cert)
+
+
+def _context(address: EtcdAddress) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    names = [name for name in (address.cacert, address.cert, address.key) if name]
+    files = [Path(name).expanduser() for name in names]
+    for file in files:
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise StoreRefused(
+                f"{file}, which the store's URL names, cannot be read: {error.strerror}",
+                "see its path and owner",
+            ) from error
+    try:
+        context.load_verify_locations(files[0])
+        if address.cert:
+            cert, key = files[1:]
+            context.load_cert_chain(cert, key, "")  # without a passphrase OpenSSL would ask the terminal
+    except (ssl.SSLError, ValueError) as error:
+        raise StoreRefused(
+            f"{', '.join(map(str, files))}: not a certificate authority, or not a certificate with its key"
+            f" ({error})",
+            "they have to be in PEM, and the key without a passphrase",
+        ) from error
+    return context
+
+
+def diagnose(address: EtcdAddress, endpoint: str, timeout: float) -> StoreRefused | None:
+    """Why the server at `endpoint` and this client do not let each other in; None when it is not that."""
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]")
+    try:
+        with socket.create_connection((host, int(port)), timeout) as stream:
+            if address.cacert is None:
+                return _wants_tls(stream, endpoint)
+            return _handshake(_context(address), stream, host, endpoint)
+    except OSError:
+        return None  # it is away
+
+
+def _wants_tls(stream: socket.socket, endpoint: str) -> StoreRefused | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = (
+        False,
+        ssl.CERT_NONE,
+    )  # nothing is said to it, it is only asked
+    try:
+        context.wrap_socket(stream).close()
+    except OSError:
+        return None
+    return StoreRefused(
+        f"etcd at {endpoint} speaks TLS, and the store's URL does not",
+        "add cacert=FILE (who signed its certificate) to the URL",
+    )
+
+
+def _handshake(
+    context: ssl.SSLContext, stream: socket.socket, host: str, endpoint: str
+) -> StoreRefused | None:
+    try:
+        with context.wrap_socket(stream, server_hostname=host) as secure:
+            secure.recv(1)  # in TLS 1.3 a server refuses a client's certificate after the handshake
+    except ssl.SSLCertVerificationError as error:
+        return StoreRefused(
+            f"the certificate of etcd at {endpoint} is not trusted: {error.verify_message}",
+            "cacert=… has to be who signed it, and it has to name the host as the store's URL does",
+        )
+    except ssl.SSLError as error:
+        return _refusal(error.reason or str(error), endpoint)
+    return None
+
+
+def _refusal(reason: str, endpoint: str) -> StoreRefused | None:
+    words = reason.lower().replace("_", " ")
+    if "certificate required" in words:
+        return StoreRefused(
+            f"etcd at {endpoint} wants a client certificate", "add cert=FILE&key=FILE to the store's URL"
+        )
+    if "certificate" in words or "unknown ca" in words:
+        return StoreRefused(
+            f"etcd at {endpoint} refuses the client certificate: {words}",
+            "see who has signed cert=…, and until when it is valid: openssl x509 -noout -issuer -dates -in FILE",
+        )
+    if "wrong version number" in words or "record layer failure" in words:
+        return StoreRefused(
+            f"etcd at {endpoint} does not speak TLS", "leave cacert=… out, or start it with certificates"
+        )
+    return None

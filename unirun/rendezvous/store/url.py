@@ -1,0 +1,66 @@
+"""From a store's URL to the store."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from unirun.errors import UsageError
+from unirun.rendezvous.store.address import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
+from unirun.rendezvous.store.protocol import Store
+
+STORE_VARIABLE = "UNIRUN_STORE"
+
+
+def store_url(option: str | None) -> str | None:
+    """What ``--store`` says, else the environment; None when neither says anything."""
+    return option or os.environ.get(STORE_VARIABLE) or None
+
+
+def open_store(url: str) -> Store:
+    """The store at `url`. Raises `UsageError` for a URL that is wrong, and `StoreError` when it cannot be opened.
+
+    sqlite3 and grpc are imported here, when they are needed.
+    """
+    address = parse_address(url)
+    if isinstance(address, SqliteAddress):
+        from unirun.rendezvous.store.sqlite import SqliteStore
+
+        return SqliteStore(Path(address.path).expanduser())
+    password = _password(address)
+    try:
+        from unirun.rendezvous.store.etcd import EtcdStore
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(("grpc", "google")):
+            raise
+        raise UsageError(
+            f"a store in etcd needs the package {error.name}", "pip install 'torch-unirun[etcd]'"
+        ) from error
+    return EtcdStore(address, password)
+
+
+def _password(address: EtcdAddress) -> str | None:
+    if address.user is None:
+        return None
+    if address.password_file is None:
+        password = os.environ.get(PASSWORD_VARIABLE)
+        if password:
+            return password
+        raise UsageError(
+            f"the store's user {address.user} has no password",
+            f"set {PASSWORD_VARIABLE}, or add password_file=FILE to the store's URL",
+        )
+    path = Path(address.password_file).expanduser()
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise UsageError(f"others may read the store's password in {path}", f"chmod 600 {path}")
+        password = path.read_text().rstrip("\n")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the store's password cannot be read from {path}: {getattr(error, 'strerror', 'it is no text')}",
+            "name a file that holds it",
+        ) from error
+    if not password:
+        raise UsageError(f"the store's password in {path} is empty", "write it into the file")
+    return password
