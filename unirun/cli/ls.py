@@ -38,7 +38,7 @@ def _status(job: JobDir) -> JobStatus | None:
 
 def _row(job: JobDir, status: JobStatus | None) -> list[str]:
     if status is None:
-        return [job.run_id, "starting" if job.master_alive() else "lost", "", "", "", ""]
+        return [job.run_id, "starting" if job.alive() else "lost", "", "", "", ""]
     now = time.time()
     return [
         job.run_id,

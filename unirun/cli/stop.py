@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 
 from unirun.cli.options import Parser
-from unirun.errors import JobError, RendezvousError, UsageError
+from unirun.errors import JobError, UsageError
+from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.jobdir import find_job
-from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import load_token
-from unirun.wire.messages import Ended, Stop
+from unirun.rendezvous.masters import call_master
+from unirun.wire.messages import Stop
+
+PATIENCE = 600.0
+"""Seconds until a job that was told to stop is given up; its grace period is shorter."""
 
 
 def main(argv: list[str]) -> int:
@@ -35,21 +38,16 @@ def main(argv: list[str]) -> int:
         print(f"job {job.run_id} has ended already: {status.phase}")
         return 0
     signum = signal.SIGKILL if options.now else signal.Signals[name]
-    with BlockingStream.connect(job.master_socket, load_token(job.token)) as master:
-        master.send(Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace))
-        if options.no_wait:
-            print(f"job {job.run_id} is stopping")
-            return 0
-        end = _wait_for_end(master)
-    print(f"job {job.run_id} {end.phase}, exit code {end.code}")
-    return 0
-
-
-def _wait_for_end(master: BlockingStream) -> Ended:
-    """Wait as long as the job goes on telling news; the grace period bounds it."""
+    stop = Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace)
+    if options.no_wait:
+        with call_master(job) as master:
+            master.send(stop)
+        print(f"job {job.run_id} is stopping")
+        return 0
     try:
-        while not isinstance(message := master.receive(timeout=600.0), Ended):
-            continue
-    except RendezvousError as error:
+        end = follow_to_end(job, stop, PATIENCE)
+    except TimeoutError as error:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
-    return message
+    code = "" if end.code is None else f", exit code {end.code}"
+    print(f"job {job.run_id} {end.phase}{code}")
+    return 0

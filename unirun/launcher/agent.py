@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,23 +23,17 @@ from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
 from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
+from unirun.launcher.standby import Standby
+from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
-from unirun.wire import BACKLOG, Stream, accept, connect, listen, load_token
-from unirun.wire.messages import (
-    Hello,
-    Join,
-    Message,
-    Notice,
-    OpenStore,
-    Sample,
-    Shutdown,
-    StartRole,
-    StopWorkers,
-    View,
-    WorkerStarted,
-)
+from unirun.wire import BACKLOG, Stream, accept, listen, load_token
+from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
 from unirun.wire.spawning import Reaped, SpawnFailed
+
+UNSENT = 1000
+"""Notices and metrics that are kept for the next master."""
 
 SPAWNER_END = 2.0
 """Seconds that a spawner has to end after its stream was closed."""
@@ -48,15 +43,17 @@ class Agent:
     """One agent of one node. `run` returns when every worker is gone and it was told to leave."""
 
     def __init__(
-        self, job: JobDir, spec: JobSpec, node: str, cwd: str, endpoints: Mapping[str, Endpoint]
+        self, job: JobDir, spec: JobSpec, node: str, cwd: str, endpoints: Mapping[str, Endpoint], lock: int
     ) -> None:
         self._job, self._spec = job, spec
         self._inherited = dict(os.environ)
         self._orders = Orders(job, spec, node, cwd, self._inherited)
         self._endpoints = endpoints
         self._token = load_token(job.token)
-        self._state = core.AgentState(node, in_place=self._orders.in_place)
+        self._state = AgentState(node, in_place=self._orders.in_place)
         self._master: Stream | None = None
+        self._masters = Standby(job, self._token, lock)
+        self._unsent: deque[Message] = deque(maxlen=UNSENT)
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -66,25 +63,20 @@ class Agent:
         self._filters = LineFilters(job, spec.log)
 
     async def run(self, owner_pid: int | None) -> None:
-        """Serve the master until it says `Shutdown`, or is gone, or the process `owner_pid` is."""
+        """Serve one master after another until one says `Shutdown`, or the process `owner_pid` is gone."""
         adopt_orphans()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, lambda: self._apply(events.MasterLost("the agent got a signal")))
+            loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
         self._warm_up()
         listener = listen(self._job.agent_socket)
         server = await asyncio.start_unix_server(self._serve_worker, sock=listener, backlog=BACKLOG)
         owner = None
         if owner_pid is not None:
-            lost = events.MasterLost("the unirun command is gone")
+            lost = events.Abandon("the unirun command is gone")
             owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
         try:
-            self._master = await connect(
-                self._job.master_socket, self._token, timeout=self._spec.join_timeout
-            )
-            endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
-            self._master.send(Join(self._state.node, os.getpid(), socket.gethostname(), endpoints))
-            self._background(self._follow_master(self._master))
+            self._background(self._be_led())
             self._background(self._sample())
             await self._left.wait()
         finally:
@@ -94,10 +86,11 @@ class Agent:
             if owner is not None:
                 owner.close()
             await self._end_spawners()
-            kill_children()
-            self._filters.finish()
             if self._master is not None:
                 await self._master.close()
+            kill_children(keep=self._masters.pids)
+            self._masters.close()
+            self._filters.finish()
 
     def _background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
@@ -109,7 +102,7 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             traceback.print_exception(error)
-            self._apply(events.MasterLost(f"a bug in the agent: {error!r}"))
+            self._apply(events.Abandon(f"the agent cannot go on: {error!r}"))
 
     def _warm_up(self) -> None:
         """Start importing before the master has said anything: that import is what start-up waits for."""
@@ -145,7 +138,7 @@ class Agent:
             case events.KillGroups(pids):
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
-                kill_children(keep={popen.pid for popen in self._popens})
+                kill_children(keep={*(popen.pid for popen in self._popens), *self._masters.pids})
             case events.Leave():
                 self._left.set()
 
@@ -154,20 +147,54 @@ class Agent:
             self._filters.follow(message.role, message.rank, message.incarnation)
         if self._master is not None:
             self._master.send(message)
+        elif isinstance(message, Notice | WorkerMetrics):
+            # The rest is told in what a new master hears first.
+            self._unsent.append(message)
 
-    async def _follow_master(self, master: Stream) -> None:
+    async def _be_led(self) -> None:
+        """Follow one master after another; the workers do not notice."""
+        while True:
+            epoch, stream = await self._masters.next(self._state.epoch, self._spec.join_timeout)
+            self._apply(events.Led(epoch))
+            before, self._master = self._master, stream
+            workers, stores = holdings(self._state)
+            endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
+            host = socket.gethostname()
+            stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores))
+            while self._unsent:
+                stream.send(self._unsent.popleft())
+            if before is not None:
+                await before.close()
+            await self._until_another_leads(epoch, stream)
+
+    async def _until_another_leads(self, epoch: int, stream: Stream) -> None:
+        """Obey this master until its stream ends, or another one leads."""
+        obeying = asyncio.ensure_future(self._obey(epoch, stream))
+        looking = asyncio.ensure_future(self._masters.another(epoch))
+        try:
+            await asyncio.wait({obeying, looking}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            obeying.cancel()
+            looking.cancel()
+        if obeying.done() and not obeying.cancelled():
+            obeying.result()
+            self._master = None
+            await stream.close()
+
+    async def _obey(self, epoch: int, master: Stream) -> None:
         try:
             while True:
                 message = await master.receive()
                 match message:
                     case StartRole():
-                        self._apply(self._orders.launch(message))
+                        self._apply(events.Order(epoch, self._orders.launch(message)))
                     case OpenStore(role):
-                        self._apply(self._orders.store(message, self._endpoints[role].socket.fileno()))
-                    case StopWorkers() | View() | Shutdown():
-                        self._apply(message)
-        except WireError as error:
-            self._apply(events.MasterLost(f"the master is gone: {error}"))
+                        handle = self._endpoints[role].socket.fileno()
+                        self._apply(events.Order(epoch, self._orders.store(message, handle)))
+                    case StopWorkers() | View() | ExitKept() | Shutdown():
+                        self._apply(events.Order(epoch, message))
+        except WireError:
+            return
 
     def _start_spawner(self, key: SpawnerKey) -> None:
         ours, theirs = socket.socketpair()

@@ -8,23 +8,25 @@ command or a spawner is gone.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from unirun.errors import IllegalTransition
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
+    Abandon,
     After,
     Command,
     Event,
     FromSpawner,
     FromWorker,
     GraceOver,
+    Instruction,
     KillGroups,
     Launch,
     Leave,
+    Led,
     LinkClosed,
-    MasterLost,
+    Order,
     Phase,
     SpawnerDown,
     StartSpawner,
@@ -35,24 +37,14 @@ from unirun.launcher.events import (
     ToWorkers,
     Worker,
 )
-from unirun.wire.messages import (
+from unirun.launcher.hearing import from_worker, link_closed, runs, still_without_link
+from unirun.launcher.state import AgentState, held
+from unirun.wire.messages import ExitKept, Shutdown, StopWorkers, View
+from unirun.wire.reports import (
     Cause,
-    GroupFormed,
-    Hello,
-    Message,
-    Metrics,
     Notice,
-    Serving,
-    Shutdown,
     SpawnerReady,
-    StopWorkers,
-    View,
-    WorkerError,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
-    WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import (
@@ -66,76 +58,69 @@ from unirun.wire.spawning import (
 )
 
 LOST_GRACE = 0.4
-"""Seconds between TERM and KILL when the master or the command is gone: workers must be gone within one."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentState:
-    """What this node does. `spawners`: whether each is ready; `stores`: by role, the last that was to be served here.
-
-    `in_place`: the roles whose workers outlive a peer, and a store.
-    """
-
-    node: str
-    in_place: frozenset[str] = frozenset()
-    workers: Mapping[int, Worker] = field(default_factory=dict)
-    spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
-    stores: Mapping[str, Store] = field(default_factory=dict)
-    view: View | None = None
-    leaving: bool = False
-
-    def with_worker(self, worker: Worker) -> AgentState:
-        """This state with one worker replaced."""
-        return replace(self, workers={**self.workers, worker.id: worker})
-
-    def find(self, role: str, rank: int) -> Worker | None:
-        """The worker that holds a rank."""
-        return next((w for w in self.workers.values() if (w.role, w.rank) == (role, rank)), None)
+"""Seconds between TERM and KILL when the command is gone: workers must be gone within one."""
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
     """The state after `event`, and what is to be done."""
     match event:
-        case Launch():
-            return _launch(state, event)
-        case Store():
-            return _open_store(state, event)
-        case StopWorkers():
-            who = [(event.role, rank) for rank in event.ranks]
-            return _stop(state, who, event.signal, event.grace, "order")
-        case View():
-            return replace(state, view=event), [ToWorkers(event)]
-        case Shutdown():
-            return _leave(state, signal.SIGKILL, 0.0)
-        case MasterLost():
+        case Led(epoch):
+            return replace(state, epoch=max(epoch, state.epoch)), []
+        case Order(epoch, what):
+            # What an earlier term has sent last may come late.
+            return _obey(state, what) if epoch >= state.epoch else (state, [])
+        case Abandon():
             return _leave(state, signal.SIGTERM, LOST_GRACE)
         case FromSpawner():
             return _from_spawner(state, event)
         case SpawnerDown():
             return _spawner_down(state, event)
         case FromWorker():
-            return _from_worker(state, event)
+            return from_worker(state, event)
         case LinkClosed():
-            return _link_closed(state, event)
+            return link_closed(state, event)
         case GraceOver():
             return _grace_over(state, event)
         case StillWithoutLink():
-            return _still_without_link(state, event)
+            return still_without_link(state, event)
+
+
+def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
+    match what:
+        case Launch():
+            return _launch(state, what)
+        case Store():
+            return _open_store(state, what)
+        case StopWorkers():
+            who = [(what.role, rank) for rank in what.ranks]
+            return _stop(state, who, what.signal, what.grace, "order")
+        case ExitKept(role, rank, incarnation):
+            kept = role, rank, incarnation
+            return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
+        case View():
+            return replace(state, view=what), [ToWorkers(what)]
+        case Shutdown():
+            return _leave(state, signal.SIGKILL, 0.0)
 
 
 def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]]:
-    if state.leaving:
-        # The order and the reason to leave have crossed: nobody would stop what is started now.
-        return state, [
-            _never_started(worker, signal.SIGTERM, "leaving", "its agent leaves") for worker in event.workers
-        ]
     commands: list[Command] = []
     for worker in event.workers:
-        holder = state.find(worker.role, worker.rank)
+        rank = worker.role, worker.rank
+        if worker.incarnation <= state.launched.get(rank, -1):
+            # A master that has come in another's place does not know that the order has arrived.
+            continue
+        if state.leaving:
+            # The order and the reason to leave have crossed: nobody would stop what is started now.
+            state, told = _never_started(state, worker, signal.SIGTERM, "leaving", "its agent leaves")
+            commands.append(told)
+            continue
+        holder = state.find(*rank)
         if holder is not None:
             text = f"incarnation {worker.incarnation} is not started: {holder.incarnation} lives"
             commands.append(ToMaster(Notice(worker.who, text)))
             continue
+        state = replace(state, launched={**state.launched, rank: worker.incarnation})
         state, more = _need_spawner(state, worker.spawner)
         commands += more
         if state.spawners[worker.spawner]:
@@ -150,7 +135,8 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
 
 
 def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Command]]:
-    if state.leaving:
+    before = state.stores.get(store.request.role)
+    if state.leaving or (before is not None and before.request.generation >= store.request.generation):
         return state, []
     state, commands = _need_spawner(state, store.spawner)
     if state.spawners[store.spawner]:
@@ -174,8 +160,8 @@ def _stop(
         if worker is None:
             continue
         if worker.phase is Phase.QUEUED:
-            state = _without(state, worker)
-            commands.append(_never_started(worker, signum, cause, "it had not started"))
+            state, told = _never_started(_without(state, worker), worker, signum, cause, "it had not started")
+            commands.append(told)
             continue
         state = state.with_worker(replace(worker, cause=cause, sent=signum))
         commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
@@ -184,14 +170,21 @@ def _stop(
     return state, commands
 
 
-def _never_started(worker: Worker, signum: int, cause: Cause, note: str) -> ToMaster:
+def _never_started(
+    state: AgentState, worker: Worker, signum: int, cause: Cause, note: str
+) -> tuple[AgentState, ToMaster]:
     """A worker without a process ends as if `signum`, which was meant for it, had reached it."""
     signum = int(signum)
-    return ToMaster(
-        WorkerExited(
-            worker.role, worker.rank, worker.incarnation, 0.0, None, signum, cause, signum, note=note
-        )
+    end = WorkerExited(
+        worker.role, worker.rank, worker.incarnation, 0.0, None, signum, cause, signum, note=note
     )
+    return _remembering(state, worker, end), ToMaster(end)
+
+
+def _remembering(state: AgentState, worker: Worker, end: WorkerExited) -> AgentState:
+    """Keep how a worker has ended until a master has."""
+    who = worker.role, worker.rank, worker.incarnation
+    return replace(state, ended={**state.ended, who: replace(held(worker), exit=end)})
 
 
 def _leave(state: AgentState, signum: int, grace: float) -> tuple[AgentState, list[Command]]:
@@ -216,7 +209,9 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
             return _ended(
                 state, number, WorkerExited("", 0, 0, when, code, signum, note=event.note, tail=event.tail)
             )
-        case Notice() | StoreOpened():
+        case StoreOpened():
+            return _store_opened(state, event.message)
+        case Notice():
             return state, [ToMaster(event.message)]
         case StoreEnded():
             return _store_ended(state, event.message)
@@ -230,7 +225,8 @@ def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, li
     ]
     if worker.request.kind == "program":
         # A program does not say hello; that it was started is all there is to know.
-        commands.append(_runs(state, worker))
+        state, more = runs(state, state.workers[worker.id])
+        commands += more
     return state, commands
 
 
@@ -265,6 +261,13 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
             state, more = _store_ended(state, end_of_it)
             commands += more
     return state, commands
+
+
+def _store_opened(state: AgentState, event: StoreOpened) -> tuple[AgentState, list[Command]]:
+    store = state.stores.get(event.role)
+    if store is not None and store.request.generation == event.generation:
+        state = replace(state, stores={**state.stores, event.role: replace(store, opened=True)})
+    return state, [ToMaster(event)]
 
 
 def _store_ended(state: AgentState, event: StoreEnded) -> tuple[AgentState, list[Command]]:
@@ -309,6 +312,7 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         note=worker.doom or end.note,
         tail="" if worker.error else end.tail,
     )
+    state = _remembering(state, worker, end)
     commands: list[Command] = [ToMaster(end)]
     if state.leaving and not state.workers:
         commands.append(Leave())
@@ -317,58 +321,6 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
 
 def _without(state: AgentState, worker: Worker) -> AgentState:
     return replace(state, workers={n: w for n, w in state.workers.items() if n != worker.id})
-
-
-def _from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[Command]]:
-    worker = state.workers.get(event.id)
-    if worker is None:
-        return state, []
-    match event.message:
-        case Hello(running=True) if not worker.running:
-            state = state.with_worker(replace(worker, running=True))
-            return state, [_runs(state, worker)]
-        case WorkerError():
-            # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
-            end = After(worker.grace, GraceOver(worker.id))
-            return state.with_worker(replace(worker, error=event.message)), [end]
-        case Serving() | GroupFormed() | Metrics():
-            return state, [ToMaster(_signed(worker, event.message))]
-    return state, []
-
-
-def _runs(state: AgentState, worker: Worker) -> ToMaster:
-    """It was welcomed with this view: it forms that generation, even if it was started for an earlier one."""
-    views = {role.name: role for role in state.view.roles} if state.view else {}
-    generation = views[worker.role].generation if worker.role in views else 0
-    return ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation, generation))
-
-
-def _signed(worker: Worker, message: Serving | GroupFormed | Metrics) -> Message:
-    """What a worker said, with who it is."""
-    who = worker.role, worker.rank, worker.incarnation
-    match message:
-        case Serving(addresses, recoverable):
-            return WorkerServing(*who, addresses, recoverable)
-        case GroupFormed(generation):
-            return WorkerFormed(*who, generation)
-        case Metrics(values, time):
-            return WorkerMetrics(*who, values, time)
-
-
-def _link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:
-    """A link ends with its process; when it ends before, the worker is watched by its process alone."""
-    worker = state.workers.get(event.id)
-    if worker is None or worker.sent is not None:
-        return state, []
-    return state, [After(0.5, StillWithoutLink(event.id))]
-
-
-def _still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:
-    worker = state.workers.get(event.id)
-    if worker is None:
-        return state, []
-    text = "closed its link to the agent and runs on; only its exit can be seen now"
-    return state, [ToMaster(Notice(worker.who, text))]
 
 
 def _grace_over(state: AgentState, event: GraceOver) -> tuple[AgentState, list[Command]]:

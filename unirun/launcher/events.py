@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from unirun.launcher.environment import SpawnerKey
-from unirun.wire.messages import Cause, Message, Shutdown, StopWorkers, View, WorkerError
+from unirun.wire.messages import ExitKept, Message, Shutdown, StopWorkers, View
+from unirun.wire.reports import Cause, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
@@ -24,6 +25,7 @@ class Worker:
 
     `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
     for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
+    `generation` and `serving` are what it has said of itself.
     """
 
     id: int
@@ -38,6 +40,8 @@ class Worker:
     sent: int | None = None
     error: WorkerError | None = None
     running: bool = False
+    generation: int = 0
+    serving: Serving | None = None
     grace: float = 30.0
     doom: str = ""
 
@@ -58,12 +62,13 @@ class Launch:
 class Store:
     """The master wants this store, which replaces the one of the role's last generation.
 
-    `sent`: to its spawner. `ended` tells that it is gone, and why.
+    `sent`: to its spawner; `opened`: it is there. `ended` tells that it is gone, and why.
     """
 
     spawner: SpawnerKey
     request: ServeStore
     sent: bool = False
+    opened: bool = False
     ended: StoreEnded | None = None
 
 
@@ -116,25 +121,33 @@ class StillWithoutLink:
 
 
 @dataclass(frozen=True, slots=True)
-class MasterLost:
-    """The master, or the command that the job belongs to, is gone."""
+class Led:
+    """A master has said that it leads in the term `epoch`."""
+
+    epoch: int
+
+
+Instruction = Launch | Store | StopWorkers | ExitKept | View | Shutdown
+"""What masters want."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The master of the term `epoch` wants something."""
+
+    epoch: int
+    what: Instruction
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The agent cannot or must not go on: the command that the job belongs to is gone, or a part of itself."""
 
     reason: str
 
 
 Event = (
-    Launch
-    | Store
-    | StopWorkers
-    | View
-    | Shutdown
-    | FromSpawner
-    | SpawnerDown
-    | FromWorker
-    | LinkClosed
-    | GraceOver
-    | StillWithoutLink
-    | MasterLost
+    Led | Order | FromSpawner | SpawnerDown | FromWorker | LinkClosed | GraceOver | StillWithoutLink | Abandon
 )
 
 

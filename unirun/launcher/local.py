@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,47 +31,45 @@ def launch(
     spec: JobSpec,
     node: str,
     endpoints: Mapping[str, Endpoint],
-    run_master: Callable[[int | None, int], None],
+    run_master: Callable[[int], None],
     *,
-    of_master: Sequence[int],
+    listener: socket.socket,
+    lock: int,
     detach: bool,
 ) -> Launched:
-    """Fork the master and the agent of `job`; both survive this process only when `detach` is given.
+    """Fork the agent and the first master of `job`; both survive this process only when `detach` is given.
 
-    `run_master` is called in the master's process with the pid that it must not outlive (None when detached)
-    and that of the agent, whose end it must notice even before the agent has joined. The descriptors
-    `of_master` stay open there only, and the `endpoints` in the agent only: what listens, and what is locked,
-    ends with its owner. Forking shares what is imported already. Call it before any thread is started.
+    `run_master` is called in the master's process with the pid of the agent, whose end it must notice even before
+    the agent has joined. `listener` stays open there only, and the `endpoints` in the agent only: what listens ends
+    with its owner. Both hold the `lock`, as long as one of them lives. Forking shares what is imported already. Call
+    it before any thread is started.
     """
     owner = None if detach else os.getpid()
     cwd = os.getcwd()
 
-    def run_agent(owner_pid: int | None) -> None:
-        for handle in of_master:
-            os.close(handle)
-        asyncio.run(Agent(job, spec, node, cwd, endpoints).run(owner_pid))
+    def run_agent() -> None:
+        listener.close()
+        asyncio.run(Agent(job, spec, node, cwd, endpoints, lock).run(owner))
 
-    agent = _fork("unirun-agent", job, "agent.log", run_agent, owner)
+    agent = _fork("unirun-agent", job, "agent.log", run_agent)
     for endpoint in endpoints.values():
         endpoint.close()
-    master = _fork("unirun-master", job, "master.log", lambda pid: run_master(pid, agent), owner)
-    for handle in of_master:
-        os.close(handle)
+    master = _fork("unirun-master", job, "master.log", lambda: run_master(agent))
+    listener.close()
+    os.close(lock)
     return Launched(master, agent)
 
 
-def _fork(title: str, job: JobDir, log: str, run: Callable[[int | None], None], owner: int | None) -> int:
+def _fork(title: str, job: JobDir, log: str, run: Callable[[], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become(title, job, log, run, owner)
+        _become(title, job, log, run)
     return pid
 
 
-def _become(
-    title: str, job: JobDir, log: str, run: Callable[[int | None], None], owner: int | None
-) -> NoReturn:
+def _become(title: str, job: JobDir, log: str, run: Callable[[], None]) -> NoReturn:
     """In the child: leave the terminal, write to `log`, run, and end without the parent's clean-up."""
     code = 1
     try:
@@ -82,9 +81,10 @@ def _become(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (file, 1), (file, 2)):
             os.dup2(source, target)
-        run(owner)
+        run()
         code = 0
     except UnirunError as error:
+        code = error.exit_code
         print(f"{title}: {error}", file=sys.stderr, flush=True)
     except BaseException:  # noqa: BLE001 - the last frame of a process: what is not written here is lost
         sys.excepthook(*sys.exc_info())

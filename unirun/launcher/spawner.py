@@ -33,7 +33,7 @@ from unirun.launcher.process import (
     title_of,
 )
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Notice
+from unirun.wire.reports import Notice
 from unirun.wire.spawning import (
     Forked,
     Kill,

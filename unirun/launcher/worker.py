@@ -28,7 +28,7 @@ from typing import NoReturn
 from unirun.errors import UnirunError
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
-from unirun.wire.messages import WorkerError
+from unirun.wire.reports import WorkerError
 from unirun.wire.spawning import Spawn
 
 MAX_MESSAGE = 1 << 16

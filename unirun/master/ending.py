@@ -72,13 +72,12 @@ def end_if_over(turn: Turn) -> None:
     verdict = state.verdict
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
-    report = error_file = ""
+    verdict = replace(verdict, report=verdict.reason)
     if verdict.by_failure:
         diagnosis = diagnose(episode(state.failures))
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
-        verdict = replace(verdict, code=code)
         report = failure_report(verdict.reason, diagnosis)
-        error_file = f"{diagnosis.cause.log}/error.json"
+        verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.cause.log}/error.json")
     turn.state = replace(state, phase=verdict.phase, verdict=verdict, ended=turn.now)
     turn.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
-    turn.send(Finish(verdict.code, report or verdict.reason, error_file))
+    turn.send(Finish(verdict))

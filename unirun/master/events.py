@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unirun.wire.messages import (
+from unirun.master.state import Verdict
+from unirun.wire.messages import Message, Stop
+from unirun.wire.reports import (
     Join,
-    Message,
     Notice,
     Sample,
     SpawnerReady,
-    Stop,
     WorkerExited,
     WorkerFormed,
     WorkerMetrics,
@@ -41,6 +41,11 @@ class JoinTimedOut:
 
 
 @dataclass(frozen=True, slots=True)
+class RejoinTimedOut:
+    """The time in which every node had to join a master that has come in another's place is over."""
+
+
+@dataclass(frozen=True, slots=True)
 class ViewDue:
     """News for the workers has waited long enough."""
 
@@ -62,6 +67,7 @@ Event = (
     | AgentLost
     | OwnerLost
     | JoinTimedOut
+    | RejoinTimedOut
     | ViewDue
 )
 
@@ -91,11 +97,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job is over: tell the agents, write the end, leave with `code`."""
+    """The job is over: tell the agents and who follows it, and leave with the verdict's code."""
 
-    code: int
-    report: str
-    error_file: str = ""
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
 from unirun.master.ending import advance, stop_all
-from unirun.master.events import AgentLost, ToWatchers
+from unirun.master.events import AgentLost, ToAgent, ToWatchers
 from unirun.master.formation import form_next, join
 from unirun.master.state import (
     ROLE_WORKS,
@@ -21,13 +21,16 @@ from unirun.master.state import (
     WorkerState,
 )
 from unirun.master.turn import Turn
-from unirun.wire.messages import Notice, WorkerExited
+from unirun.wire.messages import ExitKept
+from unirun.wire.reports import Notice, WorkerExited
 from unirun.wire.spawning import StoreEnded
 
 
 def exited(turn: Turn, event: WorkerExited) -> None:
-    """A worker has ended: well, as it was told, or of itself."""
+    """A worker has ended: well, as it was told, or of itself. Its agent may forget it once that is in the store."""
     found = turn.find(event.role, event.rank, event.incarnation)
+    node = turn.role(event.role).workers[event.rank].node
+    turn.send(ToAgent(node, ExitKept(event.role, event.rank, event.incarnation)))
     if found is None:
         return
     role, worker = found
@@ -44,7 +47,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         turn.tell_soon()
         return
     failure = _failure(turn.state, role, worker, event, end)
-    turn.state = replace(turn.state, failures=(*turn.state.failures, failure)[-256:])
+    turn.state = turn.state.with_failures(failure)
     if role.phase in ROLE_WORKS:
         decision = decide(failure, _circumstances(turn.state, role, worker))
         _act(turn, role, decision, by_failure=True, source=failure.who)
@@ -162,11 +165,11 @@ def agent_lost(turn: Turn, event: AgentLost) -> None:
                 )
                 lost.append(_failure(turn.state, role, worker, end, killed))
                 turn.put(turn.state.roles[role.name].with_worker(_ended(worker, killed)))
-    turn.tell_now()
     agents = {node: agent for node, agent in turn.state.agents.items() if node != event.node}
-    turn.state = replace(turn.state, agents=agents)
+    turn.state = replace(turn.state, agents=agents, away=turn.state.away - {event.node})
+    turn.tell_now()
     if turn.state.phase is not JobPhase.STOPPING:
-        turn.state = replace(turn.state, failures=(*turn.state.failures, *lost)[-256:])
+        turn.state = turn.state.with_failures(*lost)
         verdict = Verdict(JobPhase.FAILED, 128 + signal.SIGKILL, reason, by_failure=bool(lost))
         stop_all(turn, verdict, signal.SIGTERM, None)
     for role in list(turn.state.roles.values()):

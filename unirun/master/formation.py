@@ -22,15 +22,15 @@ def form_first(turn: Turn) -> None:
         turn.put(replace(role, phase=RolePhase.STARTING, workers=workers))
     turn.tell_now()
     for role in turn.state.roles.values():
-        _order_store(turn, role)
-        _start(turn, role, range(len(role.workers)))
+        order_store(turn, role)
+        start(turn, role, range(len(role.workers)))
 
 
 def form_next(turn: Turn, role: RoleState) -> None:
     """Order the store of the next generation; `opened` goes on."""
     role = replace(role, generation=role.generation + 1)
     turn.put(role)
-    _order_store(turn, role)
+    order_store(turn, role)
 
 
 def opened(turn: Turn, role: RoleState) -> None:
@@ -59,14 +59,18 @@ def _complete(turn: Turn, role: RoleState) -> None:
         role = role.with_worker(worker.ordered(worker.incarnation + 1, role.generation))
     turn.put(role)
     turn.tell_now()
-    _start(turn, role, [worker.rank for worker in newcomers])
+    start(turn, role, [worker.rank for worker in newcomers])
 
 
-def _order_store(turn: Turn, role: RoleState) -> None:
+def order_store(turn: Turn, role: RoleState) -> None:
+    """Order the store of the generation that is decided."""
     turn.send(ToAgent(leader(turn.state, role.name), OpenStore(role.name, role.generation)))
 
 
-def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
+def start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
+    """Order the workers of these ranks, for the last generation that has a store."""
+    if not ranks:
+        return
     places = turn.state.placement.of_role(role.name)
     nodes = tuple(dict.fromkeys(place.node for place in places))
     for group_rank, node in enumerate(nodes):
@@ -82,7 +86,7 @@ def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
             continue
         order = StartRole(
             role=role.name,
-            generation=role.generation,
+            generation=role.opened,
             restarts=role.restarts,
             world_size=len(role.workers),
             local_world_size=len(here),

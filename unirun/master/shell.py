@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 
-from unirun.collocation import Placement
 from unirun.errors import IllegalTransition, WireError
 from unirun.master.events import (
     After,
@@ -15,75 +14,92 @@ from unirun.master.events import (
     Command,
     Event,
     Finish,
-    JoinTimedOut,
     KeepMetrics,
     OwnerLost,
     Record,
     ToAgent,
     ToWatchers,
 )
-from unirun.master.state import JobState, new_job, present, status_of
+from unirun.master.keeper import Keeper
+from unirun.master.resuming import resume
+from unirun.master.state import JOB_ENDS, JobPhase, JobState
 from unirun.master.step import step
+from unirun.master.telling import farewell, present, status_of
+from unirun.master.writing import Writer
 from unirun.observe import EventLog, MetricsLog
 from unirun.rendezvous import JobDir, ProcessWatch
-from unirun.spec import JobSpec
+from unirun.rendezvous.election import Term
 from unirun.wire import BACKLOG, Stream, accept, load_token
-from unirun.wire.messages import Attach, Ended, Join, Notice, Sample, Shutdown, Stop
+from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
+from unirun.wire.reports import Join, Notice, Sample
 
 PERSIST_DELAY = 0.02
-"""Seconds in which changes of the state are gathered into one write."""
+"""Seconds in which changes are gathered into one writing of the status."""
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
 
 
 class Master:
-    """One master of one job. `run` returns when the job is over and everything is written."""
+    """One master in one term. `run` returns when the job is over and everything is written, or the term is."""
 
-    def __init__(self, job: JobDir, spec: JobSpec, placement: Placement, listener: socket.socket) -> None:
-        self._job = job
-        self._listener = listener
+    def __init__(
+        self, job: JobDir, state: JobState, term: Term, keeper: Keeper, listener: socket.socket
+    ) -> None:
+        self._job, self._listener = job, listener
         self._token = load_token(job.token)
         self._log = EventLog(job.events)
         self._metrics = MetricsLog(job.metrics)
-        logs = str(job.logs.resolve())
-        self._state: JobState = new_job(spec, placement, started=time.time(), logs=logs)
+        self._state = state
+        self._unaware = set(state.agents) if state.phase in JOB_ENDS else set()
+        self._writer = Writer(state, term, keeper, self._carry_out_all, self._persist_soon)
+        self._term = term
         self._agents: dict[str, Stream] = {}
         self._watchers: set[Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: Finish | None = None
         self._over = asyncio.Event()
         self._memory: dict[str, int] = {}
         self._cpu: dict[str, float] = {}
         self._dirty = False
 
-    async def run(self, owner_pid: int | None, agent_pid: int) -> int:
-        """Lead the job to its end. Returns the exit code.
+    async def run(self, agent_pid: int | None = None) -> None:
+        """Lead the job to its end, or until another master does.
 
-        `owner_pid` is the CLI that the job must not outlive; `agent_pid` the agent of this host, whose end is
-        noticed by its stream once it has joined, and by its process before.
+        `agent_pid` is the agent of this host, if it has not joined yet: its end is noticed by its process until then.
         """
+        watches = self._watches(agent_pid)
         loop = asyncio.get_running_loop()
-        watches = [ProcessWatch(agent_pid, self._agent_gone)]
-        if owner_pid is not None:
-            watches.append(ProcessWatch(owner_pid, lambda: self._apply(OwnerLost())))
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
         )
-        loop.call_later(self._state.spec.join_timeout, lambda: self._apply(JoinTimedOut()))
+        self._state, commands = resume(self._state, time.time())
+        self._writer.add(self._state, commands)
+        if self._state.phase in JOB_ENDS:
+            self._over.set()
         self._persist()
         server = await asyncio.start_unix_server(self._serve, sock=self._listener, backlog=BACKLOG)
         try:
-            await self._over.wait()
-            await self._say_goodbye()
+            async with self._writer.working(self._over):
+                await self._over.wait()
+            if not self._writer.deposed:
+                await self._say_goodbye()
         finally:
             server.close()
-            self._persist()
+            if not self._writer.deposed:
+                self._persist()
             self._log.close()
             self._metrics.close()
             for watch in watches:
                 watch.close()
-        return self._ended.code if self._ended else 1
+
+    def _watches(self, agent_pid: int | None) -> list[ProcessWatch]:
+        watches = []
+        owner = self._state.owner
+        if owner is not None and owner.host == socket.gethostname():
+            watches.append(ProcessWatch(owner.pid, lambda: self._apply(OwnerLost()), owner.started))
+        if agent_pid is not None:
+            watches.append(ProcessWatch(agent_pid, self._agent_gone))
+        return watches
 
     def _agent_gone(self) -> None:
         node = self._state.placement.nodes[0]
@@ -99,11 +115,12 @@ class Master:
         except IllegalTransition as error:
             self._log.write("error", f"refused {event}: {error}")
             return
+        self._writer.add(self._state, commands)
+        self._persist_soon()
+
+    def _carry_out_all(self, commands: list[Command]) -> None:
         for command in commands:
             self._carry_out(command)
-        if not self._dirty:
-            self._dirty = True
-            asyncio.get_running_loop().call_later(PERSIST_DELAY, self._persist)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -120,12 +137,20 @@ class Master:
             case After(delay, event):
                 asyncio.get_running_loop().call_later(delay, self._apply, event)
             case Finish():
-                self._ended = command
                 self._over.set()
+
+    def _persist_soon(self) -> None:
+        if not self._dirty:
+            self._dirty = True
+            asyncio.get_running_loop().call_later(PERSIST_DELAY, self._persist)
 
     def _persist(self) -> None:
         self._dirty = False
-        status = status_of(self._state, self._memory, self._cpu)
+        if self._writer.deposed:
+            return
+        status = status_of(
+            self._state, self._memory, self._cpu, epoch=self._term.epoch, trouble=self._writer.trouble
+        )
         try:
             self._job.write_json(self._job.state.name, status.to_json())
         except OSError as error:
@@ -143,6 +168,7 @@ class Master:
             self._log.write("refused", f"a connection was refused: {error}")
             return
         try:
+            stream.send(Appointed(self._term.epoch))
             await self._converse(stream)
         finally:
             await stream.close()
@@ -168,9 +194,16 @@ class Master:
             self._log.write("refused", f"a second agent says that it is {join.node}")
             return
         self._agents[join.node] = stream
+        self._unaware.discard(join.node)
         reason = "its stream ended"
         try:
-            self._apply(join)
+            if self._state.phase in JOB_ENDS or (
+                join.node not in self._state.agents and self._state.phase is not JobPhase.LAUNCHING
+            ):
+                # It was given up, or does not know yet that the job is over.
+                stream.send(Shutdown())
+            else:
+                self._apply(join)
             while True:
                 message = await stream.receive()
                 if isinstance(message, Event):
@@ -186,8 +219,8 @@ class Master:
         try:
             for message in present(self._state):
                 stream.send(message)
-            if self._ended is not None:
-                stream.send(self._farewell(self._ended))
+            if self._over.is_set():
+                self._send_farewell(stream)
             while True:
                 message = await stream.receive()
                 if isinstance(message, Stop):
@@ -199,16 +232,24 @@ class Master:
         finally:
             self._watchers.discard(stream)
 
-    def _farewell(self, finish: Finish) -> Ended:
-        return Ended(finish.code, self._state.phase.value, finish.report, finish.error_file)
+    def _send_farewell(self, watcher: Stream) -> None:
+        end = farewell(self._state)
+        if end is not None:
+            watcher.send(end)
 
     async def _say_goodbye(self) -> None:
-        """Tell everybody; leave when all streams are closed from the other side, or after `GOODBYE`."""
+        """Tell everybody; leave when all streams are closed from the other side, or after `GOODBYE`.
+
+        A master that has found the job ended waits for those who do not know it yet.
+        """
         self._persist()
         for agent in self._agents.values():
             agent.send(Shutdown())
-        if self._ended is not None:
-            for watcher in self._watchers:
-                watcher.send(self._farewell(self._ended))
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=GOODBYE)
+        for watcher in self._watchers:
+            self._send_farewell(watcher)
+        deadline = time.monotonic() + GOODBYE
+        while (left := deadline - time.monotonic()) > 0 and (self._tasks or self._unaware):
+            if self._tasks:
+                await asyncio.wait(set(self._tasks), timeout=left)
+            else:
+                await asyncio.sleep(0.01)

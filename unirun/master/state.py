@@ -9,9 +9,8 @@ from enum import StrEnum
 from unirun.collocation import Placement
 from unirun.errors import IllegalTransition
 from unirun.failover import Exit, Failure
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
-from unirun.wire.messages import Join, Message, RoleChanged, WorkerStarted
+from unirun.wire.reports import Join
 
 
 class JobPhase(StrEnum):
@@ -170,20 +169,39 @@ class RoleState:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause."""
+    """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause.
+
+    `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end.
+    """
 
     phase: JobPhase
     code: int
     reason: str
     by_failure: bool = False
+    report: str = ""
+    error_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that the job must not outlive, on `host`; `started` tells it from a later one with its `pid`."""
+
+    host: str
+    pid: int
+    started: int
+
+
+KEPT_FAILURES = 256
+"""Failures that are remembered; the log of events has them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
     """Everything that the master knows. `failures` are those that were not asked for, in order of arrival.
 
-    `asked_to_stop`: somebody has asked; a job also stops by itself. `view_due`: something has changed that the
-    workers will be told in a moment.
+    `forgotten` counts failures that are not remembered any more. `asked_to_stop`: somebody has asked; a job also
+    stops by itself. `view_due`: something has changed that the workers will be told in a moment. `away` are the nodes
+    that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
     """
 
     spec: JobSpec
@@ -198,10 +216,23 @@ class JobState:
     ended: float | None = None
     view_due: bool = False
     asked_to_stop: bool = False
+    forgotten: int = 0
+    away: frozenset[str] = frozenset()
+    uid: str = ""
+    owner: Owner | None = None
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""
         return replace(self, roles={**self.roles, role.name: role})
+
+    def with_failures(self, *failures: Failure) -> JobState:
+        """This state with more failures."""
+        every = (*self.failures, *failures)
+        return replace(
+            self,
+            failures=every[-KEPT_FAILURES:],
+            forgotten=self.forgotten + max(0, len(every) - KEPT_FAILURES),
+        )
 
     def role_spec(self, name: str) -> RoleSpec:
         """The spec of a role."""
@@ -220,7 +251,15 @@ class JobState:
             raise IllegalTransition(f"the job is {self.phase} and not over")
 
 
-def new_job(spec: JobSpec, placement: Placement, *, started: float, logs: str) -> JobState:
+def new_job(
+    spec: JobSpec,
+    placement: Placement,
+    *,
+    started: float,
+    logs: str,
+    uid: str = "",
+    owner: Owner | None = None,
+) -> JobState:
     """The state of a job before anything happened."""
     roles = {
         role.name: RoleState(
@@ -231,59 +270,4 @@ def new_job(spec: JobSpec, placement: Placement, *, started: float, logs: str) -
         )
         for role in spec.roles
     }
-    return JobState(spec, placement, roles, started, logs)
-
-
-def present(state: JobState) -> list[Message]:
-    """What a CLI that has just attached must know: how far the roles are, and which workers have a process."""
-    found: list[Message] = []
-    for role in state.roles.values():
-        found.append(
-            RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
-        )
-        found += [
-            WorkerStarted(worker.node, role.name, worker.rank, worker.incarnation, worker.pid)
-            for worker in role.workers
-            if worker.pid is not None
-        ]
-    return found
-
-
-def status_of(state: JobState, memory: Mapping[str, int], cpu: Mapping[str, float]) -> JobStatus:
-    """The state as the document that ``unirun status`` reads; `memory` and `cpu` by ``role:rank``."""
-    roles = tuple(
-        RoleStatus(
-            name=role.name,
-            phase=role.phase.value,
-            generation=role.generation,
-            restarts=role.restarts,
-            max_restarts=state.role_spec(role.name).max_restarts,
-            workers=tuple(
-                WorkerStatus(
-                    rank=worker.rank,
-                    phase=worker.phase.value,
-                    node=worker.node,
-                    incarnation=worker.incarnation,
-                    pid=worker.pid if worker.live else None,
-                    exit=str(worker.exit) if worker.exit else "",
-                    memory=memory.get(f"{role.name}:{worker.rank}") if worker.live else None,
-                    cpu=cpu.get(f"{role.name}:{worker.rank}") if worker.live else None,
-                    generation=worker.generation,
-                    metrics=dict(worker.metrics),
-                )
-                for worker in role.workers
-            ),
-        )
-        for role in state.roles.values()
-    )
-    ended = state.phase in JOB_ENDS
-    return JobStatus(
-        run_id=state.spec.run_id,
-        name=state.spec.name,
-        phase=state.phase.value,
-        reason=state.verdict.reason if state.verdict else "",
-        started=state.started,
-        ended=state.ended,
-        code=state.verdict.code if ended and state.verdict else None,
-        roles=roles,
-    )
+    return JobState(spec, placement, roles, started, logs, uid=uid, owner=owner)

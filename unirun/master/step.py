@@ -14,19 +14,21 @@ from unirun.master.events import (
     JoinTimedOut,
     KeepMetrics,
     OwnerLost,
+    RejoinTimedOut,
     ToWatchers,
     ViewDue,
 )
 from unirun.master.failing import agent_lost, exited, store_ended
 from unirun.master.formation import form_first, opened
-from unirun.master.state import JOB_ENDS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
+from unirun.master.resuming import REJOIN_TIMEOUT, bare, take_up
+from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
 from unirun.master.turn import Turn
-from unirun.wire.messages import (
+from unirun.wire.messages import Stop
+from unirun.wire.reports import (
     Join,
     Notice,
     Sample,
     SpawnerReady,
-    Stop,
     WorkerExited,
     WorkerFormed,
     WorkerMetrics,
@@ -48,6 +50,12 @@ def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Comm
     if state.phase in JOB_ENDS:
         return state, []
     turn = Turn(state, now)
+    _handle(turn, event)
+    end_if_over(turn)
+    return turn.state, turn.commands
+
+
+def _handle(turn: Turn, event: Event) -> None:
     match event:
         case Join():
             _join(turn, event)
@@ -83,22 +91,34 @@ def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Comm
             agent_lost(turn, event)
         case JoinTimedOut():
             _join_timed_out(turn)
+        case RejoinTimedOut():
+            for node in sorted(turn.state.away):
+                agent_lost(
+                    turn, AgentLost(node, f"it did not join the new master within {REJOIN_TIMEOUT:g} s")
+                )
         case ViewDue():
-            if state.view_due:
+            if turn.state.view_due:
                 turn.tell_now()
-    end_if_over(turn)
-    return turn.state, turn.commands
 
 
 def _join(turn: Turn, event: Join) -> None:
     state = turn.state
-    agents = dict(state.agents)
-    if event.node in agents or event.node not in state.placement.nodes:
+    if event.node not in state.placement.nodes or (
+        event.node in state.agents and event.node not in state.away
+    ):
         raise IllegalTransition(f"node {event.node} joined twice, or has no place in this job")
-    agents[event.node] = event
-    turn.state = replace(state, agents=agents)
+    turn.state = replace(
+        state, agents={**state.agents, event.node: bare(event)}, away=state.away - {event.node}
+    )
     turn.record("join", f"{event.node} joined (pid {event.pid})")
-    if state.phase is JobPhase.LAUNCHING and len(agents) == len(state.placement.nodes):
+    if state.phase is not JobPhase.LAUNCHING:
+        for news in take_up(turn, event):
+            _handle(turn, news)
+        for role in list(turn.state.roles.values()):
+            if role.phase in ROLE_WORKS:
+                settle(turn, role)
+        turn.tell_now()
+    elif len(turn.state.agents) == len(state.placement.nodes) and not turn.state.away:
         turn.state = replace(turn.state, phase=JobPhase.RUNNING)
         form_first(turn)
 
@@ -189,6 +209,7 @@ def _join_timed_out(turn: Turn) -> None:
     state = turn.state
     if state.phase is not JobPhase.LAUNCHING:
         return
-    missing = [node for node in state.placement.nodes if node not in state.agents]
+    here = state.agents.keys() - state.away
+    missing = [node for node in state.placement.nodes if node not in here]
     reason = f"{', '.join(missing)} did not join within {state.spec.join_timeout:g} s"
     stop_all(turn, Verdict(JobPhase.FAILED, EXIT_RENDEZVOUS, reason), signal.SIGTERM, 0.0)

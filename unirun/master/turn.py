@@ -38,8 +38,11 @@ class Turn:
             )
 
     def tell_now(self) -> None:
-        """Every worker learns how all roles stand, unless it has just been told."""
-        if not self.state.agents:
+        """Every worker learns how all roles stand, unless it has just been told.
+
+        As long as nodes are away, nobody knows how their workers stand; what was told before still holds.
+        """
+        if not self.state.agents or self.state.away:
             return
         self.state = replace(self.state, view_due=False)
         view = view_of(self.state)

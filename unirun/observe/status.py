@@ -45,7 +45,10 @@ class RoleStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job. Times are seconds since the epoch; `code` is the exit code once it has ended."""
+    """One job. Times are seconds since the epoch; `code` is the exit code once it has ended.
+
+    `epoch` is the term of the master that says so, `trouble` what keeps it from writing its decisions to the store.
+    """
 
     run_id: str
     name: str
@@ -55,6 +58,8 @@ class JobStatus:
     ended: float | None
     code: int | None
     roles: tuple[RoleStatus, ...]
+    epoch: int = 0
+    trouble: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives an equal status back."""
@@ -73,10 +78,11 @@ class JobStatus:
 def read_status(job: JobDir) -> JobStatus:
     """The status of `job`. Raises `JobError` when it has none.
 
-    A job whose master is gone without an end is ``lost``: its record cannot have changed since.
+    A job of which neither master nor agent lives, and which has no end, is ``lost``: its record cannot have changed
+    since.
     """
-    alive = job.master_alive()
+    alive = job.alive()
     status = JobStatus.from_json(job.read_json(job.state.name))
     if alive or status.phase in ENDED:
         return status
-    return dataclasses.replace(status, phase="lost", reason="the master is gone and left no end")
+    return dataclasses.replace(status, phase="lost", reason="its processes are gone and left no end")

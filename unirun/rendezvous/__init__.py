@@ -2,7 +2,7 @@
 
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
 from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, find_job, jobs_root
-from unirun.rendezvous.liveness import ProcessWatch
+from unirun.rendezvous.liveness import ProcessWatch, started_at
 
 __all__ = [
     "Endpoint",
@@ -13,4 +13,5 @@ __all__ = [
     "find_job",
     "hold_endpoint",
     "jobs_root",
+    "started_at",
 ]

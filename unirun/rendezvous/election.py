@@ -36,10 +36,21 @@ def _leader(item: Item | None) -> Leader | None:
     try:
         return Leader(**json.loads(item.value))
     except (ValueError, TypeError) as error:
-        raise StoreRefused(
-            f"{item.key} holds {item.value!r:.80}, which no unirun has written",
-            "does the store's prefix belong to something else? choose another one",
-        ) from error
+        raise _foreign(item) from error
+
+
+def _number(item: Item) -> int:
+    try:
+        return int(item.value)
+    except ValueError as error:
+        raise _foreign(item) from error
+
+
+def _foreign(item: Item) -> StoreRefused:
+    return StoreRefused(
+        f"{item.key} holds {item.value!r:.80}, which no unirun has written",
+        "does the store's prefix belong to something else? choose another one",
+    )
 
 
 class Term:
@@ -96,7 +107,7 @@ def campaign(
     present = _leader(seat)
     if present is not None and present.epoch != deposing:
         return None
-    epoch = int(clock.value) + 1 if clock else 1
+    epoch = _number(clock) + 1 if clock else 1
     leader = Leader(epoch, address, host, pid)
     lease = store.grant(ttl)
     compares = [

@@ -4,12 +4,17 @@
 
     <root>/<run id>/            0700
         token                   0600, 256 random bits in hex
+        uid                     tells this job from earlier ones of its id
+        store                   the URL of the store with the job's context
+        store.db                that store, unless it is elsewhere
         spec.json               the JobSpec
-        state.json              the job's state, replaced as a whole after every change
+        context.json            the job's context until its first master has brought it to the store
+        state.json              how the job stands, replaced as a whole after every change
         events.jsonl            what happened, what was decided and why
         metrics.jsonl           what workers have measured
-        master.lock             held by the master as long as it lives
-        master.sock agent.sock  0600
+        alive.lock              held by the agent and the master as long as one of them lives
+        master.<pid>.sock       0600; where each master listens
+        agent.sock              0600
         master.log agent.log    what these processes say themselves
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
 
@@ -31,6 +36,8 @@ from typing import Any
 
 from unirun.errors import JobError
 
+_FIRST = "context.json"
+
 _LOG_MARK = ".unirun"
 """An empty file in a directory below ``--log-dir``: what lies there is ours, and a later run may replace it."""
 
@@ -51,10 +58,25 @@ class JobDir:
         """The file with the job's token."""
         return self.path / "token"
 
+    def master_socket(self, pid: int) -> Path:
+        """Where the master that was started by, or is, the process `pid` listens."""
+        return self.path / f"master.{pid}.sock"
+
     @property
-    def master_socket(self) -> Path:
-        """Where the master listens."""
-        return self.path / "master.sock"
+    def store_url(self) -> str:
+        """The store with the job's context. Raises `JobError`."""
+        return self._read("store")
+
+    @property
+    def uid(self) -> str:
+        """What tells this job from earlier ones of its id. Raises `JobError`."""
+        return self._read("uid")
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text()
+        except OSError as error:
+            raise JobError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
     @property
     def agent_socket(self) -> Path:
@@ -83,12 +105,24 @@ class JobDir:
 
     @property
     def lock(self) -> Path:
-        """Locked by the master as long as it lives."""
-        return self.path / "master.lock"
+        """Locked as long as the job's agent or master lives."""
+        return self.path / "alive.lock"
 
     def worker_logs(self, role: str, rank: int, incarnation: int) -> Path:
         """The directory with the output of one worker."""
         return self.logs / role / str(rank) / str(incarnation)
+
+    def first_context(self) -> dict[str, Any] | None:
+        """The context of a job that no master has led yet. Raises `JobError`."""
+        return self.read_json(_FIRST) if (self.path / _FIRST).exists() else None
+
+    def forget_first_context(self) -> None:
+        """It is in the store."""
+        (self.path / _FIRST).unlink(missing_ok=True)
+
+    def write_first_context(self, documents: Mapping[str, Any]) -> None:
+        """Leave the context for whichever master comes first."""
+        self.write_json(_FIRST, documents)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Replace the file `name` by `value` as a whole: a reader sees the old one or the new one."""
@@ -107,8 +141,8 @@ class JobDir:
             raise JobError(f"{self.path / name} holds no object")
         return value
 
-    def master_alive(self) -> bool:
-        """Whether a master holds this job now, seen from its lock; a reused pid cannot deceive it."""
+    def alive(self) -> bool:
+        """Whether an agent or a master of this job lives, seen from its lock; a reused pid cannot deceive it."""
         try:
             handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -131,10 +165,12 @@ def jobs_root() -> Path:
     return Path(state) / "unirun" / "jobs"
 
 
-def create_job(run_id: str, token: bytes, log_dir: str | None = None) -> tuple[JobDir, int]:
-    """Make the directory of a new job, with its token and its log directory.
+def create_job(
+    run_id: str, token: bytes, log_dir: str | None = None, store: str | None = None
+) -> tuple[JobDir, int]:
+    """Make the directory of a new job, with its token and its log directory; `store` is a URL.
 
-    Returns it with the descriptor of its lock, which the master inherits: as long as one process has it open,
+    Returns it with the descriptor of its lock, which agent and master inherit: as long as one process has it open,
     the job counts as running. Raises `JobError` when the id is taken by a job that runs, or when a directory
     cannot be made. A finished job of the same id is replaced, as a second run of one ``--rdzv-id`` is usual.
     """
@@ -142,7 +178,7 @@ def create_job(run_id: str, token: bytes, log_dir: str | None = None) -> tuple[J
     try:
         job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _one_at_a_time(job.path.parent):
-            lock = _make(job, token)
+            lock = _make(job, token, store)
     except OSError as error:
         raise JobError(
             f"the job's directory {job.path} cannot be made: {error.strerror}",
@@ -168,15 +204,17 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(job: JobDir, token: bytes) -> int:
+def _make(job: JobDir, token: bytes, store: str | None) -> int:
     if job.path.exists():
-        if job.master_alive():
+        if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         shutil.rmtree(job.path, ignore_errors=True)
     job.path.mkdir(mode=0o700)
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())
+    (job.path / "uid").write_text(os.urandom(8).hex())
+    (job.path / "store").write_text(store or f"sqlite:{job.path / 'store.db'}")
     lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock

@@ -10,13 +10,16 @@ from typing import Any
 
 import cloudpickle
 
-from unirun.errors import EXIT_FAILURE, JobError, JobFailed, RendezvousError, WireError
+from unirun.errors import EXIT_FAILURE, JobError, JobFailed, RendezvousError, StoreError, WireError
+from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, JobStatus, read_status
 from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.masters import call_master
 from unirun.spec.read import nearest
-from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import load_token
-from unirun.wire.messages import Attach, Ended, Stop
+from unirun.wire.messages import Stop
+
+START = 30.0
+"""Seconds in which the master of a job that was submitted must be there."""
 
 RESULT = "result.pkl"
 """The file in a job's directory with what the trainer's ``fit`` returned."""
@@ -41,7 +44,7 @@ class JobHandle:
         return read_status(self._job)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the job's end, `timeout` seconds at most. Returns its exit code; 1 when its master was killed.
+        """Wait for the job's end, `timeout` seconds at most. Returns its exit code; 1 when it is lost.
 
         Raises `TimeoutError` when it has not ended by then; the job goes on.
         """
@@ -80,34 +83,21 @@ class JobHandle:
 
     def await_start(self) -> None:
         """Wait until the job's master is there. Raises `JobError` when it is not within seconds."""
-        try:
-            BlockingStream.connect(self._job.master_socket, load_token(self._job.token)).close()
-        except (WireError, RendezvousError) as error:
-            if self.status().phase not in ENDED:
-                raise JobError(f"the master of job {self.run_id} does not answer: {error}") from error
+        deadline = time.monotonic() + START
+        while True:
+            try:
+                call_master(self._job).close()
+                return
+            except (WireError, RendezvousError, StoreError) as error:
+                if self.status().phase in ENDED:
+                    return
+                if time.monotonic() >= deadline:
+                    raise JobError(f"the master of job {self.run_id} does not answer: {error}") from error
+            time.sleep(0.02)
 
     def _await_end(self, stop: Stop | None, timeout: float | None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if self.status().phase not in ENDED:
-            try:
-                self._listen(stop, deadline)
-            except (WireError, RendezvousError):
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"job {self.run_id} has not ended within {timeout:g} s") from None
-                # The master is gone: it has left an end, or it was killed.
-        code = self.status().code
+        code = follow_to_end(self._job, stop, timeout).code
         return EXIT_FAILURE if code is None else code
-
-    def _listen(self, stop: Stop | None, deadline: float | None) -> None:
-        """Follow the job to its end."""
-        with BlockingStream.connect(self._job.master_socket, load_token(self._job.token)) as master:
-            master.send(Attach())
-            if stop is not None:
-                master.send(stop)
-            while True:
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                if isinstance(master.receive(left), Ended):
-                    return
 
     def _lines(self, role: str | None, rank: int | None) -> Iterator[str]:
         roles = self.status().roles

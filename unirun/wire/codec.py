@@ -13,7 +13,8 @@ import typing
 from typing import Any
 
 from unirun.errors import FrameError
-from unirun.wire.messages import Message, Metrics, WorkerMetrics
+from unirun.wire.messages import Message
+from unirun.wire.reports import Metrics, WorkerMetrics
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 _FIELDS: dict[type[Any], dict[str, Any]] = {}

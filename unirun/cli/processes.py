@@ -1,0 +1,69 @@
+"""The processes of a job that this command has started, or whose parent it has become."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from unirun.launcher import Launched
+from unirun.launcher.process import kill_children
+
+FAREWELL = 5.0
+"""Seconds that the master and the agent have to leave after the job's end."""
+
+LAST_WORDS = 1.0
+"""Seconds after the agent's end in which a master may still be heard."""
+
+
+class Processes:
+    """The agent, and the masters one after another. `master` is the one that leads now."""
+
+    def __init__(self, launched: Launched) -> None:
+        self._launched = launched
+        self._exits: dict[int, int] = {}
+        self._agent_gone: float | None = None
+        self.master = launched.master
+
+    def given_up(self, led: bool) -> bool:
+        """Whether no master will be found any more: nobody is left to start one, or the first has refused to lead
+        (`led`: one has led already)."""
+        first = self._wait(self._launched.master, 0.0)
+        if not led and first is not None and 0 < first < 128:
+            return True
+        if self._wait(self._launched.agent, 0.0) is None:
+            return False
+        self._agent_gone = self._agent_gone or time.monotonic()
+        return time.monotonic() > self._agent_gone + LAST_WORDS
+
+    def stop_agent(self) -> None:
+        """Let the agent end its workers and itself."""
+        if self._wait(self._launched.agent, 0.0) is None:
+            os.kill(self._launched.agent, signal.SIGTERM)
+
+    def end(self) -> int | None:
+        """Leave nothing behind: wait for the processes, then kill whatever is left. Returns the first master's exit."""
+        code = self._wait(self._launched.master, 0.0)
+        if code:
+            self.stop_agent()
+        for pid in (self._launched.agent, self._launched.master, self.master):
+            self._wait(pid, FAREWELL)
+        kill_children()
+        return code
+
+    def _wait(self, pid: int, timeout: float) -> int | None:
+        """Wait for a child; its exit as a shell gives it, None while it lives."""
+        end = time.monotonic() + timeout
+        while pid not in self._exits:
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                return None
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                self._exits[pid] = 128 - code if code < 0 else code
+            elif time.monotonic() >= end:
+                return None
+            else:
+                time.sleep(0.005)
+        return self._exits[pid]

@@ -1,0 +1,269 @@
+"""The command in the foreground: it shows what a job does, passes signals on, and waits for the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from unirun.cli.console import Console, Prefixer, shown
+from unirun.cli.processes import FAREWELL, Processes
+from unirun.collocation import Placement
+from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
+from unirun.launcher import Launched
+from unirun.launcher.logs import LogFollower
+from unirun.master.keeper import load
+from unirun.master.telling import farewell
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import Leader
+from unirun.rendezvous.masters import Masters
+from unirun.rendezvous.store.url import open_store
+from unirun.spec import JobSpec
+from unirun.wire import Stream, load_token
+from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
+from unirun.wire.reports import Notice, WorkerStarted
+
+LOOK_AGAIN = 0.03
+"""Seconds between two looks for a master, as long as there is none."""
+
+
+class Session:
+    """The command in the foreground: it follows one job."""
+
+    def __init__(
+        self, job: JobDir, spec: JobSpec, placement: Placement, console: Console, launched: Launched
+    ) -> None:
+        self._job, self._spec, self._placement = job, spec, placement
+        self._console, self._processes = console, Processes(launched)
+        self._masters = Masters(job, load_token(job.token))
+        self._master: Stream | None = None
+        self._unsent: list[Stop] = []
+        self._led = False
+        self._trouble = "it has left no end"
+        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        self._prefix = Prefixer(spec, console.colour, template)
+        self._local_ranks = {(a.role, a.rank): a.local_rank for a in placement.assignments}
+        self._follower = LogFollower()
+        self._roles: dict[str, RoleChanged] = {}
+        self._spawner = "importing torch"
+        self._began = time.monotonic()
+        self._up = False
+        self._followed: set[WorkerStarted] = set()
+        self._over: asyncio.Event | None = None
+
+    async def run(self) -> int:
+        """Follow the job to its end. Returns its exit code."""
+        self._catch_signals()
+        self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
+        if self._spec.event_log == "console":
+            self._follower.follow(self._job.events, lambda data: self._console.lines(2, b"", data))
+        ticker = asyncio.create_task(self._tick())
+        try:
+            ended = await self._follow_to_end()
+        finally:
+            ticker.cancel()
+            self._console.live("")
+            self._masters.close()
+        if ended is None:
+            return self._lost()
+        await asyncio.to_thread(self._processes.end)
+        await self._show_rest(ended)
+        return ended.code
+
+    async def _follow_to_end(self) -> Ended | None:
+        """Follow one master after another. None when there is no other, and none has left an end."""
+        while True:
+            try:
+                leader = await self._masters.leader()
+                if leader is not None:
+                    return await self._follow_master(leader)
+            except (StoreError, RendezvousError, WireError) as error:
+                self._trouble = str(error)
+            if self._processes.given_up(self._led):
+                return await asyncio.to_thread(self._end_in_store)
+            await asyncio.sleep(LOOK_AGAIN)
+
+    async def _follow_master(self, leader: Leader) -> Ended:
+        """Follow one master to the job's end. Raises `WireError` when it is gone before."""
+        master = await self._masters.reach(leader)
+        if leader.epoch > 1 and not self._led:
+            self._console.note("the job's first master has died; another leads")
+        elif self._led:
+            self._console.note(f"the job's master has died; another leads (term {leader.epoch})")
+        self._led = True
+        self._processes.master = leader.pid
+        master.send(Attach())
+        for stop in self._unsent:
+            master.send(stop)
+        self._unsent.clear()
+        self._master = master
+        try:
+            while not isinstance(message := await master.receive(), Ended):
+                self._show(message)
+            return message
+        finally:
+            self._master = None
+            await master.close()
+
+    def _end_in_store(self) -> Ended | None:
+        """The end that a master has written and could not tell any more."""
+        try:
+            store = open_store(self._job.store_url)
+            try:
+                state = load(store, self._spec.run_id)
+            finally:
+                store.close()
+        except StoreError as error:
+            self._trouble = str(error)
+            return None
+        return farewell(state) if state is not None and state.uid == self._job.uid else None
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def passed_on(signum: signal.Signals) -> None:
+            if self._over is not None:
+                self._over.set()
+                return
+            stop = Stop(int(signum), f"got {signum.name}")
+            if self._master is not None:
+                self._master.send(stop)
+            elif self._unsent:
+                # There is no master to tell; the agent ends what runs on this host.
+                self._processes.stop_agent()
+            else:
+                self._unsent.append(stop)
+            self._console.note(
+                f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
+                "or at once when it comes again"
+            )
+
+        for name in self._spec.signals:
+            signum = signal.Signals[name]
+            # What nohup or a shell's & has set to be ignored stays ignored.
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                loop.add_signal_handler(signum, passed_on, signum)
+
+    def _show(self, message: Message) -> None:
+        match message:
+            case WorkerStarted():
+                self._follow(message)
+            case RoleChanged():
+                self._roles[message.role] = message
+            case Notice(source, text):
+                if text.startswith("spawner ready"):
+                    self._spawner = text
+                else:
+                    self._console.note(f"{source}: {text}")
+        self._draw()
+
+    def _follow(self, worker: WorkerStarted) -> None:
+        if worker in self._followed:
+            return
+        self._followed.add(worker)
+        logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
+        local_rank = self._local_ranks[worker.role, worker.rank]
+        prefix = self._prefix(worker.role, worker.rank, local_rank)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            if worker.incarnation > 0:
+                before = self._job.worker_logs(worker.role, worker.rank, worker.incarnation - 1)
+                self._follower.release(before / f"{name}.log")
+            if shown(self._spec.log, local_rank, stream):
+                self._follower.follow(
+                    logs / f"{name}.log",
+                    lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
+                )
+
+    async def _tick(self) -> None:
+        while not self._up:
+            self._draw()
+            await asyncio.sleep(0.2)
+
+    def _draw(self) -> None:
+        """The live line while roles come up; it goes away once all ranks run."""
+        up = len(self._roles) == len(self._spec.roles) and all(
+            role.running == role.total for role in self._roles.values()
+        )
+        if up:
+            if not self._up:
+                seconds = time.monotonic() - self._began
+                total = sum(role.total for role in self._roles.values())
+                self._console.live("")
+                ranks = f"{total} rank{'s' * (total != 1)}"
+                roles = f"{len(self._roles)} role{'s' * (len(self._roles) != 1)}"
+                self._console.note(f"{ranks} of {roles} up after {seconds:.1f} s")
+            self._up = True
+            return
+        if not self._up:
+            parts = [
+                f"{name} {self._roles[name].running if name in self._roles else 0}/{total}"
+                for name, total in ((role.name, role.count) for role in self._spec.roles)
+            ]
+            joined = any(role.phase != "waiting" for role in self._roles.values())
+            rendezvous = "rendezvous done" if joined else "rendezvous …"
+            seconds = time.monotonic() - self._began
+            words = [self._spec.run_id, f"{seconds:.1f} s", self._spawner, rendezvous, *parts]
+            self._console.live("  ".join(words))
+
+    def _lost(self) -> int:
+        """There is no master and there will be none: see that nothing is left, and say what is known."""
+        code = self._processes.end()
+        self._follower.finish(FAREWELL)
+        self._console.error(f"the master of job {self._spec.run_id} is gone: {self._trouble}")
+        with contextlib.suppress(OSError):
+            text = (self._job.path / "master.log").read_text().rstrip()
+            if text:
+                self._console.error(text)
+        self._console.close(FAREWELL)
+        return code or EXIT_FAILURE
+
+    async def _show_rest(self, ended: Ended) -> None:
+        """Show what is left and how the job ended; a signal ends the wait for a reader that does not read."""
+        if ended.phase == "failed":
+            pass_on_error(ended, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        loop = asyncio.get_running_loop()
+        over = self._over = asyncio.Event()
+
+        def show() -> None:
+            self._follower.finish()
+            self._tell_end(ended)
+            self._console.close()
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=show, name="unirun-end", daemon=True).start()
+        await over.wait()
+
+    def _tell_end(self, ended: Ended) -> None:
+        seconds = time.monotonic() - self._began
+        if ended.code == 0:
+            self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
+        elif ended.phase == "stopped":
+            self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
+        else:
+            self._console.error(ended.report)
+            self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
+
+
+def pass_on_error(ended: Ended, path: str | None) -> None:
+    """Write the root cause to the error file that whoever started `unirun` has asked for, as torchrun does."""
+    if path is None:
+        return
+    try:
+        error = json.loads(Path(ended.error_file).read_text())
+    except (OSError, ValueError):
+        # A signal leaves no error file; the report says what there is to say.
+        extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
+        error = {"message": {"message": ended.report.splitlines()[0], "extraInfo": extra}}
+    if isinstance(error.get("message"), dict):
+        error["message"]["errorCode"] = ended.code
+    try:
+        Path(path).write_text(json.dumps(error))
+    except OSError as failed:
+        print(f"unirun: the error file {path} cannot be written: {failed.strerror}", file=sys.stderr)

@@ -1,0 +1,89 @@
+"""What follows from what a worker says on its link, and from the link's end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from unirun.launcher.events import (
+    After,
+    Command,
+    FromWorker,
+    GraceOver,
+    LinkClosed,
+    StillWithoutLink,
+    ToMaster,
+    Worker,
+)
+from unirun.launcher.state import AgentState
+from unirun.wire.messages import Hello, Message
+from unirun.wire.reports import (
+    GroupFormed,
+    Metrics,
+    Notice,
+    Serving,
+    WorkerError,
+    WorkerFormed,
+    WorkerMetrics,
+    WorkerRunning,
+    WorkerServing,
+)
+
+
+def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[Command]]:
+    """A worker has said something."""
+    worker = state.workers.get(event.id)
+    if worker is None:
+        return state, []
+    match event.message:
+        case Hello(running=True) if not worker.running:
+            return runs(state, worker)
+        case WorkerError():
+            # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
+            end = After(worker.grace, GraceOver(worker.id))
+            return state.with_worker(replace(worker, error=event.message)), [end]
+        case Serving():
+            state = state.with_worker(replace(worker, serving=event.message))
+            return state, [ToMaster(_signed(worker, event.message))]
+        case GroupFormed(generation):
+            state = state.with_worker(replace(worker, generation=max(generation, worker.generation)))
+            return state, [ToMaster(_signed(worker, event.message))]
+        case Metrics():
+            return state, [ToMaster(_signed(worker, event.message))]
+    return state, []
+
+
+def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
+    """It was welcomed with this view: it forms that generation, even if it was started for an earlier one."""
+    views = {role.name: role for role in state.view.roles} if state.view else {}
+    generation = views[worker.role].generation if worker.role in views else 0
+    state = state.with_worker(replace(worker, running=True, generation=generation))
+    return state, [ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation, generation))]
+
+
+def _signed(worker: Worker, message: Serving | GroupFormed | Metrics) -> Message:
+    """What a worker said, with who it is."""
+    who = worker.role, worker.rank, worker.incarnation
+    match message:
+        case Serving(addresses, recoverable):
+            return WorkerServing(*who, addresses, recoverable)
+        case GroupFormed(generation):
+            return WorkerFormed(*who, generation)
+        case Metrics(values, time):
+            return WorkerMetrics(*who, values, time)
+
+
+def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:
+    """A link ends with its process; when it ends before, the worker is watched by its process alone."""
+    worker = state.workers.get(event.id)
+    if worker is None or worker.sent is not None:
+        return state, []
+    return state, [After(0.5, StillWithoutLink(event.id))]
+
+
+def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:
+    """It lives on, a moment after its link has ended."""
+    worker = state.workers.get(event.id)
+    if worker is None:
+        return state, []
+    text = "closed its link to the agent and runs on; only its exit can be seen now"
+    return state, [ToMaster(Notice(worker.who, text))]

@@ -1,0 +1,68 @@
+"""The agent's state: what runs on this node, and what a master has still to hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.events import Store, Worker
+from unirun.wire.messages import View
+from unirun.wire.reports import Held, HeldStore
+
+Who = tuple[str, int, int]
+"""Role, rank, incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentState:
+    """What this node does. `spawners`: whether each is ready; `stores`: by role, the last that was to be served here.
+
+    `in_place`: the roles whose workers outlive a peer, and a store. `epoch` is the term of the latest master.
+    `launched` is the last incarnation of each rank that a master wanted, `ended` the workers that have ended, as long
+    as no master has kept that.
+    """
+
+    node: str
+    in_place: frozenset[str] = frozenset()
+    workers: Mapping[int, Worker] = field(default_factory=dict)
+    spawners: Mapping[SpawnerKey, bool] = field(default_factory=dict)
+    stores: Mapping[str, Store] = field(default_factory=dict)
+    view: View | None = None
+    leaving: bool = False
+    epoch: int = 0
+    launched: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    ended: Mapping[Who, Held] = field(default_factory=dict)
+
+    def with_worker(self, worker: Worker) -> AgentState:
+        """This state with one worker replaced."""
+        return replace(self, workers={**self.workers, worker.id: worker})
+
+    def find(self, role: str, rank: int) -> Worker | None:
+        """The worker that holds a rank."""
+        return next((w for w in self.workers.values() if (w.role, w.rank) == (role, rank)), None)
+
+
+def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]]:
+    """What a master must know that has not followed this node from its beginning: its workers, its stores."""
+    live = (held(worker) for worker in state.workers.values())
+    stores = (
+        HeldStore(role, store.request.generation, store.opened, store.ended)
+        for role, store in state.stores.items()
+    )
+    return (*state.ended.values(), *live), tuple(stores)
+
+
+def held(worker: Worker) -> Held:
+    """What is told of a worker that has not ended."""
+    serving = worker.serving
+    return Held(
+        role=worker.role,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        pid=worker.pid,
+        running=worker.running,
+        generation=worker.generation,
+        addresses=serving.addresses if serving else None,
+        recoverable=serving is not None and serving.recoverable,
+    )

@@ -1,0 +1,151 @@
+"""Writes the job's state to the store: what has changed, in one transaction, as long as this master leads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unirun.errors import Fenced, OutcomeUnknown
+from unirun.master.context import changes, observations, restore
+from unirun.master.state import JOB_ENDS, JobState
+from unirun.rendezvous.election import Term
+from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
+from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
+
+MAX_OPERATIONS = 100
+MAX_BYTES = 1_000_000
+"""What goes into one transaction; etcd takes 128 operations and 1.5 MB."""
+
+
+def load(store: Store, run_id: str) -> JobState | None:
+    """The state of a job as it was written last, None when there is none."""
+    documents = read_context(store, run_id)
+    return restore(documents) if "job" in documents else None
+
+
+def read_context(store: Store, run_id: str) -> dict[str, str]:
+    """The documents of a job, by their names in `unirun.master.context`."""
+    prefix = context_prefix(run_id)
+    return {item.key.removeprefix(prefix): item.value for item in store.get_prefix(prefix).items}
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """One transaction; `head` is a value that no other write of the job has."""
+
+    compares: tuple[Compare, ...]
+    puts: tuple[Put, ...]
+    deletes: tuple[str, ...]
+    head: str
+
+
+class Keeper:
+    """One master's hand on the context of its job. For one thread at a time.
+
+    After a `StoreError` the same call has to be made again before any other: what was sent may have been done.
+    """
+
+    def __init__(self, store: Store, run_id: str, term: Term) -> None:
+        self._store, self._term = store, term
+        self._prefix, self._run_id = job_prefix(run_id), run_id
+        head = store.get(self._head_key)
+        self._head: Compare = ValueIs(head.key, head.value) if head else RevisionIs(self._head_key, 0)
+        self._number = 0
+        self._open: _Write | None = None
+
+    def create(self, state: JobState) -> None:
+        """Write the state of a new job, in place of one of the same id."""
+        documents = changes(None, state)
+        job = documents.pop("job")
+        self._write({}, deletes=[context_prefix(self._run_id)])
+        for part in _parts(documents):
+            self._write(part)
+        # Whoever finds this one finds the others.
+        self._write({"job": job}, index=state)
+
+    def write(self, before: JobState, after: JobState, *, at_once: bool) -> bool:
+        """Bring the store from `before` to `after`. False, with nothing written, when it shall be done `at_once` and
+        is too much for one transaction. Raises `Fenced` when another leads, `StoreError`."""
+        documents = changes(before, after)
+        parts = _parts(documents)
+        if at_once and len(parts) > 1:
+            return False
+        for part in parts:
+            if part:
+                self._write(part, index=after if "job" in part else None)
+        return True
+
+    def note(self, before: JobState | None, after: JobState) -> None:
+        """Write what is only of use to readers."""
+        for part in _parts(observations(before, after)):
+            if part:
+                self._write(part)
+
+    @property
+    def _head_key(self) -> str:
+        return f"{self._prefix}head"
+
+    def _write(
+        self, documents: dict[str, str | None], deletes: Sequence[str] = (), index: JobState | None = None
+    ) -> None:
+        if self._open is not None:
+            self._do(self._open)
+        self._number += 1
+        head = json.dumps({"epoch": self._term.epoch, "write": self._number})
+        context = {f"{context_prefix(self._run_id)}{name}": value for name, value in documents.items()}
+        puts = [Put(key, value) for key, value in context.items() if value is not None]
+        if index is not None:
+            puts.append(Put(index_key(self._run_id), _summary(index)))
+        self._open = _Write(
+            (self._term.fence, self._head),
+            (Put(self._head_key, head), *puts),
+            (*deletes, *(key for key, value in context.items() if value is None)),
+            head,
+        )
+        self._do(self._open)
+
+    def _do(self, write: _Write) -> None:
+        """Do a write that may have been done: it is, when its number stands at the head. If it is sent twice, only
+        one of the two finds the head as it was."""
+        try:
+            done = self._txn(write)
+        except OutcomeUnknown:
+            done = self._is_done(write) or self._txn(write)
+        if not done and not self._is_done(write):
+            raise Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
+        self._head, self._open = ValueIs(self._head_key, write.head), None
+
+    def _txn(self, write: _Write) -> bool:
+        return self._store.txn(write.compares, write.puts, write.deletes).succeeded
+
+    def _is_done(self, write: _Write) -> bool:
+        head = self._store.get(self._head_key)
+        return head is not None and head.value == write.head
+
+
+def _parts(documents: dict[str, str | None]) -> list[dict[str, str | None]]:
+    parts: list[dict[str, str | None]] = [{}]
+    size = 0
+    for name, value in documents.items():
+        length = len((value or "").encode())
+        if parts[-1] and (len(parts[-1]) >= MAX_OPERATIONS or size + length > MAX_BYTES):
+            parts.append({})
+            size = 0
+        parts[-1][name] = value
+        size += length
+    return parts
+
+
+def _summary(state: JobState) -> str:
+    return json.dumps(
+        {
+            "run_id": state.spec.run_id,
+            "name": state.spec.name,
+            "phase": state.phase.value,
+            "started": state.started,
+            "ended": state.ended,
+            "code": state.verdict.code if state.verdict and state.phase in JOB_ENDS else None,
+            "roles": {role.name: len(role.workers) for role in state.roles.values()},
+        }
+    )

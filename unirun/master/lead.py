@@ -1,0 +1,88 @@
+"""How a process becomes the master of a job: it is elected, and takes over what the one before has left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unirun.errors import JobError
+from unirun.master.context import restore
+from unirun.master.keeper import Keeper, load
+from unirun.master.shell import Master
+from unirun.master.state import JOB_ENDS, JobState
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import Term, campaign, leader_of
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
+
+TERM_TTL = 6.0
+"""Seconds after which a master that hangs is not the leader any more; one that is dead is deposed at once."""
+
+
+def lead(
+    job: JobDir, path: Path, listener: socket.socket, *, deposing: int = 0, agent_pid: int | None = None
+) -> None:
+    """Lead `job` to its end, from its beginning or from where another master has left it.
+
+    Returns at once when somebody leads already; `deposing` is the term of a leader that is known to be dead.
+    `listener` is the socket at `path`, where agents and commands find the master; `agent_pid` is the agent of this
+    host, if it has not joined yet. Raises `JobError` when another job of the same id runs, `StoreError`.
+    """
+    with _opened(job) as store:
+        first = job.first_context()
+        if first is not None:
+            _refuse_running(store, job)
+        term = _elected(store, job, path, deposing)
+        if term is None:
+            return
+        keeper = Keeper(store, job.run_id, term)
+        state = _own(load(store, job.run_id), job)
+        if state is None and first is not None:
+            state = restore(first)
+            keeper.create(state)
+        if state is None:
+            term.resign()
+            problem = f"the store has no context of this job {job.run_id}"
+            raise JobError(problem, "it was removed, or another job has taken its id")
+        job.forget_first_context()
+        asyncio.run(Master(job, state, term, keeper, listener).run(agent_pid))
+
+
+def _own(state: JobState | None, job: JobDir) -> JobState | None:
+    return state if state is not None and state.uid == job.uid else None
+
+
+@contextmanager
+def _opened(job: JobDir) -> Iterator[Store]:
+    store = open_store(job.store_url)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _elected(store: Store, job: JobDir, path: Path, deposing: int) -> Term | None:
+    prefix, address = job_prefix(job.run_id), f"unix:{path}"
+    return campaign(
+        store, prefix, address, socket.gethostname(), os.getpid(), ttl=TERM_TTL, deposing=deposing
+    )
+
+
+def _refuse_running(store: Store, job: JobDir) -> None:
+    """Another job of this id may run elsewhere; one that has not ended may be without a master for a moment."""
+    before = load(store, job.run_id)
+    if before is None or before.phase in JOB_ENDS or before.uid == job.uid:
+        return
+    deadline = time.monotonic() + TERM_TTL
+    while time.monotonic() < deadline:
+        if leader_of(store, job_prefix(job.run_id)) is not None:
+            raise JobError(
+                f"job {job.run_id} is running", "stop it with unirun stop, or choose another --rdzv-id"
+            )
+        time.sleep(0.1)

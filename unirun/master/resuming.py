@@ -1,0 +1,131 @@
+"""How a master that comes in another's place goes on: with what is in the store, and what the agents hold.
+
+The store has every decision, but not whether the orders that followed from it have arrived; the agents know that,
+and how their workers stand. Whatever is due at a node is ordered again when it joins: an agent does nothing twice.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from unirun.master.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent, ToWatchers
+from unirun.master.formation import order_store, start
+from unirun.master.state import (
+    JOB_ENDS,
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerPhase,
+    WorkerState,
+)
+from unirun.master.turn import Turn, leader
+from unirun.wire.messages import StopWorkers
+from unirun.wire.reports import Held, Join, WorkerExited, WorkerStarted
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+REJOIN_TIMEOUT = 15.0
+"""Seconds in which every agent must have found a new master."""
+
+_Holdings = Mapping[tuple[str, int, int], Held]
+
+
+def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
+    """The `state` that another master has left, as this one takes it over, and what is to be done."""
+    if state.phase in JOB_ENDS:
+        return state, []
+    roles = {name: _unseen(role) for name, role in state.roles.items()}
+    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False)
+    commands: list[Command] = [Record("master", "a new master goes on with the job")]
+    if state.away:
+        commands.append(After(REJOIN_TIMEOUT, RejoinTimedOut()))
+    if state.phase is JobPhase.LAUNCHING:
+        commands.append(After(max(0.0, state.started + state.spec.join_timeout - now), JoinTimedOut()))
+    return state, commands
+
+
+def _unseen(role: RoleState) -> RoleState:
+    """Of who lives only the order is known: how far it has come is for its agent to tell."""
+    workers = tuple(
+        WorkerState(w.rank, w.node, w.incarnation, WorkerPhase.STARTING, generation=w.generation)
+        if w.live
+        else w
+        for w in role.workers
+    )
+    phase = RolePhase.STARTING if role.phase is RolePhase.RUNNING else role.phase
+    return replace(role, phase=phase, workers=workers)
+
+
+def bare(event: Join) -> Join:
+    """What is kept of an agent: what it holds changes from now on."""
+    return replace(event, workers=(), stores=())
+
+
+def take_up(turn: Turn, event: Join) -> Iterator[WorkerExited | StoreOpened | StoreEnded]:
+    """Take over how a node stands and order what is due there. Yields what it has to tell besides."""
+    held = {(each.role, each.rank, each.incarnation): each for each in event.workers}
+    for role in list(turn.state.roles.values()):
+        yield from _take_up_role(turn, role, event.node, held)
+    yield from (each.exit for each in event.workers if each.exit is not None)
+    stores = {store.role: store for store in event.stores}
+    for role in list(turn.state.roles.values()):
+        if role.phase in ROLE_ENDS or leader(turn.state, role.name) != event.node:
+            continue
+        store = stores.get(role.name)
+        if store is None or store.generation < role.generation:
+            order_store(turn, role)
+        elif store.ended is not None:
+            yield store.ended
+        elif store.opened:
+            yield StoreOpened(role.name, store.generation)
+
+
+def _take_up_role(turn: Turn, role: RoleState, node: str, held: _Holdings) -> Iterator[WorkerExited]:
+    missing: list[WorkerState] = []
+    living: list[int] = []
+    for worker in role.live:
+        if worker.node != node:
+            continue
+        known = held.get((role.name, worker.rank, worker.incarnation))
+        if known is None:
+            missing.append(worker)
+            continue
+        role = role.with_worker(_as_held(role, worker, known))
+        if known.exit is None:
+            living.append(worker.rank)
+        if known.pid is not None:
+            turn.send(ToWatchers(WorkerStarted(node, role.name, worker.rank, worker.incarnation, known.pid)))
+    turn.put(role)
+    if role.phase in ROLE_WORKS:
+        start(turn, role, [worker.rank for worker in missing])
+        return
+    if living:
+        grace = turn.state.spec.shutdown_timeout
+        turn.send(ToAgent(node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace)))
+    for worker in missing:
+        yield _never_started(role.name, worker, turn.now)
+
+
+def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
+    phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
+    phase = WorkerPhase.RUNNING if known.running else phase
+    phase = phase if known.addresses is None else WorkerPhase.SERVING
+    return replace(
+        worker,
+        phase=phase,
+        pid=known.pid,
+        generation=max(worker.generation, min(known.generation, role.opened)),
+        addresses=known.addresses or {},
+        recoverable=None if known.addresses is None else known.recoverable,
+    )
+
+
+def _never_started(role: str, worker: WorkerState, now: float) -> WorkerExited:
+    """The order to start it was lost with the master that gave it, and is not given again: it shall end."""
+    signum = int(signal.SIGTERM)
+    note = "it had not started"
+    return WorkerExited(role, worker.rank, worker.incarnation, now, None, signum, "order", signum, note=note)

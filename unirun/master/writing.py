@@ -1,0 +1,175 @@
+"""The tasks of a master that keep its term and bring its state to the store, beside everything else it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from unirun.errors import Fenced, StoreError
+from unirun.master.events import Command
+from unirun.master.keeper import Keeper
+from unirun.master.ledger import Ledger
+from unirun.master.state import JobPhase, JobState
+from unirun.rendezvous.election import Term
+
+T = TypeVar("T")
+
+NOTE_DELAY = 0.5
+"""Seconds between writings of what nobody waits for."""
+
+RETRY_DELAY = 0.2
+MAX_RETRY_DELAY = 2.0
+"""Seconds until the store is tried again, at first and at most."""
+
+
+class Writer:
+    """Takes the steps of a master, writes what was decided, and then lets `carry_out` do what follows.
+
+    As long as the store is away nothing that hangs on a decision is done; `trouble` says so, and `changed` is called
+    when it is another. Only a job that somebody wants to end ends without it.
+    """
+
+    def __init__(
+        self,
+        state: JobState,
+        term: Term,
+        keeper: Keeper,
+        carry_out: Callable[[list[Command]], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._latest = state
+        self._noted: JobState | None = None
+        self._ledger = Ledger(state)
+        self._term, self._keeper = term, keeper
+        self._carry_out, self._changed = carry_out, changed
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="unirun-store")
+        self._troubles: dict[str, str] = {}
+        self.deposed = False
+
+    @property
+    def trouble(self) -> str:
+        """What keeps decisions from being written; empty when nothing does."""
+        return next(iter(self._troubles.values()), "")
+
+    def add(self, state: JobState, commands: list[Command]) -> None:
+        """After each step."""
+        self._latest = state
+        self._carry_out(self._ledger.add(state, commands))
+        if self._ledger.due is not None:
+            self._wake.set()
+            self._waive_if_asked()
+
+    @asynccontextmanager
+    async def working(self, over: asyncio.Event) -> AsyncIterator[None]:
+        """Write, and keep the term; `over` is set when that has ended. At the end, what is left is written."""
+        works = (self._write(), self._keep_term())
+        tasks = [asyncio.ensure_future(self._until_deposed(work, over)) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if not self.deposed:
+                await self._in_thread(self._finish)
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _until_deposed(self, work: Coroutine[Any, Any, None], over: asyncio.Event) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - whatever it is, this master can write no more
+            if isinstance(error, Fenced):
+                print(f"unirun-master: {error}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc()
+            self.deposed = True
+            over.set()
+
+    async def _keep_term(self) -> None:
+        while True:
+            await asyncio.sleep(self._term.ttl / 3)
+            await self._persistently("term", self._term.keep)
+
+    async def _write(self) -> None:
+        noted = 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), NOTE_DELAY)
+            self._wake.clear()
+            while (target := self._ledger.due) is not None:
+                if not await self._bring_to(target, at_once=True):
+                    first = self._ledger.first_due
+                    if first is None or not await self._bring_to(first, at_once=True):
+                        raise StoreError("one step changes more than a store takes at once")
+            if time.monotonic() - noted >= NOTE_DELAY:
+                noted = time.monotonic()
+                await self._note(self._latest)
+
+    async def _note(self, latest: JobState) -> None:
+        """Write what can wait: it is there for who reads."""
+        if latest is not self._ledger.kept:
+            await self._bring_to(latest, at_once=False)
+        if latest is not self._noted:
+            await self._persistently("write", lambda: self._keeper.note(self._noted, latest))
+            self._noted = latest
+
+    async def _bring_to(self, target: JobState, *, at_once: bool) -> bool:
+        """Write `target`, however long that takes; False when it is too much at once."""
+        before = self._ledger.kept
+        written = await self._persistently(
+            "write", lambda: self._keeper.write(before, target, at_once=at_once)
+        )
+        if written:
+            self._carry_out(self._ledger.written(target))
+        return written
+
+    async def _persistently(self, what: str, do: Callable[[], T]) -> T:
+        """Do something with the store until it is done."""
+        delay = RETRY_DELAY
+        while True:
+            try:
+                result = await self._in_thread(do)
+            except Fenced:
+                raise
+            except StoreError as error:
+                self._set_trouble(what, f"{error}; decisions wait until it can be written")
+                self._waive_if_asked()
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, MAX_RETRY_DELAY)
+            else:
+                self._set_trouble(what, "")
+                return result
+
+    async def _in_thread(self, do: Callable[[], T]) -> T:
+        """One thing at a time; what was begun is finished even when nobody waits for it any more."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, do)
+
+    def _set_trouble(self, what: str, text: str) -> None:
+        before = self.trouble
+        self._troubles.pop(what, None)
+        if text:
+            self._troubles[what] = text
+        if self.trouble != before:
+            print(f"unirun-master: store: {self.trouble or 'it is back'}", file=sys.stderr, flush=True)
+            self._changed()
+
+    def _waive_if_asked(self) -> None:
+        verdict = self._latest.verdict
+        if self.trouble and verdict is not None and verdict.phase is JobPhase.STOPPED:
+            self._carry_out(self._ledger.waive())
+
+    def _finish(self) -> None:
+        try:
+            self._keeper.write(self._ledger.kept, self._latest, at_once=False)
+            self._keeper.note(self._noted, self._latest)
+            self._term.resign()
+        except StoreError as error:
+            print(f"unirun-master: the end is not in the store: {error}", file=sys.stderr, flush=True)

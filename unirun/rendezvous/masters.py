@@ -1,0 +1,85 @@
+"""The way to whoever leads a job, which may be another process every time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from unirun.errors import RendezvousError, WireError
+from unirun.rendezvous.election import Leader, leader_of
+from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
+from unirun.wire import Stream, Token, connect, load_token
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Appointed
+
+CONNECT = 3.0
+"""Seconds in which a master must answer."""
+
+
+class MasterGone(RendezvousError):
+    """The process that the store calls the leader of term `epoch` is not there any more."""
+
+    def __init__(self, problem: str, *, epoch: int) -> None:
+        self.epoch = epoch
+        super().__init__(problem)
+
+
+class Masters:
+    """Finds the master of a job by its store. For event loops: the store is asked in a thread."""
+
+    def __init__(self, job: JobDir, token: Token) -> None:
+        self._job, self._token = job, token
+        self._store: Store | None = None
+
+    async def leader(self) -> Leader | None:
+        """Who leads; None when nobody does. Raises `StoreError`."""
+        return await asyncio.to_thread(self._leader)
+
+    def _leader(self) -> Leader | None:
+        if self._store is None:
+            self._store = open_store(self._job.store_url)
+        return leader_of(self._store, job_prefix(self._job.run_id))
+
+    async def reach(self, leader: Leader) -> Stream:
+        """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
+        `RendezvousError` or `WireError` when it does not answer."""
+        path = leader.address.removeprefix("unix:")
+        try:
+            stream = await connect(path, self._token, timeout=CONNECT)
+        except RendezvousError as error:
+            if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
+                raise MasterGone(str(error), epoch=leader.epoch) from error
+            raise
+        try:
+            async with asyncio.timeout(CONNECT):
+                first = await stream.receive()
+            if not isinstance(first, Appointed) or first.epoch < leader.epoch:
+                raise WireError(f"what listens at {path} does not lead in term {leader.epoch}")
+        except BaseException as error:
+            await stream.close()
+            if isinstance(error, TimeoutError):
+                raise WireError(f"the master at {path} does not say anything") from error
+            raise
+        return stream
+
+    def close(self) -> None:
+        """Close the store."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def call_master(job: JobDir) -> BlockingStream:
+    """A stream to the master of `job`. Raises `RendezvousError` when there is none now, `StoreError`, `WireError`."""
+    store = open_store(job.store_url)
+    try:
+        leader = leader_of(store, job_prefix(job.run_id))
+    finally:
+        store.close()
+    if leader is None:
+        raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
+    path = Path(leader.address.removeprefix("unix:"))
+    return BlockingStream.connect(path, load_token(job.token))

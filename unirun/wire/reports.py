@@ -1,0 +1,191 @@
+"""What workers and agents report: to the agent, to the master, and from there to who follows the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from unirun.wire.spawning import StoreEnded
+
+Figure = Annotated[float, "may be nan or infinite"]
+"""A number that a user's code has computed."""
+
+Cause = Literal["own", "order", "leaving", "doom"]
+"""What made a worker end: itself; the master's order; its agent, which leaves; its agent, because it cannot do its
+work any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnerReady:
+    """A spawner can fork workers; it took `seconds` to import torch."""
+
+    node: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """A worker has a process."""
+
+    node: str
+    role: str
+    rank: int
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRunning:
+    """A worker is set up and enters the user's code; `generation` is the one of its role that it was told of."""
+
+    role: str
+    rank: int
+    incarnation: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker takes calls at `addresses`, by transport. `recoverable`: whether the job can go on without what
+    it holds in memory."""
+
+    addresses: dict[str, str]
+    recoverable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerServing:
+    """`Serving`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    addresses: dict[str, str]
+    recoverable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """A worker that lived on has formed its role's process group again, as `generation`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFormed:
+    """`GroupFormed`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch."""
+
+    values: dict[str, Figure]
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetrics:
+    """`Metrics`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    values: dict[str, Figure]
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerError:
+    """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch)."""
+
+    message: str
+    traceback: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """A worker has ended, at `time` in seconds since the epoch, by `code` or by `signal`.
+
+    `sent` is the last signal that it was sent for an order or because its agent leaves, None for other causes.
+    `note` says what the agent knows besides: that the kernel was out of memory, or that the worker never ran.
+    `tail` holds the last lines of its stderr when it failed without an exception.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    time: float
+    code: int | None
+    signal: int | None
+    cause: Cause = "own"
+    sent: int | None = None
+    error: WorkerError | None = None
+    note: str = ""
+    tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A worker as its agent holds it; `exit` tells how it has ended, until a master has kept that.
+
+    `generation` is the one it is in, as far as it has said; the other fields are as in `WorkerServing`.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    pid: int | None = None
+    running: bool = False
+    generation: int = 0
+    addresses: dict[str, str] | None = None
+    recoverable: bool = False
+    exit: WorkerExited | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStore:
+    """The last store that an agent was told to serve for a role, and how far that has come."""
+
+    role: str
+    generation: int
+    opened: bool
+    ended: StoreEnded | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """An agent is there. `endpoints`: for each role, the ``addr:port`` that it holds for its store.
+
+    `workers` and `stores` are what it holds already: a master that has come in another's place learns it here.
+    """
+
+    node: str
+    pid: int
+    host: str
+    endpoints: dict[str, str]
+    workers: tuple[Held, ...] = ()
+    stores: tuple[HeldStore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something a person should know; no decision hangs on it. `source` is ``role:rank`` or a node."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Memory (resident, bytes) and processor time (seconds) of the workers, by ``role:rank``."""
+
+    node: str
+    memory: dict[str, int]
+    cpu: dict[str, float]
