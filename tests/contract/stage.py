@@ -117,7 +117,7 @@ def work(kind: str, me: Address, folder: Path, token: Token, control: Connection
     voice, gates = Voice(control), Gates()
     transport = open_transport(kind, me, folder, token)
     desk = Desk(me, voice.say, gates)
-    dispatcher = Dispatcher(desk, me, invocations(desk))
+    dispatcher = Dispatcher(desk, me, invocations(desk), inbox=transport.inbox())
     voice.say(("serving", transport.serve(me, dispatcher.handle)))
 
     def listen() -> None:

@@ -23,7 +23,7 @@ from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.state import job_folder, state_of
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.workload import BaseWorkload
-from unirun.wire.messages import Serving
+from unirun.wire.reports import Serving
 
 
 def main(kind: str, target: str) -> None:
@@ -55,7 +55,11 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     _expect_base(workload, BaseWorkload, "_master_handle")
     formation = Formation(peers, workload.on_generation)
     dispatcher = Dispatcher(
-        workload, session.me, invocations(workload, BaseWorkload), catch_up=formation.catch_up
+        workload,
+        session.me,
+        invocations(workload, BaseWorkload),
+        formation.catch_up,
+        session.transport.inbox(),
     )
 
     def changed() -> None:

@@ -10,7 +10,7 @@ from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
-from unirun.wire.messages import Serving
+from unirun.wire.reports import Serving
 
 
 class Server:
@@ -43,7 +43,7 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
     """
     context = init()
     peers, session = context.peers, context.session
-    dispatcher = Dispatcher(target, session.me, invocations(target))
+    dispatcher = Dispatcher(target, session.me, invocations(target), inbox=session.transport.inbox())
     endpoint = session.transport.serve(session.me, dispatcher.handle)
     peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
     if not block:

@@ -16,7 +16,7 @@ from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
-from unirun.roles.transport.protocol import Address, Parcel, Reply, own
+from unirun.roles.transport.protocol import Address, Inbox, Parcel, Reply, own
 
 DESCRIBE = "__describe__"
 """Asks which methods there are, with their options."""
@@ -27,14 +27,22 @@ ACK = b"__ack__"
 _ACK = ACK.decode()
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class _Run:
     """One call, from its arrival until its result is acked."""
 
     request: Request
     buffers: tuple[memoryview, ...]
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[Reply]
     outcome: Parcel | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Caller:
+    """What is kept for the process that calls as some ``role:rank``: the latest, those before it are dead."""
+
+    incarnation: int
+    runs: dict[int, _Run] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -46,15 +54,18 @@ class Dispatcher:
         me: Address,
         methods: Mapping[str, Invocation],
         catch_up: Callable[[int], None] | None = None,
+        inbox: Inbox | None = None,
     ) -> None:
-        """`catch_up` is called, in the serving thread, with the generation that a call wants, before it is run."""
+        """`catch_up` is called, in the serving thread, with the generation that a call wants, before it is run.
+
+        `inbox` is where that thread waits, the transport's best.
+        """
         self._catch_up = catch_up
         self._target, self._me, self._methods = target, me, dict(methods)
         self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
-        self._runs: dict[tuple[Address, int], _Run] = {}
-        self._callers: dict[tuple[str, int], int] = {}
-        self._inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
+        self._callers: dict[tuple[str, int], _Caller] = {}
+        self._inbox = queue.SimpleQueue() if inbox is None else inbox
         self._first: list[Callable[[], None]] = []
         self._stopped = False
         self._disturbed = 0
@@ -64,7 +75,7 @@ class Dispatcher:
     @property
     def kept(self) -> int:
         """How many calls there are whose result is not acked: running, waiting or kept for their caller."""
-        return len(self._runs)
+        return sum(len(caller.runs) for caller in list(self._callers.values()))
 
     def handle(self, parcel: Parcel, reply: Reply) -> None:
         """Take a request from a transport. One that was seen before is not run again: it gets the same answer."""
@@ -73,38 +84,33 @@ class Dispatcher:
         except FrameError as error:
             reply(self._error(error))
             return
-        if request.method == _ACK:
-            with self._lock:
-                self._forget(request)
-            reply(_NONE)
-            return
         with self._lock:
-            self._forget(request)
-            if self._callers[request.caller[:2]] > request.caller.incarnation:
+            caller = self._caller(request.caller)
+            if caller.incarnation > request.caller.incarnation:
                 # It was on its way when its caller died; the one that has come in its place decides what runs.
                 return
-            known = self._runs.get(request.key)
-            if known is not None:
-                if known.outcome is None:
-                    known.replies.append(reply)
-                    return
-            else:
-                run = _Run(request, parcel.buffers, [reply])
-                self._runs[request.key] = run
-        if known is not None and known.outcome is not None:
+            for seq in request.acks:
+                caller.runs.pop(seq, None)
+            known = caller.runs.get(request.seq)
+            if known is not None and known.outcome is None:
+                known.replies.append(reply)
+                return
+            if known is None and request.method != _ACK:
+                run = caller.runs[request.seq] = _Run(request, parcel.buffers, [reply])
+        if request.method == _ACK:
+            reply(_NONE)
+        elif known is not None and known.outcome is not None:
             reply(known.outcome)
         else:
             self._route(run)
 
-    def _forget(self, request: Request) -> None:
-        """Drop what this request acks, and everything of callers that have been started again since."""
-        for seq in request.acks:
-            self._runs.pop((request.caller, seq), None)
-        role, rank, incarnation = request.caller
-        if self._callers.get((role, rank), -1) < incarnation:
-            self._callers[role, rank] = incarnation
-            for key in [k for k in self._runs if k[0][:2] == (role, rank) and k[0].incarnation < incarnation]:
-                del self._runs[key]
+    def _caller(self, address: Address) -> _Caller:
+        """Whoever calls; one that was started again has no use for what was kept before."""
+        role, rank, incarnation = address
+        caller = self._callers.get((role, rank))
+        if caller is None or caller.incarnation < incarnation:
+            caller = self._callers[role, rank] = _Caller(incarnation)
+        return caller
 
     def _route(self, run: _Run) -> None:
         name = run.request.method

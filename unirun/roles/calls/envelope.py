@@ -25,7 +25,7 @@ MAX_ACKS = 0xFFFF
 
 
 class Request(NamedTuple):
-    """One call as a worker sees it. `key` is the same when it is sent again.
+    """One call as a worker sees it. `caller` and `seq` are the same when it is sent again.
 
     `generation` is the one of the worker's role that the caller knows of: an earlier group has lost a member.
     """
@@ -37,18 +37,14 @@ class Request(NamedTuple):
     method: str
     body: memoryview
 
-    @property
-    def key(self) -> tuple[Address, int]:
-        """What tells this call from every other."""
-        return self.caller, self.seq
-
 
 def encode_request(
     caller: bytes, seq: int, generation: int, acks: list[int], method: bytes, body: bytes
 ) -> bytes:
     """The head of a request; `caller` is from `encode_address`, `body` from the codec."""
     prefix = _PREFIX.pack(seq, generation, len(acks), len(caller), len(method))
-    return b"".join((prefix, struct.pack(f"<{len(acks)}Q", *acks), caller, method, body))
+    acked = struct.pack(f"<{len(acks)}Q", *acks) if acks else b""
+    return b"".join((prefix, acked, caller, method, body))
 
 
 def decode_request(head: bytes) -> Request:
@@ -56,7 +52,7 @@ def decode_request(head: bytes) -> Request:
     try:
         seq, generation, acks, caller, method = _PREFIX.unpack_from(head)
         at = _PREFIX.size
-        acked = struct.unpack_from(f"<{acks}Q", head, at)
+        acked = struct.unpack_from(f"<{acks}Q", head, at) if acks else ()
         at += 8 * acks
         sender = decode_address(head[at : at + caller])
         at += caller

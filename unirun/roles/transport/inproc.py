@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 from collections.abc import Callable
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.mail import Mail
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, own
+from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, own
 
 _servers: dict[str, _Server] = {}
 _numbers = itertools.count()
@@ -56,6 +57,10 @@ class InprocTransport:
         self._mail = Mail("unirun-inproc")
         self._endpoint = ""
         self._channels: list[_Channel] = []
+
+    def inbox(self) -> Inbox:
+        """A plain one."""
+        return queue.SimpleQueue()
 
     def serve(self, me: Address, handler: Handler) -> str:
         """Take requests; the endpoint is known in this process only."""

@@ -24,11 +24,12 @@ class Address(NamedTuple):
         return f"{self.role}:{self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parcel:
     """A message: `head`, small, and `buffers`, the memory of its tensors, which is moved without being pickled.
 
-    A receiver may write to the buffers: they are its own.
+    A receiver may write to the buffers: they are its own. Nobody changes the parcel itself; it is not frozen because
+    a frozen one takes four times as long to make, and each call makes several.
     """
 
     head: bytes
@@ -37,7 +38,7 @@ class Parcel:
     @property
     def size(self) -> int:
         """Bytes in all."""
-        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+        return len(self.head) + (sum(buffer.nbytes for buffer in self.buffers) if self.buffers else 0)
 
 
 Reply = Callable[[Parcel], None]
@@ -48,6 +49,17 @@ Wait = Callable[[], None]
 
 Handler = Callable[[Parcel, Reply], None]
 """Takes a request; called in a thread of the transport, so it must return soon and must not raise."""
+
+
+class Inbox(Protocol):
+    """What a serving thread has still to do; a `queue.SimpleQueue` is one."""
+
+    def put(self, item: Any, /) -> None:
+        """Put something, from any thread."""
+
+    def get(self) -> Any:
+        """The next item. The one thread that asks waits until there is one, and may do the transport's work meanwhile:
+        what is read in the thread that runs it need not wake it."""
 
 
 class Channel(Protocol):
@@ -74,6 +86,9 @@ class Transport(Protocol):
 
     def serve(self, me: Address, handler: Handler) -> str:
         """Take requests for the worker `me`. Returns the endpoint that others give to `connect`."""
+
+    def inbox(self) -> Inbox:
+        """For the thread that does what the handler is given."""
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """A new channel to `peer`. When it breaks, `broken` is called once, with the reason, in some thread.

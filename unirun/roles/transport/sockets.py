@@ -1,19 +1,16 @@
 """Calls over authenticated sockets: unix sockets in the job's directory, which reach every worker of this host.
 
-One thread per process reads from all connections; whoever calls or answers writes by itself. The token is proved
-before a byte of a request is looked at.
+Who reads is the business of `unirun.roles.transport.loop`; whoever calls or answers writes by itself. The token is
+proved before a byte of a request is looked at.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import select
 import socket
 import threading
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,8 @@ from pathlib import Path
 from unirun.errors import AuthError, ChannelError, FrameError, UnirunError
 from unirun.roles.transport.connection import Connection
 from unirun.roles.transport.frames import REPLY, REQUEST
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait
+from unirun.roles.transport.loop import Desk, Loop
+from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait
 from unirun.wire.aio import listen
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake, Token
@@ -37,13 +35,19 @@ class SocketTransport:
 
     def __init__(self, folder: Path, token: Token) -> None:
         self._folder, self._token = folder, token
-        self._loop = _Loop()
+        self._loop = Loop()
+        self._desk = Desk(self._loop)
+
+    def inbox(self) -> Inbox:
+        """One whose `get` reads requests."""
+        return self._desk
 
     def serve(self, me: Address, handler: Handler) -> str:
         """Listen; the endpoint is the socket's path."""
         path = self._folder / f"{me.role}.{me.rank}.{me.incarnation}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._loop.add(_Listener(listen(path), self._token, handler, self._loop))
+        self._loop.add(self._desk)
+        self._loop.add(_Listener(listen(path), self._token, handler, self._loop, self._desk))
         return str(path)
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
@@ -57,116 +61,14 @@ class SocketTransport:
     def close(self) -> None:
         """End the thread and every connection."""
         self._loop.close()
-
-
-class _Loop:
-    """The thread that reads. Files are added from any thread."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._files: dict[int, _File] = {}
-        self._wanted: dict[int, int] = {}
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._newcomers: deque[_Newcomer] = deque()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def expect(self, newcomer: _Newcomer) -> None:
-        """Add one that has to prove the token until its deadline. Only for the thread that reads."""
-        self._newcomers.append(newcomer)
-        self.add(newcomer)
-
-    def add(self, file: _File) -> None:
-        """Call ``file.ready(events)`` when it can be read."""
-        with self._lock:
-            if self._closed:
-                raise ChannelError("the transport is closed")
-            self._files[file.number] = file
-            self._want(file.number, select.EPOLLIN)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
-                self._thread.start()
-
-    def writable(self, file: _File, wanted: bool) -> None:
-        """Whether ``ready`` shall also be called when the file can be written."""
-        self._turn(file, select.EPOLLOUT, wanted)
-
-    def readable(self, file: _File, wanted: bool) -> None:
-        """Whether ``ready`` shall be called when the file can be read. Another thread may do that for a while."""
-        self._turn(file, select.EPOLLIN, wanted)
-
-    def _turn(self, file: _File, event: int, wanted: bool) -> None:
-        with self._lock:
-            if self._files.get(file.number) is file and not self._closed:
-                events = self._wanted.get(file.number, 0)
-                self._want(file.number, events | event if wanted else events & ~event)
-
-    def _want(self, number: int, events: int) -> None:
-        before = self._wanted.get(number, 0)
-        if events == before:
-            return
-        self._wanted[number] = events
-        if not before:
-            self._epoll.register(number, events)
-        elif events:
-            self._epoll.modify(number, events)
-        else:
-            # Not only without events: an end would be told all the same, again and again.
-            self._epoll.unregister(number)
-
-    def remove(self, file: _File) -> None:
-        """Not any more; before the file is closed. Its number may belong to another one the next time."""
-        with self._lock:
-            if self._files.get(file.number) is file and not self._closed:
-                self._want(file.number, 0)
-                del self._files[file.number], self._wanted[file.number]
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        os.eventfd_write(self._wake, 1)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(DEADLINE)
-        for file in list(self._files.values()):
-            file.close()
-        self._files.clear()
-        self._epoll.close()
-        os.close(self._wake)
-
-    def _patience(self) -> float | None:
-        """Seconds until the next newcomer is late; those that are late already are closed."""
-        while self._newcomers:
-            newcomer = self._newcomers[0]
-            left = newcomer.deadline - time.monotonic()
-            if left > 0 and not newcomer.done:
-                return left
-            self._newcomers.popleft()
-            newcomer.close()
-        return None
-
-    def _work(self) -> None:
-        while not self._closed:
-            for number, events in self._epoll.poll(self._patience()):
-                file = self._files.get(number)
-                if file is None or self._closed:
-                    continue
-                try:
-                    file.ready(events)
-                except Exception:  # noqa: BLE001 - a handler's bug is shown
-                    # A bug in a handler: this connection ends, the others go on.
-                    traceback.print_exc()
-                    file.close()
+        self._desk.close()
 
 
 class _Listener:
-    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: _Loop) -> None:
+    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, desk: Desk) -> None:
         sock.setblocking(False)
         self.number, self._socket = sock.fileno(), sock
-        self._token, self._handler, self._loop = token, handler, loop
+        self._token, self._handler, self._loop, self._desk = token, handler, loop, desk
 
     def ready(self, events: int) -> None:
         try:
@@ -175,7 +77,7 @@ class _Listener:
             # Nobody there any more, or no descriptor left: this time.
             return
         try:
-            newcomer = _Newcomer(sock, self._token, self._handler, self._loop)
+            newcomer = _Newcomer(sock, self._token, self._handler, self._loop, self._desk)
         except OSError:
             # It did not even wait for the first word.
             sock.close()
@@ -190,9 +92,10 @@ class _Listener:
 class _Newcomer:
     """A peer that has not proved the token."""
 
-    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: _Loop) -> None:
+    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, desk: Desk) -> None:
         sock.setblocking(False)
-        self.number, self._socket, self._handler, self._loop = sock.fileno(), sock, handler, loop
+        self.number, self._socket, self._handler = sock.fileno(), sock, handler
+        self._loop, self._desk = loop, desk
         self._handshake = ServerHandshake(token)
         self._answer = b""
         self.deadline = time.monotonic() + DEADLINE
@@ -209,7 +112,7 @@ class _Newcomer:
                 self._socket.send(self._handshake.proof(self._answer))
                 self.done = True
                 self._loop.remove(self)
-                self._loop.add(_Served(self._socket, self._handler, self._loop))
+                self._desk.add(_Served(self._socket, self._handler, self._desk))
         except BlockingIOError:
             return
         except (OSError, AuthError):
@@ -225,9 +128,9 @@ class _Newcomer:
 class _Served:
     """The serving end of a connection."""
 
-    def __init__(self, sock: socket.socket, handler: Handler, loop: _Loop) -> None:
-        self.number, self._handler, self._loop = sock.fileno(), handler, loop
-        self._connection = Connection(sock, partial(loop.writable, self))
+    def __init__(self, sock: socket.socket, handler: Handler, desk: Desk) -> None:
+        self.number, self._handler, self._desk = sock.fileno(), handler, desk
+        self._connection = Connection(sock, partial(desk.writable, self))
         self._received = self._replied = 0
 
     def ready(self, events: int) -> None:
@@ -248,19 +151,21 @@ class _Served:
         self._connection.send(REPLY, tag, parcel, urgent=self._received - self._replied < BUSY)
 
     def close(self) -> None:
-        self._loop.remove(self)
+        self._desk.remove(self)
         self._connection.close()
 
 
 class _Channel:
     """The calling end of a connection."""
 
-    def __init__(self, sock: socket.socket, loop: _Loop, broken: Callable[[str], None]) -> None:
+    def __init__(self, sock: socket.socket, loop: Loop, broken: Callable[[str], None]) -> None:
         self.number, self._loop, self._broken = sock.fileno(), loop, broken
         self._connection = Connection(sock, partial(loop.writable, self))
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(self.number, select.POLLIN)
         self._open = True
         loop.add(self)
 
@@ -284,10 +189,8 @@ class _Channel:
         deadline = time.monotonic() + patience
         try:
             self._loop.readable(self, False)
-            poll = select.poll()
-            poll.register(self.number, select.POLLIN)
             while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
-                if poll.poll(left * 1000):
+                if self._poll.poll(left * 1000):
                     self._take()
         finally:
             self._reading.release()
@@ -321,6 +224,3 @@ class _Channel:
         self._loop.remove(self)
         self._connection.close()
         self._pending.clear()
-
-
-_File = _Listener | _Newcomer | _Served | _Channel

@@ -47,7 +47,7 @@ def test_a_request_goes_there_and_back(
     head = encode_request(encode_address(caller), seq, generation, acks, method.encode(), body)
     found = decode_request(head)
     assert found == Request(caller, seq, generation, tuple(acks), method, memoryview(body))
-    assert found.key == (caller, seq)
+    assert (found.caller, found.seq) == (caller, seq)
 
 
 def test_as_many_acks_as_there_may_be() -> None:
