@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from torch.distributed import rpc
 from unirun.errors import ChannelError
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.mail import Mail
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait, writable
+from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait, writable
 
 THREADS = 4
 """Threads of an agent that take requests; each is passed on at once."""
@@ -38,8 +39,9 @@ APART = 1 << 20
 """Buffers of fewer bytes travel together in one tensor: each tensor costs as much as a call, and 100 000 of them end
 the process (torch 2.13)."""
 
-Form = tuple[bytes, list[int], list[torch.Tensor]]
-"""A parcel: the head, the sizes of its buffers, and tensors that hold them; the small ones come first, together."""
+Form = tuple[bytes, list[int], list[torch.Tensor]] | tuple[bytes]
+"""A parcel: the head, the sizes of its buffers, and tensors that hold them; the small ones come first, together.
+Most have a head alone."""
 
 
 @dataclass(eq=False)
@@ -100,6 +102,10 @@ class TorchTransport:
         self._peers: dict[str, int] = {}
         self._mail = Mail("unirun-rpc")
 
+    def inbox(self) -> Inbox:
+        """A plain one."""
+        return queue.SimpleQueue()
+
     def serve(self, me: Address, handler: Handler) -> str:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
         global _reception
@@ -118,11 +124,11 @@ class TorchTransport:
             name = f"{name}_{number}" if number else name
             try:
                 self._store.set(f"addrs/{name}", endpoint)
-                worker = _rpc().WorkerInfo(name, self._number(peer))
+                worker: Any = _rpc().WorkerInfo(name, self._number(peer))
                 self._agent._update_group_membership(worker, [], {}, True)
             except RuntimeError as error:
                 raise ChannelError(f"{peer} cannot be joined: {error}") from error
-        return _Channel(name, f"{rpc_worker_name(self._me)} to {name}", broken, self._mail)
+        return _Channel(worker, f"{rpc_worker_name(self._me)} to {name}", broken, self._mail)
 
     def close(self) -> None:
         """End the agent; what is open fails in the peers at once."""
@@ -160,8 +166,8 @@ class TorchTransport:
 
 
 class _Channel:
-    def __init__(self, name: str, line: str, broken: Callable[[str], None], mail: Mail) -> None:
-        self._name, self._line, self._broken, self._mail = name, line, broken, mail
+    def __init__(self, worker: Any, line: str, broken: Callable[[str], None], mail: Mail) -> None:
+        self._worker, self._line, self._broken, self._mail = worker, line, broken, mail
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open = True
@@ -171,8 +177,7 @@ class _Channel:
     ) -> Wait | None:
         try:
             with self._lock:
-                arguments = (self._line, next(self._numbers), *_form(parcel))
-                future = rpc.rpc_async(self._name, _enter, args=arguments, timeout=0)
+                future = _ask(self._worker, self._line, next(self._numbers), _form(parcel))
         except RuntimeError as error:
             self._break(str(error))
             return None
@@ -209,7 +214,7 @@ class _Channel:
             self._break(str(error))
             return
         if self._open:
-            done(_parcel(*form))
+            done(_parcel(form))
 
     def _break(self, reason: str) -> None:
         with self._lock:
@@ -231,7 +236,17 @@ def _rpc() -> Any:
     return rpc
 
 
+def _ask(worker: Any, line: str, number: int, form: Form) -> torch.futures.Future[Form]:
+    """``rpc.rpc_async(worker, _enter, (line, number, *form), timeout=0)`` without its detours (is the function one of
+    torch's own, is there a profiler), which are half of what a call takes in the calling thread."""
+    pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, (line, number, *form), {}))
+    future: torch.futures.Future[Form] = _rpc().api._invoke_rpc_python_udf(worker, pickled, tensors, 0, True)
+    return future
+
+
 def _form(parcel: Parcel) -> Form:
+    if not parcel.buffers:
+        return (parcel.head,)
     sizes = [buffer.nbytes for buffer in parcel.buffers]
     small = [buffer for buffer in parcel.buffers if buffer.nbytes < APART]
     large = [buffer for buffer in parcel.buffers if buffer.nbytes >= APART]
@@ -244,7 +259,10 @@ def _form(parcel: Parcel) -> Form:
     return parcel.head, sizes, [torch.frombuffer(writable(buffer), dtype=torch.uint8) for buffer in large]
 
 
-def _parcel(head: bytes, sizes: list[int], tensors: list[torch.Tensor]) -> Parcel:
+def _parcel(form: Form) -> Parcel:
+    if len(form) == 1:
+        return Parcel(form[0])
+    head, sizes, tensors = form
     memory = deque(memoryview(cast(Any, tensor.numpy())) for tensor in tensors)
     small = [size for size in sizes if size < APART]
     together = memory.popleft() if small else memoryview(b"")
@@ -260,15 +278,11 @@ def _parcel(head: bytes, sizes: list[int], tensors: list[torch.Tensor]) -> Parce
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _enter(
-    line: str, number: int, head: bytes, sizes: list[int], tensors: list[torch.Tensor]
-) -> torch.futures.Future[Form]:
+def _enter(line: str, number: int, *form: Any) -> torch.futures.Future[Form]:
     """Runs in the called process, in a thread of its agent."""
     future: torch.futures.Future[Form] = torch.futures.Future()
     if _reception is None:
         future.set_exception(RuntimeError("this process does not serve calls"))  # type: ignore[arg-type]
         return future
-    _reception.take(
-        line, number, _parcel(head, sizes, tensors), lambda reply: future.set_result(_form(reply))
-    )
+    _reception.take(line, number, _parcel(form), lambda reply: future.set_result(_form(reply)))
     return future
