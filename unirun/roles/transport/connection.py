@@ -14,7 +14,7 @@ from functools import partial
 from unirun.errors import CallError, FrameError
 from unirun.roles.transport.frames import INLINE, RELEASE, Frame, FrameParser, encode_header
 from unirun.roles.transport.protocol import Parcel
-from unirun.roles.transport.segments import SegmentPool, map_segment
+from unirun.roles.transport.segments import Segment, SegmentPool, map_segment
 
 BATCH = 64
 """Frames that wait for one another, at most."""
@@ -37,7 +37,7 @@ class Connection:
         self.socket = sock
         self._wants_to_write = wants_to_write
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._waiting: deque[tuple[memoryview, int | None]] = deque()
         self._pool = SegmentPool()
         self._parser = FrameParser()
         self._handles: deque[int] = deque()
@@ -50,53 +50,55 @@ class Connection:
 
         Not `urgent`: the peer has other things to do first, so it may be a moment later.
         """
-        sizes = [buffer.nbytes for buffer in parcel.buffers]
+        head, buffers = parcel.head, parcel.buffers
         with self._lock:
             if self._closed:
                 return False
-            pieces = [
-                encode_header(RELEASE, self._released.popleft(), 0, []) for _ in range(len(self._released))
-            ]
-            handles: list[int] = []
-            if sum(sizes) > INLINE:
-                try:
-                    segment = self._pool.write(parcel.buffers)
-                except OSError as error:
-                    problem = f"there is no shared memory for {sum(sizes)} bytes: {error.strerror}"
-                    raise CallError(problem, "send less at once") from error
-                handles.append(segment.handle)
-                pieces += [encode_header(kind, tag, len(parcel.head), sizes, segment.number), parcel.head]
-                self._write(pieces, handles)
+            idle = not self._held and not self._waiting
+            while self._released:
+                self._held.append(encode_header(RELEASE, self._released.popleft(), 0, []))
+            if not buffers:
+                frame = encode_header(kind, tag, len(head), []) + head
+            elif sum(sizes := [buffer.nbytes for buffer in buffers]) <= INLINE:
+                frame = b"".join((encode_header(kind, tag, len(head), sizes), head, *buffers))
             else:
-                header = encode_header(kind, tag, len(parcel.head), sizes)
-                frame = b"".join([*pieces, header, parcel.head, *parcel.buffers])
-                if not urgent and len(self._held) < BATCH:
-                    self._held.append(frame)
-                    if len(self._held) == 1 and not self._waiting:
-                        self._wants_to_write(True)
-                else:
-                    self._write([frame], handles)
+                segment = self._share(buffers, sum(sizes))
+                self._write(
+                    (encode_header(kind, tag, len(head), sizes, segment.number), head), segment.handle
+                )
+                return True
+            if urgent or len(self._held) >= BATCH:
+                self._write((frame,))
+            else:
+                self._held.append(frame)
+                if idle:
+                    self._wants_to_write(True)
         return True
 
-    def _write(self, pieces: Sequence[bytes | memoryview], handles: Sequence[int]) -> None:
-        if handles and self._held:
+    def _share(self, buffers: Sequence[memoryview], size: int) -> Segment:
+        try:
+            return self._pool.write(buffers)
+        except OSError as error:
+            problem = f"there is no shared memory for {size} bytes: {error.strerror}"
+            raise CallError(problem, "send less at once") from error
+
+    def _write(self, pieces: Sequence[bytes], handle: int | None = None) -> None:
+        if handle is not None and self._held:
             # A descriptor belongs to the frame that it is sent with.
-            self._write([], ())
-        data = b"".join([*self._held, *pieces])
+            self._write(())
+        data = b"".join((*self._held, *pieces))
         self._held.clear()
-        sent = 0
-        if not self._waiting:
-            sent = self._try(data, handles)
+        sent = 0 if self._waiting else self._try(data, handle)
         if sent < len(data):
             # A descriptor goes with the first byte, and must live until then even if it is given back meanwhile.
-            left = () if sent else tuple(os.dup(handle) for handle in handles)
+            left = None if sent or handle is None else os.dup(handle)
             self._waiting.append((memoryview(data)[sent:], left))
             self._wants_to_write(True)
 
-    def _try(self, data: bytes | memoryview, handles: Sequence[int]) -> int:
+    def _try(self, data: bytes | memoryview, handle: int | None) -> int:
         try:
-            if handles:
-                return socket.send_fds(self.socket, [data], list(handles), socket.MSG_NOSIGNAL)
+            if handle is not None:
+                return socket.send_fds(self.socket, [data], [handle], socket.MSG_NOSIGNAL)
             return self.socket.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
@@ -113,16 +115,15 @@ class Connection:
                 if not self._waiting:
                     if not self._held:
                         break
-                    self._write([], ())
+                    self._write(())
                     continue
-                data, handles = self._waiting.popleft()
-                sent = self._try(data, handles)
-                if sent:
-                    for handle in handles:
-                        os.close(handle)
-                    handles = ()
+                data, handle = self._waiting.popleft()
+                sent = self._try(data, handle)
+                if sent and handle is not None:
+                    os.close(handle)
+                    handle = None
                 if sent < len(data):
-                    self._waiting.appendleft((data[sent:], handles))
+                    self._waiting.appendleft((data[sent:], handle))
                     return
             self._wants_to_write(False)
 
@@ -161,7 +162,7 @@ class Connection:
             if self._closed:
                 return
             self._closed = True
-            for handle in [*self._handles, *(h for _, handles in self._waiting for h in handles)]:
+            for handle in [*self._handles, *(h for _, h in self._waiting if h is not None)]:
                 os.close(handle)
             self._waiting.clear()
             self._handles.clear()

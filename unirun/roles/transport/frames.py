@@ -22,6 +22,8 @@ _HEADER = struct.Struct("<BBxxIIQ")
 REQUEST, REPLY, RELEASE = 1, 2, 3
 """`RELEASE`: the receiver needs the segment `tag` no more."""
 
+_KINDS = (REQUEST, REPLY, RELEASE)
+
 SHARED = 1
 ALIGN = 64
 INLINE = 1 << 18
@@ -32,20 +34,22 @@ MAX_BUFFERS = 1 << 24
 _START = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frame:
     """One frame. `sizes` are the lengths of its buffers; `inline` holds them, unless it is shared."""
 
     kind: int
     tag: int
     head: bytes
-    sizes: tuple[int, ...]
-    inline: tuple[memoryview, ...]
+    sizes: tuple[int, ...] = ()
+    inline: tuple[memoryview, ...] = ()
     segment: int | None = None
 
 
 def encode_header(kind: int, tag: int, head: int, sizes: list[int], segment: int | None = None) -> bytes:
     """What stands before the head of a frame."""
+    if not sizes and segment is None:
+        return _HEADER.pack(kind, 0, 0, head, tag)
     shared = segment is not None
     lengths = [*sizes, segment] if segment is not None else sizes
     return _HEADER.pack(kind, SHARED if shared else 0, len(sizes), head, tag) + struct.pack(
@@ -66,68 +70,67 @@ class FrameParser:
     """Finds the frames in a stream of bytes, which are received into `space` and told with `received`."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray(_START)
+        self._give_room(_START)
         self._begin = self._end = 0
+
+    def _give_room(self, size: int) -> None:
+        self._view = memoryview(bytearray(size))
 
     def space(self) -> memoryview:
         """Where the next bytes belong."""
-        return memoryview(self._buffer)[self._end :]
+        return self._view[self._end :]
 
     def received(self, count: int) -> Iterator[Frame]:
         """`count` bytes have come. Raises `FrameError` for bytes that are no frame."""
         self._end += count
-        while (need := self._needed()) <= self._end - self._begin:
-            yield self._take()
+        need = _HEADER.size
+        while (have := self._end - self._begin) >= _HEADER.size:
+            kind, flags, buffers, head, tag = _HEADER.unpack_from(self._view, self._begin)
+            need = self._needed(have, kind, flags, buffers, head)
+            if have < need:
+                break
+            begin, self._begin = self._begin, self._begin + need
+            if flags or buffers:
+                yield self._frame(begin + _HEADER.size, kind, flags, buffers, head, tag)
+            else:
+                # Most calls and answers.
+                yield Frame(kind, tag, bytes(self._view[self._begin - head : self._begin]))
+            need = _HEADER.size
         if self._begin == self._end:
             self._begin = self._end = 0
-            if len(self._buffer) > _START:
-                self._buffer = bytearray(_START)
-        elif self._end == len(self._buffer) or (self._begin and self._begin + need > len(self._buffer)):
+            if len(self._view) > _START:
+                self._give_room(_START)
+        elif self._end == len(self._view) or (self._begin and self._begin + need > len(self._view)):
             # Room for the frame that has begun. A frame that says it is large gets it as it comes.
-            left = self._end - self._begin
-            fresh = bytearray(max(min(need, 16 * left), _START))
-            fresh[:left] = memoryview(self._buffer)[self._begin : self._end]
-            self._buffer, self._begin, self._end = fresh, 0, left
+            started = self._view[self._begin : self._end]
+            self._give_room(max(min(need, 16 * len(started)), _START))
+            self._view[: len(started)] = started
+            self._begin, self._end = 0, len(started)
 
-    def _needed(self) -> int:
+    def _needed(self, have: int, kind: int, flags: int, buffers: int, head: int) -> int:
         """Bytes of the frame at the front, as far as they are known."""
-        have = self._end - self._begin
-        if have < _HEADER.size:
-            return _HEADER.size
-        kind, flags, buffers, head, _ = _HEADER.unpack_from(self._buffer, self._begin)
-        if (
-            kind not in (REQUEST, REPLY, RELEASE)
-            or flags & ~SHARED
-            or head > MAX_HEAD
-            or buffers > MAX_BUFFERS
-        ):
+        if kind not in _KINDS or flags & ~SHARED or head > MAX_HEAD or buffers > MAX_BUFFERS:
             raise FrameError(
                 f"a frame of kind {kind} with flags {flags}, {buffers} buffers and a head of {head} bytes"
             )
-        shared = bool(flags & SHARED)
-        lengths = buffers + shared
-        need = _HEADER.size + 8 * lengths
-        if shared or have < need:
-            return int(need + head)
-        inline = sum(struct.unpack_from(f"<{buffers}Q", self._buffer, self._begin + _HEADER.size))
+        need = _HEADER.size + 8 * (buffers + flags)
+        if flags or not buffers or have < need:
+            return need + head
+        inline = sum(struct.unpack_from(f"<{buffers}Q", self._view, self._begin + _HEADER.size))
         if inline > INLINE:
             raise FrameError(f"a frame with {inline} bytes of buffers in the stream")
         return int(need + head + inline)
 
-    def _take(self) -> Frame:
-        kind, flags, buffers, head, tag = _HEADER.unpack_from(self._buffer, self._begin)
-        shared = bool(flags & SHARED)
-        at = self._begin + _HEADER.size
-        lengths = struct.unpack_from(f"<{buffers + shared}Q", self._buffer, at)
-        at += 8 * (buffers + shared)
-        view = memoryview(self._buffer)
-        text = bytes(view[at : at + head])
+    def _frame(self, at: int, kind: int, flags: int, buffers: int, head: int, tag: int) -> Frame:
+        """The frame whose header ends at `at`."""
+        lengths = struct.unpack_from(f"<{buffers + flags}Q", self._view, at)
+        at += 8 * len(lengths)
+        text = bytes(self._view[at : at + head])
         at += head
+        if flags:
+            return Frame(kind, tag, text, lengths[:-1], (), lengths[-1])
         inline = []
-        if not shared:
-            for size in lengths:
-                inline.append(memoryview(bytearray(view[at : at + size])))
-                at += size
-        self._begin = at
-        segment = lengths[-1] if shared else None
-        return Frame(kind, tag, text, lengths[:buffers], tuple(inline), segment)
+        for size in lengths:
+            inline.append(memoryview(bytearray(self._view[at : at + size])))
+            at += size
+        return Frame(kind, tag, text, lengths, tuple(inline))
