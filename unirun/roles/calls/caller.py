@@ -21,10 +21,10 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Directory, Place
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import encode_address, encode_request
-from unirun.roles.calls.pending import Call, Invoked, Peer, lost
-from unirun.roles.calls.policy import ALL, ANY, RANK0, Invocation
+from unirun.roles.calls.pending import Call, Invoked, Method, Peer, lost
+from unirun.roles.calls.policy import ANY, RANK0, Invocation
 from unirun.roles.calls.refs import InvocationRef
-from unirun.roles.calls.service import Service
+from unirun.roles.calls.service import Deadlines, Service
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport, own
 
@@ -50,49 +50,71 @@ class Caller:
         self._broken: dict[str, int] = {}
         self._parked: dict[tuple[str, int], deque[Call]] = {}
         self._seqs = itertools.count(1)
-        self._heard: dict[tuple[str, int], int] = {}
+        self._heard: dict[tuple[str, int], Peer] = {}
+        self._deadlines: dict[float, Deadlines[Invoked]] = {}
         self._turn = itertools.count()
         self._chosen: dict[tuple[str, int], int] = {}
         directory.when_changed(lambda: self._service.soon(self._look))
 
-    def invoke(
-        self,
-        role: str,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: Invocation,
-        *,
-        ranks: Sequence[int] | None = None,
-    ) -> InvocationRef[Any]:
-        """Start a call of `method` on `role`; `ranks` come before the target in `options`.
+    def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
+        """What `invoke` calls; `ranks` come before the target in `options`.
 
-        Raises `EncodingError` for an argument that cannot be pickled, before anything is sent, and `UsageError`
-        for ranks that there are not.
+        Raises `UsageError` for ranks that there are not.
         """
-        chosen, bare = self._targets(role, options, ranks)
+        size, target = self._directory.size(role), options.target
+        if isinstance(target, int):
+            ranks = (target,)
+        elif not isinstance(target, str):
+            ranks = tuple(target)
+        elif ranks is None:
+            ranks = range(size)
+        if target == RANK0:
+            ranks = ranks[:1]
+        for rank in ranks:
+            if not 0 <= rank < size:
+                raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {size - 1}")
+        seconds = self._call_timeout if options.timeout is None else options.timeout
+        with self._lock:
+            if seconds not in self._deadlines:
+                self._deadlines[seconds] = Deadlines(seconds, self._service, self._expire)
+        return Method(
+            role,
+            name,
+            options,
+            ranks,
+            workers=tuple(f"{role}:{rank}" for rank in ranks),
+            bare=options.one,
+            chooses=target == ANY,
+            deadlines=self._deadlines[seconds],
+            wire=name.encode(),
+        )
+
+    def invoke(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InvocationRef[Any]:
+        """Start a call.
+
+        Raises `EncodingError` for an argument that cannot be pickled, before anything is sent.
+        """
+        options, ranks, workers = method.options, method.ranks, method.workers
+        if method.chooses:
+            ranks = (self._least_busy(method.role, ranks),)
+            workers = (f"{method.role}:{ranks[0]}",)
         if options.pre_func is not None:
             args, kwargs = rearranged(options.pre_func(*args, **kwargs))
-        shares = split(args, kwargs, len(chosen), auto=options.auto_shard)
-        what = f"an argument of {role}'s {method}"
+        shares = split(args, kwargs, len(ranks), auto=options.auto_shard)
+        what = f"an argument of {method.role}'s {method.name}"
         parcels = [Parcel(*dump(arguments, what)) for arguments in shares.arguments]
         if not options.blocking:
             # The trainer goes on and may change its tensors before they are sent, or sent again.
             parcels = [own(parcel) for parcel in parcels]
         ref: InvocationRef[Any] = InvocationRef(
-            method,
-            tuple(f"{role}:{rank}" for rank in chosen),
-            bare=bare,
-            post=options.post_func,
-            sharding=shares.sharding,
+            method.name, workers, bare=method.bare, post=options.post_func, sharding=shares.sharding
         )
-        invoked = Invoked(ref, role, method.encode(), parcels, [], options.idempotent, options.retries)
-        seconds = self._call_timeout if options.timeout is None else options.timeout
-        invoked.expiry = self._service.at(time.monotonic() + seconds, partial(self._expire, invoked, seconds))
-        if options.blocking and len(chosen) == 1:
-            invoked.patience = seconds
-        invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(chosen)]
-        if not options.idempotent and (worker := self._untold(role, chosen)):
+        invoked = Invoked(ref, method, parcels, options.retries)
+        invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(ranks)]
+        if options.blocking and len(ranks) == 1:
+            invoked.patience = method.deadlines.seconds
+        method.deadlines.add(invoked)
+        if not options.idempotent and (worker := self._untold(method.role, ranks)):
             for call in invoked.calls:
                 reason = f"{worker} was started again since it was called last, what it held is gone"
                 self._settle(call, lost(worker, reason))
@@ -108,13 +130,12 @@ class Caller:
         """
         found = ""
         for rank in ranks:
-            place = self._directory.find(role, rank)
-            heard = self._heard.get(place.address[:2])
-            peer = self._peers.get(place.address)
-            dead = place.gone or (peer is not None and peer.lost)
-            if heard is not None and (dead or heard < place.address.incarnation):
-                found = found or f"{role}:{rank}"
-                del self._heard[place.address[:2]]
+            heard = self._heard.get((role, rank))
+            if heard is not None:
+                place = self._directory.find(role, rank)
+                if place.gone or heard.lost or heard.address.incarnation < place.address.incarnation:
+                    found = found or f"{role}:{rank}"
+                    del self._heard[role, rank]
         return found
 
     def connected(self, role: str, rank: int) -> Address:
@@ -133,25 +154,6 @@ class Caller:
         for peer in list(self._peers.values()):
             if peer.channel is not None:
                 peer.channel.close()
-
-    def _targets(
-        self, role: str, options: Invocation, ranks: Sequence[int] | None
-    ) -> tuple[Sequence[int], bool]:
-        size = self._directory.size(role)
-        bare = False
-        if ranks is None:
-            ranks = range(size)
-        if options.target == RANK0:
-            ranks, bare = ranks[:1], True
-        elif options.target == ANY:
-            ranks, bare = [self._least_busy(role, ranks)], True
-        elif options.target != ALL:
-            bare = isinstance(options.target, int)
-            ranks = [options.target] if isinstance(options.target, int) else options.target
-        for rank in ranks:
-            if not 0 <= rank < size:
-                raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {size - 1}")
-        return ranks, bare
 
     def _least_busy(self, role: str, ranks: Sequence[int]) -> int:
         """The rank with the fewest open calls of this caller; serving ones first, then who was chosen longest ago."""
@@ -172,15 +174,18 @@ class Caller:
         A call of several workers also waits while one that was lost has no successor: they may have something to do
         together. What they do alone goes on.
         """
-        place = self._directory.find(call.invocation.role, call.rank)
-        with self._lock:
-            queue = self._parked.get(place.address[:2])
-            if queue is not None or not self._ready(place, call):
-                # Another thread will send it, when the one that waits can no longer be told how.
-                call.invocation.patience = None
-                self._parked.setdefault(place.address[:2], deque()).append(call)
-                self._service.soon(self._look)
-                return
+        who = call.invocation.method.role, call.rank
+        place = self._directory.find(*who)
+        # Without the lock: what this thread has sent before either waits by now, or is on its way.
+        if who in self._parked or not self._ready(place, call):
+            with self._lock:
+                place = self._directory.find(*who)
+                if who in self._parked or not self._ready(place, call):
+                    # Another thread will send it, when the one that waits can no longer be told how.
+                    call.invocation.patience = None
+                    self._parked.setdefault(who, deque()).append(call)
+                    self._service.soon(self._look)
+                    return
         self._send_to(place, call)
 
     def _ready(self, place: Place, call: Call) -> bool:
@@ -205,10 +210,10 @@ class Caller:
                 with peer.lock:
                     if peer.lost:
                         raise ChannelError("it is gone")
-                    channel = self._channel(peer)
+                    channel = peer.channel or self._channel(peer)
                     call.peer = peer
                     peer.calls[call.seq] = call
-                    self._heard.setdefault(place.address[:2], place.address.incarnation)
+                    self._heard.setdefault(place.address[:2], peer)
                     self._transmit(channel, peer, call, place.generation)
                 return
             except CallError:
@@ -242,7 +247,9 @@ class Caller:
     def _transmit(self, channel: Channel, peer: Peer, call: Call, generation: int) -> None:
         invoked = call.invocation
         parcel = invoked.parcel(call.index)
-        head = encode_request(self._me, call.seq, generation, peer.due_acks(), invoked.method, parcel.head)
+        head = encode_request(
+            self._me, call.seq, generation, peer.due_acks(), invoked.method.wire, parcel.head
+        )
         patience, invoked.patience = invoked.patience, None
         wait = channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call), patience)
         if wait is not None:
@@ -361,15 +368,14 @@ class Caller:
             self._send(call)
 
     def _finish(self, invoked: Invoked) -> None:
-        if invoked.expiry is not None:
-            self._service.cancel(invoked.expiry)
+        invoked.method.deadlines.drop(invoked)
         self._forget(invoked)
         invoked.ref.finish()
         _untie(invoked)
 
-    def _expire(self, invoked: Invoked, seconds: float) -> None:
+    def _expire(self, invoked: Invoked) -> None:
         self._forget(invoked)
-        invoked.ref.expire(seconds)
+        invoked.ref.expire(invoked.method.deadlines.seconds)
         _untie(invoked)
 
     def _forget(self, invoked: Invoked) -> None:

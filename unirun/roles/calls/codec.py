@@ -81,7 +81,7 @@ def _is_plain(value: Any) -> bool:
         and type(value[0]) is tuple
         and type(value[1]) is dict
         and not value[1]
-        and all(type(item) in _PLAIN for item in value[0])
+        and _PLAIN.issuperset(map(type, value[0]))
     )
 
 

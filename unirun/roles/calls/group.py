@@ -9,6 +9,7 @@ from typing import Any, overload
 from unirun.errors import UsageError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
+from unirun.roles.calls.pending import Method
 from unirun.roles.calls.policy import ALL, ANY, DEFAULT, Invocation
 from unirun.roles.calls.refs import InvocationRef, wait
 
@@ -25,7 +26,8 @@ class RoleMethods:
     def all(self) -> Mapping[str, Invocation]:
         """Every method with its options. Waits until a worker serves."""
         if self._known is None:
-            self._known = self.caller.invoke(self.role, DESCRIBE, (), {}, _QUESTION).result()
+            question = self.caller.method(self.role, DESCRIBE, _QUESTION)
+            self._known = self.caller.invoke(question, (), {}).result()
         return self._known
 
     def find(self, name: str) -> Invocation:
@@ -42,6 +44,7 @@ class _Ranks:
 
     def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
         self._methods, self._ranks = methods, tuple(ranks)
+        self._called: dict[tuple[str, bool], Method] = {}
 
     @property
     def role(self) -> str:
@@ -50,25 +53,26 @@ class _Ranks:
 
     def call_async(self, method: str, /, *args: Any, **kwargs: Any) -> InvocationRef[Any]:
         """Start a call of `method`, whatever its ``blocking`` says."""
-        return self._start(method, replace(self._options(method), blocking=False), args, kwargs)
+        return self._methods.caller.invoke(self._by_name(method, False), args, kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call `method` and wait for its result, whatever its ``blocking`` says; for names that are taken here."""
-        return self._start(method, replace(self._options(method), blocking=True), args, kwargs).result()
+        return self._methods.caller.invoke(self._by_name(method, True), args, kwargs).result()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         options = self._options(name)
+        method, invoke, blocking = self._method(name, options), self._methods.caller.invoke, options.blocking
 
-        def method(*args: Any, **kwargs: Any) -> Any:
-            ref = self._start(name, options, args, kwargs)
-            return ref.result() if options.blocking else ref
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ref = invoke(method, args, kwargs)
+            return ref.result() if blocking else ref
 
-        method.__name__ = method.__qualname__ = name
+        call.__name__ = call.__qualname__ = name
         # Found here the next time, without asking again.
-        self.__dict__[name] = method
-        return method
+        self.__dict__[name] = call
+        return call
 
     def __dir__(self) -> Iterable[str]:
         return [*super().__dir__(), *self._methods.all()]
@@ -76,10 +80,14 @@ class _Ranks:
     def _options(self, name: str) -> Invocation:
         return self._methods.find(name)
 
-    def _start(
-        self, name: str, options: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> InvocationRef[Any]:
-        return self._methods.caller.invoke(self.role, name, args, kwargs, options, ranks=self._ranks)
+    def _by_name(self, name: str, blocking: bool) -> Method:
+        if (name, blocking) not in self._called:
+            options = replace(self._options(name), blocking=blocking)
+            self._called[name, blocking] = self._method(name, options)
+        return self._called[name, blocking]
+
+    def _method(self, name: str, options: Invocation) -> Method:
+        return self._methods.caller.method(self.role, name, options, self._ranks)
 
 
 class WorkerHandle(_Ranks):
@@ -104,6 +112,10 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
     unknown method is an `AttributeError` that lists the methods.
     """
 
+    def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
+        super().__init__(methods, ranks)
+        self._handles: dict[int, WorkerHandle] = {}
+
     @property
     def rank0(self) -> WorkerHandle:
         """The first worker."""
@@ -116,12 +128,13 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
         does not hold back what others could do.
         """
         options = replace(self._options(method), target=ANY, blocking=False, auto_shard=False)
+        called, invoke = self._method(method, options), self._methods.caller.invoke
         refs: list[InvocationRef[Any]] = []
         open_refs: list[InvocationRef[Any]] = []
         for item in items:
             if len(open_refs) >= 2 * len(self):
                 _, open_refs = wait(open_refs)
-            refs.append(self._start(method, options, (item, *args), kwargs))
+            refs.append(invoke(called, (item, *args), kwargs))
             open_refs.append(refs[-1])
         return [ref.result() for ref in refs]
 
@@ -139,10 +152,16 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
             if not self._ranks[index]:
                 raise UsageError(f"{self!r}[{index.start}:{index.stop}] is empty", "name at least one rank")
             return RoleGroup(self._methods, self._ranks[index])
-        return WorkerHandle(self._methods, (self._ranks[index],))
+        return self._handle(self._ranks[index])
 
     def __iter__(self) -> Iterator[WorkerHandle]:
-        return (WorkerHandle(self._methods, (rank,)) for rank in self._ranks)
+        return map(self._handle, self._ranks)
+
+    def _handle(self, rank: int) -> WorkerHandle:
+        # The same one each time: it remembers the methods that were asked for.
+        if rank not in self._handles:
+            self._handles[rank] = WorkerHandle(self._methods, (rank,))
+        return self._handles[rank]
 
     def _options(self, name: str) -> Invocation:
         options = super()._options(name)

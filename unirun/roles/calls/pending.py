@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unirun.errors import WorkerLost
 from unirun.roles.calls.envelope import MAX_ACKS
+from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.refs import InvocationRef
-from unirun.roles.calls.service import Ticket
+from unirun.roles.calls.service import Deadlines
 from unirun.roles.transport.protocol import Address, Channel, Parcel
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
+class Method:
+    """A method of some ranks of a role: what is the same in each of its calls.
+
+    `workers` are their names. When it `chooses`, each call goes to one of them, else to all.
+    """
+
+    role: str
+    name: str
+    options: Invocation
+    ranks: Sequence[int]
+    workers: tuple[str, ...]
+    bare: bool
+    chooses: bool
+    deadlines: Deadlines[Invoked]
+    wire: bytes
+
+
+@dataclass(eq=False, slots=True)
 class Call:
     """One worker's part of an invocation. `after`: it needs an incarnation later than this one."""
 
@@ -26,19 +46,16 @@ class Call:
     peer: Peer | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Invoked:
     """An invocation that is under way. `parcels`: one for all calls, or one for each. `patience`: how many seconds its
     caller will do nothing but wait for its only call, as long as that was not sent."""
 
     ref: InvocationRef[Any]
-    role: str
-    method: bytes
-    parcels: list[Parcel]
-    calls: list[Call]
-    idempotent: bool
+    method: Method
+    parcels: Sequence[Parcel]
     retries: int
-    expiry: Ticket | None = None
+    calls: list[Call] = field(default_factory=list)
     failing: bool = False
     attempt: int = 0
     patience: float | None = None
@@ -48,7 +65,7 @@ class Invoked:
         return self.parcels[index if len(self.parcels) > 1 else 0]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Peer:
     """One worker's process. `breaks` counts the broken channels since it last answered.
 
@@ -66,6 +83,8 @@ class Peer:
 
     def due_acks(self) -> list[int]:
         """The acks that the next request takes along."""
+        if not self.acks:
+            return []
         return [self.acks.popleft() for _ in range(min(len(self.acks), MAX_ACKS))]
 
 

@@ -19,6 +19,10 @@ from unirun.roles.transport.protocol import Parcel, Wait
 
 R = TypeVar("R")
 
+_STATE = threading.RLock()
+"""Of all refs, held for a few instructions: one for each would take longer to make than to use. What interrupts a
+thread here, a signal or a finalizer, may use other refs."""
+
 
 class InvocationRef(Generic[R]):
     """The results of a call that may still be on their way. All methods may be used from any thread.
@@ -26,6 +30,26 @@ class InvocationRef(Generic[R]):
     `workers` names who was called, in the order of the results; `sharding` says for each argument, by position
     or name, what was done: ``replicate``, ``item`` or ``shard`` with the sizes of the parts.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_bad",
+        "_bare",
+        "_callbacks",
+        "_failure",
+        "_gate",
+        "_loaded",
+        "_making",
+        "_outcomes",
+        "_over",
+        "_post",
+        "_value",
+        "_wait",
+        "_why",
+        "method",
+        "sharding",
+        "workers",
+    )
 
     def __init__(
         self,
@@ -36,12 +60,10 @@ class InvocationRef(Generic[R]):
         post: Callable[[Any], Any] | None,
         sharding: Mapping[int | str, str],
     ) -> None:
-        self.method, self.workers, self.sharding = method, workers, dict(sharding)
+        self.method, self.workers, self.sharding = method, workers, sharding
         self._bare, self._post = bare, post
-        self._lock = threading.Lock()
-        # Held until the call is over: waiting for it is the cheapest wait that Python has.
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        # Held until the call is over, by whoever waits first: it is the cheapest wait that Python has.
+        self._gate: threading.Lock | None = None
         self._outcomes: dict[int, Parcel | BaseException] = {}
         self._bad = 0
         self._why: Callable[[], BaseException] | None = None
@@ -67,10 +89,9 @@ class InvocationRef(Generic[R]):
         if timeout is None and (wait := self._wait) is not None:
             self._wait = None
             wait()
-        if not self._gate.acquire(timeout=-1 if timeout is None else _clamped(timeout)):
+        if not self._over and not self._pass(timeout):
             with self._making:
                 raise self._timeout(f"within {timeout:g} s")
-        self._gate.release()
         with self._making:
             if self._failure is None and self._value is None:
                 self._decide()
@@ -79,6 +100,20 @@ class InvocationRef(Generic[R]):
         assert self._value is not None
         value: R = self._value[0]
         return value
+
+    def _pass(self, timeout: float | None) -> bool:
+        """Wait until the call is over. Whether it is."""
+        with _STATE:
+            if self._over:
+                return True
+            if self._gate is None:
+                self._gate = threading.Lock()
+                self._gate.acquire()
+            gate = self._gate
+        if not gate.acquire(timeout=-1 if timeout is None else _clamped(timeout)):
+            return False
+        gate.release()
+        return True
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What `result` would raise; None when it would return."""
@@ -92,7 +127,7 @@ class InvocationRef(Generic[R]):
 
     def add_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
         """Call `callback` with this ref once it is done; at once when it is. It may be called in another thread."""
-        with self._lock:
+        with _STATE:
             if not self._over:
                 self._callbacks.append(callback)
                 return
@@ -100,7 +135,7 @@ class InvocationRef(Generic[R]):
 
     def remove_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
         """Do not call it; nothing happens when it was called already."""
-        with self._lock:
+        with _STATE:
             self._callbacks = [each for each in self._callbacks if each is not callback]
 
     def __await__(self) -> Generator[Any, None, R]:
@@ -163,7 +198,7 @@ class InvocationRef(Generic[R]):
 
     def settle(self, index: int, outcome: Parcel | BaseException) -> None:
         """An answer, or the lack of one."""
-        with self._lock:
+        with _STATE:
             if not self._over:
                 self._outcomes[index] = outcome
                 self._bad += isinstance(outcome, BaseException) or outcome.head[:1] != OK
@@ -188,7 +223,7 @@ class InvocationRef(Generic[R]):
 
     def start_again(self) -> None:
         """Forget all outcomes: the call is made once more."""
-        with self._lock:
+        with _STATE:
             self._outcomes.clear()
             self._loaded.clear()
             self._bad = 0
@@ -202,12 +237,13 @@ class InvocationRef(Generic[R]):
         self._end(lambda: self._timeout(f"within its deadline of {seconds:g} s"))
 
     def _end(self, failure: Callable[[], BaseException] | None) -> None:
-        with self._lock:
+        with _STATE:
             if self._over:
                 return
             self._why, self._over, self._wait = failure, True, None
             callbacks, self._callbacks = self._callbacks, []
-        self._gate.release()
+        if self._gate is not None:
+            self._gate.release()
         for callback in callbacks:
             try:
                 callback(self)

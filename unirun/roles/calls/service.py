@@ -8,15 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar
 
-
-class Ticket:
-    """Something that will be done later, unless it is cancelled."""
-
-    __slots__ = ("action",)
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.action: Callable[[], None] | None = action
+T = TypeVar("T")
 
 
 class Service:
@@ -25,9 +20,8 @@ class Service:
     def __init__(self, name: str) -> None:
         self._name = name
         self._news = threading.Condition()
-        self._heap: list[tuple[float, int, Ticket]] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
-        self._clear_at = 1024
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -35,25 +29,15 @@ class Service:
         """Do it now, in the service's thread."""
         self.at(0.0, action)
 
-    def at(self, when: float, action: Callable[[], None]) -> Ticket:
+    def at(self, when: float, action: Callable[[], None]) -> None:
         """Do it at `when`, on the clock of `time.monotonic`."""
-        ticket = Ticket(action)
         with self._news:
-            if len(self._heap) >= self._clear_at:
-                self._heap = [entry for entry in self._heap if entry[2].action is not None]
-                heapq.heapify(self._heap)
-                self._clear_at = 2 * len(self._heap) + 1024
-            heapq.heappush(self._heap, (when, next(self._number), ticket))
-            if self._heap[0][2] is ticket:
+            heapq.heappush(self._heap, (when, next(self._number), action))
+            if self._heap[0][2] is action:
                 self._news.notify()
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-        return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Not any more. What it held is free at once; its place, when the heap has doubled."""
-        ticket.action = None
 
     def close(self) -> None:
         """End the thread; nothing is done any more."""
@@ -79,8 +63,51 @@ class Service:
                 if left > 0:
                     self._news.wait(min(left, threading.TIMEOUT_MAX))
                     continue
-                ticket = heapq.heappop(self._heap)[2]
-                action, ticket.action = ticket.action, None
-                if action is not None:
-                    return action
+                return heapq.heappop(self._heap)[2]
             return None
+
+
+class Deadlines(Generic[T]):
+    """Things that have all the same time: they are late in the order in which they were added.
+
+    So the service has to look at the first one only, and nothing is told of one that was in time, as nearly all are.
+    """
+
+    def __init__(self, seconds: float, service: Service, late: Callable[[T], None]) -> None:
+        """`late` is called, by `service`, with what was not dropped `seconds` after it was added."""
+        self.seconds = seconds
+        self._service, self._late = service, late
+        self._open: dict[T, float] = {}
+        self._lock = threading.Lock()
+        self._watched = False
+
+    def add(self, thing: T) -> None:
+        """Its time begins."""
+        self._open[thing] = time.monotonic() + self.seconds
+        if not self._watched:
+            self._watch()
+
+    def drop(self, thing: T) -> None:
+        """It was in time, or is late already. Nothing of it is held any more."""
+        self._open.pop(thing, None)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._watched:
+                return
+            self._watched = True
+        self._service.at(time.monotonic() + self.seconds, self._look)
+
+    def _look(self) -> None:
+        for thing in list(self._open):
+            when = self._open.get(thing)
+            if when is not None and when > time.monotonic():
+                self._service.at(when, self._look)
+                return
+            if when is not None:
+                self.drop(thing)
+                self._service.soon(partial(self._late, thing))
+        self._watched = False
+        # What was added meanwhile has seen that this looks.
+        if self._open:
+            self._watch()

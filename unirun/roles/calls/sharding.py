@@ -40,7 +40,7 @@ def replicate(value: T) -> T:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Split:
     """What each of `n` workers gets (`arguments` has one entry when all get the same), and what was done.
 
@@ -53,6 +53,8 @@ class Split:
 
 def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bool) -> Split:
     """Split the arguments of a call over `ranks` workers. Raises `UsageError` for what cannot be split."""
+    if not args and not kwargs:
+        return Split((((), {}),), {})
     named: dict[int | str, Any] = dict(enumerate(args))
     named.update(kwargs)
     marked = any(isinstance(value, _Marked) for value in named.values())

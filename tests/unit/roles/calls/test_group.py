@@ -185,6 +185,10 @@ class TestAGroup:
 
 
 class TestAHandle:
+    def test_is_the_same_each_time(self, group: RoleGroup) -> None:
+        assert group[1] is group[-2] is list(group)[1]
+        assert group[1].mine is group[1].mine
+
     def test_returns_bare_results_whatever_the_target_is(self, group: RoleGroup) -> None:
         handle = group[2]
         assert (

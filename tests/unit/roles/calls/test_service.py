@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unirun.roles.calls.service import Service
+from unirun.roles.calls.service import Deadlines, Service
 
 SOON = 10.0
 
@@ -57,37 +57,6 @@ def test_something_that_never_comes_keeps_nothing_from_being_done(service: Servi
     assert done.wait(SOON)
 
 
-def test_what_is_cancelled_is_not_done_and_holds_nothing(service: Service) -> None:
-    class Load:
-        """Something large."""
-
-    load = Load()
-    watch = weakref.ref(load)
-    done: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def action(load: Load = load) -> None:
-        done.put("cancelled")
-
-    tickets = [service.at(time.monotonic() + 0.05, action)]
-    del action, load
-    for ticket in tickets:
-        service.cancel(ticket)
-        service.cancel(ticket)
-    gc.collect()
-    assert watch() is None
-    service.at(time.monotonic() + 0.1, lambda: done.put("after"))
-    assert done.get(timeout=SOON) == "after"
-
-
-def test_a_great_many_that_are_cancelled_take_no_room(service: Service) -> None:
-    for _ in range(20_000):
-        service.cancel(service.at(time.monotonic() + 1000, lambda: None))
-    assert len(service._heap) < 5000
-    done = threading.Event()
-    service.soon(done.set)
-    assert done.wait(SOON)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_an_action_that_fails_is_shown_and_the_next_is_done(
     service: Service, capsys: pytest.CaptureFixture[str]
@@ -115,3 +84,86 @@ def test_actions_may_order_others(service: Service) -> None:
     done = threading.Event()
     service.soon(lambda: service.soon(lambda: service.soon(done.set)))
     assert done.wait(SOON)
+
+
+class TestDeadlines:
+    def test_what_is_not_dropped_is_late_in_the_order_in_which_it_came(self, service: Service) -> None:
+        late: queue.SimpleQueue[int] = queue.SimpleQueue()
+        deadlines, began = Deadlines(0.1, service, late.put), time.monotonic()
+        for number in range(100):
+            deadlines.add(number)
+        for number in range(0, 100, 2):
+            deadlines.drop(number)
+            deadlines.drop(number)
+        assert [late.get(timeout=SOON) for _ in range(50)] == list(range(1, 100, 2))
+        assert 0.1 <= time.monotonic() - began < 2.0
+        assert late.empty()
+
+    def test_each_has_its_whole_time_also_after_others_were_late(self, service: Service) -> None:
+        late: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+        deadlines = Deadlines[int](0.1, service, lambda number: late.put((number, time.monotonic())))
+        for number in range(3):
+            began = time.monotonic()
+            deadlines.add(number)
+            found, ended = late.get(timeout=SOON)
+            assert found == number
+            assert 0.1 <= ended - began < 2.0
+
+    def test_one_that_comes_while_another_is_waited_for_has_its_own(self, service: Service) -> None:
+        late: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        deadlines = Deadlines[str](0.2, service, lambda name: late.put((name, time.monotonic())))
+        began = time.monotonic()
+        deadlines.add("first")
+        half_way = threading.Event()
+        service.at(began + 0.1, half_way.set)
+        assert half_way.wait(SOON)
+        deadlines.add("second")
+        deadlines.drop("first")
+        name, ended = late.get(timeout=SOON)
+        assert name == "second"
+        assert 0.3 <= ended - began < 2.0
+
+    def test_what_was_dropped_is_not_held(self, service: Service) -> None:
+        class Load:
+            """Something large."""
+
+        load = Load()
+        watch = weakref.ref(load)
+        deadlines = Deadlines[Load](1000.0, service, lambda load: None)
+        deadlines.add(load)
+        deadlines.drop(load)
+        del load
+        gc.collect()
+        assert watch() is None
+
+    def test_a_great_many_are_one_thing_to_do(self, service: Service) -> None:
+        deadlines = Deadlines[int](1000.0, service, lambda number: None)
+        for number in range(20_000):
+            deadlines.add(number)
+        assert len(service._heap) <= 1
+
+    @pytest.mark.parametrize("seconds", [1e12, math.inf])
+    def test_one_that_never_comes_keeps_nothing_from_being_done(
+        self, service: Service, seconds: float
+    ) -> None:
+        Deadlines[int](seconds, service, lambda number: None).add(1)
+        done = threading.Event()
+        service.soon(done.set)
+        assert done.wait(SOON)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_one_whose_end_fails_keeps_no_other_from_its_own(
+        self, service: Service, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        ended = threading.Event()
+
+        def end(name: str) -> None:
+            if name == "bad":
+                raise ValueError(name)
+            ended.set()
+
+        deadlines = Deadlines[str](0.05, service, end)
+        for name in ("bad", "good"):
+            deadlines.add(name)
+        assert ended.wait(SOON)
+        assert "ValueError: bad" in capsys.readouterr().err
