@@ -11,21 +11,8 @@ from tests.sim.world import JOB, Clock, Habits, Pipe, Plan
 from unirun.launcher import core, events
 from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.launcher.orders import Orders
-from unirun.wire.messages import (
-    GroupFormed,
-    Hello,
-    Join,
-    Message,
-    Metrics,
-    OpenStore,
-    Serving,
-    Shutdown,
-    StartRole,
-    StopWorkers,
-    View,
-    WorkerError,
-    WorkerExited,
-)
+from unirun.wire.messages import Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.reports import GroupFormed, Join, Metrics, Serving, WorkerError, WorkerExited
 from unirun.wire.spawning import (
     Forked,
     Kill,

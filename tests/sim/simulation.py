@@ -26,7 +26,8 @@ from unirun.master.events import (
 )
 from unirun.master.state import JOB_ENDS, ROLE_ENDS
 from unirun.master.turn import VIEW_DELAY
-from unirun.wire.messages import Join, Message, Shutdown, StartRole, Stop, StopWorkers, View, WorkerExited
+from unirun.wire.messages import Message, Shutdown, StartRole, Stop, StopWorkers, View
+from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 PATIENCE = 300.0

@@ -40,7 +40,9 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
     state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False)
-    commands: list[Command] = [Record("master", "a new master goes on with the job")]
+    commands: list[Command] = []
+    if state.away or state.phase is not JobPhase.LAUNCHING:
+        commands.append(Record("master", "another master goes on with the job"))
     if state.away:
         commands.append(After(REJOIN_TIMEOUT, RejoinTimedOut()))
     if state.phase is JobPhase.LAUNCHING:

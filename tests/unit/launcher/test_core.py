@@ -8,20 +8,22 @@ import signal
 import pytest
 
 from unirun.errors import IllegalTransition
-from unirun.launcher.core import LOST_GRACE, AgentState, step
+from unirun.launcher.core import LOST_GRACE, step
 from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.launcher.events import (
+    Abandon,
     After,
     Command,
     Event,
     FromSpawner,
     FromWorker,
     GraceOver,
+    Instruction,
     KillGroups,
     Launch,
     Leave,
     LinkClosed,
-    MasterLost,
+    Order,
     Phase,
     SpawnerDown,
     StartSpawner,
@@ -32,18 +34,14 @@ from unirun.launcher.events import (
     ToWorkers,
     Worker,
 )
-from unirun.wire.messages import (
+from unirun.launcher.state import AgentState
+from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View
+from unirun.wire.reports import (
     GroupFormed,
-    Hello,
-    Message,
     Metrics,
     Notice,
-    RoleView,
     Serving,
-    Shutdown,
     SpawnerReady,
-    StopWorkers,
-    View,
     WorkerError,
     WorkerExited,
     WorkerFormed,
@@ -97,9 +95,11 @@ class Agent:
         self.state = AgentState("n0", **state)  # type: ignore[arg-type]
         self.commands: list[Command] = []
 
-    def on(self, *events: Event) -> Agent:
+    def on(self, *events: Event | Instruction) -> Agent:
+        """Apply events; what a master wants comes from the term 1."""
         self.commands = []
         for event in events:
+            event = Order(1, event) if isinstance(event, Instruction) else event
             self.state, commands = step(self.state, event)
             self.commands += commands
         return self
@@ -168,7 +168,7 @@ class TestALaunch:
         assert {(w.rank, w.incarnation) for w in agent.state.workers.values()} == {(0, 1), (1, 0)}
 
     def test_is_refused_while_the_agent_leaves(self) -> None:
-        agent = Agent().alive().on(MasterLost("x"), launch("rollout", 1, first=9))
+        agent = Agent().alive().on(Abandon("x"), launch("rollout", 1, first=9))
         assert agent.told(WorkerExited) == [
             WorkerExited("rollout", 0, 0, 0.0, None, TERM, "leaving", TERM, note="its agent leaves")
         ]
@@ -308,12 +308,12 @@ class TestLeaving:
         assert agent.spawner(Reaped(1, 1.0, None, 9), Reaped(2, 1.0, None, 9)).commands[-1] == Leave()
 
     def test_without_a_master_gives_a_short_grace(self) -> None:
-        agent = Agent().alive(1).on(MasterLost("gone"))
+        agent = Agent().alive(1).on(Abandon("gone"))
         assert agent.commands == [ToSpawner(TORCH, Kill(1, TERM)), After(LOST_GRACE, GraceOver(1))]
         assert LOST_GRACE < 1.0
 
     def test_drops_what_has_not_started(self) -> None:
-        agent = Agent(spawners={TORCH: False}).on(launch(), MasterLost("gone"))
+        agent = Agent(spawners={TORCH: False}).on(launch(), Abandon("gone"))
         assert len(agent.told(WorkerExited)) == 2
         assert agent.commands[-1] == Leave()
 
@@ -508,7 +508,7 @@ class RandomHistory:
             event = self.next_event()
             if event is not None:
                 self.feed(event)
-        self.feed(self.rng.choice([Shutdown(), MasterLost("gone")]))
+        self.feed(self.rng.choice([Shutdown(), Abandon("gone")]))
         late = self.launch()
         if late is not None:
             self.feed(late)

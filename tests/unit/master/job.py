@@ -15,16 +15,8 @@ from unirun.master.events import (
     ToWatchers,
 )
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
-from unirun.wire.messages import (
-    Cause,
-    Join,
-    OpenStore,
-    StopWorkers,
-    WorkerError,
-    WorkerExited,
-    WorkerRunning,
-    WorkerStarted,
-)
+from unirun.wire.messages import OpenStore, StopWorkers
+from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
 from unirun.wire.spawning import StoreOpened
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)

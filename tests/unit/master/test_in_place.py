@@ -8,21 +8,10 @@ from tests.unit.master.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.master import JobPhase, RolePhase, WorkerPhase
 from unirun.master.events import After, KeepMetrics, ToAgent, ViewDue
-from unirun.master.state import status_of
+from unirun.master.telling import status_of
 from unirun.master.turn import VIEW_DELAY
-from unirun.wire.messages import (
-    Notice,
-    OpenStore,
-    RoleView,
-    StartRole,
-    StopWorkers,
-    View,
-    WorkerFormed,
-    WorkerMetrics,
-    WorkerRunning,
-    WorkerServing,
-    WorkerView,
-)
+from unirun.wire.messages import OpenStore, RoleView, StartRole, StopWorkers, View, WorkerView
+from unirun.wire.reports import Notice, WorkerFormed, WorkerMetrics, WorkerRunning, WorkerServing
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -183,8 +172,8 @@ class TestADeath:
         assert job.state.phase is JobPhase.STOPPING
         job.obey()
         assert job.finish is not None
-        assert job.finish.code == EXIT_BUDGET
-        assert "all 1 restarts of role actor are used up" in job.finish.report
+        assert job.finish.verdict.code == EXIT_BUDGET
+        assert "all 1 restarts of role actor are used up" in job.finish.verdict.report
 
     def test_starts_ranks_again_that_had_ended_well_as_the_group_needs_them(self) -> None:
         job = serving().exits("actor", 1, 0)
@@ -201,7 +190,7 @@ class TestADeath:
     def test_of_peers_one_after_the_other_has_the_first_as_its_cause(self) -> None:
         job = serving(restarts=1).exits("actor", 2, 7).exits("actor", 1, 1).obey()
         assert job.finish is not None
-        assert "root cause: actor:2 on n0: exit code 7" in job.finish.report
+        assert "root cause: actor:2 on n0: exit code 7" in job.finish.verdict.report
 
     def test_spans_nodes_with_the_figures_of_the_whole_role(self) -> None:
         job = serving(nodes=("n0", "n1")).exits("actor", 3, by=KILL)
@@ -216,8 +205,8 @@ class TestATrainer:
         assert job.state.phase is JobPhase.STOPPING
         job.obey()
         assert job.finish is not None
-        assert job.finish.code == 137
-        assert "trainer:0 is not recoverable (is_recoverable() returned False)" in job.finish.report
+        assert job.finish.verdict.code == 137
+        assert "trainer:0 is not recoverable (is_recoverable() returned False)" in job.finish.verdict.report
 
     def test_ends_the_job_when_it_had_not_said_whether_it_is(self) -> None:
         job = workload().running().exits("trainer", 0, 1)
@@ -236,7 +225,7 @@ class TestATrainer:
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0, 1, 2, 3), TERM, 30.0)]
         job.obey()
         assert job.finish is not None
-        assert job.finish.code == 0
+        assert job.finish.verdict.code == 0
 
 
 class TestServing:
@@ -298,15 +287,17 @@ class TestAStore:
         assert [w.incarnation for w in role.workers] == [0, 0, 1, 0]
         job.on(StoreEnded("actor", 2, 5.0, "x")).obey()
         assert job.finish is not None
-        assert job.finish.code == EXIT_BUDGET
+        assert job.finish.verdict.code == EXIT_BUDGET
 
     def test_that_cannot_be_served_at_all_ends_the_job(self) -> None:
         job = (
             workload(restarts=0).launched().on(StoreEnded("actor", 0, 5.0, "no process can be forked")).obey()
         )
         assert job.finish is not None
-        assert job.finish.code == EXIT_RENDEZVOUS
-        assert job.finish.report.startswith("the store of role actor is gone before its workers have met")
+        assert job.finish.verdict.code == EXIT_RENDEZVOUS
+        assert job.finish.verdict.report.startswith(
+            "the store of role actor is gone before its workers have met"
+        )
 
     def test_of_scripts_that_dies_is_left_to_their_agent(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().on(StoreEnded("actor", 0, 5.0, "x"))
@@ -320,7 +311,7 @@ class TestAStore:
         assert job.orders(OpenStore) == [OpenStore("actor", 2)]
         job.on(StoreEnded("actor", 2, 5.0, "no process can be forked"))
         assert job.finish is not None
-        assert job.finish.code == EXIT_BUDGET
+        assert job.finish.verdict.code == EXIT_BUDGET
 
     def test_that_dies_when_some_have_done_their_work_is_not_missed(self) -> None:
         job = serving().exits("actor", 0, 0).on(StoreEnded("actor", 0, 5.0, "x"))

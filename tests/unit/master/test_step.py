@@ -17,18 +17,14 @@ from unirun.master.events import (
     OwnerLost,
     ToAgent,
 )
-from unirun.master.state import present, status_of
 from unirun.master.step import OWNER_LOST_GRACE
-from unirun.wire.messages import (
+from unirun.master.telling import present, status_of
+from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View
+from unirun.wire.reports import (
     Join,
     Notice,
-    RoleChanged,
     Sample,
     SpawnerReady,
-    StartRole,
-    Stop,
-    StopWorkers,
-    View,
     WorkerError,
     WorkerExited,
     WorkerRunning,
@@ -131,7 +127,7 @@ class TestTheEnd:
         job.obey()
         assert job.state.phase is JobPhase.SUCCEEDED
         assert job.finish is not None
-        assert job.finish.code == 0
+        assert job.finish.verdict.code == 0
         assert job.phases() == {"actor": "succeeded", "rollout": "stopped"}
 
     def test_does_not_come_with_a_role_that_is_not_primary(self) -> None:
@@ -155,7 +151,7 @@ class TestAFailure:
         assert [o.role for o in job.orders(StopWorkers)] == ["actor", "rollout"]
         job.obey()
         assert job.finish is not None
-        assert job.finish.code == 7
+        assert job.finish.verdict.code == 7
         assert job.phases() == {"actor": "failed", "rollout": "stopped"}
 
     @pytest.mark.parametrize(("code", "by", "status"), [(1, None, 1), (None, 9, 137), (None, 11, 139)])
@@ -164,7 +160,7 @@ class TestAFailure:
     ) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0, code, by)
         assert job.finish is not None
-        assert job.finish.code == status
+        assert job.finish.verdict.code == status
 
     def test_within_the_budget_restarts_its_role_and_no_other(self) -> None:
         job = Job({"actor": 2, "rollout": 2}, restarts={"actor": 1}).running()
@@ -212,8 +208,8 @@ class TestAFailure:
             job.all_run("actor")
         job.exits("actor", 0, 1)
         assert job.finish is not None
-        assert job.finish.code == EXIT_BUDGET
-        assert "all 2 restarts of role actor are used up" in job.finish.report
+        assert job.finish.verdict.code == EXIT_BUDGET
+        assert "all 2 restarts of role actor are used up" in job.finish.verdict.report
 
     def test_before_the_role_is_up_is_a_failure_like_any_other(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).launched().exits("actor", 0, 1)
@@ -234,18 +230,18 @@ class TestAFailure:
         late = WorkerError("RuntimeError: Connection closed by peer", "Traceback", job.now)
         job.exits("actor", 0, 1, asked=TERM, error=late).exits("rollout", 0, by=TERM, asked=TERM)
         assert job.finish is not None
-        lines = job.finish.report.splitlines()
+        lines = job.finish.verdict.report.splitlines()
         assert lines[0].startswith("job failed: actor:1 ended with exit code 1")
         assert "other failures (1):" in lines
         assert "root cause: actor:1 on n0: exit code 1 (the first of 2 failures)" in lines
         assert lines[-2:] == ["  ValueError: nan", "  log: /logs/actor/1/0/stderr.log"]
-        assert job.finish.code == 1
+        assert job.finish.verdict.code == 1
 
     def test_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:
         job = Job({"actor": 2}).running()
         job.on(WorkerExited("actor", 0, 0, job.now, 1, None, note="no process can be forked")).obey()
         assert job.finish is not None
-        assert "no process can be forked" in job.finish.report
+        assert "no process can be forked" in job.finish.verdict.report
 
 
 class TestAStop:
@@ -310,8 +306,8 @@ class TestALostAgent:
         job = Job({"actor": 2}).running().on(AgentLost("n0", "the peer closed the stream"))
         assert job.state.phase is JobPhase.FAILED
         assert job.finish is not None
-        assert job.finish.code == 137
-        assert "the agent of node n0 is gone: the peer closed the stream" in job.finish.report
+        assert job.finish.verdict.code == 137
+        assert "the agent of node n0 is gone: the peer closed the stream" in job.finish.verdict.report
 
     def test_of_one_node_stops_those_of_the_others(self) -> None:
         job = Job({"actor": 4}, nodes=("n0", "n1")).running().on(AgentLost("n1", "gone"))
@@ -323,8 +319,8 @@ class TestALostAgent:
         job.now += 3600.0
         job.on(AgentLost("n0", "gone"))
         assert job.finish is not None
-        assert job.finish.code == 137
-        assert "exit code 77" not in job.finish.report
+        assert job.finish.verdict.code == 137
+        assert "exit code 77" not in job.finish.verdict.report
 
     def test_while_the_job_stops_is_part_of_that(self) -> None:
         job = Job({"actor": 2}).running().on(Stop(TERM, "stop"), AgentLost("n0", "gone"))

@@ -19,7 +19,7 @@ from unirun.roles.handle import Identity
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.state import MemoryState
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Metrics
+from unirun.wire.reports import Metrics
 
 IDENTITY = Identity("actor", 1, 2, 1, 2, 0, "127.0.0.1", 29500)
 ROLES = {"actor": RoleInfo("actor", 2, 3), "trainer": RoleInfo("trainer", 1, 0)}

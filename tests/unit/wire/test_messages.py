@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from unirun.errors import FrameError, WireError
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
-from unirun.wire.messages import Metrics, Welcome, WorkerMetrics
+from unirun.wire.messages import Welcome
+from unirun.wire.reports import Metrics, WorkerMetrics
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -27,7 +27,8 @@ from unirun.wire import (
     new_token,
 )
 from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake
-from unirun.wire.messages import Message, Notice, Shutdown, Stop
+from unirun.wire.messages import Message, Shutdown, Stop
+from unirun.wire.reports import Notice
 
 SOON = 20.0
 
