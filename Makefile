@@ -20,8 +20,8 @@ $(VENV)/.dev: $(VENV)/.installed
 	touch $@
 
 # Programs that tests call (mount, prlimit, ps, etcd); installed when this user may and one is missing.
-$(VENV)/.system: | $(VENV)/.dev
-	for each in mount prlimit ps etcd etcdctl openssl; do command -v $$each || exit 1; done >/dev/null || { \
+$(VENV)/.system: Makefile | $(VENV)/.dev
+	(for each in mount prlimit ps etcd etcdctl openssl; do command -v $$each || exit; done) >/dev/null || { \
 	  test $$(id -u) -eq 0 || { echo "install these Debian packages first: $(APT)"; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq $(APT) >/dev/null; }
 	touch $@

@@ -113,7 +113,7 @@ class Cluster:
 
     def connect(self, deadline: float | None = None) -> str:
         """A member that answers and has a quorum, which was called just now or is known from before."""
-        self._check_open()
+        self.check_open()
         member = self._member
         if member is not None:
             return member
@@ -166,7 +166,7 @@ class Cluster:
         while True:
             order = tuple(self._order)
             for number, endpoint in enumerate(order):
-                self._check_open()
+                self.check_open()
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._away()
@@ -219,7 +219,7 @@ class Cluster:
 
     def _channel(self, member: str) -> grpc.Channel:
         with self._channels_lock:
-            self._check_open()
+            self.check_open()
             channel = self._channels.get(member)
             if channel is None:
                 if self._credentials is None:
@@ -246,7 +246,8 @@ class Cluster:
                 self._token = None
                 self._member = None
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `StoreError` when this was closed, or belongs to the parent of this process."""
         if self._closed:
             raise StoreAway("the store was closed", "open another one")
         if self._pid != os.getpid():

@@ -95,6 +95,7 @@ class EtcdStore:
     def watch(self, prefix: str, from_revision: int) -> EtcdWatch:
         """Changes under `prefix` from the transaction `from_revision` on."""
         check_prefix(prefix)
+        self._cluster.check_open()
         watch = EtcdWatch(self._cluster, prefix, from_revision, self.get_prefix)
         self._watches.add(watch)
         return watch

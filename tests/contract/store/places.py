@@ -1,0 +1,116 @@
+"""Where the stores of one test are: all clients that a place opens see the same keys."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.contract.store.etcd_server import Servers
+from unirun.rendezvous.store.memory import MemoryStore
+from unirun.rendezvous.store.protocol import Change, Listing, Store, Watch
+from unirun.rendezvous.store.sqlite import SqliteStore
+from unirun.rendezvous.store.url import open_store
+
+KINDS = ("memory", "sqlite", "etcd")
+
+PATIENCE = 20.0
+"""Seconds that a test waits for what has to come, however busy the machine is."""
+
+
+class Place:
+    """A place in memory, which has one client only."""
+
+    ttl = 0.6
+    """The shortest lease that is worth the waiting."""
+
+    url: str | None = None
+    """What another process can open."""
+
+    def __init__(self) -> None:
+        self.stores: list[Store] = []
+        self._memory = MemoryStore()
+
+    def open(self) -> Store:
+        """One more client."""
+        store = self._open()
+        self.stores.append(store)
+        return store
+
+    def _open(self) -> Store:
+        return self._memory
+
+    def compact(self, revision: int) -> None:
+        """Make the store forget all changes before `revision`."""
+        self._memory.compact(revision)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+class SqlitePlace(Place):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.path = folder / "store.db"
+        self.url = f"sqlite:{self.path}"
+
+    def _open(self) -> Store:
+        return SqliteStore(self.path)
+
+    def compact(self, revision: int) -> None:
+        store = SqliteStore(self.path)
+        store.compact(revision)
+        store.close()
+
+
+class EtcdPlace(Place):
+    ttl = 1.0
+
+    def __init__(self, servers: Servers) -> None:
+        super().__init__()
+        self._servers = servers
+        self.url = servers.url(prefix=f"/{uuid.uuid4().hex}/")
+
+    def _open(self) -> Store:
+        return open_store(self.url or "")
+
+    def compact(self, revision: int) -> None:
+        self._servers.ctl("compact", str(revision))
+
+    def close(self) -> None:
+        super().close()
+        # A lease that ended during the next test would count as one of its revisions.
+        for line in self._servers.ctl("lease", "list").splitlines()[1:]:
+            self._servers.ctl("lease", "revoke", line)
+
+
+def read(watch: Watch, done: Callable[[list[Change]], bool]) -> list[Change]:
+    """All changes until `done`; a `Listing` is a failure."""
+    seen: list[Change] = []
+    deadline = time.monotonic() + PATIENCE
+    while not done(seen):
+        assert time.monotonic() < deadline, f"nothing came after {seen[-3:]}"
+        news = watch.changes(0.5)
+        assert not isinstance(news, Listing), "nothing was compacted, and a listing came"
+        seen += news
+    return seen
+
+
+def read_batch(watch: Watch) -> tuple[Change, ...] | Listing:
+    """The next thing that a watch has."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        news = watch.changes(0.5)
+        if news:
+            return news
+        assert time.monotonic() < deadline, "nothing came"
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Look again and again, with a deadline."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, "it did not become so"
+        time.sleep(0.02)

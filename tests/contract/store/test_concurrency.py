@@ -1,0 +1,79 @@
+"""Many threads and processes at once: nothing that was written is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.contract.store.places import PATIENCE, Place, SqlitePlace, read
+from unirun.rendezvous.store.protocol import Put, RevisionIs, Store
+from unirun.rendezvous.store.url import open_store
+
+
+def count_up(store: Store, times: int) -> None:
+    """Add one, `times` times, by compare-and-swap."""
+    done = 0
+    while done < times:
+        item = store.get("counter")
+        number, revision = (int(item.value), item.revision) if item else (0, 0)
+        done += store.txn([RevisionIs("counter", revision)], [Put("counter", str(number + 1))]).succeeded
+
+
+def count_up_in_a_process(url: str, times: int) -> None:
+    store = open_store(url)
+    count_up(store, times)
+    store.close()
+
+
+def test_threads_that_count_together_lose_nothing(place: Place, store: Store) -> None:
+    watch = store.watch("", store.get_prefix("").revision + 1)
+    clients = [store, store, store, place.open()]
+    threads = [threading.Thread(target=count_up, args=(client, 25)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    item = store.get("counter")
+    assert item is not None
+    assert item.value == "100"
+    seen = read(watch, lambda changes: len(changes) == 100)
+    assert [change.value for change in seen] == [str(number) for number in range(1, 101)]
+
+
+@pytest.mark.parametrize("place", ["sqlite", "etcd"], indirect=True)
+def test_processes_that_count_together_lose_nothing(place: Place, store: Store) -> None:
+    assert place.url is not None
+    watch = store.watch("", store.get_prefix("").revision + 1)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=count_up_in_a_process, args=(place.url, 30), daemon=True) for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    count_up(store, 30)
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    seen = read(watch, lambda changes: len(changes) == 120)
+    assert [change.value for change in seen] == [str(number) for number in range(1, 121)]
+
+
+def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
+    place = SqlitePlace(tmp_path)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=count_up_in_a_process, args=(place.url, 1), daemon=True) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    store = place.open()
+    item = store.get("counter")
+    store.close()
+    assert item is not None
+    assert item.value == "4"

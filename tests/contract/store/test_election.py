@@ -1,0 +1,138 @@
+"""One leader at a time, with an epoch that no other has had, on every store."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.contract.store.places import PATIENCE, Place, wait_until
+from unirun.errors import Fenced, OutcomeUnknown, StoreRefused
+from unirun.rendezvous.election import Leader, Term, campaign, leader_of
+from unirun.rendezvous.store.protocol import Outcome, Put, Store
+
+SEAT = "jobs/run1/"
+
+
+def run_for(store: Store, name: str, *, ttl: float = 60, deposing: int = 0) -> Term | None:
+    return campaign(store, SEAT, f"{name}:1", name, 7, ttl=ttl, deposing=deposing)
+
+
+def win(store: Store, name: str, *, ttl: float = 60, deposing: int = 0) -> Term:
+    term = run_for(store, name, ttl=ttl, deposing=deposing)
+    assert term is not None
+    return term
+
+
+def may_write(store: Store, term: Term) -> bool:
+    return store.txn([term.fence], [Put(f"{SEAT}state", str(term.epoch))]).succeeded
+
+
+def test_who_comes_first_leads_and_everybody_can_see_who_it_is(store: Store, other: Store) -> None:
+    assert leader_of(other, SEAT) is None
+    term = win(store, "first")
+    assert term.epoch == 1
+    assert leader_of(other, SEAT) == Leader(1, "first:1", "first", 7)
+    assert run_for(other, "second") is None
+    assert leader_of(other, "jobs/run10/") is None
+    term.keep()
+    assert may_write(store, term)
+
+
+def test_a_successor_need_not_wait_for_who_resigns(store: Store, other: Store) -> None:
+    first = win(store, "first")
+    first.resign()
+    first.resign()
+    assert leader_of(other, SEAT) is None
+    second = win(other, "second")
+    assert second.epoch == 2
+    assert not may_write(store, first)
+    assert may_write(other, second)
+    with pytest.raises(Fenced, match="another leads"):
+        first.keep()
+
+
+def test_a_leader_that_does_not_keep_its_lease_is_followed_by_another(
+    place: Place, store: Store, other: Store
+) -> None:
+    first = win(store, "first", ttl=place.ttl)
+    wait_until(lambda: leader_of(other, SEAT) is None)
+    assert win(other, "second").epoch == 2
+    with pytest.raises(Fenced):
+        first.keep()
+    assert not may_write(store, first)
+
+
+def test_a_leader_whose_lease_has_ended_goes_on_when_nobody_has_come(
+    place: Place, store: Store, other: Store
+) -> None:
+    term = win(store, "first", ttl=place.ttl)
+    wait_until(lambda: leader_of(other, SEAT) is None)
+    assert may_write(store, term), "nobody else has an epoch yet"
+    term.keep()
+    assert leader_of(other, SEAT) == Leader(1, "first:1", "first", 7)
+
+
+def test_a_leader_that_is_known_to_be_dead_is_deposed_at_once(store: Store, other: Store) -> None:
+    first = win(store, "first")
+    assert run_for(other, "second", deposing=7) is None, "it is another that leads"
+    second = win(other, "second", deposing=first.epoch)
+    assert second.epoch == 2
+    assert not may_write(store, first)
+    with pytest.raises(Fenced):
+        first.keep()
+    first.resign()
+    assert leader_of(other, SEAT) == Leader(2, "second:1", "second", 7), (
+        "the lease of the first is not the second's"
+    )
+
+
+def test_of_many_who_campaign_at_once_one_wins_each_epoch(place: Place, store: Store) -> None:
+    rounds, winners = 5, list[tuple[int, str]]()
+    clients = [store, *(place.open() for _ in range(3))]
+    ready = threading.Barrier(len(clients), timeout=PATIENCE)
+
+    def candidate(number: int) -> None:
+        for epoch in range(rounds):
+            ready.wait()
+            term = run_for(clients[number], f"c{number}", deposing=epoch)
+            if term is not None:
+                winners.append((term.epoch, f"c{number}"))
+
+    threads = [threading.Thread(target=candidate, args=(number,)) for number in range(len(clients))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert [epoch for epoch, _ in winners] == [1, 2, 3, 4, 5]
+    leader = leader_of(store, SEAT)
+    assert leader is not None
+    assert (leader.epoch, leader.host) == winners[-1]
+
+
+class LosesTheAnswer:
+    """A store whose next transaction is done, or not done, without anybody hearing of it."""
+
+    def __init__(self, store: Store, *, done: bool) -> None:
+        self._store, self._done = store, done
+
+    def txn(self, *arguments: object) -> Outcome:
+        if self._done:
+            self._store.txn(*arguments)  # type: ignore[arg-type]
+        raise OutcomeUnknown("no answer came")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_campaign_whose_outcome_is_unknown_is_looked_up(store: Store, *, done: bool) -> None:
+    term = run_for(LosesTheAnswer(store, done=done), "first")  # type: ignore[arg-type]
+    assert (term is not None) is done
+    assert (leader_of(store, SEAT) is not None) is done
+
+
+def test_a_seat_that_holds_something_foreign_is_not_taken(store: Store) -> None:
+    store.txn([], [Put(f"{SEAT}leader", "[1, 2]")])
+    with pytest.raises(StoreRefused, match="no unirun has written"):
+        run_for(store, "first")

@@ -1,0 +1,294 @@
+"""Servers that die, hang and come back while clients read, write and watch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.store.etcd_server import Member, Servers
+from tests.contract.store.places import PATIENCE, read, wait_until
+from unirun.errors import OutcomeUnknown, StoreAway, StoreError
+from unirun.rendezvous.store.protocol import Change, Listing, Put, Store, ValueIs, Watch
+from unirun.rendezvous.store.url import open_store
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    servers = Servers(tmp_path_factory.mktemp("trio"), 3)
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Iterator[Servers]:
+    servers = Servers(tmp_path, flags=("--heartbeat-interval", "20", "--election-timeout", "200"))
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Store]]:
+    stores: list[Store] = []
+    yield stores
+    for store in stores:
+        store.close()
+
+
+class Writer(threading.Thread):
+    """Puts 0, 1, 2, … under one key, each exactly once, reading back what it does not know."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        super().__init__(daemon=True)
+        self._store, self._key = store, key
+        self._enough = threading.Event()
+        self.number = 0
+        self.unknown = 0
+
+    def run(self) -> None:
+        self._store.txn([], [Put(self._key, "0")])
+        while not self._enough.is_set():
+            try:
+                if not self._write():
+                    return
+            except OutcomeUnknown:
+                self.unknown += 1
+            except StoreAway:
+                continue
+
+    def _write(self) -> bool:
+        item = self._store.get(self._key)
+        assert item is not None
+        self.number = int(item.value)
+        return self._store.txn(
+            [ValueIs(self._key, item.value)], [Put(self._key, str(self.number + 1))]
+        ).succeeded
+
+    def stop(self) -> int:
+        """The last number that is in the store."""
+        self._enough.set()
+        self.join(PATIENCE)
+        item = self._store.get(self._key)
+        assert item is not None
+        return int(item.value)
+
+
+def patiently(watch: Watch) -> tuple[Change, ...]:
+    """What a watch has, though its server may be away for a while."""
+    try:
+        news = watch.changes(1)
+    except StoreAway:
+        return ()
+    assert not isinstance(news, Listing)
+    return news
+
+
+def follow(watch: Watch, until: int) -> list[str]:
+    seen: list[str] = []
+    deadline = time.monotonic() + PATIENCE
+    while str(until) not in seen:
+        assert time.monotonic() < deadline, f"{until} did not come after {seen[-3:]}"
+        seen += [change.value for change in patiently(watch)]
+    return seen
+
+
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_a_member_that_is_killed_and_comes_back_costs_no_change(
+    trio: Servers, opened: list[Store], victim: str
+) -> None:
+    opened += [open_store(trio.url(prefix=f"/{victim}/")) for _ in range(4)]
+    writer = Writer(opened[0], "n")
+    start = opened[1].get_prefix("").revision + 1
+    watches = [store.watch("", start) for store in opened[1:]]
+    writer.start()
+    wait_until(lambda: writer.number > 20)
+    leader = trio.leader()
+    killed = leader if victim == "leader" else next(each for each in trio.members if each is not leader)
+    killed.kill()
+    reached = writer.number
+    wait_until(lambda: writer.number > reached + 20)
+    trio.start(killed)
+    reached = writer.number
+    wait_until(lambda: writer.number > reached + 20)
+    last = writer.stop()
+    for watch in watches:
+        assert follow(watch, last) == [str(number) for number in range(last + 1)], "none lost, none twice"
+
+
+def test_a_client_goes_to_another_member_when_its_own_hangs(trio: Servers, opened: list[Store]) -> None:
+    """A stopped process keeps its connections: nothing tells that it is away but its silence."""
+    leader = trio.leader()
+    hanging = next(member for member in trio.members if member is not leader)
+    rest = [member.endpoint for member in trio.members if member is not hanging]
+    store = open_store(f"etcd://{','.join([hanging.endpoint, *rest])}?prefix=/hangs/&timeout=4")
+    opened.append(store)
+    store.txn([], [Put("a", "1")])
+    with stopped(hanging):
+        started = time.monotonic()
+        item = store.get("a")
+        assert item is not None
+        assert time.monotonic() - started < 4
+        assert store.txn([], [Put("a", "2")]).succeeded
+
+
+def test_without_a_quorum_nothing_is_read_and_nothing_written(trio: Servers, opened: list[Store]) -> None:
+    store = open_store(trio.url(prefix="/quorum/", timeout=2))
+    opened.append(store)
+    store.txn([], [Put("a", "1")])
+    killed = trio.members[:2]
+    for member in killed:
+        member.kill()
+    try:
+        with pytest.raises(StoreAway, match=r"has not answered for 2 s(.|\n)*etcdctl endpoint health"):
+            store.get("a")
+        with pytest.raises((StoreAway, OutcomeUnknown)):
+            store.txn([], [Put("a", "2")])
+    finally:
+        for member in killed:
+            trio.start(member)
+    wait_until(lambda: not fails(store))
+
+
+def fails(store: Store) -> bool:
+    try:
+        store.get("a")
+    except StoreError:
+        return True
+    return False
+
+
+class stopped:
+    """A process that does not run for a while."""
+
+    def __init__(self, member: Member) -> None:
+        assert member.process is not None
+        self._pid = member.process.pid
+
+    def __enter__(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def __exit__(self, *_: object) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+
+def test_a_watch_goes_on_after_its_only_server_was_started_again(lone: Servers, opened: list[Store]) -> None:
+    opened += [open_store(lone.url()), open_store(lone.url())]
+    store, other = opened
+    watch = other.watch("", store.get_prefix("").revision + 1)
+    store.txn([], [Put("a", "1")])
+    assert [change.value for change in read(watch, lambda seen: len(seen) == 1)] == ["1"]
+    [member] = lone.members
+    for number in ("2", "3"):
+        member.kill()
+        lone.start(member)
+        store.txn([], [Put("a", number)])
+        assert follow(watch, int(number)) == [number]
+
+
+def test_a_watch_says_when_its_server_is_away_and_goes_on_when_it_is_back(
+    lone: Servers, opened: list[Store]
+) -> None:
+    store = open_store(lone.url(timeout=3))
+    opened.append(store)
+    watch = store.watch("", store.get_prefix("").revision + 1)
+    assert watch.changes(0.2) == ()
+    [member] = lone.members
+    member.kill()
+    started = time.monotonic()
+    with pytest.raises(StoreAway):
+        while time.monotonic() - started < PATIENCE:
+            assert watch.changes(1) == ()
+    assert time.monotonic() - started < 4
+    lone.start(member)
+    wait_until(lambda: not fails(store))
+    store.txn([], [Put("a", "1")])
+    assert follow(watch, 1) == ["1"]
+
+
+def test_what_is_compacted_while_a_watch_is_broken_comes_as_a_listing(
+    lone: Servers, opened: list[Store]
+) -> None:
+    opened += [open_store(lone.url()), open_store(lone.url())]
+    store, other = opened
+    watch = other.watch("", store.get_prefix("").revision + 1)
+    store.txn([], [Put("a", "1"), Put("b", "1")])
+    assert len(read(watch, lambda seen: len(seen) == 2)) == 2
+    [member] = lone.members
+    with stopped(member):
+        pass  # it lives on, but nothing was sent to the watch by the time that it is killed
+    member.kill()
+    elsewhere = Servers.__new__(Servers)
+    elsewhere.members, elsewhere.cluster = [Member("m0", member.folder, member.flags)], lone.cluster
+    hidden = elsewhere.members[0]
+    hidden.peer_port = member.peer_port
+    hidden.start(lone.cluster)  # the same data behind a port that the watch does not know
+    try:
+        writer = open_store(elsewhere.url())
+        opened.append(writer)
+        writer.txn([], [Put("a", "2")], ["b"])
+        elsewhere.ctl("compact", str(writer.txn([], [Put("c", "1")]).revision))
+        expected = writer.get_prefix("")
+    finally:
+        hidden.kill()
+    lone.start(member)
+    deadline = time.monotonic() + PATIENCE
+    news: tuple[Change, ...] | Listing = ()
+    while not news and time.monotonic() < deadline:
+        try:
+            news = watch.changes(1)
+        except StoreAway:
+            continue
+    assert news == expected
+    store.txn([], [Put("a", "3")])
+    assert follow(watch, 3) == ["3"]
+
+
+def test_a_write_to_a_server_that_is_not_there_was_surely_not_done(
+    lone: Servers, opened: list[Store]
+) -> None:
+    store = open_store(lone.url(timeout=1))
+    opened.append(store)
+    lone.members[0].kill()
+    wait_until(lambda: fails(store))
+    with pytest.raises(StoreAway, match="onnect"):
+        store.txn([], [Put("a", "1")])
+
+
+def test_a_write_to_a_server_that_hangs_is_of_unknown_outcome(lone: Servers, opened: list[Store]) -> None:
+    opened += [open_store(lone.url(timeout=1)), open_store(lone.url())]
+    store, other = opened
+    with stopped(lone.members[0]), pytest.raises(OutcomeUnknown, match="read back"):
+        store.txn([], [Put("a", "1")])
+    wait_until(lambda: not fails(other))
+    with stopped(lone.members[0]), pytest.raises(StoreAway):
+        store.get("a")
+
+
+def test_nothing_is_left_of_a_closed_store(lone: Servers) -> None:
+    before = set(threading.enumerate())
+    store = open_store(lone.url())
+    watches = [store.watch("", 1) for _ in range(3)]
+    store.keep_alive(store.grant(30))
+    store.txn([], [Put("a", "1")])
+    for watch in watches:
+        read(watch, lambda seen: len(seen) == 1)
+    watches[0].close()
+    store.close()
+    wait_until(lambda: set(threading.enumerate()) <= before)
+    assert connections(lone.members[0].client_port) == 0
+
+
+def connections(port: int) -> int:
+    """Established connections of this process to `port`."""
+    inodes = {
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{name}")
+    }
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in inodes for row in rows)

@@ -1,0 +1,183 @@
+"""Changes come in order, none is lost, none comes twice, and no transaction is torn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import groupby
+
+from tests.contract.store.places import PATIENCE, Place, read, read_batch
+from unirun.rendezvous.store.protocol import Change, Listing, Put, Store
+
+
+def test_a_watch_from_the_past_sees_everything_since_in_order(store: Store, other: Store) -> None:
+    first = store.txn([], [Put("a", "1")]).revision
+    store.txn([], [Put("b", "1"), Put("a", "2")], ["a/"])
+    store.txn([], [Put("c", "")], ["b"])
+    watch = other.watch("", first)
+    assert read(watch, lambda seen: len(seen) == 5) == [
+        Change("put", "a", "1", first),
+        Change("put", "b", "1", first + 1),
+        Change("put", "a", "2", first + 1),
+        Change("put", "c", "", first + 2),
+        Change("delete", "b", "", first + 2),
+    ]
+
+
+def test_a_watch_begins_with_the_revision_that_it_was_asked_for(store: Store) -> None:
+    first = store.txn([], [Put("a", "1")]).revision
+    store.txn([], [Put("a", "2")])
+    store.txn([], [Put("a", "3")])
+    assert [change.value for change in read(store.watch("", first + 1), lambda seen: len(seen) == 2)] == [
+        "2",
+        "3",
+    ]
+
+
+def test_a_watch_from_after_a_listing_misses_nothing_and_repeats_nothing(store: Store, other: Store) -> None:
+    store.txn([], [Put("a", "1")])
+    listing = store.get_prefix("")
+    watch = store.watch("", listing.revision + 1)
+    assert watch.changes(0.2) == ()
+    other.txn([], [Put("a", "2")])
+    assert read_batch(watch) == (Change("put", "a", "2", listing.revision + 1),)
+    assert watch.changes(0.1) == ()
+
+
+def test_a_watch_sees_what_is_under_its_prefix_only(store: Store) -> None:
+    start = store.get_prefix("").revision + 1
+    watch = store.watch("run1/", start)
+    store.txn([], [Put("run10/a", "1"), Put("run1", "1"), Put("run1/a", "1"), Put("a/run1/a", "1")])
+    store.txn([], [Put("run2/a", "1")])
+    store.txn([], deletes=[""])
+    assert [(each.kind, each.key) for each in read(watch, lambda seen: len(seen) == 2)] == [
+        ("put", "run1/a"),
+        ("delete", "run1/a"),
+    ]
+
+
+def test_deleting_a_prefix_is_seen_key_by_key_in_one_piece(store: Store) -> None:
+    put = store.txn([], [Put("p/b", "1"), Put("p/a", "1"), Put("q", "1")])
+    watch = store.watch("", put.revision + 1)
+    store.txn([], deletes=["p/"])
+    assert read_batch(watch) == tuple(Change("delete", f"p/{name}", "", put.revision + 1) for name in "ab")
+
+
+def test_a_transaction_is_never_torn(store: Store, other: Store) -> None:
+    width, rounds = 40, 25
+    start = store.get_prefix("").revision + 1
+    watch = other.watch("k/", start)
+
+    def write() -> None:
+        for number in range(rounds):
+            store.txn([], [Put(f"k/{place:02}", f"{number}" * 2000) for place in range(width)])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    revisions: list[int] = []
+    deadline = time.monotonic() + PATIENCE
+    while len(revisions) < rounds and time.monotonic() < deadline:
+        batch = watch.changes(0.5)
+        assert not isinstance(batch, Listing)
+        for revision, changes in groupby(batch, key=lambda change: change.revision):
+            assert [change.key for change in changes] == [f"k/{place:02}" for place in range(width)]
+            revisions.append(revision)
+    writer.join(PATIENCE)
+    assert revisions == list(range(start, start + rounds))
+
+
+def test_many_watches_see_the_same(place: Place, store: Store) -> None:
+    start = store.get_prefix("").revision + 1
+    watches = [store.watch("", start) for _ in range(8)] + [place.open().watch("", start) for _ in range(4)]
+    for number in range(30):
+        store.txn([], [Put(f"k{number % 3}", str(number))])
+    seen = [read(watch, lambda changes: len(changes) == 30) for watch in watches]
+    assert [change.value for change in seen[0]] == [str(number) for number in range(30)]
+    assert all(each == seen[0] for each in seen)
+
+
+def test_a_watch_on_which_nothing_happens_returns_in_time(store: Store) -> None:
+    watch = store.watch("", store.get_prefix("").revision + 1)
+    for timeout in (0, 0.3):
+        started = time.monotonic()
+        assert watch.changes(timeout) == ()
+        assert timeout <= time.monotonic() - started < timeout + 5
+
+
+def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:
+    watch = store.watch("", store.get_prefix("").revision + 1)
+    news: list[object] = []
+    waiting = threading.Thread(target=lambda: news.append(watch.changes(600)))
+    waiting.start()
+    time.sleep(0.05)  # so that it most likely waits; it must end either way
+    watch.close()
+    watch.close()
+    waiting.join(PATIENCE)
+    assert news == [()]
+    assert watch.changes(600) == ()
+
+
+def test_closing_a_store_ends_its_watches(place: Place) -> None:
+    store = place.open()
+    watch = store.watch("", 1)
+    news: list[object] = []
+    waiting = threading.Thread(target=lambda: news.append(watch.changes(600)))
+    watch.changes(0.1)
+    waiting.start()
+    time.sleep(0.05)  # as above
+    store.close()
+    waiting.join(PATIENCE)
+    assert news == [()]
+
+
+def test_a_watch_that_comes_too_late_gets_a_listing_and_goes_on_after_it(
+    place: Place, store: Store, other: Store
+) -> None:
+    first = store.txn([], [Put("a", "1"), Put("b", "1")]).revision
+    store.txn([], [Put("a", "2")], ["b"])
+    last = store.txn([], [Put("other/c", "1")]).revision
+    place.compact(last)
+    watch = other.watch("", first)
+    assert read_batch(watch) == store.get_prefix("")
+    store.txn([], [Put("a", "3")])
+    assert read_batch(watch) == (Change("put", "a", "3", last + 1),)
+
+
+def test_a_listing_that_stands_for_lost_changes_is_of_the_prefix_only(place: Place, store: Store) -> None:
+    first = store.txn([], [Put("p/a", "1"), Put("q/a", "1")]).revision
+    last = store.txn([], [Put("q/b", "1")]).revision
+    place.compact(last)
+    news = read_batch(store.watch("p/", first))
+    assert isinstance(news, Listing)
+    assert [item.key for item in news.items] == ["p/a"]
+
+
+def test_a_watch_from_the_oldest_revision_that_is_known_needs_no_listing(place: Place, store: Store) -> None:
+    store.txn([], [Put("a", "1")])
+    kept = store.txn([], [Put("a", "2")]).revision
+    store.txn([], [Put("a", "3")])
+    place.compact(kept - 1)
+    assert [change.value for change in read(store.watch("", kept), lambda seen: len(seen) == 2)] == ["2", "3"]
+
+
+def test_a_deletion_at_the_very_revision_of_a_compaction_is_not_lost(place: Place, store: Store) -> None:
+    """etcd before 3.5.16 forgets it, and does not say that it did."""
+    store.txn([], [Put("a", "1"), Put("b", "1")])
+    deleted = store.txn([], deletes=["a"]).revision
+    place.compact(deleted)
+    news = read_batch(store.watch("", deleted))
+    if isinstance(news, Listing):
+        assert [item.key for item in news.items] == ["b"]
+    else:
+        assert news == (Change("delete", "a", "", deleted),)
+
+
+def test_a_watch_that_has_read_everything_does_not_mind_a_compaction(place: Place, store: Store) -> None:
+    first = store.txn([], [Put("a", "1")]).revision
+    watch = store.watch("", first)
+    read_batch(watch)
+    last = store.txn([], [Put("a", "2")]).revision
+    assert read_batch(watch) == (Change("put", "a", "2", last),)
+    place.compact(last)
+    store.txn([], [Put("a", "3")])
+    assert read_batch(watch) == (Change("put", "a", "3", last + 1),)
