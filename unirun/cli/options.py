@@ -122,6 +122,15 @@ _OURS: tuple[Option, ...] = (
         pet=False,
     ),
     Option(
+        ("--store",),
+        "value",
+        NODES,
+        "where the job's state is kept: sqlite:PATH or etcd://H:2379,…?prefix=/x (default: $UNIRUN_STORE, "
+        "else a file of the job)",
+        "URL",
+        pet=False,
+    ),
+    Option(
         ("-d", "--detach"),
         "flag",
         OUTPUT,
@@ -144,15 +153,6 @@ _TORCHRUN: tuple[Option, ...] = (
     Option(("--rdzv-endpoint",), "value", NODES, "address and port of the first role's store", "HOST:PORT"),
     Option(("--rdzv-id",), "value", NODES, "the job's id (default: a new one)", "ID"),
     Option(("--rdzv-conf",), "value", NODES, "join_timeout=SECONDS or timeout=SECONDS", "K=V,…"),
-    Option(
-        ("--store",),
-        "value",
-        NODES,
-        "where the job's state is kept: sqlite:PATH or etcd://H:2379,…?prefix=/x (default: $UNIRUN_STORE, "
-        "else a file of the job)",
-        "URL",
-        pet=False,
-    ),
     Option(("--standalone",), "flag", NODES, "one node, a free port, a new id: what unirun does anyway"),
     Option(
         ("--max-restarts",),
