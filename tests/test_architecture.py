@@ -29,9 +29,22 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 DRAWN_SIDEWAYS = {("observe", "rendezvous")}
 
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
-TORCH_MODULES = frozenset({"unirun.launcher.spawner", "unirun.launcher.worker", "unirun.launcher.store"})
-MAY_PRINT = frozenset({"unirun.launcher.worker", "unirun.launcher.child", "unirun.launcher.local"})
-"""Bootstraps: what they have to say before anybody listens goes to the stderr of their process."""
+TORCH_MODULES = frozenset(
+    {
+        *(f"unirun.launcher.{name}" for name in ("spawner", "worker", "store")),
+        *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler", "roundstore")),
+    }
+)
+MAY_PRINT = frozenset(
+    {
+        *(f"unirun.launcher.{name}" for name in ("worker", "child", "local")),
+        *(f"unirun.master.{name}" for name in ("__main__", "writing")),
+    }
+)
+"""Bootstraps, and a master whose store is away: what they have to say goes to the stderr of their process."""
+
+MASTER_SHELLS = frozenset(f"unirun.master.{name}" for name in ("shell", "writing", "lead", "__main__"))
+"""Streams, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""
 
 MAY_PICKLE = frozenset(
     {"unirun.roles.calls.codec", "unirun.roles.calls.remote", "unirun.roles.host", "unirun.train.handle"}
@@ -162,14 +175,13 @@ def test_the_cores_do_no_input_and_no_output(module: Module) -> None:
     pure = (
         *(f"roles.calls.{name}" for name in calls),
         "roles.transport.frames",
-        "launcher.core",
-        "launcher.events",
+        *(f"launcher.{name}" for name in ("core", "hearing", "state", "events")),
         "failover.",
         "wire.frames",
         "wire.messages",
         "wire.codec",
     )
-    master = module.room == "master" and module.name != "unirun.master.shell"
+    master = module.room == "master" and module.name not in MASTER_SHELLS
     if not master and not any(f".{name}" in f"{module.name}." for name in pure):
         return
     banned = {"asyncio", "socket", "subprocess", "time", "threading", "random", "os", "select"}

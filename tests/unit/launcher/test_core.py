@@ -153,12 +153,18 @@ class TestALaunch:
         assert Agent(spawners={FRESH: False}).spawner(Preloaded(0.001), key=FRESH).commands == []
 
     def test_of_a_rank_whose_worker_lives_is_refused_with_a_notice(self) -> None:
-        agent = Agent().alive().on(launch(count=3, first=5))
+        agent = Agent().alive().on(launch(count=3, first=5, incarnation=1))
         assert agent.told(Notice) == [
-            Notice("actor:0", "incarnation 0 is not started: 0 lives"),
-            Notice("actor:1", "incarnation 0 is not started: 0 lives"),
+            Notice("actor:0", "incarnation 1 is not started: 0 lives"),
+            Notice("actor:1", "incarnation 1 is not started: 0 lives"),
         ]
         assert agent.sent(Spawn) == [spawn(7, "actor", 2)]
+
+    def test_that_comes_again_starts_only_whom_it_has_not_started_before(self) -> None:
+        agent = Agent().alive().on(launch(count=3, first=5))
+        assert agent.commands == [ToSpawner(TORCH, spawn(7, "actor", 2))]
+        agent.spawner(Reaped(1, 1.0, 0, None)).on(launch(count=3, first=9))
+        assert agent.commands == [], "nor anybody who has ended since"
 
     def test_of_a_part_of_a_role_leaves_the_others_alone(self) -> None:
         agent = Agent(in_place=frozenset({"actor"})).alive().spawner(Reaped(1, 1.0, None, KILL))

@@ -134,5 +134,11 @@ class Job:
     def finish(self) -> Finish | None:
         return next((c for c in self.commands if isinstance(c, Finish)), None)
 
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """The exit code and the report with which the job has ended."""
+        finish = self.finish
+        return (finish.verdict.code, finish.verdict.report) if finish else None
+
     def phases(self) -> dict[str, str]:
         return {name: role.phase.value for name, role in self.state.roles.items()}

@@ -12,7 +12,6 @@ from unirun.master import JobPhase, RolePhase, WorkerPhase
 from unirun.master.events import (
     AgentLost,
     Event,
-    Finish,
     JoinTimedOut,
     OwnerLost,
     ToAgent,
@@ -75,7 +74,7 @@ class TestLaunching:
         job = Job({"actor": 2}, nodes=("n0", "n1"))
         job.on(Join("n0", 1, "h", {"actor": "h:1"}), JoinTimedOut())
         assert job.state.phase is JobPhase.FAILED
-        assert job.finish == Finish(EXIT_RENDEZVOUS, "n1 did not join within 60 s")
+        assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
     def test_does_not_mind_the_deadline_when_all_are_there(self) -> None:
         assert Job({"actor": 1}).running().on(JoinTimedOut()).commands == []
@@ -118,7 +117,7 @@ class TestTheEnd:
         assert job.state.phase is JobPhase.RUNNING
         job.exits("actor", 1)
         assert job.state.phase is JobPhase.SUCCEEDED
-        assert job.finish == Finish(0, "actor succeeded")
+        assert job.end == (0, "actor succeeded")
 
     def test_needs_the_primary_roles_only_and_stops_the_others(self) -> None:
         job = Job({"actor": 1, "rollout": 2}, primary=("actor",)).running().exits("actor", 0)
@@ -253,7 +252,7 @@ class TestAStop:
         ]
         job.obey()
         assert job.state.phase is JobPhase.STOPPED
-        assert job.finish == Finish(130, "got SIGINT")
+        assert job.end == (130, "got SIGINT")
 
     def test_takes_its_own_grace(self) -> None:
         job = Job({"actor": 1}).running().on(Stop(TERM, "unirun stop", 2.5))
@@ -264,17 +263,17 @@ class TestAStop:
         job.on(Stop(TERM, "two"))
         assert job.orders(StopWorkers) == [StopWorkers("actor", (1,), KILL, 0.0)]
         job.obey()
-        assert job.finish == Finish(143, "one")
+        assert job.end == (143, "one")
 
     def test_of_a_job_that_ends_by_itself_kills_only_when_it_comes_again(self) -> None:
         job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
         assert job.on(Stop(TERM, "one")).orders(StopWorkers) == []
         assert job.on(Stop(TERM, "two")).orders(StopWorkers) == [StopWorkers("rollout", (0,), KILL, 0.0)]
-        assert job.obey().finish == Finish(0, "actor succeeded")
+        assert job.obey().end == (0, "actor succeeded")
 
     def test_before_anything_runs_ends_at_once(self) -> None:
         job = Job({"actor": 1}).on(Stop(TERM, "early"))
-        assert job.finish == Finish(143, "early")
+        assert job.end == (143, "early")
         assert job.phases() == {"actor": "stopped"}
 
     def test_ends_a_restart(self) -> None:
@@ -287,7 +286,7 @@ class TestAStop:
         job = Job({"actor": 2}, restarts={"actor": 3}).running().on(Stop(TERM, "stop"))
         job.exits("actor", 0, 1, asked=TERM, error=WorkerError("RuntimeError: x", "", job.now))
         assert job.orders(StartRole) == []
-        assert job.exits("actor", 1, by=TERM, asked=TERM).finish == Finish(143, "stop")
+        assert job.exits("actor", 1, by=TERM, asked=TERM).end == (143, "stop")
         assert job.phases() == {"actor": "failed"}
 
     def test_leaves_a_role_alone_that_has_succeeded(self) -> None:
@@ -298,7 +297,7 @@ class TestAStop:
     def test_comes_from_an_owner_that_died_too(self) -> None:
         job = Job({"actor": 1}).running().on(OwnerLost())
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, OWNER_LOST_GRACE)]
-        assert job.obey().finish == Finish(143, "the unirun command was killed")
+        assert job.obey().end == (143, "the unirun command was killed")
 
 
 class TestALostAgent:
@@ -324,7 +323,7 @@ class TestALostAgent:
 
     def test_while_the_job_stops_is_part_of_that(self) -> None:
         job = Job({"actor": 2}).running().on(Stop(TERM, "stop"), AgentLost("n0", "gone"))
-        assert job.finish == Finish(143, "stop")
+        assert job.end == (143, "stop")
 
     def test_is_announced_by_workers_that_it_has_stopped_by_itself(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 5}).running()
@@ -338,7 +337,7 @@ class TestALostAgent:
 
     def test_that_stopped_its_workers_for_a_dead_command_fits_the_masters_own_news(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0, 0, asked=TERM, cause="leaving").on(OwnerLost())
-        assert job.finish == Finish(143, "the unirun command was killed")
+        assert job.end == (143, "the unirun command was killed")
 
 
 class TestNewsOfThePast:

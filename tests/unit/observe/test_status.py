@@ -48,16 +48,16 @@ def test_a_running_job_is_as_it_was_written(job: tuple[JobDir, int]) -> None:
     os.close(job[1])
 
 
-def test_a_job_without_a_master_is_lost(job: tuple[JobDir, int]) -> None:
+def test_a_job_without_processes_is_lost(job: tuple[JobDir, int]) -> None:
     write(job[0])
     os.close(job[1])
     status = read_status(job[0])
-    assert (status.phase, status.reason) == ("lost", "the master is gone and left no end")
+    assert (status.phase, status.reason) == ("lost", "its processes are gone and left no end")
     assert status.roles == STATUS.roles
 
 
 @pytest.mark.parametrize("phase", ["succeeded", "failed", "stopped"])
-def test_a_job_that_has_ended_needs_no_master(job: tuple[JobDir, int], phase: str) -> None:
+def test_a_job_that_has_ended_needs_no_process(job: tuple[JobDir, int], phase: str) -> None:
     write(job[0], phase)
     os.close(job[1])
     assert read_status(job[0]).phase == phase

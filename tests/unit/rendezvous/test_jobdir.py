@@ -17,6 +17,9 @@ from unirun.wire import load_token, new_token
 
 Create = Callable[..., JobDir]
 
+FRESH = {"alive.lock", "logs", "store", "token", "uid"}
+"""What the directory of a new job holds."""
+
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -75,12 +78,12 @@ class TestANewJob:
 
     def test_is_held_until_its_lock_is_let_go(self, create: Create, locks: list[int]) -> None:
         job = create()
-        assert job.master_alive()
+        assert job.alive()
         inherited = os.dup(locks[0])
         os.close(locks.pop())
-        assert job.master_alive(), "who has inherited the lock holds it too"
+        assert job.alive(), "who has inherited the lock holds it too"
         os.close(inherited)
-        assert not job.master_alive()
+        assert not job.alive()
 
     def test_cannot_take_the_id_of_one_that_runs(self, create: Create) -> None:
         job = create()
@@ -206,7 +209,7 @@ def test_a_document_is_replaced_as_a_whole(create: Create) -> None:
         job.write_json("state.json", {"n": 2})
         assert reader.read() == '{"n":1}'
     assert job.read_json("state.json") == {"n": 2}
-    assert {path.name for path in job.path.iterdir()} == {"logs", "master.lock", "state.json", "token"}
+    assert {path.name for path in job.path.iterdir()} == FRESH | {"state.json"}
 
 
 @pytest.mark.parametrize(
@@ -220,10 +223,10 @@ def test_a_document_that_is_none_is_told(create: Create, text: str | None, says:
         job.read_json("state.json")
 
 
-def test_who_looks_whether_a_master_lives_does_not_disturb_it(create: Create, locks: list[int]) -> None:
+def test_who_looks_whether_a_job_lives_does_not_disturb_it(create: Create, locks: list[int]) -> None:
     job = create(running=False)
-    assert not job.master_alive()
+    assert not job.alive()
     handle = os.open(job.lock, os.O_RDWR)
     locks.append(handle)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert all(job.master_alive() for _ in range(3))
+    assert all(job.alive() for _ in range(3))
