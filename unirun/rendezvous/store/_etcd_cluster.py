@@ -8,12 +8,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
-
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.rendezvous.store._etcd_errors import Verdict, explain, judge
 from unirun.rendezvous.store._etcd_messages import message, message_class
 from unirun.rendezvous.store._etcd_tls import credentials, diagnose
+from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
 
 _OPTIONS = (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-import grpc
-
 from unirun.errors import LeaseExpired, StoreBroken, StoreError, StoreRefused
+from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
 
 _ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too many requests", "not capable")

@@ -10,9 +10,8 @@ import socket
 import ssl
 from pathlib import Path
 
-import grpc
-
 from unirun.errors import StoreRefused
+from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
 
 
@@ -59,11 +58,16 @@ def diagnose(address: EtcdAddress, endpoint: str, timeout: float) -> StoreRefuse
     """Why the server at `endpoint` and this client do not let each other in; None when it is not that."""
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
+    where = (host, int(port))
     try:
-        with socket.create_connection((host, int(port)), timeout) as stream:
+        with socket.create_connection(where, timeout) as stream:
             if address.cacert is None:
                 return _wants_tls(stream, endpoint)
-            return _handshake(_context(address), stream, host, endpoint)
+            refused = _handshake(address, stream, host, endpoint)
+        if refused is None:
+            with socket.create_connection(where, timeout) as stream:
+                refused = _speaks_plainly(stream, endpoint)
+        return refused
     except OSError:
         return None  # it is away
 
@@ -84,35 +88,36 @@ def _wants_tls(stream: socket.socket, endpoint: str) -> StoreRefused | None:
     )
 
 
-def _handshake(
-    context: ssl.SSLContext, stream: socket.socket, host: str, endpoint: str
-) -> StoreRefused | None:
+def _handshake(address: EtcdAddress, stream: socket.socket, host: str, endpoint: str) -> StoreRefused | None:
     try:
-        with context.wrap_socket(stream, server_hostname=host) as secure:
+        with _context(address).wrap_socket(stream, server_hostname=host) as secure:
             secure.recv(1)  # in TLS 1.3 a server refuses a client's certificate after the handshake
     except ssl.SSLCertVerificationError as error:
         return StoreRefused(
             f"the certificate of etcd at {endpoint} is not trusted: {error.verify_message}",
             "cacert=… has to be who signed it, and it has to name the host as the store's URL does",
         )
-    except ssl.SSLError as error:
-        return _refusal(error.reason or str(error), endpoint)
+    except OSError as error:
+        words = (getattr(error, "reason", None) or "").lower().replace("_", " ")
+        if "certificate" not in words and "unknown ca" not in words:
+            return None
+        if address.cert is None:
+            return StoreRefused(
+                f"etcd at {endpoint} wants a client certificate", "add cert=FILE&key=FILE to the store's URL"
+            )
+        return StoreRefused(
+            f"etcd at {endpoint} refuses the client certificate {address.cert}: {words}",
+            "see who signed it, and until when it is valid:"
+            f" openssl x509 -noout -issuer -dates -in {address.cert}",
+        )
     return None
 
 
-def _refusal(reason: str, endpoint: str) -> StoreRefused | None:
-    words = reason.lower().replace("_", " ")
-    if "certificate required" in words:
-        return StoreRefused(
-            f"etcd at {endpoint} wants a client certificate", "add cert=FILE&key=FILE to the store's URL"
-        )
-    if "certificate" in words or "unknown ca" in words:
-        return StoreRefused(
-            f"etcd at {endpoint} refuses the client certificate: {words}",
-            "see who has signed cert=…, and until when it is valid: openssl x509 -noout -issuer -dates -in FILE",
-        )
-    if "wrong version number" in words or "record layer failure" in words:
-        return StoreRefused(
-            f"etcd at {endpoint} does not speak TLS", "leave cacert=… out, or start it with certificates"
-        )
-    return None
+def _speaks_plainly(stream: socket.socket, endpoint: str) -> StoreRefused | None:
+    """A server that answers HTTP/2 without TLS begins with its settings (RFC 9113, 3.4): a frame of type 4."""
+    stream.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+    if stream.recv(9)[3:4] != b"\x04":
+        return None
+    return StoreRefused(
+        f"etcd at {endpoint} does not speak TLS", "leave cacert=… out, or start it with certificates"
+    )

@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grpc
-
 from unirun.errors import StoreAway, StoreError
 from unirun.rendezvous.store._etcd_cluster import RANGE, WATCH, Cluster, range_end
 from unirun.rendezvous.store._etcd_errors import Verdict, explain, explain_text, judge
 from unirun.rendezvous.store._etcd_messages import message, text
+from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.protocol import Change, Listing
 
 _UNREAD = 1000
