@@ -1,0 +1,270 @@
+"""What can be wrong with a file, and what is said of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreRefused
+from unirun.rendezvous.store import sqlite
+from unirun.rendezvous.store.protocol import Change, Listing, Put
+from unirun.rendezvous.store.sqlite import SqliteStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "store.db", timeout=5)
+    yield store
+    store.close()
+
+
+def test_only_its_owner_may_read_the_file_and_what_lies_beside_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = SqliteStore(tmp_path / "store.db")
+        store.txn([], [Put("a", "1")])
+    finally:
+        os.umask(before)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["store.db", "store.db-shm", "store.db-wal"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    store.close()
+    assert sorted(tmp_path.iterdir()) == files[:1]
+
+
+def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    lease = store.grant(60)
+    outcome = store.txn([], [Put("a", "1", lease)])
+    store.close()
+    again = SqliteStore(tmp_path / "store.db")
+    assert again.get_prefix("").revision == outcome.revision
+    assert again.watch("", 1).changes(1) == (Change("put", "a", "1", outcome.revision),)
+    again.keep_alive(lease)
+    again.close()
+
+
+def test_a_boot_ends_all_leases(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    lease = store.grant(10_000)
+    store.txn([], [Put("leased", "1", lease), Put("stays", "1")])
+    store.close()
+    with sqlite3.connect(tmp_path / "store.db") as file:
+        file.execute("UPDATE state SET boot = 'an earlier one'")
+    file.close()
+    again = SqliteStore(tmp_path / "store.db")
+    assert [item.key for item in again.get_prefix("").items] == ["stays"]
+    with pytest.raises(LeaseExpired):
+        again.keep_alive(lease)
+    again.close()
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreRefused, match=rf"no directory {tmp_path}/nowhere; make it"):
+        SqliteStore(tmp_path / "nowhere" / "store.db")
+    with pytest.raises(StoreRefused, match="is a directory"):
+        SqliteStore(tmp_path)
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("remember the milk\n" * 300)
+    with pytest.raises(StoreRefused, match=r"is no SQLite database; name a new file"):
+        SqliteStore(path)
+    assert path.read_text().startswith("remember the milk")
+
+
+def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE items (key)")
+    other.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreRefused, match="database of another program"):
+        SqliteStore(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    SqliteStore(path).close()
+    file = sqlite3.connect(path)
+    file.execute("PRAGMA user_version = 99")
+    file.close()
+    with pytest.raises(StoreRefused, match=r"another version of unirun \(format 99, here 1\)"):
+        SqliteStore(path)
+
+
+def test_a_damaged_file_is_told_from_an_absent_one(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteStore(path)
+    for number in range(50):
+        store.txn([], [Put(f"key{number}", "x" * 1000)])
+    store.close()
+    content = bytearray(path.read_bytes())
+    content[4096:] = os.urandom(len(content) - 4096)
+    path.write_bytes(content)
+    with pytest.raises(StoreBroken, match=r"damaged.*restore it from a copy"):
+        SqliteStore(path).get_prefix("")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_that_was_deleted_or_replaced_is_noticed(store: SqliteStore, *, there: bool) -> None:
+    watch = store.watch("", 1)
+    store.txn([], [Put("a", "1")])
+    assert watch.changes(1)
+    store.path.unlink()
+    if there:
+        SqliteStore(store.path).close()
+    for call in (lambda: store.get("a"), lambda: store.txn([], [Put("a", "2")]), lambda: watch.changes(1)):
+        with pytest.raises(StoreBroken, match="deleted or replaced"):
+            call()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_undoes_the_transaction_and_the_next_one_works(small_disk: Path) -> None:
+    store = SqliteStore(small_disk / "store.db")
+    store.txn([], [Put("a", "1")])
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space"):
+        ballast.write_bytes(bytes(4 * 1024 * 1024))
+    with pytest.raises(StoreBroken, match="disk of .* is full; nothing was changed; free some space"):
+        store.txn([], [Put("a", "x" * 500_000)])
+    item = store.get("a")
+    assert item is not None
+    assert item.value == "1"
+    ballast.unlink()
+    assert store.txn([], [Put("a", "2")]).revision == item.revision + 1
+    store.close()
+
+
+def test_a_read_only_file_system_is_named(small_disk: Path) -> None:
+    SqliteStore(small_disk / "store.db").close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StoreBroken, match="Read-only file system"):
+        SqliteStore(small_disk / "store.db")
+
+
+def test_who_may_not_write_is_told_so(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root may become somebody else")
+    path = tmp_path / "store.db"
+    SqliteStore(path).close()
+    script = f"""
+        import os
+        from unirun.errors import StoreRefused
+        from unirun.rendezvous.store.sqlite import SqliteStore
+        os.chdir({str(tmp_path)!r})
+        os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        try:
+            SqliteStore({str(path)!r})
+        except StoreRefused as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )
+    assert "may not be opened for writing; see who owns it" in done.stdout
+
+
+def test_a_lock_that_another_process_keeps_ends_at_the_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteStore(path, timeout=0.3)
+    store.txn([], [Put("a", "1")])
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    started = time.monotonic()
+    with pytest.raises(StoreAway, match="locked by another process"):
+        store.txn([], [Put("a", "2")])
+    assert 0.2 < time.monotonic() - started < 5
+    item = store.get("a")
+    assert item is not None, "readers do not wait for writers"
+    other.execute("ROLLBACK")
+    assert store.txn([], [Put("a", "2")]).succeeded
+    other.close()
+    store.close()
+
+
+def test_a_forked_child_is_told_to_open_its_own(store: SqliteStore) -> None:
+    def child() -> None:
+        watch = store.watch  # bound before the fork
+        for call in (lambda: store.get("a"), lambda: watch("", 1)):
+            try:
+                call()
+            except StoreRefused:
+                continue
+            os._exit(1)
+        store.close()
+        SqliteStore(store.path).txn([], [Put("from the child", "1")])
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    assert store.get("from the child") is not None
+
+
+def test_the_history_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "HISTORY_REVISIONS", 5)
+    start = store.txn([], [Put("a", "0")]).revision
+    for number in range(1, 10):
+        store.txn([], [Put("a", str(number))])
+    assert isinstance(store.watch("", start + 4).changes(1), Listing)
+    news = store.watch("", start + 5).changes(1)
+    assert [change.value for change in news] == list("56789")  # type: ignore[union-attr]
+
+
+def test_the_history_is_bounded_in_bytes_too(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "HISTORY_BYTES", 10_000)
+    for number in range(10):
+        store.txn([], [Put("a", str(number) * 3000)])
+    last = store.get_prefix("").revision
+    assert isinstance(store.watch("", last - 4).changes(1), Listing)
+    news = store.watch("", last - 2).changes(1)
+    assert [change.value[0] for change in news] == list("789")  # type: ignore[union-attr]
+    store.txn([], [Put("a", "x" * 50_000)])
+    assert len(store.watch("", last + 1).changes(1)) == 1, "the latest transaction is always known"  # type: ignore[arg-type]
+
+
+def test_a_watch_notices_a_change_of_another_process_soon_and_costs_little(store: SqliteStore) -> None:
+    other = SqliteStore(store.path)
+    watch = other.watch("", store.get_prefix("").revision + 1)
+    watch.changes(0.05)
+    cpu = time.thread_time()
+    watch.changes(0.5)
+    assert time.thread_time() - cpu < 0.05, "a tenth of a processor would be too much"
+    delays = []
+    for number in range(10):
+        seen: list[float] = []
+        waiting = threading.Thread(
+            target=lambda seen=seen: (watch.changes(10), seen.append(time.monotonic()))
+        )
+        waiting.start()
+        store.txn([], [Put("a", str(number))])
+        written = time.monotonic()
+        waiting.join(20)
+        delays.append(seen[0] - written)
+    assert min(delays) < 0.04
+    other.close()

@@ -1,0 +1,187 @@
+"""Stores by URL: what can be written, and what is said of what cannot."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.errors import UsageError
+from unirun.rendezvous.store.address import (
+    PASSWORD_VARIABLE,
+    EtcdAddress,
+    SqliteAddress,
+    parse_address,
+)
+from unirun.rendezvous.store.sqlite import SqliteStore
+from unirun.rendezvous.store.url import STORE_VARIABLE, open_store, store_url
+
+hosts = st.one_of(
+    st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True),
+    st.ip_addresses(v=4).map(str),
+    st.ip_addresses(v=6).map(lambda address: f"[{address}]"),
+)
+endpoints = st.lists(
+    st.builds("{}:{}".format, hosts, st.integers(1, 65535)), min_size=1, max_size=5, unique=True
+)
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+@st.composite
+def addresses(draw: st.DrawFn) -> EtcdAddress:
+    tls = draw(st.sampled_from(["none", "server", "both"]))
+    user = draw(st.none() | texts)
+    return EtcdAddress(
+        endpoints=tuple(draw(endpoints)),
+        prefix=f"{draw(texts).rstrip('/')}/",
+        timeout=draw(st.floats(0.001, 3600)),
+        cacert=draw(texts) if tls != "none" else None,
+        cert=draw(texts) if tls == "both" else None,
+        key=draw(texts) if tls == "both" else None,
+        user=user,
+        password_file=draw(st.none() | texts) if user else None,
+    )
+
+
+@given(addresses())
+def test_an_address_written_out_is_read_as_the_same(address: EtcdAddress) -> None:
+    assert parse_address(str(address)) == address
+
+
+@given(st.text())
+def test_any_text_is_an_address_or_a_usage_error(text: str) -> None:
+    for url in (text, f"etcd://{text}", f"etcd://h?{text}", f"sqlite:{text}"):
+        try:
+            address = parse_address(url)
+        except UsageError as error:
+            assert error.exit_code == 2
+        else:
+            assert isinstance(address, SqliteAddress) or address.prefix.endswith("/")
+
+
+@given(st.text(st.characters(exclude_characters="@/?", exclude_categories=["Cs"]), min_size=4))
+def test_a_password_in_a_url_is_refused_and_not_shown(password: str) -> None:
+    secret = f"<{password}>"
+    for url in (f"etcd://alice:{secret}@host", f"etcd://host?user=alice&password={secret.replace('&', '')}"):
+        with pytest.raises(UsageError, match=f"{PASSWORD_VARIABLE}, or into a file") as caught:
+            parse_address(url)
+        assert secret not in str(caught.value)
+
+
+def test_what_is_left_out_has_a_default() -> None:
+    assert parse_address("etcd://h1,h2:1/") == EtcdAddress(("h1:2379", "h2:1"), "/unirun/", 5.0)
+    assert parse_address("etcd://h?prefix=/x&timeout=1.5&cacert=%2Fetc%2Fca") == EtcdAddress(
+        ("h:2379",), "/x/", 1.5, "/etc/ca"
+    )
+    assert parse_address("sqlite:/var/lib/jobs.db") == SqliteAddress("/var/lib/jobs.db")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "begins with sqlite: or etcd://; write sqlite:PATH or etcd://HOST:PORT"),
+        ("redis://h", "begins with sqlite: or etcd://"),
+        ("/var/lib/jobs.db", "begins with sqlite: or etcd://"),
+        ("sqlite:", "names no file"),
+        ("sqlite://host/file", "a file is on no host"),
+        ("sqlite:a.db?timeout=3", "sqlite: takes no options"),
+        ("sqlite:a\0b", "no NUL"),
+        ("etcd:h", "two slashes are missing"),
+        ("etcd://", "a host is missing"),
+        ("etcd://h1,,h2", "a host is missing"),
+        ("etcd://h:0", "'h:0' is no host"),
+        ("etcd://h:65536", "'h:65536' is no host"),
+        ("etcd://h:x", "'h:x' is no host"),
+        ("etcd://http://h:1", "is no host"),
+        ("etcd://h,h:2379", "h:2379 is named twice"),
+        ("etcd://h/jobs", r"a path /jobs follows the hosts; write \?prefix=/jobs"),
+        ("etcd://h?prefix=", "prefix has no value"),
+        ("etcd://h?prefix", "prefix has no value"),
+        ("etcd://h?ttl=3", "no option 'ttl'; there are prefix, timeout"),
+        ("etcd://h?user=a&user=b", "user is given twice"),
+        ("etcd://h?timeout=0", "timeout=0 is no time"),
+        ("etcd://h?timeout=nan", "timeout=nan is no time"),
+        ("etcd://h?timeout=soon", "timeout=soon is no time"),
+        ("etcd://h?cacert=a&cert=b", "cert is given, and key is not; add key=FILE"),
+        ("etcd://h?cacert=a&key=b", "key is given, and cert is not; add cert=FILE"),
+        ("etcd://h?cert=a&key=b", "a client certificate without cacert"),
+        ("etcd://h?password_file=a", "password_file is given, and user is not"),
+    ],
+)
+def test_a_url_that_is_wrong_is_refused_with_what_to_write(url: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_address(url)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_address("etcd://h:x/jobs?ttl=3&timeout=0&cert=a")
+    assert len(str(caught.value).splitlines()) == 6
+
+
+def test_the_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    assert store_url(None) is None
+    monkeypatch.setenv(STORE_VARIABLE, "sqlite:a")
+    assert store_url(None) == "sqlite:a"
+    assert store_url("sqlite:b") == "sqlite:b"
+
+
+def test_a_file_is_opened_by_its_url_also_below_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = open_store("sqlite:~/jobs.db")
+    assert isinstance(store, SqliteStore)
+    assert store.url == f"sqlite:{tmp_path}/jobs.db"
+    store.close()
+
+
+def test_a_user_needs_a_password_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
+    file = tmp_path / "password"
+    url = f"etcd://127.0.0.1:1?user=alice&password_file={file}"
+    with pytest.raises(UsageError, match=f"alice has no password; set {PASSWORD_VARIABLE}"):
+        open_store("etcd://127.0.0.1:1?user=alice")
+    with pytest.raises(UsageError, match="No such file or directory; name a file"):
+        open_store(url)
+    file.write_text("secret\n")
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match=f"others may read .*; chmod 600 {file}"):
+        open_store(url)
+    file.chmod(0o600)
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="is empty"):
+        open_store(url)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="it is no text"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("package", ["grpc", "google"])
+def test_a_package_that_is_missing_is_named_with_its_extra(package: str) -> None:
+    script = f"""
+import sys
+sys.modules[{package!r}] = None
+from unirun.errors import UsageError
+from unirun.rendezvous.store.url import open_store
+try:
+    open_store("etcd://127.0.0.1:1")
+except UsageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "needs the package" in done.stdout
+    assert "pip install 'torch-unirun[etcd]'" in done.stdout
+
+
+def test_nothing_heavy_is_imported_before_a_store_is_opened() -> None:
+    script = "import sys, unirun.rendezvous.store.url; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"sqlite3", "grpc", "google.protobuf", "torch"} & set(done.stdout.split())
