@@ -1,0 +1,100 @@
+"""What ``--rdzv-conf`` and ``--rdzv-endpoint`` may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import UsageError
+from unirun.rendezvous.store.address import parse_address
+from unirun.rendezvous.torchrun.config import Config, parse_config, store_address
+
+
+def test_nothing_said_is_what_torch_has_by_default() -> None:
+    # torchrun adds "timeout" by itself, for its static backend.
+    assert parse_config({"timeout": 900}) == Config()
+    assert (Config().join_timeout, Config().last_call_timeout, Config().close_timeout) == (600, 30, 30)
+    assert Config().silence == 15
+
+
+def test_times_may_have_fractions() -> None:
+    config = parse_config(
+        {"last_call_timeout": "0.5", "keep_alive_interval": "1", "keep_alive_max_attempt": "2"}
+    )
+    assert config.last_call_timeout == 0.5
+    assert config.silence == 2
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", ""])
+def test_a_time_that_is_none_is_named(value: str) -> None:
+    with pytest.raises(UsageError, match=f"join_timeout={value} is no number of seconds"):
+        parse_config({"join_timeout": value})
+
+
+@pytest.mark.parametrize("value", ["0", "1", "2.5", "many"])
+def test_a_count_that_is_none_is_named(value: str) -> None:
+    with pytest.raises(UsageError, match=f"keep_alive_max_attempt={value} is no whole number"):
+        parse_config({"keep_alive_max_attempt": value})
+
+
+def test_a_key_that_there_is_not_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(UsageError, match=r"no key 'ssl_cert'.*there are join_timeout, .*cacert, cert, key"):
+        parse_config({"ssl_cert": "x"})
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"cacert={tmp_path / 'ca.pem'}: there is no such file"):
+        parse_config({"cacert": str(tmp_path / "ca.pem")})
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [("cert", "key"), ("key", "cert"), ("cert key", "cacert"), ("password_file", "user")],
+)
+def test_half_of_a_pair_is_refused(tmp_path: Path, given: str, missing: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(UsageError, match=f"and {missing} is not; add {missing}="):
+        parse_config(dict.fromkeys(given.split(), str(file)))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "members"),
+    [
+        ("", ["localhost:2379"]),
+        ("h", ["h:2379"]),
+        ("h1:1,h2", ["h1:1", "h2:2379"]),
+        ("[::1]:4001", ["[::1]:4001"]),
+    ],
+)
+def test_an_endpoint_has_one_member_or_several(endpoint: str, members: list[str]) -> None:
+    assert list(store_address(endpoint, Config()).endpoints) == members
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://h:2379", "h:x", "h:0", "h:99999", "a,,b", "h/p", "me:secret@h", "h?timeout=1"]
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(UsageError, match="--rdzv-endpoint.*HOST:PORT"):
+        store_address(endpoint, Config())
+
+
+def test_what_the_configuration_says_is_in_the_address(tmp_path: Path) -> None:
+    for name in ("ca", "cert", "key", "pw"):
+        (tmp_path / name).write_text("x")
+    given = {
+        "cacert": str(tmp_path / "ca"),
+        "cert": str(tmp_path / "cert"),
+        "key": str(tmp_path / "key"),
+        "user": "me",
+        "password_file": str(tmp_path / "pw"),
+        "prefix": "/jobs",
+        "heartbeat_timeout": "2",
+    }
+    address = store_address("h", parse_config(given))
+    assert {**given, "prefix": "/jobs/", "heartbeat_timeout": 2.0} == {
+        "heartbeat_timeout": address.timeout,
+        **{name: getattr(address, name) for name in given if name != "heartbeat_timeout"},
+    }
+    assert parse_address(str(address)) == address

@@ -1,0 +1,261 @@
+"""torch's handler over the store in memory: nodes are threads here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from importlib.metadata import entry_points
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+from unirun.errors import StoreAway, UsageError
+from unirun.rendezvous.store.memory import MemoryStore
+from unirun.rendezvous.store.protocol import Compare, Item, Outcome, Put
+from unirun.rendezvous.torchrun import create_handler, get_handler
+from unirun.rendezvous.torchrun.config import Config
+from unirun.rendezvous.torchrun.handler import StoreHandler
+
+WAIT = 30.0
+
+
+class Switch(MemoryStore):
+    """A store that can be away, and that a handler does not close for the others."""
+
+    away = False
+
+    def get(self, key: str) -> Item | None:
+        if self.away:
+            raise StoreAway("gone")
+        return super().get(key)
+
+    def txn(
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> Outcome:
+        if self.away:
+            raise StoreAway("gone")
+        return super().txn(compares, puts, deletes)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def store() -> Switch:
+    return Switch()
+
+
+Node = Callable[..., StoreHandler]
+
+
+@pytest.fixture
+def node(store: Switch) -> Iterator[Node]:
+    made: list[StoreHandler] = []
+
+    def make(
+        run: str = "run1", nodes: tuple[int, int] = (2, 2), config: Config | None = None
+    ) -> StoreHandler:
+        params = RendezvousParameters("etcd-v3", "", run, *nodes, local_addr="127.0.0.1")
+        made.append(StoreHandler(params, config or Config(), store))
+        return made[-1]
+
+    yield make
+    store.away = False
+    for handler in made:
+        handler.shutdown()
+
+
+def meet(*handlers: StoreHandler) -> list[RendezvousInfo]:
+    with ThreadPoolExecutor(len(handlers)) as pool:
+        joining: list[Future[RendezvousInfo]] = [pool.submit(each.next_rendezvous) for each in handlers]
+        return [each.result(WAIT) for each in joining]
+
+
+def address(info: RendezvousInfo) -> tuple[str, int]:
+    there = info.bootstrap_store_info
+    assert there is not None
+    return there.master_addr, there.master_port
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_torch_finds_it_by_its_name() -> None:
+    (found,) = entry_points(group="torchrun.handlers", name="etcd-v3")
+    assert found.load() is get_handler
+    assert get_handler() is create_handler
+    with pytest.raises(UsageError, match="there are join_timeout"):
+        rendezvous_handler_registry.create_handler(
+            RendezvousParameters("etcd-v3", "localhost", "run1", 1, 1, wrong="key")
+        )
+
+
+def test_an_etcd_that_is_not_there_is_torchs_error() -> None:
+    params = RendezvousParameters(
+        "etcd-v3", "127.0.0.1:1", "run1", 1, 1, heartbeat_timeout="0.2", read_timeout="0.2"
+    )
+    with pytest.raises(RendezvousConnectionError):
+        create_handler(params).next_rendezvous()
+
+
+def test_the_names_of_torch_that_are_not_public_are_still_there() -> None:
+    """Where one is gone, what it was used for would silently be as it is without this plugin."""
+    handler = torchs.DynamicRendezvousHandler
+    assert callable(handler._get_store)
+    assert {"_shared_tcp_store_server", "_bootstrap_store_info", "_op_executor", "_state_holder"} <= set(
+        handler.__init__.__code__.co_names
+    )
+    assert "_last_sync_time" in torchs._BackendRendezvousStateHolder.sync.__code__.co_names
+    assert "_sanitize" in torchs._BackendRendezvousStateHolder.sync.__code__.co_names
+    assert "_state" in torchs._DistributedRendezvousOpExecutor.run.__code__.co_names
+
+
+def test_nodes_that_meet_have_ranks_and_one_store_for_their_workers(node: Node) -> None:
+    infos = meet(node(), node())
+    assert sorted(info.rank for info in infos) == [0, 1]
+    assert {info.world_size for info in infos} == {2}
+    assert address(infos[0]) == address(infos[1])
+    worker = TCPStore(*address(infos[0]), is_master=False, timeout=timedelta(seconds=WAIT))
+    worker.set("key", "value")
+    infos[0].store.set("from", "agent")
+    assert infos[1].store.get("from") == b"agent"
+
+
+def test_every_round_has_stores_of_its_own(node: Node) -> None:
+    one, other = node(), node()
+    before = meet(one, other)
+    TCPStore(*address(before[0]), is_master=False).set("stale", "1")
+    before[0].store.set("stale", "1")
+    after = meet(one, other)
+    assert address(after[0]) == address(after[1]) != address(before[0])
+    assert not TCPStore(*address(after[0]), is_master=False).check(["stale"])
+    assert not after[1].store.check(["stale"])
+
+
+def test_earlier_rounds_leave_nothing_behind(node: Node, store: Switch) -> None:
+    one, other = node(), node()
+    meet(one, other)
+    sizes = []
+    for _ in range(3):
+        meet(one, other)
+        sizes.append(len(store.get_prefix("run1/rounds/").items))
+    assert sizes == [sizes[0]] * 3
+
+
+def test_nobody_sleeps_while_nodes_meet(node: Node) -> None:
+    """torch spreads the first arrivals over 0.3 s; then it would look once a second."""
+    one, other = node(), node()
+    meet(one, other)
+    started = time.monotonic()
+    for _ in range(5):
+        meet(one, other)
+    assert time.monotonic() - started < 3.0
+
+
+def test_who_comes_later_is_waited_for_by_the_round_that_is(node: Node) -> None:
+    quick = Config(last_call_timeout=0.1)
+    one = node(nodes=(1, 2), config=quick)
+    (info,) = meet(one)
+    assert info.world_size == 1
+    other = node(nodes=(1, 2), config=quick)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(other.next_rendezvous)
+        until(lambda: one.num_nodes_waiting() == 1)
+        again = one.next_rendezvous()
+        assert again.world_size == joining.result(WAIT).world_size == 2
+
+
+def test_a_node_that_falls_silent_is_lost(node: Node) -> None:
+    config = Config(keep_alive_interval=0.2, keep_alive_max_attempt=5)
+    one, other = node(config=config), node(config=config)
+    meet(one, other)
+    assert one.num_nodes_waiting() == 0
+    other._stop_heartbeats()
+    until(lambda: one.num_nodes_waiting() == 1)
+    assert {info.world_size for info in meet(one, node(config=config))} == {2}
+
+
+def test_an_outage_of_the_store_loses_nobody(node: Node, store: Switch) -> None:
+    config = Config(keep_alive_interval=0.1, keep_alive_max_attempt=5)
+    one, other = node(config=config), node(config=config)
+    meet(one, other)
+    store.away = True
+    until(lambda: one._backend.away and other._backend.away)
+    gone = time.monotonic()
+    while time.monotonic() - gone < 3 * config.silence:
+        assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
+        time.sleep(0.02)
+    store.away = False
+    until(lambda: not one._backend.blinded and not other._backend.blinded)
+    assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
+
+
+def test_a_store_that_is_away_is_waited_for_when_nodes_meet(node: Node, store: Switch) -> None:
+    one, other = node(), node()
+    store.away = True
+    with ThreadPoolExecutor() as pool:
+        joining = [pool.submit(each.next_rendezvous) for each in (one, other)]
+        until(lambda: one._backend.away and other._backend.away)
+        store.away = False
+        assert {each.result(WAIT).world_size for each in joining} == {2}
+
+
+def test_the_end_of_a_run_lets_the_others_finish(node: Node) -> None:
+    config = Config(keep_alive_interval=0.2, keep_alive_max_attempt=2)
+    one, other = node(config=config), node(config=config)
+    meet(one, other)
+    assert one.shutdown()
+    until(lambda: other.is_closed())
+    silent_since = time.monotonic()
+    while time.monotonic() - silent_since < 2 * config.silence:
+        assert other.num_nodes_waiting() == 0
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_over_takes_nobody(node: Node) -> None:
+    one, other = node(), node()
+    meet(one, other)
+    one.set_closed()
+    with pytest.raises(RendezvousClosedError, match="'run1' is over.*--rdzv-id"):
+        other.next_rendezvous()
+
+
+def test_the_last_node_clears_up_so_that_the_run_can_be_had_again(node: Node, store: Switch) -> None:
+    first = [node(), node()]
+    meet(*first)
+    bystanders = [node("run10"), node("run1/a")]
+    for handler in first:
+        handler.shutdown()
+    assert store.get_prefix("run1/").items == ()
+    assert {info.world_size for info in meet(node(), node())} == {2}
+    assert bystanders
+
+
+def test_runs_with_like_names_do_not_meet(node: Node) -> None:
+    alone = {"run1": node("run1", (1, 1)), "run10": node("run10", (1, 1)), "run1/a": node("run1/a", (1, 1))}
+    assert {info.world_size for info in meet(*alone.values())} == {1}
+    alone["run1"].shutdown()
+    assert alone["run10"].num_nodes_waiting() == alone["run1/a"].num_nodes_waiting() == 0
+    assert not alone["run10"].is_closed()
+
+
+def test_who_waits_in_vain_is_told_how_many_came(node: Node) -> None:
+    with pytest.raises(
+        RendezvousTimeoutError, match="of at least 2 nodes of the run 'run1' came within 0.3 s"
+    ):
+        node(config=Config(join_timeout=0.3)).next_rendezvous()

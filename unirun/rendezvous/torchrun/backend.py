@@ -1,0 +1,172 @@
+"""torch's rendezvous state in a store: read, compare-and-set, and waiting for the next change.
+
+torch pickles the state, gives it to `set_state` and unpickles what `get_state` returns; here it is bytes. It lies in
+one key, together with the id of the meeting that it was made for: if it is ever lost while nodes live (they were all
+suspended for longer than the lease), the rounds count from 0 again, and only the id tells them from the old ones.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import logging
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+from uuid import uuid4
+
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from unirun.errors import OutcomeUnknown, StoreAway, StoreError
+from unirun.rendezvous.store.protocol import Item, Outcome, RevisionIs, Store
+from unirun.rendezvous.torchrun import NAME
+from unirun.rendezvous.torchrun.leased import LeasedWriter
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+RETRY = 0.1
+"""Seconds between two attempts to reach a store that is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateToken:
+    """Which version of the state somebody has seen: that of the transaction `revision`, of the meeting `meeting`."""
+
+    revision: int
+    meeting: str
+
+
+class StoreBackend(RendezvousBackend):
+    """The view of the node `node` of the state of a run, which is at ``<root>state/current``.
+
+    `grace` is for how many seconds after an outage of the store silence of the other nodes says nothing.
+    """
+
+    def __init__(self, store: Store, writer: LeasedWriter, root: str, node: str, *, grace: float) -> None:
+        self._store, self._writer, self._root, self._grace = store, writer, root, grace
+        self._state_key, self._nodes = f"{root}state/current", f"{root}nodes/"
+        self._node_key = f"{self._nodes}{quote(node, safe='')}"
+        self._patience = 0.0
+        self._grace_ends = 0.0
+        self.meeting = ""
+        """The id of the meeting that was read or written last."""
+        self.away = False
+        """Whether the store could not be reached the last time."""
+
+    @property
+    def name(self) -> str:
+        """What ``--rdzv-backend`` calls it."""
+        return NAME
+
+    @property
+    def blinded(self) -> bool:
+        """Whether heartbeats may be old only because nobody could write new ones."""
+        return self.away or time.monotonic() < self._grace_ends
+
+    @contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Within, a store that is away is tried again for so long; otherwise it is an error at once."""
+        self._patience = seconds
+        try:
+            yield
+        finally:
+            self._patience = 0.0
+
+    def get_state(self) -> tuple[bytes, StateToken] | None:
+        """The state and its token; None when there is none. Raises `RendezvousConnectionError` and, when it is not
+        one that `set_state` has written, `RendezvousStateError`."""
+        item = self._reached(lambda: self._store.get(self._state_key))
+        return None if item is None else self._decoded(item)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, StateToken, bool] | None:
+        """Replace the state that `token` stands for (without one: the state that is not there yet).
+
+        Returns the state that is there now, its token, and whether it is the one that was given. Raises like
+        `get_state`.
+        """
+        if token is not None and not isinstance(token, StateToken):
+            return self._found()
+        meeting = token.meeting if token else uuid4().hex
+        value = json.dumps({"meeting": meeting, "state": b64encode(state).decode()})
+        seen = RevisionIs(self._state_key, token.revision if token else 0)
+        try:
+            outcome = self._reached(lambda: self._write(seen, value))
+        except OutcomeUnknown:
+            item = self._reached(lambda: self._store.get(self._state_key))
+            if item is None or item.value != value:
+                return self._found()
+            return (*self._decoded(item), True)
+        if not outcome.succeeded:
+            return self._found()
+        self.meeting = meeting
+        return state, StateToken(outcome.revision, meeting), True
+
+    def wait_for_change(self, token: StateToken, timeout: float) -> None:
+        """Return when the state is another one than `token` stands for, or after `timeout` seconds."""
+        try:
+            with closing(self._store.watch(f"{self._root}state/", token.revision + 1)) as watch:
+                watch.changes(timeout)
+        except StoreAway as error:
+            logger.debug("the watch of the rendezvous state: %s", error)
+
+    def leave(self, members: Collection[str]) -> None:
+        """Say that this node is gone; the last of the `members` removes everything of the run.
+
+        Never raises for the store's sake: what is left then goes with the leases.
+        """
+        try:
+            self._store.txn([], deletes=[self._node_key])
+            state = self._store.get(self._state_key)
+            there = {item.key for item in self._store.get_prefix(self._nodes).items}
+            # A node that was killed has a key for some time yet, but is no member when the others have met again.
+            if there.isdisjoint(f"{self._nodes}{quote(member, safe='')}" for member in members):
+                # Not when a node has joined in between: it has changed the state.
+                unchanged = RevisionIs(self._state_key, state.revision if state else 0)
+                self._store.txn([unchanged], deletes=[self._root])
+        except StoreError as error:
+            logger.warning("the run's keys stay in the store until their leases end: %s", error)
+
+    def _write(self, seen: RevisionIs, value: str) -> Outcome:
+        return self._writer.txn([seen], {self._state_key: value, self._node_key: ""})
+
+    def _found(self) -> tuple[bytes, StateToken, bool] | None:
+        found = self.get_state()
+        return None if found is None else (*found, False)
+
+    def _decoded(self, item: Item) -> tuple[bytes, StateToken]:
+        try:
+            record = json.loads(item.value)
+            self.meeting = str(record["meeting"])
+            return b64decode(record["state"], validate=True), StateToken(item.revision, self.meeting)
+        except (ValueError, KeyError, TypeError, binascii.Error) as error:
+            raise RendezvousStateError(
+                f"{item.key} holds {item.value!r:.80}, which no {NAME} backend has written; "
+                "does the prefix belong to something else? choose another one with --rdzv-conf=prefix=…"
+            ) from error
+
+    def _reached(self, call: Callable[[], Result]) -> Result:
+        """The result of a call to the store, in torch's errors; `OutcomeUnknown` is the caller's business."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                result = call()
+            except OutcomeUnknown:
+                raise
+            except StoreAway as error:
+                self.away = True
+                if time.monotonic() >= deadline:
+                    raise RendezvousConnectionError(str(error)) from error
+                time.sleep(RETRY)
+            except StoreError as error:
+                raise RendezvousConnectionError(str(error)) from error
+            else:
+                if self.away:
+                    self.away, self._grace_ends = False, time.monotonic() + self._grace
+                return result

@@ -1,0 +1,157 @@
+"""``--rdzv-endpoint`` and ``--rdzv-conf`` as values: everything is checked before anything is connected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from unirun.errors import UsageError
+from unirun.rendezvous.store.address import EtcdAddress, parse_address
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What ``--rdzv-conf`` may say; the fields are its keys. Times are seconds, and may have fractions."""
+
+    join_timeout: float = 600
+    """For how long a node waits until enough nodes are there."""
+
+    last_call_timeout: float = 30
+    """For how long more nodes are waited for when the least number is there."""
+
+    close_timeout: float = 30
+    """For how long a node tries to say that the run is over."""
+
+    heartbeat_timeout: float = 5
+    """How long one heartbeat, or any other call to etcd, may take."""
+
+    keep_alive_interval: float = 5
+    """Time between two heartbeats of a node."""
+
+    keep_alive_max_attempt: int = 3
+    """So many intervals without a heartbeat, and the node is lost."""
+
+    read_timeout: float = 60
+    """For how long etcd may be away while nodes meet."""
+
+    prefix: str = "/torchrun/"
+    """What every key in etcd begins with."""
+
+    cacert: str | None = None
+    """File with the certificates of the authorities that etcd's is checked with; turns TLS on."""
+
+    cert: str | None = None
+    """File with the certificate that this node shows to etcd."""
+
+    key: str | None = None
+    """File with the private key of `cert`."""
+
+    user: str | None = None
+    """Who to log in to etcd as."""
+
+    password_file: str | None = None
+    """File that holds nothing but the password of `user`, and that nobody else may read."""
+
+    @property
+    def silence(self) -> float:
+        """After how many seconds without a heartbeat a node is lost."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt
+
+    @property
+    def ttl(self) -> float:
+        """How long a run's keys outlive its last node: well beyond the time in which the nodes would notice."""
+        return 3 * self.silence
+
+
+NOT_OURS = frozenset({"timeout"})
+"""torchrun puts it into the configuration of every backend; only its static one has a use for it."""
+
+
+def parse_config(given: Mapping[str, Any]) -> Config:
+    """The configuration with defaults where nothing is said. Raises `UsageError` that names the key."""
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in NOT_OURS:
+            continue
+        if name not in _PARSERS:
+            raise UsageError(
+                f"--rdzv-conf has no key {name!r} for etcd-v3", f"there are {', '.join(_PARSERS)}"
+            )
+        values[name] = _PARSERS[name](name, value)
+    for one, other in _NEEDS:
+        if one in values and other not in values:
+            raise UsageError(f"--rdzv-conf: {one} is given, and {other} is not", f"add {other}=…")
+    return Config(**values)
+
+
+def store_address(endpoint: str, config: Config) -> EtcdAddress:
+    """Where the run's store is; ``h1:2379,h2`` are two members, nothing is this host. Raises `UsageError`."""
+    try:
+        if set("/?@") & set(endpoint):
+            raise UsageError("neither a scheme, nor a path, nor a password may stand in it")
+        there = parse_address(f"etcd://{endpoint.strip() or 'localhost'}")
+    except UsageError as error:
+        raise UsageError(
+            f"--rdzv-endpoint={endpoint} names no etcd: {error}",
+            "write HOST:PORT, with commas between several; cacert, cert, key, user and password_file are keys of "
+            "--rdzv-conf",
+        ) from error
+    assert isinstance(there, EtcdAddress)
+    return replace(
+        there,
+        prefix=config.prefix,
+        timeout=config.heartbeat_timeout,
+        cacert=config.cacert,
+        cert=config.cert,
+        key=config.key,
+        user=config.user,
+        password_file=config.password_file,
+    )
+
+
+def _seconds(name: str, value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--rdzv-conf: {name}={value} is no number of seconds greater than 0")
+    return seconds
+
+
+def _attempts(name: str, value: Any) -> int:
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 2:  # with one, every heartbeat comes a moment too late
+        raise UsageError(f"--rdzv-conf: {name}={value} is no whole number from 2 on")
+    return count
+
+
+def _prefix(name: str, value: Any) -> str:
+    return f"{str(value).rstrip('/')}/"
+
+
+def _file(name: str, value: Any) -> str:
+    if not Path(str(value)).is_file():
+        raise UsageError(f"--rdzv-conf: {name}={value}: there is no such file on this node")
+    return str(value)
+
+
+def _name(name: str, value: Any) -> str:
+    return str(value)
+
+
+_PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout"), _seconds),
+    **dict.fromkeys(("keep_alive_interval", "read_timeout"), _seconds),
+    "keep_alive_max_attempt": _attempts,
+    "prefix": _prefix,
+    **dict.fromkeys(("cacert", "cert", "key", "password_file"), _file),
+    "user": _name,
+}
+
+_NEEDS = (("cert", "key"), ("key", "cert"), ("cert", "cacert"), ("password_file", "user"))

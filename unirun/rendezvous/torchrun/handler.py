@@ -1,0 +1,222 @@
+"""torch's `DynamicRendezvousHandler` over a store, with the four things that it leaves open.
+
+*Each round has a new TCPStore.* torch 2.13 keeps one for all rounds and gives it to the workers without a prefix, so
+a restarted round reads the keys of the one before; and nodes whose rank is not 0 keep its address even when its host
+is gone. Here both are forgotten at the start of a round, and rank 0 opens a new store on a new port.
+
+*Nobody polls while nodes meet.* Where torch sleeps for a second, the change of the state is waited for.
+
+*A lost node is noticed.* torch takes a silent node out of its copy of the state and goes on. Here a round whose
+members are not those that it was formed with makes the agents meet again, without costing one of their restarts.
+
+*An outage of the store costs nothing.* Agents that cannot reach it go on training; afterwards every node has time for
+a heartbeat before one is missed.
+
+torch offers no such seams, so this uses names of it that begin with an underscore. They are the same in torch 2.11 to
+2.15; all of them are in this file, and ``tests/unit/rendezvous/torchrun`` fails where one is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any, cast
+from urllib.parse import quote
+
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _Action,
+    _BackendRendezvousStateHolder,
+    _DistributedRendezvousOpExecutor,
+    _RendezvousContext,
+)
+
+from unirun.errors import StoreAway, StoreError
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
+from unirun.rendezvous.torchrun.backend import StoreBackend
+from unirun.rendezvous.torchrun.config import Config, parse_config, store_address
+from unirun.rendezvous.torchrun.leased import LeasedWriter
+from unirun.rendezvous.torchrun.roundstore import RoundStore
+
+logger = logging.getLogger(__name__)
+
+LOOK = 1.0
+"""Seconds after which a node that waits looks for others that have fallen silent, at the latest; torch's interval."""
+
+UNNAMED = "none"
+"""The run id that torchrun uses when nobody gives one."""
+
+
+class StoreHandler(DynamicRendezvousHandler):
+    """One node of the run that `params` names, whose state is in `store`; `shutdown` closes that."""
+
+    def __init__(self, params: RendezvousParameters, config: Config, store: Store) -> None:
+        # Quoted, and with a "/" at its end: nothing that is done to run1 is done to run10, or to run1/a.
+        root = f"{quote(params.run_id, safe='')}/"
+        writer = LeasedWriter(store, config.ttl)
+        node = self._node_desc_generator.generate(params.local_addr)
+        backend = StoreBackend(store, writer, root, str(node), grace=config.silence)
+        settings = RendezvousSettings(
+            run_id=params.run_id,
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            timeout=RendezvousTimeout(
+                join=timedelta(seconds=config.join_timeout),
+                last_call=timedelta(seconds=config.last_call_timeout),
+                close=timedelta(seconds=config.close_timeout),
+                heartbeat=timedelta(seconds=config.heartbeat_timeout),
+            ),
+            keep_alive_interval=timedelta(seconds=config.keep_alive_interval),
+            keep_alive_max_attempt=config.keep_alive_max_attempt,
+        )
+        holder = _StateHolder(backend, settings)
+        rounds = f"{root}rounds/"
+        super().__init__(node, settings, backend.name, RoundStore(store, writer, rounds), holder)
+        self._op_executor = _Executor(node, holder, settings)
+        self._backend, self._config = backend, config
+        self._kv, self._writer, self._rounds = store, writer, rounds
+        self._formed: tuple[int, frozenset[Any]] | None = None
+        """The round that this node is in, and its members when it was formed."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes. Raises torch's errors for a run that is closed, a deadline that has passed, and etcd
+        that cannot be reached for `read_timeout`."""
+        # So that a store is opened, and its address read, anew.
+        self._shared_tcp_store_server = None
+        self._bootstrap_store_info = None
+        run, config = self._settings.run_id, self._config
+        try:
+            with self._backend.patient(config.read_timeout):
+                return super().next_rendezvous()
+        except RendezvousClosedError:
+            raise RendezvousClosedError(
+                f"the run {run!r} is over, and some of its nodes have not left yet; use another --rdzv-id, or wait "
+                f"until they have (at most {config.ttl:g} s when they were killed)"
+            ) from None
+        except RendezvousTimeoutError:
+            there = len(self._state_holder.state.participants)
+            raise RendezvousTimeoutError(
+                f"{there} of at least {self._settings.min_nodes} nodes of the run {run!r} came within "
+                f"{config.join_timeout:g} s; are all started with this --rdzv-id and --rdzv-endpoint? "
+                "--rdzv-conf=join_timeout=… waits longer"
+            ) from None
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes want to join; 1 also when this round is no longer the one that was formed."""
+        if self._backend.away:  # the heartbeats find out when it is back
+            return 0
+        try:
+            waiting = super().num_nodes_waiting()
+        except RendezvousConnectionError as error:
+            logger.warning("etcd is away; workers go on meanwhile: %s", error)
+            return 0
+        state = self._state_holder.state
+        if state.closed:  # nobody can join any more
+            return 0
+        if waiting == 0 and self._formed != (state.round, frozenset(state.participants)):
+            logger.warning("a node of round %s is lost; the others meet again", state.round)
+            return 1
+        return waiting
+
+    def shutdown(self) -> bool:
+        """Say that the run is over, and leave it."""
+        with self._backend.patient(self._config.close_timeout):
+            closed = super().shutdown()
+        state = self._state_holder.state
+        self._backend.leave([str(node) for node in {*state.participants, *state.wait_list}])
+        self._kv.close()
+        return closed
+
+    def _get_store(self) -> TorchStore:
+        state = self._state_holder.state
+        self._formed = (state.round, frozenset(state.participants))
+        name = f"{self._backend.meeting}.{state.round}/"
+        if state.participants[self._this_node] == 0:
+            self._remove_rounds_but(name)
+        return RoundStore(self._kv, self._writer, f"{self._rounds}{name}")
+
+    def _remove_rounds_but(self, name: str) -> None:
+        """Everybody has left the earlier rounds: what they said there would else stay as long as they live."""
+        try:
+            keys = (item.key.removeprefix(self._rounds) for item in self._kv.get_prefix(self._rounds).items)
+            for old in {f"{key.partition('/')[0]}/" for key in keys} - {name}:
+                self._kv.txn([], deletes=[f"{self._rounds}{old}"])
+        except StoreError as error:
+            logger.warning("an earlier round's keys stay until their leases end: %s", error)
+
+
+class _StateHolder(_BackendRendezvousStateHolder):
+    """The state, with members that are not taken for dead while nobody can say that he lives."""
+
+    _backend: StoreBackend
+
+    def wait(self, timeout: float) -> None:
+        """Look again when the state has changed, or after `timeout` seconds."""
+        self._backend.wait_for_change(self._token, timeout)
+        self._last_sync_time = -1
+        self.sync()
+
+    def _sanitize(self) -> None:
+        if not self._backend.blinded:
+            super()._sanitize()
+
+
+class _Executor(_DistributedRendezvousOpExecutor):
+    """Runs torch's operations, but waits for a change where they would sleep for a second."""
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        """See base class."""
+        holder = cast(_StateHolder, self._state_holder)
+
+        def step(context: _RendezvousContext, deadline: float) -> _Action:
+            action = state_handler(context, deadline)
+            while action is _Action.SYNC:
+                holder.wait(self._look_in(holder.state.deadline))
+                context.state = self._state = holder.state
+                action = state_handler(context, deadline)
+            return action
+
+        super().run(step, deadline, update_deadline)
+
+    def _look_in(self, last_call: datetime | None) -> float:
+        seconds = min(LOOK, self._settings.keep_alive_interval.total_seconds())  # when a heartbeat may be due
+        if last_call is not None:
+            seconds = min(seconds, (last_call - datetime.now(UTC)).total_seconds())
+        return max(0.01, seconds)
+
+
+def connect(params: RendezvousParameters) -> RendezvousHandler:
+    """See `unirun.rendezvous.torchrun.create_handler`."""
+    config = parse_config(params.config)
+    address = store_address(params.endpoint, config)
+    if params.run_id == UNNAMED:
+        logger.warning("all runs without --rdzv-id meet in this etcd as %r; give each its own", UNNAMED)
+    deadline = time.monotonic() + config.read_timeout
+    while True:
+        try:
+            return StoreHandler(params, config, open_store(str(address)))
+        except StoreAway as error:
+            if time.monotonic() >= deadline:
+                raise RendezvousConnectionError(str(error)) from error
+            logger.warning("waiting for etcd: %s", error)
+        except StoreError as error:
+            raise RendezvousConnectionError(str(error)) from error
