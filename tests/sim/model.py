@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tests.sim.world import JOB, Clock, Habits, Pipe, Plan
+from unirun.errors import StoreError
 from unirun.launcher import core, events
 from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.launcher.orders import Orders
-from unirun.wire.messages import Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
+from unirun.launcher.standby import CHECK, PATIENCE
+from unirun.launcher.state import AgentState, holdings
+from unirun.rendezvous.election import leader_of
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.protocol import Store
+from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import GroupFormed, Join, Metrics, Serving, WorkerError, WorkerExited
 from unirun.wire.spawning import (
     Forked,
@@ -86,13 +92,16 @@ class World(Protocol):
     def trace(self, text: str) -> None:
         """Note something for a failing seed."""
 
-    def from_agent(self, node: str, message: Message) -> None:
-        """A message of an agent has arrived at the master."""
+    def client(self) -> Store:
+        """A way to the store."""
 
-    def agent_stream_ended(self, node: str, reason: str) -> None:
-        """The stream of an agent has ended at the master."""
+    def master_at(self, address: str) -> Led:
+        """The process of a master, alive or not."""
 
-    def checked_agent(self, node: Node, before: core.AgentState, event: events.Event) -> None:
+    def start_master(self, deposing: int) -> None:
+        """Start the process of a master."""
+
+    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""
 
 
@@ -292,41 +301,145 @@ class Spawner:
             self.node.apply(events.SpawnerDown(self.key, "its spawner was killed", self.world.clock.now))
 
 
+class Led(Protocol):
+    """What a node sees of a master's process."""
+
+    leads: bool
+    hangs: bool
+
+    def joined(self, join: Join, pipe: Pipe) -> None:
+        """The first message of an agent has arrived."""
+
+    def heard(self, node: str, message: Message) -> None:
+        """A message of an agent has arrived."""
+
+    def stream_ended(self, node: str, reason: str) -> None:
+        """The stream of an agent has ended."""
+
+
+LOOK_AGAIN = 0.1
+"""Coarser than in truth, so that a history has fewer turns."""
+
+
 class Node:
-    """The shell of one agent, as `unirun.launcher.agent` is, without its sockets."""
+    """The shell of one agent, as `unirun.launcher.agent` and `standby` are, without sockets and processes."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.alive = True
         self.spawners: dict[SpawnerKey, Spawner] = {}
         self.exits: list[Who] = []
-        self.launched: list[Who] = []
-        clock, rng, slow = world.clock, world.rng, world.plan.slow
-        self.to_master = Pipe(clock, rng, slow, lambda m: world.from_agent(name, m))
-        self.to_agent = Pipe(clock, rng, slow, self._receive)
+        self.client = world.client()
+        self.master: Led | None = None
+        self.to_master: Pipe | None = None
+        self._looking = False
+        self._since = self._not_before = 0.0
         self.orders = Orders(JOB, world.plan.spec, name, "/", {})
         keys = self.orders.spawners
-        self.state = core.AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
+        self.state = AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
         for key in keys:
             self.spawners[key] = Spawner(self, key)
 
     def join(self) -> None:
-        """Say hello to the master."""
-        if self.alive:
-            endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(self.world.plan.spec.roles)}
-            self.to_master.send(Join(self.name, 1, self.name, endpoints))
+        """Look for the first master."""
+        self._look_from_now()
+        self.world.clock.after(CHECK, self._check)
 
-    def _receive(self, message: Message) -> None:
+    # the way to the master
+
+    def _look_from_now(self) -> None:
+        self._since = self.world.clock.now
+        if not self._looking:
+            self._looking = True
+            self._look()
+
+    def _look(self) -> None:
+        if not self.alive or self.master is not None:
+            self._looking = False
+            return
+        try:
+            leader = leader_of(self.client, job_prefix("sim"))
+            if leader is not None and leader.epoch >= self.state.epoch:
+                master = self.world.master_at(leader.address)
+                if not master.leads:
+                    self._start(leader.epoch)
+                elif not master.hangs:
+                    self._connect(master, leader.epoch)
+            elif self.world.clock.now > self._since + PATIENCE:
+                self._start(0)
+        except StoreError:
+            # The store is away; later.
+            pass
+        self.world.clock.after(LOOK_AGAIN, self._look)
+
+    def _check(self) -> None:
+        """Whether another leads, or the one that leads hangs."""
+        if not self.alive:
+            return
+        self.world.clock.after(CHECK, self._check)
+        if self.master is None:
+            return
+        try:
+            leader = leader_of(self.client, job_prefix("sim"))
+        except StoreError:
+            return
+        if leader is None:
+            self._start(0)
+        elif leader.epoch > self.state.epoch:
+            master = self.world.master_at(leader.address)
+            if master.leads and not master.hangs:
+                self._connect(master, leader.epoch)
+
+    def _start(self, deposing: int) -> None:
+        now = self.world.clock.now
+        if now >= self._not_before:
+            self._not_before = now + 1.0
+            delay = self.world.rng.uniform(0.2, 0.6)
+            self.world.clock.after(delay, lambda: self.world.start_master(deposing))
+
+    def _connect(self, master: Led, epoch: int) -> None:
+        self._disconnect("it follows another")
+        world, name = self.world, self.name
+        clock, rng, slow = world.clock, world.rng, world.plan.slow
+        self.apply(events.Led(epoch))
+        to_agent = Pipe(clock, rng, slow, lambda message: self._receive(epoch, message))
+        first = True
+
+        def arrived(message: Message) -> None:
+            nonlocal first
+            if first:
+                assert isinstance(message, Join)
+                first = False
+                master.joined(message, to_agent)
+            else:
+                master.heard(name, message)
+
+        self.master, self.to_master = master, Pipe(clock, rng, slow, arrived)
+        endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(world.plan.spec.roles)}
+        self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state)))
+
+    def _disconnect(self, reason: str) -> None:
+        master, pipe = self.master, self.to_master
+        self.master = self.to_master = None
+        if master is not None and pipe is not None:
+            pipe.close(lambda error: master.stream_ended(self.name, f"{error}: {reason}"))
+
+    def stream_ended(self, master: Led) -> None:
+        """A master's stream has ended."""
+        if self.alive and self.master is master:
+            self.master = self.to_master = None
+            self._look_from_now()
+
+    def _receive(self, epoch: int, message: Message) -> None:
         if not self.alive:
             return
         match message:
             case StartRole():
-                self.launched += [(message.role, m.rank, m.incarnation) for m in message.members]
-                self.apply(self.orders.launch(message))
+                self.apply(events.Order(epoch, self.orders.launch(message)))
             case OpenStore():
-                self.apply(self.orders.store(message, 5))
-            case StopWorkers() | View() | Shutdown():
-                self.apply(message)
+                self.apply(events.Order(epoch, self.orders.store(message, 5)))
+            case StopWorkers() | View() | ExitKept() | Shutdown():
+                self.apply(events.Order(epoch, message))
             case _:
                 raise AssertionError(f"the master sent an agent {message}")
 
@@ -345,7 +458,8 @@ class Node:
             case events.ToMaster(message):
                 if isinstance(message, WorkerExited):
                     self.exits.append((message.role, message.rank, message.incarnation))
-                self.to_master.send(message)
+                if self.to_master is not None:
+                    self.to_master.send(message)
             case events.ToSpawner(key, message):
                 if isinstance(message, Kill):
                     self._check_kill(message)
@@ -384,4 +498,4 @@ class Node:
             for store in self.world.stores.values():
                 store.alive = store.alive and store.spawner is not spawner
         self.world.trace(f"agent {self.name} is gone: {reason}")
-        self.to_master.close(lambda error: self.world.agent_stream_ended(self.name, str(error)))
+        self._disconnect(reason)

@@ -6,34 +6,33 @@ import itertools
 import random
 import signal
 
+from tests.sim.masters import Client, FencedStore, MasterModel
 from tests.sim.model import Node, Process, StoreModel
 from tests.sim.world import Clock, make_plan
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS
-from unirun.launcher import core, events
-from unirun.master import JobPhase, JobState, RolePhase, RoleState, new_job, step
+from unirun.launcher import events
+from unirun.launcher.state import AgentState
+from unirun.master import JobPhase, JobState, RolePhase, RoleState, new_job
+from unirun.master.context import changes, restore
 from unirun.master.events import (
-    After,
-    AgentLost,
     Command,
     Event,
     Finish,
-    JoinTimedOut,
-    KeepMetrics,
     OwnerLost,
-    Record,
     ToAgent,
-    ToWatchers,
 )
+from unirun.master.keeper import read_context
 from unirun.master.state import JOB_ENDS, ROLE_ENDS
 from unirun.master.turn import VIEW_DELAY
-from unirun.wire.messages import Message, Shutdown, StartRole, Stop, StopWorkers, View
+from unirun.wire.messages import Message, StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 PATIENCE = 300.0
 """Seconds after which somebody stops a job that does not end of itself."""
 
-GOODBYE = 5.0
+WRITES = 0.5
+"""Seconds that a few writes take at most."""
 
 DELAYS = 12.0
 """Seconds that all messages of one exchange take at most."""
@@ -52,12 +51,16 @@ class Simulation:
         self.viewed = self.clock.now
         self.processes: list[Process] = []
         self._pids = itertools.count(100)
-        spec, placement = self.plan.spec, self.plan.placement
-        self.state: JobState = new_job(spec, placement, started=self.clock.now, logs="/logs")
+        self._began = self.troubled = self.clock.now
+        self._away_until = 0.0
+        self._clients: list[Client] = []
+        self.store = FencedStore(lambda: self.clock.now)
+        self.state = self.first_state()
         self.finish: Finish | None = None
-        self.master_alive = True
-        self.connected: set[str] = set()
-        self.nodes = {name: Node(self, name) for name in placement.nodes}
+        self.end: JobState | None = None
+        self.waived = False
+        self.masters: list[MasterModel] = []
+        self.nodes = {name: Node(self, name) for name in self.plan.placement.nodes}
 
     # what the model asks for
 
@@ -110,68 +113,68 @@ class Simulation:
         """Note something for a failing seed."""
         self.log.append(f"{self.clock.now - 1_000_000.0:10.4f}  {text}")
 
-    def from_agent(self, node: str, message: Message) -> None:
-        """A message of an agent has arrived."""
-        if not self.master_alive:
-            return
-        if isinstance(message, Join):
-            self.connected.add(node)
-            if self.finish is not None:
-                # The master says goodbye to those who are connected; this one sees the stream close.
-                return
-        if isinstance(message, Event):
-            self.master(message)
+    # what masters ask for
 
-    def agent_stream_ended(self, node: str, reason: str) -> None:
-        """The stream of an agent has ended."""
-        if self.master_alive and node in self.connected:
-            self.connected.discard(node)
-            self.master(AgentLost(node, reason))
+    def client(self) -> Client:
+        """A way to the store for a new process."""
+        client = Client(self.store, self.clock, self.rng, self.plan.unknown)
+        client.away_until = self._away_until
+        self._clients.append(client)
+        return client
 
-    # the master's shell
+    def first_state(self) -> JobState:
+        """The state of the job before anything happened."""
+        return new_job(self.plan.spec, self.plan.placement, started=self._began, logs="/logs")
 
-    def master(self, event: Event) -> None:
-        """One step of the master's core, its checks and its commands."""
-        if not self.master_alive:
-            return
-        before = self.state
-        self.trace(f"master: {event}")
-        self.state, commands = step(self.state, event, self.clock.now)
-        self.state.check()
+    def start_master(self, deposing: int) -> None:
+        """Start the process of a master."""
+        self.masters.append(MasterModel(self, len(self.masters), deposing))
+        if deposing:
+            self.troubled = self.clock.now
+
+    def master_at(self, address: str) -> MasterModel:
+        """The process of a master, alive or not."""
+        return self.masters[int(address)]
+
+    def stepped(self, before: JobState, event: Event, after: JobState, commands: list[Command]) -> None:
+        """Check what must hold after a step of a master's core."""
+        self.state = after
         if isinstance(event, StoreOpened):
             self.opened[event.role] = max(event.generation, self.opened.get(event.role, 0))
+        if isinstance(event, Join):
+            for store in event.stores:
+                if store.opened:
+                    self.opened[store.role] = max(store.generation, self.opened.get(store.role, 0))
         self._check_master(before, event)
         self._check_reforming(before, event)
         self._watch_promptness(before)
         for command in commands:
-            match command:
-                case ToAgent(node, message):
-                    self.trace(f"  to {node}: {message}")
-                    self._check_order(before, event, message)
-                    if node in self.connected:
-                        self.nodes[node].to_agent.send(message)
-                case After(delay, then):
-                    self.clock.after(delay, lambda then=then: self.master(then))
-                case Finish():
-                    assert self.finish is None, "the job ends twice"
-                    self._finished(command)
-                case Record() | ToWatchers() | KeepMetrics():
-                    pass
+            if isinstance(command, ToAgent):
+                self._check_order(before, event, command.message)
         self._check_news(before, event, commands)
 
-    def _finished(self, finish: Finish) -> None:
-        self.finish = finish
-        self.trace(f"the job ends with {finish}")
-        for node in self.connected:
-            self.nodes[node].to_agent.send(Shutdown())
-        self.clock.after(GOODBYE, lambda: self._end_master("it is done"))
+    def kept(self, state: JobState) -> None:
+        """A master has written `state`."""
+        if self.end is not None:
+            assert changes(self.end, state) == {}, "a job that has ended is written again"
+        if state.phase in JOB_ENDS:
+            self.end = state
 
-    def _end_master(self, reason: str) -> None:
-        if self.master_alive:
-            self.master_alive = False
-            self.trace(f"the master is gone: {reason}")
-            for node in self.nodes.values():
-                node.to_agent.close(lambda _, n=node: n.apply(events.MasterLost("the master is gone")))
+    def carried_out(self, master: MasterModel, command: Command) -> None:
+        """A master does something: it is the one that leads, and what it does follows from what is in the store."""
+        if isinstance(command, Finish):
+            self.trace(f"the job ends with {command.verdict}")
+            if self.finish is not None and not self.waived:
+                assert self.finish.verdict == command.verdict, "the job ends in two ways"
+            self.finish = command
+
+    def tell(self, event: Event) -> None:
+        """Somebody tells whoever leads, now or as soon as there is one."""
+        leading = [master for master in self.masters if master.leads and not master.over]
+        if leading:
+            leading[-1].apply(event)
+        elif self.finish is None and not self._hopeless:
+            self.clock.after(0.2, lambda: self.tell(event))
 
     # what must hold
 
@@ -186,15 +189,19 @@ class Simulation:
             old = before.roles[name]
             if old.phase in ROLE_ENDS:
                 assert role == old, f"role {name} was {old.phase} and has changed"
-            assert role.restarts in (old.restarts, old.restarts + 1)
-            assert role.generation in (old.generation, old.generation + 1)
-            assert role.opened in (old.opened, role.generation)
+            if not isinstance(event, Join):
+                # A node that comes back may tell of several things at once.
+                assert role.restarts in (old.restarts, old.restarts + 1)
+                assert role.generation in (old.generation, old.generation + 1)
+                assert role.opened in (old.opened, role.generation)
+            assert role.restarts >= old.restarts
+            assert role.opened >= old.opened
             if role.restart == "role":
                 assert len({w.incarnation for w in role.workers}) == 1
                 assert role.generation <= role.restarts
             for worker, earlier in zip(role.workers, old.workers, strict=True):
                 assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
-                if worker.incarnation != earlier.incarnation:
+                if worker.incarnation != earlier.incarnation and not isinstance(event, Join):
                     joins = isinstance(event, WorkerExited) and (event.role, event.rank) == (
                         name,
                         worker.rank,
@@ -202,7 +209,7 @@ class Simulation:
                     assert joins or isinstance(event, StoreOpened), f"{event} starts {name}:{worker.rank}"
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
-            if role.generation != old.generation:
+            if role.generation != old.generation and not isinstance(event, Join):
                 assert isinstance(event, WorkerExited | StoreEnded), f"{event} starts a generation of {name}"
                 assert event.role == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
@@ -223,7 +230,7 @@ class Simulation:
         views = [c.message for c in commands if isinstance(c, ToAgent) and isinstance(c.message, View)]
         if views:
             self.viewed = self.clock.now
-        if not isinstance(event, WorkerExited) or before.phase in JOB_ENDS:
+        if not isinstance(event, WorkerExited) or before.phase in JOB_ENDS or before.away:
             return
         worker = before.roles[event.role].workers[event.rank]
         if not worker.live or worker.incarnation != event.incarnation or event.code == 0:
@@ -233,28 +240,33 @@ class Simulation:
             lost = [("lost", event.incarnation)]
             assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
         else:
-            self.clock.after(VIEW_DELAY + 0.001, lambda at=self.clock.now: self._must_have_told(at))
+            self.clock.after(VIEW_DELAY + WRITES, lambda at=self.clock.now: self._must_have_told(at))
 
     def _must_have_told(self, since: float) -> None:
-        assert self.viewed >= since or self.state.phase in JOB_ENDS or not self.master_alive, "no news"
+        assert self.viewed >= since or self.state.phase in JOB_ENDS or self._troubled_since(since), "no news"
+
+    def _troubled_since(self, when: float) -> bool:
+        """Whether a master, or its way to the store, has been away since then."""
+        return self.troubled >= when or self.plan.unknown > 0 or self.plan.crashes > 0
 
     def _watch_promptness(self, before: JobState) -> None:
         """What has begun to end must have ended when its grace is over and the last message has arrived."""
         soon = self.plan.spec.shutdown_timeout + DELAYS
+        now = self.clock.now
         if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
-            self.clock.after(soon, self._must_be_over)
+            self.clock.after(soon, lambda: self._must_be_over(now))
         for name, role in self.state.roles.items():
             between = (RolePhase.RESTARTING, RolePhase.REFORMING)
             old = before.roles[name]
             if role.phase in between and (role.phase, role.generation) != (old.phase, old.generation):
-                self.clock.after(soon, lambda old=role: self._must_have_restarted(old))
+                self.clock.after(soon, lambda old=role: self._must_have_restarted(old, now))
 
-    def _must_be_over(self) -> None:
-        assert self.state.phase in JOB_ENDS or not self.master_alive, "the job does not end"
+    def _must_be_over(self, since: float) -> None:
+        assert self.state.phase in JOB_ENDS or self._troubled_since(since), "the job does not end"
 
-    def _must_have_restarted(self, old: RoleState) -> None:
+    def _must_have_restarted(self, old: RoleState, since: float) -> None:
         role = self.state.roles[old.name]
-        if self.master_alive and self.state.phase is JobPhase.RUNNING:
+        if not self._troubled_since(since) and self.state.phase is JobPhase.RUNNING:
             assert (role.phase, role.generation) != (old.phase, old.generation), (
                 f"{role.name} does not restart"
             )
@@ -266,7 +278,7 @@ class Simulation:
         worker has ended well, those that live on are not disturbed by it.
         """
         for role in self.state.roles.values():
-            if self.master_alive and self.state.phase is JobPhase.RUNNING and role.live:
+            if not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
                 broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
                 assert not broken, f"{role.name} runs on without its ranks {broken}"
                 leader = self.plan.placement.of_role(role.name)[0].node
@@ -284,19 +296,21 @@ class Simulation:
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
-            assert isinstance(event, WorkerExited)
-            assert event.role == message.role
+            assert isinstance(event, WorkerExited | Join)
+            assert isinstance(event, Join) or event.role == message.role
             assert self.state.roles[message.role].restart == "role", "a worker is stopped for its peer"
         if isinstance(message, StartRole):
-            assert self.state.phase is JobPhase.RUNNING
+            # A node that comes back may tell, too, that the job is over.
+            assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
             assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
             workers = before.roles[message.role].workers
             ended = event.rank if isinstance(event, WorkerExited) else None
-            assert not any(workers[m.rank].live for m in message.members if m.rank != ended)
+            again = isinstance(event, Join)
+            assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
             assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)
 
-    def checked_agent(self, node: Node, before: core.AgentState, event: events.Event) -> None:
+    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""
         self.trace(f"{node.name}: {_brief(event)}")
         state = node.state
@@ -328,53 +342,100 @@ class Simulation:
         for name, node in self.nodes.items():
             if name not in self.plan.absent:
                 self.clock.after(self.rng.uniform(0.0, 0.2), node.join)
-        self.clock.after(self.plan.spec.join_timeout, lambda: self.master(JoinTimedOut()))
+        self.start_master(0)
         for when, what in self.plan.accidents:
             self.clock.after(when, lambda what=what: self._accident(what))
         self.clock.after(PATIENCE - 1.0, self._must_have_stores)
-        self.clock.after(PATIENCE, lambda: self.master(Stop(signal.SIGTERM, "it takes too long")))
+        self.clock.after(PATIENCE, self._lose_patience)
         while self.clock.turn():
-            assert self.clock.turns < 50_000, "the history does not end"
+            assert self.clock.turns < 100_000, "the history does not end"
         self._check_end()
+
+    def _lose_patience(self) -> None:
+        """Somebody stops the job, and asks again when that master dies before it has written so."""
+        self.tell(Stop(signal.SIGTERM, "it takes too long"))
+        if self.finish is None and not self._hopeless:
+            self.clock.after(60.0, self._lose_patience)
 
     def _accident(self, what: str) -> None:
         self.trace(f"accident: {what}")
         node = self.rng.choice([*self.nodes.values()])
+        alive = [master for master in self.masters if master.alive]
         if what.startswith("stop"):
             signum = self.rng.choice((signal.SIGTERM, signal.SIGINT))
-            self.master(Stop(signum, what, 0.0 if what == "stop_now" else None))
+            self.tell(Stop(signum, what, 0.0 if what == "stop_now" else None))
             if what == "stop_again":
-                self.clock.after(self.rng.uniform(0, 1), lambda: self.master(Stop(signum, what)))
+                self.clock.after(self.rng.uniform(0, 1), lambda: self.tell(Stop(signum, what)))
         elif what == "owner":
-            self.clock.after(self.rng.uniform(0, 0.1), lambda: self.master(OwnerLost()))
-            lost = events.MasterLost("the unirun command is gone")
+            self.clock.after(self.rng.uniform(0, 0.1), lambda: self.tell(OwnerLost()))
+            lost = events.Abandon("the unirun command is gone")
             for each in self.nodes.values():
                 self.clock.after(self.rng.uniform(0, 0.1), lambda n=each: n.apply(lost))
         elif what == "agent_killed":
             node.die("killed")
         elif what == "agent_signalled":
-            node.apply(events.MasterLost("the agent got a signal"))
-        elif what == "master_killed":
-            self._end_master("killed")
+            node.apply(events.Abandon("the agent got a signal"))
+        elif what in ("master_killed", "master_hangs", "master_cut_off", "store_away"):
+            self._trouble_masters(what, alive)
+        elif what == "clock_jumps":
+            self.plan.skew += self.rng.choice((-3600.0, -1.0, 1.0, 3600.0))
         elif node.spawners:
             self.rng.choice([*node.spawners.values()]).die()
+
+    def _trouble_masters(self, what: str, alive: list[MasterModel]) -> None:
+        seconds = self.rng.choice((0.5, 5.0, 20.0))
+        if what == "store_away":
+            self._away_until = self.clock.now + seconds
+            for client in self._clients:
+                client.away_until = self._away_until
+        elif alive:
+            master = self.rng.choice(alive)
+            if what == "master_killed":
+                master.die("killed")
+                seconds = 5.0
+            elif what == "master_hangs":
+                master.hang(seconds)
+            else:
+                master.client.away_until = self.clock.now + seconds
+        # Until things are as before, and a moment longer.
+        self.troubled = max(self.troubled, self.clock.now + seconds + 30.0)
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether nobody is left who could go on, or start somebody who can."""
+        here = (node for name, node in self.nodes.items() if name not in self.plan.absent)
+        return not any(node.alive for node in here) and not any(m.leads for m in self.masters)
 
     def _check_end(self) -> None:
         lives = [process.who for process in self.processes if process.alive]
         assert not lives, f"{lives} live on"
         joined = [node for name, node in self.nodes.items() if name not in self.plan.absent]
         assert not any(node.alive for node in joined), "an agent has not left"
-        for node in joined:
-            assert node.state.leaving or node.exits == [] or not node.alive
-        if self.finish is None:
-            assert not self.master_alive, "the job has not ended"
-            return
-        self._check_verdict(self.finish)
+        assert not any(master.leads for master in self.masters), "a master has not left"
+        self._check_history()
+        if self.finish is not None:
+            self._check_verdict(self.finish)
+
+    def _check_history(self) -> None:
+        """What was changed, one after the other, gives what is there."""
+        there: dict[str, str] = {}
+        changed = self.store.watch("", 0).changes(0.0)
+        assert isinstance(changed, tuple)
+        for change in changed:
+            if change.kind == "put":
+                there[change.key] = change.value
+            else:
+                del there[change.key]
+        assert there == {item.key: item.value for item in self.store.get_prefix("").items}
+        if self.end is not None:
+            end = restore(read_context(self.store, "sim"))
+            assert changes(self.end, end) == {} or changes(None, self.end) == changes(None, end)
 
     def _check_verdict(self, finish: Finish) -> None:
-        phase, code = self.state.phase, finish.code
+        phase, code = finish.verdict.phase, finish.verdict.code
         assert phase in JOB_ENDS
-        statuses = {failure.exit.status for failure in self.state.failures}
+        end = self.end or self.state
+        statuses = {failure.exit.status for failure in end.failures}
         if phase is JobPhase.SUCCEEDED:
             assert code == 0
         elif phase is JobPhase.STOPPED:
@@ -384,13 +445,13 @@ class Simulation:
                 f"{code} of {statuses}"
             )
             assert code != 0
-            assert finish.report
+            assert finish.verdict.report
         if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:
             assert any(
-                r.restarts == self.state.role_spec(r.name).max_restarts > 0 for r in self.state.roles.values()
+                r.restarts == end.role_spec(r.name).max_restarts > 0 for r in end.roles.values()
             )
         if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
-            assert self.plan.absent or not self.master_alive
+            assert self.plan.absent or self._troubled_since(self._began)
 
 
 def _brief(event: events.Event) -> str:

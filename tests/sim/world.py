@@ -106,6 +106,12 @@ class Plan:
     slow: float
     accidents: list[tuple[float, str]] = field(default_factory=list)
     absent: frozenset[str] = frozenset()
+    crashes: float = 0.0
+    """How much more often than rarely masters die around their writes."""
+    unknown: float = 0.0
+    """Chance that the answer of the store to a write gets lost."""
+    skew: float = 0.0
+    """Seconds by which the wall clock is off."""
 
 
 ACCIDENTS = (
@@ -116,6 +122,11 @@ ACCIDENTS = (
     "agent_killed",
     "agent_signalled",
     "master_killed",
+    "master_killed",
+    "master_hangs",
+    "master_cut_off",
+    "store_away",
+    "clock_jumps",
     "spawner_killed",
     "spawner_killed",
 )
@@ -167,7 +178,10 @@ def make_plan(seed: int) -> Plan:
         for _ in range(rng.choice((0, 0, 1, 1, 2, 4)))
     ]
     absent = frozenset(node for node in nodes if rng.random() < 0.04)
-    return Plan(spec, placement, habits, rng.choice((0.0005, 0.005, 0.05)), accidents, absent)
+    slow = rng.choice((0.0005, 0.005, 0.05))
+    crashes = rng.choice((0.0, 0.0, 1.0, 10.0))
+    unknown = rng.choice((0.0, 0.0, 0.05, 0.3))
+    return Plan(spec, placement, habits, slow, accidents, absent, crashes, unknown)
 
 
 def _kind(rng: random.Random) -> EntryKind:

@@ -36,14 +36,17 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     role, worker = found
     end = Exit(event.code, event.signal)
     role = role.with_worker(_ended(worker, end))
-    if event.cause == "leaving" and role.phase in ROLE_WORKS:
-        # Not the master has asked but the agent; why is told next (AgentLost or OwnerLost).
+    works = role.phase in ROLE_WORKS
+    if event.cause in ("leaving", "order") and works:
+        # Not this master has asked but the agent, and why is told next (AgentLost or OwnerLost), or an earlier master.
         role = replace(role, phase=RolePhase.STOPPING)
     turn.put(role)
     text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
     turn.record("exit", text)
+    if event.cause == "order" and works:
+        _stop_as_told_before(turn)
     if end.ok or _obeyed(event):
-        advance(turn, role)
+        advance(turn, turn.role(role.name))
         turn.tell_soon()
         return
     failure = _failure(turn.state, role, worker, event, end)
@@ -52,8 +55,17 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         decision = decide(failure, _circumstances(turn.state, role, worker))
         _act(turn, role, decision, by_failure=True, source=failure.who)
     else:
-        advance(turn, role)
+        advance(turn, turn.role(role.name))
     turn.tell_now()
+
+
+def _stop_as_told_before(turn: Turn) -> None:
+    """An earlier master has stopped a worker, and nothing of that is in the store: only the end of a job that somebody
+    asked for is not written first."""
+    reason = "an earlier master was asked to stop the job"
+    verdict = Verdict(JobPhase.STOPPED, 128 + signal.SIGTERM, reason)
+    turn.state = replace(turn.state, asked_to_stop=True)
+    stop_all(turn, verdict, signal.SIGTERM, None)
 
 
 def _ended(worker: WorkerState, end: Exit) -> WorkerState:

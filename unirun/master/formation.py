@@ -68,8 +68,11 @@ def order_store(turn: Turn, role: RoleState) -> None:
 
 
 def start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
-    """Order the workers of these ranks, for the last generation that has a store."""
-    if not ranks:
+    """Order the workers of these ranks, for the last generation that has a store.
+
+    As long as nodes are away, nobody is told of it (`Turn.tell_now`), so nobody is started: `resuming.all_back` does.
+    """
+    if not ranks or turn.state.away:
         return
     places = turn.state.placement.of_role(role.name)
     nodes = tuple(dict.fromkeys(place.node for place in places))

@@ -46,7 +46,9 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.away:
         commands.append(After(REJOIN_TIMEOUT, RejoinTimedOut()))
     if state.phase is JobPhase.LAUNCHING:
-        commands.append(After(max(0.0, state.started + state.spec.join_timeout - now), JoinTimedOut()))
+        # Nobody could join while there was no master.
+        left = state.started + state.spec.join_timeout - now
+        commands.append(After(max(left, min(REJOIN_TIMEOUT, state.spec.join_timeout)), JoinTimedOut()))
     return state, commands
 
 
@@ -86,6 +88,14 @@ def take_up(turn: Turn, event: Join) -> Iterator[WorkerExited | StoreOpened | St
             yield StoreOpened(role.name, store.generation)
 
 
+def all_back(turn: Turn) -> None:
+    """No node is away any more: tell the workers how all stand, and order again who may not have been started."""
+    turn.tell_now()
+    for role in list(turn.state.roles.values()):
+        if role.phase in ROLE_WORKS:
+            start(turn, role, [w.rank for w in role.workers if w.phase is WorkerPhase.STARTING])
+
+
 def _take_up_role(turn: Turn, role: RoleState, node: str, held: _Holdings) -> Iterator[WorkerExited]:
     missing: list[WorkerState] = []
     living: list[int] = []
@@ -103,7 +113,7 @@ def _take_up_role(turn: Turn, role: RoleState, node: str, held: _Holdings) -> It
             turn.send(ToWatchers(WorkerStarted(node, role.name, worker.rank, worker.incarnation, known.pid)))
     turn.put(role)
     if role.phase in ROLE_WORKS:
-        start(turn, role, [worker.rank for worker in missing])
+        # Those that are missing are ordered again when all nodes are back.
         return
     if living:
         grace = turn.state.spec.shutdown_timeout

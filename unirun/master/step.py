@@ -20,7 +20,7 @@ from unirun.master.events import (
 )
 from unirun.master.failing import agent_lost, exited, store_ended
 from unirun.master.formation import form_first, opened
-from unirun.master.resuming import REJOIN_TIMEOUT, bare, take_up
+from unirun.master.resuming import REJOIN_TIMEOUT, all_back, bare, take_up
 from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
 from unirun.master.turn import Turn
 from unirun.wire.messages import Stop
@@ -117,7 +117,8 @@ def _join(turn: Turn, event: Join) -> None:
         for role in list(turn.state.roles.values()):
             if role.phase in ROLE_WORKS:
                 settle(turn, role)
-        turn.tell_now()
+        if not turn.state.away:
+            all_back(turn)
     elif len(turn.state.agents) == len(state.placement.nodes) and not turn.state.away:
         turn.state = replace(turn.state, phase=JobPhase.RUNNING)
         form_first(turn)
