@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from itertools import groupby
 
 from tests.contract.store.places import PATIENCE, Place, read, read_batch
@@ -102,6 +103,28 @@ def test_a_watch_on_which_nothing_happens_returns_in_time(store: Store) -> None:
         started = time.monotonic()
         assert watch.changes(timeout) == ()
         assert timeout <= time.monotonic() - started < timeout + 5
+
+
+def test_a_watch_that_begins_amid_writes_misses_nothing(store: Store, other: Store) -> None:
+    enough = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not enough.is_set():
+            number += 1
+            store.txn([], [Put("a", str(number))])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(8):
+            start = other.get_prefix("").revision + 1
+            with closing(other.watch("", start)) as watch:
+                seen = read(watch, lambda changes: len(changes) >= 10)
+            assert [change.revision for change in seen] == list(range(start, start + len(seen)))
+    finally:
+        enough.set()
+        writer.join(PATIENCE)
 
 
 def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:

@@ -150,15 +150,19 @@ class Cluster:
         except ValueError as error:
             raise self._closed_under_us() from error
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a copy in a forked child: neither its locks nor its connections are of any use."""
+        return self._pid != os.getpid()
+
     def close(self) -> None:
         """Close all connections; calls that wait fail."""
         with self._channels_lock:
             self._closed = True
             channels = list(self._channels.values())
             self._channels.clear()
-        if self._pid == os.getpid():
-            for channel in channels:
-                channel.close()
+        for channel in channels:
+            channel.close()
 
     def _find(self, deadline: float) -> str:
         """Ask one member after the other. Raises `StoreAway` at the deadline, `StoreRefused` at once."""
@@ -249,7 +253,7 @@ class Cluster:
         """Raise `StoreError` when this was closed, or belongs to the parent of this process."""
         if self._closed:
             raise StoreAway("the store was closed", "open another one")
-        if self._pid != os.getpid():
+        if self.is_inherited:
             raise StoreRefused("the store was opened before a fork", "open it again in the child")
 
     def _closed_under_us(self) -> StoreError:

@@ -164,10 +164,11 @@ class EtcdWatch:
         if response.created:
             self._note(None)
         elif not response.fragment:
+            # Without events it is a note of how far the watch has come: a compaction before that does no harm.
+            # With events the header may be ahead of them.
+            last = self._fragments[-1].kv.mod_revision if self._fragments else response.header.revision
             changes = tuple(self._changes())
             self._fragments.clear()
-            # Without events it says how far the watch has come: what was compacted before that is not missing.
-            last = changes[-1].revision if changes else response.header.revision
             self._add(changes, max(self._next, last + 1))
         return True
 

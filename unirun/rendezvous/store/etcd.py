@@ -102,6 +102,8 @@ class EtcdStore:
 
     def close(self) -> None:
         """Close all connections; watches end."""
+        if self._cluster.is_inherited:
+            return
         watches = list(self._watches)
         self._cluster.close()
         for watch in watches:

@@ -119,10 +119,12 @@ class SqliteStore:
 
     def close(self) -> None:
         """Close the file; watches end."""
+        if self._pid != os.getpid():
+            return  # what a child does to its parent's file would be known to neither
         for watch in list(self._watches):
             watch.close()
         with self._lock:
-            if self._connection is not None and self._pid == os.getpid():
+            if self._connection is not None:
                 self._connection.close()
             self._connection = None
 
@@ -219,9 +221,11 @@ class SqliteWatch:
 
     def close(self) -> None:
         """Stop; a thread that waits in `changes` gets an empty result."""
+        if self._store._pid != os.getpid():
+            return
         self._closed.set()
         with self._lock:
-            if self._connection is not None and self._store._pid == os.getpid():
+            if self._connection is not None:
                 self._connection.close()
             self._connection = None
 
