@@ -1,5 +1,6 @@
 """What a failure means: exits, the restart policy, and which failure was the cause. Pure functions."""
 
+from unirun.failover.brevity import brief
 from unirun.failover.exits import Exit, Failure
 from unirun.failover.policy import Circumstances, Decision, decide, decide_without_store
 from unirun.failover.rootcause import Diagnosis, diagnose, episode
@@ -10,6 +11,7 @@ __all__ = [
     "Diagnosis",
     "Exit",
     "Failure",
+    "brief",
     "decide",
     "decide_without_store",
     "diagnose",

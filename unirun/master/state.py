@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from unirun.collocation import Placement
 from unirun.errors import IllegalTransition
-from unirun.failover import Exit, Failure
+from unirun.failover import Exit, Failure, brief
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.wire.reports import Join
 
@@ -226,8 +226,8 @@ class JobState:
         return replace(self, roles={**self.roles, role.name: role})
 
     def with_failures(self, *failures: Failure) -> JobState:
-        """This state with more failures."""
-        every = (*self.failures, *failures)
+        """This state with more failures; of their words it keeps what tells most."""
+        every = (*self.failures, *map(brief, failures))
         return replace(
             self,
             failures=every[-KEPT_FAILURES:],
