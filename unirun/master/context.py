@@ -4,8 +4,8 @@
 
     job                the schema, the phase, the verdict: what belongs to the job as a whole
     spec/<n>           the JobSpec, in pieces when it is long
-    placement/<n>      500 assignments each
-    nodes/<n>          100 agents each, in the order of the placement's nodes
+    placement/<n>      where each rank is, in pieces
+    nodes/<n>          up to 100 agents each, in the order of the placement's nodes
     roles              the phases, generations and spent restarts of all roles
     ranks/<n>          1 000 workers each, as columns, in the order of the roles and their ranks
     failures/<n>       8 failures each
@@ -41,9 +41,11 @@ from unirun.wire.reports import Join
 
 SCHEMA = 1
 
-_SPEC_PIECE = 50_000
-"""Characters: at most four bytes each."""
-_PLACES, _NODES, _RANKS, _FAILURES, _SEEN = 500, 100, 1000, 8, 250
+_PIECE = 200_000
+"""Bytes, as the documents are in ASCII."""
+_NODES, _RANKS, _FAILURES, _SEEN = 100, 1000, 8, 250
+_ENDPOINTS = 1000
+"""In a block of nodes, which has fewer of them when the job has many roles."""
 
 _LETTERS: dict[WorkerPhase, str] = {
     WorkerPhase.WAITING: "w",
@@ -87,14 +89,13 @@ def changes(before: JobState | None, after: JobState) -> dict[str, str | None]:
     """The documents of `after` that differ from those of `before` (None: there are none yet); None to delete one."""
     found: dict[str, str | None] = {}
     if before is None:
-        spec = _json(after.spec.to_json())
-        pieces = range(0, len(spec), _SPEC_PIECE)
-        found |= {f"spec/{n}": spec[at : at + _SPEC_PIECE] for n, at in enumerate(pieces)}
-        found |= _blocks("placement", _PLACES, (), after.placement.assignments, _places)
+        found |= _pieces("spec", after.spec.to_json())
+        found |= _pieces("placement", _places(after.placement.assignments))
     if before is None or before.agents is not after.agents:
         nodes = after.placement.nodes
         old = [before.agents.get(node) for node in nodes] if before else []
-        found |= _blocks("nodes", _NODES, old, [after.agents.get(node) for node in nodes], _agents)
+        size = max(1, min(_NODES, _ENDPOINTS // len(after.roles)))
+        found |= _blocks("nodes", size, old, [after.agents.get(node) for node in nodes], _agents)
     if before is None or any(_head(before.roles[name]) != _head(r) for name, r in after.roles.items()):
         found["roles"] = _json({name: _head(role) for name, role in after.roles.items()})
     found |= _blocks("ranks", _RANKS, _workers(before), _workers(after), _ranks)
@@ -120,7 +121,7 @@ def restore(documents: Documents) -> JobState:
                 "use the unirun that has started the job",
             )
         return _restored(job, documents)
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
         problem = f"the job's context is not whole or not unirun's: {error!r}"
         raise StoreRefused(problem, "does the store's prefix belong to something else?") from error
 
@@ -130,28 +131,34 @@ def observed(state: JobState, documents: Documents) -> JobState:
     rows = [row for block in _numbered("seen", documents) for row in json.loads(block)]
     at = 0
     for role in state.roles.values():
-        workers = []
-        for worker, row in zip(role.workers, rows[at : at + len(role.workers)], strict=False):
-            incarnation, pid, addresses = row
-            known = worker.live and worker.incarnation == incarnation
-            workers.append(replace(worker, pid=pid, addresses=addresses) if known else worker)
-        at += len(role.workers)
-        if workers:
-            state = state.with_role(replace(role, workers=tuple(workers)))
+        workers = list(role.workers)
+        # They are not written all at once: the last ones may not be there yet.
+        for rank, (incarnation, pid, addresses) in enumerate(rows[at : at + len(workers)]):
+            worker = workers[rank]
+            if worker.live and worker.incarnation == incarnation:
+                workers[rank] = replace(worker, pid=pid, addresses=addresses)
+        at += len(workers)
+        state = state.with_role(replace(role, workers=tuple(workers)))
     return state
 
 
 def _restored(job: dict[str, Any], documents: Documents) -> JobState:
     spec = JobSpec.from_json(json.loads("".join(_numbered("spec", documents))))
     placement = Placement(tuple(_read_places(documents)), job["note"])
-    rows = _read_ranks(documents)
+    rows = list(_read_ranks(documents))
+    _hold(len(rows) == len(placement.assignments) == sum(role.count for role in spec.roles), "ranks")
     roles = {}
     heads = json.loads(documents["roles"])
+    at = 0
     for role in spec.roles:
         phase, generation, opened, restarts = heads[role.name]
+        places = placement.of_role(role.name)
+        _hold([place.rank for place in places] == list(range(role.count)), "placement")
         workers = tuple(
-            replace(next(rows), rank=place.rank, node=place.node) for place in placement.of_role(role.name)
+            replace(row, rank=place.rank, node=place.node)
+            for row, place in zip(rows[at : at + role.count], places, strict=True)
         )
+        at += role.count
         roles[role.name] = RoleState(
             role.name, role.entry.kind, role.restart, workers, RolePhase(phase), generation, opened, restarts
         )
@@ -173,6 +180,11 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         uid=job["uid"],
         owner=Owner(**job["owner"]) if job["owner"] else None,
     )
+
+
+def _hold(true: bool, what: str) -> None:
+    if not true:
+        raise ValueError(f"its {what} are not whole")
 
 
 def _of_job(state: JobState) -> dict[str, Any]:
@@ -242,9 +254,10 @@ def _places(places: Sequence[Assignment]) -> Any:
 
 
 def _read_places(documents: Documents) -> Iterator[Assignment]:
-    for block in _numbered("placement", documents):
-        for role, rank, node, slot, local_rank, devices, cpus in json.loads(block):
-            yield Assignment(role, rank, node, slot, local_rank, _tuple(devices), _tuple(cpus))
+    for role, rank, node, slot, local_rank, devices, cpus in json.loads(
+        "".join(_numbered("placement", documents))
+    ):
+        yield Assignment(role, rank, node, slot, local_rank, _tuple(devices), _tuple(cpus))
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
@@ -267,11 +280,19 @@ def _failures(before: JobState | None, after: JobState) -> dict[str, str | None]
 
 
 def _read_failures(documents: Documents, forgotten: int) -> Iterator[Failure]:
+    expected = forgotten
     for block in _numbered("failures", documents):
         content = json.loads(block)
         for number, fields in enumerate(content["failures"], content["first"]):
             if number >= forgotten:
+                _hold(number == expected, "failures")
+                expected += 1
                 yield Failure(**{**fields, "exit": Exit(**fields["exit"])})
+
+
+def _pieces(name: str, value: Any) -> dict[str, str]:
+    text = _json(value)
+    return {f"{name}/{n}": text[at : at + _PIECE] for n, at in enumerate(range(0, len(text), _PIECE))}
 
 
 def _blocks(
@@ -292,11 +313,12 @@ def _blocks(
 
 def _numbered(name: str, documents: Documents) -> list[str]:
     """The blocks called `name`, in the order of their numbers."""
-    found = [
-        (int(key.rpartition("/")[2]), text) for key, text in documents.items() if key.startswith(f"{name}/")
-    ]
-    return [text for _, text in sorted(found)]
+    prefix = f"{name}/"
+    found = sorted((int(key.removeprefix(prefix)), key) for key in documents if key.startswith(prefix))
+    _hold(all(number == found[0][0] + n for n, (number, _) in enumerate(found)), name)
+    return [documents[key] for _, key in found]
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    """In ASCII: what users write may hold halves of characters, which UTF-8 has no bytes for."""
+    return json.dumps(value, separators=(",", ":"))
