@@ -15,7 +15,7 @@ from unirun.rendezvous.store.url import open_store
 
 KINDS = ("memory", "sqlite", "etcd")
 
-PATIENCE = 20.0
+PATIENCE = 40.0
 """Seconds that a test waits for what has to come, however busy the machine is."""
 
 

@@ -137,6 +137,24 @@ def test_a_client_goes_to_another_member_when_its_own_hangs(trio: Servers, opene
         assert store.txn([], [Put("a", "2")]).succeeded
 
 
+def test_a_watch_goes_to_another_member_when_its_own_hangs(trio: Servers, opened: list[Store]) -> None:
+    leader = trio.leader()
+    hanging = next(member for member in trio.members if member is not leader)
+    rest = [member.endpoint for member in trio.members if member is not hanging]
+    opened += [
+        open_store(f"etcd://{','.join([hanging.endpoint, *rest])}?prefix=/hanging-watch/"),
+        open_store(f"etcd://{','.join(rest)}?prefix=/hanging-watch/"),
+    ]
+    watching, writing = opened
+    watch = watching.watch("", watching.get_prefix("").revision + 1)
+    writing.txn([], [Put("a", "1")])
+    assert follow(watch, 1) == ["1"]
+    with stopped(hanging):
+        for number in range(2, 6):
+            writing.txn([], [Put("a", str(number))])
+        assert follow(watch, 5) == ["2", "3", "4", "5"]
+
+
 def test_without_a_quorum_nothing_is_read_and_nothing_written(trio: Servers, opened: list[Store]) -> None:
     store = open_store(trio.url(prefix="/quorum/", timeout=2))
     opened.append(store)

@@ -18,9 +18,12 @@ from unirun.rendezvous.store.address import EtcdAddress
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A member that has vanished is found out within 15 s, also by a watch on which nothing happens.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # A member that has vanished is found out within 10 s, also by a watch on which nothing happens. etcd takes it amiss
+    # to be asked more often than every 5 s (--grpc-keepalive-min-time). Of the two time-outs, gRPC since 1.60 or so
+    # heeds the second one, which is a minute if it is not given.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a new channel shall not inherit an old one's back-off
     ("grpc.initial_reconnect_backoff_ms", 100),
