@@ -25,14 +25,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.store.protocol import Item, Outcome, RevisionIs, Store
 from unirun.rendezvous.torchrun import NAME
-from unirun.rendezvous.torchrun.leased import LeasedWriter
+from unirun.rendezvous.torchrun.leased import RETRY, LeasedWriter
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-RETRY = 0.1
-"""Seconds between two attempts to reach a store that is away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,7 @@ class StoreBackend(RendezvousBackend):
         self.meeting = ""
         """The id of the meeting that was read or written last."""
         self.away = False
-        """Whether the store could not be reached the last time."""
+        """Whether the store could not be used the last time."""
 
     @property
     def name(self) -> str:
@@ -113,7 +110,7 @@ class StoreBackend(RendezvousBackend):
         try:
             with closing(self._store.watch(f"{self._root}state/", token.revision + 1)) as watch:
                 watch.changes(timeout)
-        except StoreAway as error:
+        except StoreError as error:  # what is wrong is said by the read that follows
             logger.debug("the watch of the rendezvous state: %s", error)
 
     def leave(self, members: Collection[str]) -> None:
@@ -159,13 +156,11 @@ class StoreBackend(RendezvousBackend):
                 result = call()
             except OutcomeUnknown:
                 raise
-            except StoreAway as error:
+            except StoreError as error:
                 self.away = True
-                if time.monotonic() >= deadline:
+                if not isinstance(error, StoreAway) or time.monotonic() >= deadline:
                     raise RendezvousConnectionError(str(error)) from error
                 time.sleep(RETRY)
-            except StoreError as error:
-                raise RendezvousConnectionError(str(error)) from error
             else:
                 if self.away:
                     self.away, self._grace_ends = False, time.monotonic() + self._grace

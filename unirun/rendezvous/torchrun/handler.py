@@ -89,6 +89,7 @@ class StoreHandler(DynamicRendezvousHandler):
         self._op_executor = _Executor(node, holder, settings)
         self._backend, self._config = backend, config
         self._kv, self._writer, self._rounds = store, writer, rounds
+        self._left = False
         self._formed: tuple[int, frozenset[Any]] | None = None
         """The round that this node is in, and its members when it was formed."""
 
@@ -104,8 +105,8 @@ class StoreHandler(DynamicRendezvousHandler):
                 return super().next_rendezvous()
         except RendezvousClosedError:
             raise RendezvousClosedError(
-                f"the run {run!r} is over, and some of its nodes have not left yet; use another --rdzv-id, or wait "
-                f"until they have (at most {config.ttl:g} s when they were killed)"
+                f"the run {run!r} is over, as one of its nodes has ended it; for a new run use another --rdzv-id, or "
+                f"wait until all nodes have left (those that were killed after at most {config.ttl:g} s)"
             ) from None
         except RendezvousTimeoutError:
             there = len(self._state_holder.state.participants)
@@ -133,7 +134,10 @@ class StoreHandler(DynamicRendezvousHandler):
         return waiting
 
     def shutdown(self) -> bool:
-        """Say that the run is over, and leave it."""
+        """Say that the run is over, and leave it. Safe to call twice."""
+        if self._left:
+            return True
+        self._left = True
         with self._backend.patient(self._config.close_timeout):
             closed = super().shutdown()
         state = self._state_holder.state

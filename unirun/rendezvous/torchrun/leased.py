@@ -9,6 +9,9 @@ from threading import Lock
 from unirun.errors import LeaseExpired
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put, Store
 
+RETRY = 0.1
+"""Seconds between two attempts to reach a store that is away."""
+
 
 class LeasedWriter:
     """Puts keys under a lease that ends `ttl` seconds or a little less after the last write. For any thread."""

@@ -21,12 +21,9 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.store.protocol import MAX_CHANGES, Listing, RevisionIs, Store
-from unirun.rendezvous.torchrun.leased import LeasedWriter
+from unirun.rendezvous.torchrun.leased import RETRY, LeasedWriter
 
 Result = TypeVar("Result")
-
-RETRY = 0.1
-"""Seconds between two attempts to reach a store that is away."""
 
 
 class RoundStore(TorchStore):

@@ -190,6 +190,15 @@ def test_a_node_that_falls_silent_is_lost(node: Node) -> None:
     assert {info.world_size for info in meet(one, node(config=config))} == {2}
 
 
+def test_a_run_whose_nodes_were_all_killed_can_be_started_again(node: Node) -> None:
+    config = Config(keep_alive_interval=0.2, keep_alive_max_attempt=5)
+    killed = [node(config=config), node(config=config)]
+    meet(*killed)
+    for each in killed:
+        each._stop_heartbeats()
+    assert {info.world_size for info in meet(node(config=config), node(config=config))} == {2}
+
+
 def test_an_outage_of_the_store_loses_nobody(node: Node, store: Switch) -> None:
     config = Config(keep_alive_interval=0.1, keep_alive_max_attempt=5)
     one, other = node(config=config), node(config=config)
@@ -231,7 +240,7 @@ def test_a_run_that_is_over_takes_nobody(node: Node) -> None:
     one, other = node(), node()
     meet(one, other)
     one.set_closed()
-    with pytest.raises(RendezvousClosedError, match="'run1' is over.*--rdzv-id"):
+    with pytest.raises(RendezvousClosedError, match="'run1' is over, as one of its nodes.*--rdzv-id"):
         other.next_rendezvous()
 
 
@@ -240,7 +249,8 @@ def test_the_last_node_clears_up_so_that_the_run_can_be_had_again(node: Node, st
     meet(*first)
     bystanders = [node("run10"), node("run1/a")]
     for handler in first:
-        handler.shutdown()
+        assert handler.shutdown()
+        assert handler.shutdown()
     assert store.get_prefix("run1/").items == ()
     assert {info.world_size for info in meet(node(), node())} == {2}
     assert bystanders
