@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.store.certificates import Authority
 from tests.contract.store.etcd_server import Servers
 
 from .harness import TORCHRUN, Running, Unirun, eventually
@@ -101,6 +102,14 @@ def keys(etcd: Servers, run: str) -> list[str]:
 def beats(etcd: Servers, run: str, nodes: int) -> bool:
     """Whether the leases of so many nodes have been kept, or granted, again."""
     return sum("/nodes/" in key for key in keys(etcd, run)) == nodes
+
+
+def healthy(etcd: Servers, *options: str) -> bool:
+    """Whether etcdctl gets an answer."""
+    try:
+        return bool(etcd.ctl(*options, "get", "nothing", "--write-out=json"))
+    except AssertionError:
+        return False
 
 
 def stop(tmp_path: Path, world: int) -> None:
@@ -207,6 +216,44 @@ def test_what_killed_nodes_leave_in_etcd_goes_by_itself(node: Node, etcd: Server
         running.signal(signal.SIGKILL)
         os.kill(worker, signal.SIGKILL)
     eventually(lambda: not keys(etcd, tmp_path.name), "the leases end", LONG)
+
+
+def test_etcd_may_ask_for_a_certificate_and_for_a_password(
+    node: Node, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("secured")
+    authority = Authority(folder)
+    server_cert, server_key = authority.sign("server")
+    cert, key = authority.sign("client")
+    flags = ("--client-cert-auth", "--trusted-ca-file", str(authority.cert))
+    flags += ("--cert-file", str(server_cert), "--key-file", str(server_key))
+    servers = Servers(folder, flags=flags, scheme="https")
+    tls = ("--cacert", str(authority.cert), "--cert", str(cert), "--key", str(key))
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    password.chmod(0o600)
+    try:
+        eventually(lambda: healthy(servers, *tls), "etcd answers", LONG)
+        for command in (
+            ("user", "add", "root:top"),
+            ("user", "add", "train:secret"),
+            ("role", "add", "train"),
+            ("role", "grant-permission", "train", "--prefix=true", "readwrite", "/jobs/"),
+            ("user", "grant-role", "train", "train"),
+            ("user", "grant-role", "root", "root"),
+            ("auth", "enable"),
+        ):
+            servers.ctl(*tls, *command)
+        conf = {"cacert": str(authority.cert), "cert": str(cert), "key": str(key), "prefix": "/jobs/"}
+        result = node("short", etcd=servers, **conf, user="train", password_file=str(password)).end(LONG)
+        assert result.code == 0, result.err
+        password.write_text("wrong")
+        refused = node("short", etcd=servers, **conf, user="train", password_file=str(password)).end(LONG)
+        assert refused.code != 0
+        assert "RendezvousConnectionError" in refused.err
+        assert "password" in refused.err
+    finally:
+        servers.stop()
 
 
 def test_a_key_of_the_configuration_that_there_is_not_is_named(node: Node) -> None:
