@@ -197,11 +197,14 @@ class Simulation:
             assert role.restarts >= old.restarts
             assert role.opened >= old.opened
             if role.restart == "role":
-                assert len({w.incarnation for w in role.workers}) == 1
+                # A rank of which an order was lost with its master has started less often.
+                assert len({w.incarnation for w in role.workers}) == 1 or len(self.masters) > 1
                 assert role.generation <= role.restarts
             for worker, earlier in zip(role.workers, old.workers, strict=True):
+                if isinstance(event, Join):
+                    continue
                 assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
-                if worker.incarnation != earlier.incarnation and not isinstance(event, Join):
+                if worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and (event.role, event.rank) == (
                         name,
                         worker.rank,
@@ -298,7 +301,10 @@ class Simulation:
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
             assert isinstance(event, WorkerExited | Join)
             assert isinstance(event, Join) or event.role == message.role
-            assert self.state.roles[message.role].restart == "role", "a worker is stopped for its peer"
+            role = self.state.roles[message.role]
+            assert role.restart == "role" or role.phase is RolePhase.STOPPING, (
+                "a worker is stopped for its peer"
+            )
         if isinstance(message, StartRole):
             # A node that comes back may tell, too, that the job is over.
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
@@ -447,9 +453,7 @@ class Simulation:
             assert code != 0
             assert finish.verdict.report
         if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:
-            assert any(
-                r.restarts == end.role_spec(r.name).max_restarts > 0 for r in end.roles.values()
-            )
+            assert any(r.restarts == end.role_spec(r.name).max_restarts > 0 for r in end.roles.values())
         if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
             assert self.plan.absent or self._troubled_since(self._began)
 

@@ -136,13 +136,23 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
 
 def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Command]]:
     before = state.stores.get(store.request.role)
-    if state.leaving or (before is not None and before.request.generation >= store.request.generation):
+    if state.leaving:
         return state, []
+    if before is not None and before.request.generation >= store.request.generation:
+        # A master that has come in another's place asks how far it is.
+        return state, [ToMaster(news) for news in (_standing(before),) if news is not None]
     state, commands = _need_spawner(state, store.spawner)
     if state.spawners[store.spawner]:
         store = replace(store, sent=True)
         commands.append(ToSpawner(store.spawner, store.request))
     return replace(state, stores={**state.stores, store.request.role: store}), commands
+
+
+def _standing(store: Store) -> StoreOpened | StoreEnded | None:
+    """What there is to tell of a store."""
+    if store.ended is not None:
+        return store.ended
+    return StoreOpened(store.request.role, store.request.generation) if store.opened else None
 
 
 def _need_spawner(state: AgentState, key: SpawnerKey) -> tuple[AgentState, list[Command]]:

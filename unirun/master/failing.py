@@ -44,7 +44,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
     turn.record("exit", text)
     if event.cause == "order" and works:
-        _stop_as_told_before(turn)
+        stop_as_told_before(turn)
     if end.ok or _obeyed(event):
         advance(turn, turn.role(role.name))
         turn.tell_soon()
@@ -59,7 +59,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     turn.tell_now()
 
 
-def _stop_as_told_before(turn: Turn) -> None:
+def stop_as_told_before(turn: Turn) -> None:
     """An earlier master has stopped a worker, and nothing of that is in the store: only the end of a job that somebody
     asked for is not written first."""
     reason = "an earlier master was asked to stop the job"

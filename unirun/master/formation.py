@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from unirun.master.events import ToAgent
-from unirun.master.state import RolePhase, RoleState
+from unirun.master.state import RolePhase, RoleState, WorkerPhase
 from unirun.master.turn import Turn, endpoint, leader
 from unirun.wire.messages import Member, OpenStore, StartRole
 
@@ -23,7 +23,7 @@ def form_first(turn: Turn) -> None:
     turn.tell_now()
     for role in turn.state.roles.values():
         order_store(turn, role)
-        start(turn, role, range(len(role.workers)))
+        _start(turn, role, range(len(role.workers)))
 
 
 def form_next(turn: Turn, role: RoleState) -> None:
@@ -39,27 +39,32 @@ def opened(turn: Turn, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         role = replace(role, phase=RolePhase.STARTING)
         turn.record("restart", f"role {role.name} starts as generation {role.generation}")
-    _complete(turn, role)
+    complete(turn, role)
 
 
 def join(turn: Turn, role: RoleState) -> None:
-    """Start who has no process for the generation that is being formed, now or when its store is there."""
+    """Start who has no process for the generation that is being formed, now or when its store is there.
+
+    As long as nodes are away, nobody is told of anything, and so nobody is started (`resuming.all_back`).
+    """
     turn.put(role)
-    if role.opened == role.generation:
+    if role.opened == role.generation and not turn.state.away:
         turn.tell_now()
-        _complete(turn, role)
+        complete(turn, role)
 
 
-def _complete(turn: Turn, role: RoleState) -> None:
+def complete(turn: Turn, role: RoleState) -> None:
+    """Start who has no process, for the generation whose store is there."""
     newcomers = [worker for worker in role.workers if not worker.live]
     if newcomers and role.phase is RolePhase.REFORMING:
         names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
         turn.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
     for worker in newcomers:
-        role = role.with_worker(worker.ordered(worker.incarnation + 1, role.generation))
+        incarnation = 0 if worker.phase is WorkerPhase.WAITING else worker.incarnation + 1
+        role = role.with_worker(worker.ordered(incarnation, role.generation))
     turn.put(role)
     turn.tell_now()
-    start(turn, role, [worker.rank for worker in newcomers])
+    _start(turn, role, [worker.rank for worker in newcomers])
 
 
 def order_store(turn: Turn, role: RoleState) -> None:
@@ -67,13 +72,7 @@ def order_store(turn: Turn, role: RoleState) -> None:
     turn.send(ToAgent(leader(turn.state, role.name), OpenStore(role.name, role.generation)))
 
 
-def start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
-    """Order the workers of these ranks, for the last generation that has a store.
-
-    As long as nodes are away, nobody is told of it (`Turn.tell_now`), so nobody is started: `resuming.all_back` does.
-    """
-    if not ranks or turn.state.away:
-        return
+def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
     places = turn.state.placement.of_role(role.name)
     nodes = tuple(dict.fromkeys(place.node for place in places))
     for group_rank, node in enumerate(nodes):

@@ -7,11 +7,13 @@ and how their workers stand. Whatever is due at a node is ordered again when it 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
+from unirun.failover import Exit
+from unirun.master.ending import advance
 from unirun.master.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent, ToWatchers
-from unirun.master.formation import order_store, start
+from unirun.master.formation import complete, order_store
 from unirun.master.state import (
     JOB_ENDS,
     ROLE_ENDS,
@@ -30,8 +32,6 @@ from unirun.wire.spawning import StoreEnded, StoreOpened
 
 REJOIN_TIMEOUT = 15.0
 """Seconds in which every agent must have found a new master."""
-
-_Holdings = Mapping[tuple[str, int, int], Held]
 
 
 def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
@@ -71,9 +71,8 @@ def bare(event: Join) -> Join:
 
 def take_up(turn: Turn, event: Join) -> Iterator[WorkerExited | StoreOpened | StoreEnded]:
     """Take over how a node stands and order what is due there. Yields what it has to tell besides."""
-    held = {(each.role, each.rank, each.incarnation): each for each in event.workers}
     for role in list(turn.state.roles.values()):
-        yield from _take_up_role(turn, role, event.node, held)
+        _take_up_role(turn, role, event)
     yield from (each.exit for each in event.workers if each.exit is not None)
     stores = {store.role: store for store in event.stores}
     for role in list(turn.state.roles.values()):
@@ -84,42 +83,67 @@ def take_up(turn: Turn, event: Join) -> Iterator[WorkerExited | StoreOpened | St
             order_store(turn, role)
         elif store.ended is not None:
             yield store.ended
-        elif store.opened:
-            yield StoreOpened(role.name, store.generation)
+
+
+def beyond(state: JobState, event: Join) -> bool:
+    """Whether a node holds what no master has written: that is done only when somebody wants the job to end, and
+    the store is away."""
+    return any(
+        each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING
+        for each in event.workers
+        for worker in (state.roles[each.role].workers[each.rank],)
+    )
 
 
 def all_back(turn: Turn) -> None:
-    """No node is away any more: tell the workers how all stand, and order again who may not have been started."""
+    """No node is away any more: tell the workers how all stand, and start who is to be started."""
     turn.tell_now()
     for role in list(turn.state.roles.values()):
-        if role.phase in ROLE_WORKS:
-            start(turn, role, [w.rank for w in role.workers if w.phase is WorkerPhase.STARTING])
+        if role.generation > role.opened:
+            # Perhaps it is there, and that came too early to be of use: its agent says so again.
+            order_store(turn, role)
+        elif role.phase in ROLE_WORKS and any(not w.live and not w.ended_well for w in role.workers):
+            complete(turn, role)
 
 
-def _take_up_role(turn: Turn, role: RoleState, node: str, held: _Holdings) -> Iterator[WorkerExited]:
-    missing: list[WorkerState] = []
+def _take_up_role(turn: Turn, role: RoleState, event: Join) -> None:
+    held = {(each.rank, each.incarnation): each for each in event.workers if each.role == role.name}
     living: list[int] = []
+    before = role.live
     for worker in role.live:
-        if worker.node != node:
+        if worker.node != event.node:
             continue
-        known = held.get((role.name, worker.rank, worker.incarnation))
+        known = held.get((worker.rank, worker.incarnation))
         if known is None:
-            missing.append(worker)
+            role = role.with_worker(_never_started(worker))
             continue
         role = role.with_worker(_as_held(role, worker, known))
         if known.exit is None:
             living.append(worker.rank)
         if known.pid is not None:
-            turn.send(ToWatchers(WorkerStarted(node, role.name, worker.rank, worker.incarnation, known.pid)))
+            turn.send(
+                ToWatchers(WorkerStarted(event.node, role.name, worker.rank, worker.incarnation, known.pid))
+            )
     turn.put(role)
-    if role.phase in ROLE_WORKS:
-        # Those that are missing are ordered again when all nodes are back.
-        return
-    if living:
+    if role.phase not in ROLE_WORKS and len(role.live) < len(before):
+        advance(turn, role)
+    if role.phase in (RolePhase.RESTARTING, RolePhase.STOPPING) and living:
         grace = turn.state.spec.shutdown_timeout
-        turn.send(ToAgent(node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace)))
-    for worker in missing:
-        yield _never_started(role.name, worker, turn.now)
+        turn.send(ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace)))
+
+
+def adopt(turn: Turn, event: Join) -> None:
+    """Take over workers that no master has written of, so that they can be stopped."""
+    for each in event.workers:
+        role = turn.role(each.role)
+        worker = role.workers[each.rank]
+        if each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING:
+            formed = max(role.opened, each.generation, each.incarnation)
+            role = replace(role, generation=max(role.generation, formed), opened=formed)
+            started = WorkerState(
+                worker.rank, worker.node, each.incarnation, WorkerPhase.STARTING, generation=formed
+            )
+            turn.put(role.with_worker(started))
 
 
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
@@ -136,8 +160,9 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
     )
 
 
-def _never_started(role: str, worker: WorkerState, now: float) -> WorkerExited:
-    """The order to start it was lost with the master that gave it, and is not given again: it shall end."""
-    signum = int(signal.SIGTERM)
-    note = "it had not started"
-    return WorkerExited(role, worker.rank, worker.incarnation, now, None, signum, "order", signum, note=note)
+def _never_started(worker: WorkerState) -> WorkerState:
+    """The order to start it was lost with the master that gave it: its rank stands as before that."""
+    if worker.incarnation == 0:
+        return WorkerState(worker.rank, worker.node)
+    end = Exit(signal=signal.SIGTERM)
+    return WorkerState(worker.rank, worker.node, worker.incarnation - 1, WorkerPhase.EXITED, exit=end)

@@ -18,9 +18,9 @@ from unirun.master.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.master.failing import agent_lost, exited, store_ended
+from unirun.master.failing import agent_lost, exited, stop_as_told_before, store_ended
 from unirun.master.formation import form_first, opened
-from unirun.master.resuming import REJOIN_TIMEOUT, all_back, bare, take_up
+from unirun.master.resuming import REJOIN_TIMEOUT, adopt, all_back, bare, beyond, take_up
 from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
 from unirun.master.turn import Turn
 from unirun.wire.messages import Stop
@@ -111,17 +111,24 @@ def _join(turn: Turn, event: Join) -> None:
         state, agents={**state.agents, event.node: bare(event)}, away=state.away - {event.node}
     )
     turn.record("join", f"{event.node} joined (pid {event.pid})")
-    if state.phase is not JobPhase.LAUNCHING:
-        for news in take_up(turn, event):
-            _handle(turn, news)
-        for role in list(turn.state.roles.values()):
-            if role.phase in ROLE_WORKS:
-                settle(turn, role)
-        if not turn.state.away:
-            all_back(turn)
+    if beyond(state, event):
+        adopt(turn, event)
+        stop_as_told_before(turn)
+    if turn.state.phase is not JobPhase.LAUNCHING:
+        _rejoined(turn, event)
     elif len(turn.state.agents) == len(state.placement.nodes) and not turn.state.away:
         turn.state = replace(turn.state, phase=JobPhase.RUNNING)
         form_first(turn)
+
+
+def _rejoined(turn: Turn, event: Join) -> None:
+    for news in take_up(turn, event):
+        _handle(turn, news)
+    for role in list(turn.state.roles.values()):
+        if role.phase in ROLE_WORKS:
+            settle(turn, role)
+    if not turn.state.away:
+        all_back(turn)
 
 
 def _started(turn: Turn, event: WorkerStarted) -> None:
@@ -183,7 +190,7 @@ def _metrics(turn: Turn, event: WorkerMetrics) -> None:
 
 def _store_opened(turn: Turn, event: StoreOpened) -> None:
     role = turn.role(event.role)
-    awaited = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
+    awaited = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING) and not turn.state.away
     if awaited and event.generation == role.generation > role.opened:
         opened(turn, role)
 
