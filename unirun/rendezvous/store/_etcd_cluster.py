@@ -104,7 +104,7 @@ class Cluster:
                 verdict = judge(error)
                 if verdict is Verdict.LOGGED_OUT and self._login and not logins:
                     logins += 1
-                    self._log_out(member, token)
+                    self._log_out(token)
                 elif verdict in (Verdict.FINAL, Verdict.LOGGED_OUT):
                     raise explain(error, self.address) from error
                 elif verdict is Verdict.UNKNOWN and not repeatable:
@@ -123,9 +123,10 @@ class Cluster:
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._away()
         try:
-            while self._member is None:
-                self._member = self._find(deadline)
-            return self._member
+            member = self._member  # perhaps found by who had the lock before
+            if member is None:
+                member = self._member = self._find(deadline)
+            return member
         finally:
             self._lock.release()
 
@@ -133,13 +134,13 @@ class Cluster:
         """Look for another member, as this one did not answer."""
         self._troubles[member] = _say(error)
         if self._member == member:
-            self._order.sort(key=lambda endpoint: endpoint == member)  # it is asked last
+            self._order = sorted(self._order, key=lambda endpoint: endpoint == member)  # it is asked last
             self._member = None
 
     def log_in_again(self) -> None:
         """Get a new token with the next call."""
-        if self._login and self._member is not None:
-            self._log_out(self._member, self._token)
+        if self._login:
+            self._log_out(self._token)
 
     def stream(self, member: str, method: Method, requests: Any) -> Any:
         """A stream in both directions with `member`."""
@@ -178,6 +179,7 @@ class Cluster:
                     raise self._away()
                 try:
                     self._greet(endpoint, left / (len(order) - number))
+                    self._troubles.pop(endpoint, None)
                     return endpoint
                 except grpc.RpcError as error:
                     if judge(error) in (Verdict.FINAL, Verdict.LOGGED_OUT):
@@ -246,7 +248,7 @@ class Cluster:
         leader = (("hasleader", "true"),)  # a member that was cut off says so, rather than to let us wait
         return (*leader, ("token", self._token)) if self._token else leader
 
-    def _log_out(self, member: str, token: str | None) -> None:
+    def _log_out(self, token: str | None) -> None:
         with self._lock:
             if self._token == token:  # else another thread was quicker
                 self._token = None

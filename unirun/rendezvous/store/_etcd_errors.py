@@ -12,6 +12,9 @@ _ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too 
 """What a member says that has not even tried."""
 
 
+_TOO_LARGE = ("request is too large", "too many operations", "message larger than max")
+
+
 class Verdict(Enum):
     """What has become of a call that failed."""
 
@@ -80,7 +83,7 @@ def explain_text(code: grpc.StatusCode, details: str, address: EtcdAddress) -> S
             f"etcd at {where} is full, and takes no more writes",
             "compact and defragment it, then: etcdctl alarm disarm",
         )
-    if "request is too large" in details or "too many operations" in details:
+    if any(words in details for words in _TOO_LARGE):
         return StoreRefused(
             f"etcd at {where} takes smaller transactions only",
             "start it with the defaults of --max-request-bytes and --max-txn-ops, or more",

@@ -1,0 +1,61 @@
+"""What an etcd server does not take, or holds without unirun having written it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.store.etcd_server import Servers, program
+from unirun.errors import StoreBroken, StoreRefused
+from unirun.rendezvous.store.protocol import MAX_SIZE, Put, Store
+from unirun.rendezvous.store.url import open_store
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Iterator[Servers]:
+    """A server that takes small requests only, and few of them."""
+    flags = (
+        "--quota-backend-bytes",
+        str(400_000),
+        "--max-request-bytes",
+        str(200_000),
+        "--max-txn-ops",
+        "10",
+    )
+    servers = Servers(tmp_path, flags=flags)
+    yield servers
+    servers.stop()
+
+
+def test_a_server_that_is_full_or_takes_little_says_what_to_do(narrow: Servers) -> None:
+    store = open_store(narrow.url())
+    with pytest.raises(StoreRefused, match=r"takes smaller transactions only.*--max-request-bytes"):
+        store.txn([], [Put("a", "x" * (MAX_SIZE - 1))])
+    with pytest.raises(StoreRefused, match=r"takes smaller transactions only.*--max-txn-ops"):
+        store.txn([], [Put(str(number), "") for number in range(50)])
+    with pytest.raises(StoreBroken, match=r"is full.*etcdctl alarm disarm"):
+        fill(store)
+    assert store.get("a") is not None, "what is there can still be read"
+    store.close()
+
+
+def fill(store: Store) -> None:
+    for _ in range(50):
+        store.txn([], [Put("a", "x" * 100_000)])
+
+
+def test_bytes_of_somebody_else_are_not_taken_for_text(etcd: Servers) -> None:
+    store = open_store(etcd.url(prefix="/foreign/"))
+    start = store.get_prefix("").revision + 1
+    endpoint = etcd.members[0].endpoint
+    put = [program("etcdctl"), "--endpoints", endpoint, "put", "/foreign/a"]
+    subprocess.run(put, input=b"\xff\xfe", capture_output=True, check=True)
+    watch = store.watch("", start)
+    for call in (lambda: store.get("a"), lambda: store.get_prefix(""), lambda: watch.changes(10)):
+        with pytest.raises(StoreRefused, match="no unirun has written.*choose another one"):
+            call()
+    store.txn([], deletes=["a"])
+    store.close()
