@@ -20,11 +20,14 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
     Raises `TimeoutError` after `timeout` seconds.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
+    told = False
     while (status := read_status(job)).phase not in ENDED:
         try:
             with call_master(job) as master:
-                # Asked twice, it would end at once.
-                master.send(stop if stop is not None and status.phase != "stopping" else Attach())
+                # Asked twice, it would end at once; and a master that has died may not have written that it was asked.
+                heard = told and read_status(job).phase == "stopping"
+                master.send(Attach() if stop is None or heard else stop)
+                told = True
                 while not isinstance(master.receive(_left(deadline)), Ended):
                     continue
         except (StoreError, WireError, RendezvousError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 from unirun.errors import RendezvousError, WireError
 from unirun.rendezvous.election import Leader, leader_of
@@ -13,7 +12,7 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import Stream, Token, connect, load_token
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Appointed
+from unirun.wire.messages import Appointed, Message
 
 CONNECT = 3.0
 """Seconds in which a master must answer."""
@@ -55,9 +54,7 @@ class Masters:
             raise
         try:
             async with asyncio.timeout(CONNECT):
-                first = await stream.receive()
-            if not isinstance(first, Appointed) or first.epoch < leader.epoch:
-                raise WireError(f"what listens at {path} does not lead in term {leader.epoch}")
+                _check(await stream.receive(), leader)
         except BaseException as error:
             await stream.close()
             if isinstance(error, TimeoutError):
@@ -72,8 +69,16 @@ class Masters:
             self._store = None
 
 
+def _check(first: Message, leader: Leader) -> None:
+    if not isinstance(first, Appointed) or first.epoch < leader.epoch:
+        raise WireError(f"what listens at {leader.address} does not lead in term {leader.epoch}")
+
+
 def call_master(job: JobDir) -> BlockingStream:
-    """A stream to the master of `job`. Raises `RendezvousError` when there is none now, `StoreError`, `WireError`."""
+    """A stream to the master of `job`. Raises `RendezvousError` when there is none now, `StoreError`, `WireError`.
+
+    It has said that it leads, and written before how the job stands.
+    """
     store = open_store(job.store_url)
     try:
         leader = leader_of(store, job_prefix(job.run_id))
@@ -81,5 +86,12 @@ def call_master(job: JobDir) -> BlockingStream:
         store.close()
     if leader is None:
         raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
-    path = Path(leader.address.removeprefix("unix:"))
-    return BlockingStream.connect(path, load_token(job.token))
+    path = leader.address.removeprefix("unix:")
+    master = BlockingStream.connect(path, load_token(job.token), timeout=CONNECT)
+    try:
+        # A stream that is closed before it was read takes with it what was sent on it.
+        _check(master.receive(CONNECT), leader)
+    except BaseException:
+        master.close()
+        raise
+    return master

@@ -1,0 +1,135 @@
+"""A stand-in for a master: it listens where one would, leads if it is told to, and keeps what it hears."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from queue import Queue
+
+from unirun.errors import WireError
+from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.election import Term, campaign
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
+from unirun.wire import Token, listen, load_token, new_token
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
+from unirun.wire.messages import Appointed, Message
+
+PATIENCE = 20.0
+"""Seconds that a test waits for what should be there in a moment."""
+
+Script = Callable[[BlockingStream], None]
+
+
+class StandIn:
+    """One master of `job`. On each stream it says `first`, then does what `script` says, then listens."""
+
+    def __init__(
+        self,
+        job: JobDir,
+        name: str = "first",
+        *,
+        first: Message | None = None,
+        script: Script | None = None,
+        token: Token | None = None,
+    ) -> None:
+        self.path = job.path / f"{name}.sock"
+        self.heard: Queue[Message] = Queue()
+        self._prefix = job_prefix(job.run_id)
+        self._first, self._script = first, script
+        self._token = token or load_token(job.token)
+        self._listener = listen(self.path)
+        self._streams: list[BlockingStream] = []
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def lead(self, store: Store, *, deposing: int = 0, ttl: float = 60.0) -> Term:
+        """Be elected; say so on every stream from now on."""
+        term = campaign(
+            store, self._prefix, f"unix:{self.path}", "host", os.getpid(), ttl=ttl, deposing=deposing
+        )
+        assert term is not None
+        self._first = self._first or Appointed(term.epoch)
+        return term
+
+    def die(self) -> None:
+        """Listen no more and end every stream, as a process that is killed does; its socket's file stays."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        threads = []
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                threads.append(threading.Thread(target=self._converse, args=(sock,)))
+                threads[-1].start()
+        for thread in threads:
+            thread.join(PATIENCE)
+
+    def _converse(self, sock: socket.socket) -> None:
+        with BlockingStream(sock) as stream, contextlib.suppress(WireError, OSError):
+            self._streams.append(stream)
+            handshake = ServerHandshake(self._token)
+            sock.sendall(handshake.hello())
+            sock.sendall(handshake.proof(sock.recv(ANSWER_SIZE, socket.MSG_WAITALL)))
+            if self._first is not None:
+                stream.send(self._first)
+            if self._script is not None:
+                self._script(stream)
+            while True:
+                self.heard.put(stream.receive())
+
+
+class Place:
+    """A new job in ``$UNIRUN_HOME``, its store, and whoever stands in for its masters."""
+
+    def __init__(self) -> None:
+        self.job, self.lock = create_job("run-1", new_token())
+        self.token = load_token(self.job.token)
+        self.store = open_store(self.job.store_url)
+        self._masters: list[StandIn] = []
+
+    def master(
+        self,
+        name: str = "first",
+        *,
+        first: Message | None = None,
+        script: Script | None = None,
+        token: Token | None = None,
+    ) -> StandIn:
+        """Somebody who listens and does not lead yet."""
+        self._masters.append(StandIn(self.job, name, first=first, script=script, token=token))
+        return self._masters[-1]
+
+    def leader(self, name: str = "first", *, deposing: int = 0, script: Script | None = None) -> StandIn:
+        """Somebody who leads."""
+        master = self.master(name, script=script)
+        master.lead(self.store, deposing=deposing)
+        return master
+
+    def let_go(self) -> None:
+        """Nobody holds the job's lock any more."""
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for master in self._masters:
+            master.die()
+        self.store.close()
+        self.let_go()

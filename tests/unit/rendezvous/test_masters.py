@@ -1,0 +1,173 @@
+"""The way to whoever leads: found by the store, sure of whom it has reached, and clear about who is dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.rendezvous.standin import PATIENCE, Place
+from unirun.errors import AuthError, RendezvousError, WireError
+from unirun.rendezvous import masters
+from unirun.rendezvous.election import Leader
+from unirun.rendezvous.masters import MasterGone, Masters, call_master
+from unirun.wire import new_token
+from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    with Place() as place:
+        yield place
+
+
+def reach(place: Place, leader: Leader | None = None) -> Leader:
+    """Reach the leader, or who is said to be, and attach to it. Returns who it is."""
+
+    async def go() -> Leader:
+        found = Masters(place.job, place.token)
+        try:
+            target = leader or await found.leader()
+            assert target is not None
+            stream = await found.reach(target)
+            stream.send(Attach())
+            await stream.close()
+            return target
+        finally:
+            found.close()
+            found.close()
+
+    return asyncio.run(asyncio.wait_for(go(), PATIENCE))
+
+
+def says(place: Place, epoch: int) -> Leader:
+    """What the store would say of the stand-in called ``first``."""
+    return Leader(epoch, f"unix:{place.job.path / 'first.sock'}", "host", 7)
+
+
+class TestWhoLeads:
+    def test_is_nobody_at_first_then_one_after_another(self, place: Place) -> None:
+        async def ask() -> list[Leader | None]:
+            found = Masters(place.job, place.token)
+            answers = [await found.leader()]
+            for number in range(2):
+                place.leader(f"m{number}", deposing=number)
+                answers.append(await found.leader())
+            found.close()
+            return answers
+
+        before, first, second = asyncio.run(ask())
+        assert before is None
+        assert first is not None
+        assert second is not None
+        assert (first.epoch, second.epoch) == (1, 2)
+        assert second.address == f"unix:{place.job.path}/m1.sock"
+
+    def test_can_be_asked_again_after_close(self, place: Place) -> None:
+        place.leader()
+
+        async def ask() -> tuple[Leader | None, Leader | None]:
+            found = Masters(place.job, place.token)
+            one = await found.leader()
+            found.close()
+            other = await found.leader()
+            found.close()
+            return one, other
+
+        one, other = asyncio.run(ask())
+        assert one == other != None  # noqa: E711
+
+
+class TestAMasterThatIsReached:
+    def test_is_the_one_that_leads(self, place: Place) -> None:
+        master = place.leader()
+        assert reach(place).epoch == 1
+        assert master.heard.get(timeout=PATIENCE) == Attach()
+
+    def test_may_lead_in_a_later_term_by_then(self, place: Place) -> None:
+        master = place.master(first=Appointed(9))
+        reach(place, says(place, 3))
+        assert master.heard.get(timeout=PATIENCE) == Attach()
+
+
+class TestAMasterThatIsGone:
+    def test_is_known_by_a_socket_that_nobody_listens_at(self, place: Place) -> None:
+        place.leader().die()
+        with pytest.raises(MasterGone) as gone:
+            reach(place)
+        assert gone.value.epoch == 1
+
+    def test_is_known_by_a_socket_that_is_missing(self, place: Place) -> None:
+        master = place.leader()
+        master.path.unlink()
+        with pytest.raises(MasterGone) as gone:
+            reach(place)
+        assert gone.value.epoch == 1
+
+    def test_is_not_one_that_hangs(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(masters, "CONNECT", 0.2)
+        place.master()
+        with pytest.raises(WireError, match=r"first.sock does not say anything"):
+            reach(place, says(place, 1))
+
+    def test_is_not_one_that_does_not_lead_yet(self, place: Place) -> None:
+        place.master(first=Appointed(2))
+        with pytest.raises(WireError, match="does not lead in term 3"):
+            reach(place, says(place, 3))
+
+    def test_is_not_one_that_says_something_else(self, place: Place) -> None:
+        place.master(first=Shutdown())
+        with pytest.raises(WireError, match="does not lead in term 1"):
+            reach(place, says(place, 1))
+
+    def test_is_not_somebody_with_another_token(self, place: Place) -> None:
+        place.master(first=Appointed(1), token=new_token())
+        with pytest.raises(WireError):
+            reach(place, says(place, 1))
+
+
+class TestACall:
+    def test_without_a_master_says_so(self, place: Place) -> None:
+        with pytest.raises(RendezvousError, match="job run-1 has no master now; try again in a moment"):
+            call_master(place.job)
+
+    def test_reaches_the_master_and_has_heard_that_it_leads(self, place: Place) -> None:
+        master = place.leader(script=lambda stream: stream.send(Shutdown()))
+        with call_master(place.job) as stream:
+            stream.send(Attach())
+            assert stream.receive(PATIENCE) == Shutdown()
+        assert master.heard.get(timeout=PATIENCE) == Attach()
+
+    def test_may_be_over_when_its_word_is_sent(self, place: Place) -> None:
+        master = place.leader()
+        stop = Stop(15, "unirun stop")
+        for _ in range(50):
+            with call_master(place.job) as stream:
+                stream.send(stop)
+            assert master.heard.get(timeout=PATIENCE) == stop
+
+    def test_to_a_dead_master_fails(self, place: Place) -> None:
+        place.leader().die()
+        with pytest.raises(RendezvousError, match="nobody answers"):
+            call_master(place.job)
+
+    def test_to_somebody_else_fails_and_leaves_no_stream_open(self, place: Place) -> None:
+        place.master(first=Shutdown()).lead(place.store)
+        with pytest.raises(WireError, match="does not lead in term 1"):
+            call_master(place.job)
+
+    def test_to_one_that_hangs_fails_in_time(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(masters, "CONNECT", 0.2)
+        silent = place.master()
+        silent.lead(place.store)
+        silent._first = None
+        with pytest.raises(RendezvousError, match=r"sent nothing for 0.2 s"):
+            call_master(place.job)
+
+    def test_with_another_token_fails(self, place: Place) -> None:
+        place.master(token=new_token()).lead(place.store)
+        with pytest.raises((AuthError, WireError)):
+            call_master(place.job)
