@@ -28,6 +28,7 @@ from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
 from unirun.wire import BACKLOG, Stream, accept, listen, load_token
+from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
 from unirun.wire.spawning import Reaped, SpawnFailed
@@ -129,6 +130,9 @@ class Agent:
                     self._spawners[key][0].send(message)
             case events.StartSpawner(key):
                 self._start_spawner(key)
+            case events.ToWorker(number, message):
+                for link in self._links.get(number, ()):
+                    link.send(message)
             case events.ToWorkers(message):
                 for links in self._links.values():
                     for link in links:
@@ -161,6 +165,8 @@ class Agent:
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
             host = socket.gethostname()
             stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores))
+            for ask in self._state.asks.values():
+                stream.send(ask)
             while self._unsent:
                 stream.send(self._unsent.popleft())
             if before is not None:
@@ -191,7 +197,7 @@ class Agent:
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
-                    case StopWorkers() | View() | ExitKept() | Shutdown():
+                    case StopWorkers() | View() | ExitKept() | WorkerAnswer() | Shutdown():
                         self._apply(events.Order(epoch, message))
         except WireError:
             return

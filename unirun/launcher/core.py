@@ -37,8 +37,9 @@ from unirun.launcher.events import (
     ToWorkers,
     Worker,
 )
-from unirun.launcher.hearing import from_worker, link_closed, runs, still_without_link
+from unirun.launcher.hearing import answered, from_worker, link_closed, runs, still_without_link
 from unirun.launcher.state import AgentState, held
+from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Cause,
@@ -97,6 +98,8 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
         case ExitKept(role, rank, incarnation):
             kept = role, rank, incarnation
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
+        case WorkerAnswer():
+            return answered(state, what)
         case View():
             return replace(state, view=what), [ToWorkers(what)]
         case Shutdown():
@@ -330,7 +333,10 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
 
 
 def _without(state: AgentState, worker: Worker) -> AgentState:
-    return replace(state, workers={n: w for n, w in state.workers.items() if n != worker.id})
+    workers = {n: w for n, w in state.workers.items() if n != worker.id}
+    return replace(
+        state, workers=workers, asks={n: ask for n, ask in state.asks.items() if n[0] != worker.id}
+    )
 
 
 def _grace_over(state: AgentState, event: GraceOver) -> tuple[AgentState, list[Command]]:

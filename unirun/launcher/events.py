@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from unirun.launcher.environment import SpawnerKey
+from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Message, Shutdown, StopWorkers, View
 from unirun.wire.reports import Cause, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
@@ -127,7 +128,7 @@ class Led:
     epoch: int
 
 
-Instruction = Launch | Store | StopWorkers | ExitKept | View | Shutdown
+Instruction = Launch | Store | StopWorkers | ExitKept | View | WorkerAnswer | Shutdown
 """What masters want."""
 
 
@@ -174,6 +175,14 @@ class StartSpawner:
 
 
 @dataclass(frozen=True, slots=True)
+class ToWorker:
+    """Tell one worker, if it has a link."""
+
+    id: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
 class ToWorkers:
     """Tell every worker that has a link."""
 
@@ -200,4 +209,4 @@ class Leave:
     """Nothing is left to do; the agent ends."""
 
 
-Command = ToMaster | ToSpawner | StartSpawner | ToWorkers | After | KillGroups | Leave
+Command = ToMaster | ToSpawner | StartSpawner | ToWorker | ToWorkers | After | KillGroups | Leave

@@ -12,9 +12,11 @@ from unirun.launcher.events import (
     LinkClosed,
     StillWithoutLink,
     ToMaster,
+    ToWorker,
     Worker,
 )
 from unirun.launcher.state import AgentState
+from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
 from unirun.wire.messages import Hello, Message
 from unirun.wire.reports import (
     GroupFormed,
@@ -49,7 +51,20 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
             return state, [ToMaster(_signed(worker, event.message))]
         case Metrics():
             return state, [ToMaster(_signed(worker, event.message))]
+        case Ask(number, wish, name, data):
+            ask = WorkerAsk(worker.role, worker.rank, worker.incarnation, number, wish, name, data)
+            return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
     return state, []
+
+
+def answered(state: AgentState, answer: WorkerAnswer) -> tuple[AgentState, list[Command]]:
+    """A master has answered what a worker has asked."""
+    worker = state.find(answer.role, answer.rank)
+    if worker is None or worker.incarnation != answer.incarnation:
+        return state, []
+    asks = {n: ask for n, ask in state.asks.items() if n != (worker.id, answer.number)}
+    told = Answer(answer.number, answer.data, answer.problem)
+    return replace(state, asks=asks), [ToWorker(worker.id, told)]
 
 
 def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:

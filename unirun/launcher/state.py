@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Store, Worker
+from unirun.wire.asking import WorkerAsk
 from unirun.wire.messages import View
 from unirun.wire.reports import Held, HeldStore
 
@@ -20,7 +21,7 @@ class AgentState:
 
     `in_place`: the roles whose workers outlive a peer, and a store. `epoch` is the term of the latest master.
     `launched` is the last incarnation of each rank that a master wanted, `ended` the workers that have ended, as long
-    as no master has kept that.
+    as no master has kept that. `asks` are what workers have asked and no master has answered.
     """
 
     node: str
@@ -33,6 +34,7 @@ class AgentState:
     epoch: int = 0
     launched: Mapping[tuple[str, int], int] = field(default_factory=dict)
     ended: Mapping[Who, Held] = field(default_factory=dict)
+    asks: Mapping[tuple[int, int], WorkerAsk] = field(default_factory=dict)
 
     def with_worker(self, worker: Worker) -> AgentState:
         """This state with one worker replaced."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
 from unirun.master.context import changes, observations, restore
 from unirun.master.state import JOB_ENDS, JobState
 from unirun.rendezvous.election import Term
-from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
+from unirun.rendezvous.keys import CONTEXT, STATES, VERSIONS, context_prefix, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
+
+_PIECE = 200_000
+"""Characters of a worker's state in one value."""
 
 MAX_OPERATIONS = 100
 MAX_BYTES = 1_000_000
@@ -56,29 +60,69 @@ class Keeper:
 
     def create(self, state: JobState) -> None:
         """Write the state of a new job, in place of one of the same id."""
-        documents = changes(None, state)
-        job = documents.pop("job")
-        self._write({}, deletes=[context_prefix(self._run_id)])
+        documents = _of_context(changes(None, state))
+        job = documents.pop(f"{CONTEXT}job")
+        self._write({}, deletes=[f"{self._prefix}{part}" for part in (CONTEXT, STATES, VERSIONS)])
         for part in _parts(documents):
             self._write(part)
         # Whoever finds this one finds the others.
-        self._write({"job": job}, index=state)
+        self._write({f"{CONTEXT}job": job}, index=state)
 
     def write(self, before: JobState, after: JobState, *, at_once: bool) -> bool:
         """Bring the store from `before` to `after`. False, with nothing written, when it shall be done `at_once` and
         is too much for one transaction. Raises `Fenced` when another leads, `StoreError`."""
-        documents = changes(before, after)
+        documents = _of_context(changes(before, after))
         parts = _parts(documents)
         if at_once and len(parts) > 1:
             return False
         for part in parts:
             if part:
-                self._write(part, index=after if "job" in part else None)
+                self._write(part, index=after if f"{CONTEXT}job" in part else None)
         return True
 
     def note(self, before: JobState | None, after: JobState) -> None:
         """Write what is only of use to readers."""
-        for part in _parts(observations(before, after)):
+        self._write_parts(_of_context(observations(before, after)))
+
+    def save_state(self, role: str, rank: int, state: str) -> None:
+        """Keep a worker's state, as text, in place of the one before."""
+        name = f"{STATES}{role}/{rank}"
+        before = self._get(name)
+        number = 1 + (json.loads(before)["save"] if before else 0)
+        pieces = [state[at : at + _PIECE] for at in range(0, len(state), _PIECE)]
+        self._write_parts({f"{name}/{number}/{n}": piece for n, piece in enumerate(pieces)})
+        # Until this is written, the state before is found; what a dead master has begun is written over.
+        head = json.dumps({"save": number, "pieces": len(pieces)})
+        self._write({name: head}, deletes=[f"{self._prefix}{name}/{number - 1}/"])
+
+    def load_state(self, role: str, rank: int) -> str | None:
+        """The state of a worker that was kept last."""
+        name = f"{STATES}{role}/{rank}"
+        head = self._get(name)
+        if head is None:
+            return None
+        found = json.loads(head)
+        return "".join(self._get(f"{name}/{found['save']}/{n}") or "" for n in range(found["pieces"]))
+
+    def commit_version(self, channel: str, version: int) -> int:
+        """Keep the version of a channel, if it is the highest; returns the one that is kept."""
+        before = self.version(channel)
+        if before is not None and before >= version:
+            return before
+        self._write({f"{VERSIONS}{quote(channel, safe='')}": str(version)})
+        return version
+
+    def version(self, channel: str) -> int | None:
+        """The version of a channel that was kept last."""
+        kept = self._get(f"{VERSIONS}{quote(channel, safe='')}")
+        return None if kept is None else int(kept)
+
+    def _get(self, name: str) -> str | None:
+        item = self._store.get(f"{self._prefix}{name}")
+        return None if item is None else item.value
+
+    def _write_parts(self, documents: dict[str, str | None]) -> None:
+        for part in _parts(documents):
             if part:
                 self._write(part)
 
@@ -93,14 +137,14 @@ class Keeper:
             self._do(self._open)
         self._number += 1
         head = json.dumps({"epoch": self._term.epoch, "write": self._number})
-        context = {f"{context_prefix(self._run_id)}{name}": value for name, value in documents.items()}
-        puts = [Put(key, value) for key, value in context.items() if value is not None]
+        keyed = {f"{self._prefix}{name}": value for name, value in documents.items()}
+        puts = [Put(key, value) for key, value in keyed.items() if value is not None]
         if index is not None:
             puts.append(Put(index_key(self._run_id), _summary(index)))
         self._open = _Write(
             (self._term.fence, self._head),
             (Put(self._head_key, head), *puts),
-            (*deletes, *(key for key, value in context.items() if value is None)),
+            (*deletes, *(key for key, value in keyed.items() if value is None)),
             head,
         )
         self._do(self._open)
@@ -122,6 +166,10 @@ class Keeper:
     def _is_done(self, write: _Write) -> bool:
         head = self._store.get(self._head_key)
         return head is not None and head.value == write.head
+
+
+def _of_context(documents: dict[str, str | None]) -> dict[str, str | None]:
+    return {f"{CONTEXT}{name}": value for name, value in documents.items()}
 
 
 def _parts(documents: dict[str, str | None]) -> list[dict[str, str | None]]:

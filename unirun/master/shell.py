@@ -30,6 +30,7 @@ from unirun.observe import EventLog, MetricsLog
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.wire import BACKLOG, Stream, accept, load_token
+from unirun.wire.asking import WorkerAsk
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
 from unirun.wire.reports import Join, Notice, Sample
 
@@ -208,6 +209,8 @@ class Master:
                 message = await stream.receive()
                 if isinstance(message, Event):
                     self._apply(message)
+                elif isinstance(message, WorkerAsk):
+                    self._writer.ask(message, stream.send)
         except WireError as error:
             reason = str(error)
         finally:

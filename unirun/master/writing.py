@@ -7,17 +7,20 @@ import contextlib
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
+from unirun.master.answering import answer
 from unirun.master.events import Command
 from unirun.master.keeper import Keeper
 from unirun.master.ledger import Ledger
 from unirun.master.state import JobPhase, JobState
 from unirun.rendezvous.election import Term
+from unirun.wire.asking import WorkerAnswer, WorkerAsk
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ class Writer:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unirun-store")
         self._troubles: dict[str, str] = {}
+        self._asks: deque[tuple[WorkerAsk, Callable[[WorkerAnswer], None]]] = deque()
         self.deposed = False
 
     @property
@@ -66,6 +70,11 @@ class Writer:
         if self._ledger.due is not None:
             self._wake.set()
             self._waive_if_asked()
+
+    def ask(self, ask: WorkerAsk, reply: Callable[[WorkerAnswer], None]) -> None:
+        """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
+        self._asks.append((ask, reply))
+        self._wake.set()
 
     @asynccontextmanager
     async def working(self, over: asyncio.Event) -> AsyncIterator[None]:
@@ -109,6 +118,9 @@ class Writer:
                     first = self._ledger.first_due
                     if first is None or not await self._bring_to(first, at_once=True):
                         raise StoreError("one step changes more than a store takes at once")
+            while self._asks:
+                ask, reply = self._asks.popleft()
+                reply(await self._persistently("write", lambda ask=ask: answer(self._keeper, ask)))  # type: ignore[misc]
             if time.monotonic() - noted >= NOTE_DELAY:
                 noted = time.monotonic()
                 await self._note(self._latest)

@@ -5,6 +5,9 @@ from __future__ import annotations
 JOBS = "jobs/"
 INDEX = "index/"
 
+CONTEXT, STATES, VERSIONS = "context/", "states/", "versions/"
+"""The parts of a job: the documents of `unirun.master.context`, what workers keep, what they have committed."""
+
 
 def job_prefix(run_id: str) -> str:
     """Everything of a job."""
@@ -13,7 +16,7 @@ def job_prefix(run_id: str) -> str:
 
 def context_prefix(run_id: str) -> str:
     """The documents of `unirun.master.context`."""
-    return f"{JOBS}{run_id}/context/"
+    return f"{JOBS}{run_id}/{CONTEXT}"
 
 
 def index_key(run_id: str) -> str:

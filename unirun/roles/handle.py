@@ -9,8 +9,8 @@ from typing import Any
 
 from unirun.errors import UsageError
 from unirun.roles.peers import Peers
-from unirun.roles.state import StateStore
-from unirun.wire.messages import Metrics
+from unirun.roles.state import PATIENCE, StateStore
+from unirun.wire.reports import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,10 @@ class MasterHandle:
         self._peers.tell(Metrics(values, time.time()))
 
     def save_state(self, state: bytes) -> None:
-        """Keep `state` for the next incarnation of this rank. Raises `JobError` when it cannot be written."""
+        """Keep `state`, 8 MiB at most, for the next incarnation of this rank: when this returns, it is in the store.
+
+        Raises `UsageError` for what is no bytes or too large, `StoreAway` when the store does not answer.
+        """
         if not isinstance(state, bytes | bytearray | memoryview):
             raise UsageError(
                 f"save_state got {type(state).__name__}", "give bytes, for example pickle.dumps(…)"
@@ -81,3 +84,19 @@ class MasterHandle:
     def load_state(self) -> bytes | None:
         """What this rank saved last, in this incarnation or an earlier one; None when it saved nothing."""
         return self._state.load()
+
+    def commit_version(self, channel: str, version: int) -> int:
+        """Keep `version` as the latest of `channel` (of weights, of a data set), unless a higher one was kept.
+
+        Returns the one that is kept, when it is in the store; it survives every process of the job. Raises
+        `UsageError` for a negative version, `StoreAway`.
+        """
+        if version < 0:
+            raise UsageError(f"version {version} of {channel!r} is negative", "count from 0")
+        kept = self._peers.ask("commit_version", channel, str(version), timeout=PATIENCE)
+        return int(kept or 0)
+
+    def version(self, channel: str) -> int | None:
+        """The latest version of `channel` that was committed; None when none was."""
+        kept = self._peers.ask("version", channel, timeout=PATIENCE)
+        return None if kept is None else int(kept)

@@ -146,7 +146,7 @@ def _handle(context: Context) -> MasterHandle:
         master_port=int(environ.get("MASTER_PORT", "0")),
         collocation=",".join(role.upper() for role in shared),
     )
-    return MasterHandle(identity, context.peers, state_of(environ, context.role, context.rank))
+    return MasterHandle(identity, context.peers, state_of(context.peers))
 
 
 def _resource(context: Context, role: str) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from unirun.errors import FrameError, UsageError, WireError
+from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
+from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
@@ -57,6 +60,8 @@ class Peers:
         self._views = {view.name: view for view in welcome.view.roles} if welcome else {}
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, Answer] = {}
 
     def roles(self) -> Mapping[str, RoleInfo]:
         """All roles as they stand now."""
@@ -101,6 +106,34 @@ class Peers:
         if self._link is not None:
             self._link.send(message)
 
+    def ask(self, wish: Wish, name: str = "", data: str = "", *, timeout: float) -> str | None:
+        """Ask the master, whoever leads meanwhile. Raises `JobError` for what it cannot do, `StoreAway` when there is
+        no answer within `timeout` seconds, `ConnectionLost`."""
+        if self._link is None:
+            raise UsageError(
+                f"{wish} asks the job's master, and this process has none", "start it with unirun"
+            )
+        number = next(self._numbers)
+        deadline = time.monotonic() + timeout
+        self._link.send(Ask(number, wish, name, data))
+        with self._changed:
+            while number not in self._answers:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    raise StoreAway(
+                        f"{wish} was not answered within {timeout:g} s", "see the store in unirun status"
+                    )
+            answer = self._answers.pop(number)
+        if answer.problem:
+            raise JobError(answer.problem)
+        return answer.data
+
+    def answered(self, answer: Answer) -> None:
+        """Take over what the agent has passed on."""
+        with self._changed:
+            self._answers[answer.number] = answer
+            self._changed.notify_all()
+
     def update(self, view: View) -> None:
         """Take over what the agent tells."""
         with self._changed:
@@ -142,8 +175,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     role, rank = environ["ROLE_NAME"], int(environ["RANK"])
     peers = Peers(role, rank, _infos(welcome.view), welcome=welcome, link=link)
     for message in link.buffered():
-        if isinstance(message, View):
-            peers.update(message)
+        _take(peers, message)
     # Taken before the script goes on, which may close what it does not know.
     agent = _agent_handle(link.socket)
     watched = {n: _file_behind(n) for n in (agent, link.socket.fileno()) if n is not None}
@@ -156,6 +188,14 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
 
 def _infos(view: View) -> dict[str, RoleInfo]:
     return {r.name: RoleInfo(r.name, r.world_size, r.generation, r.endpoint) for r in view.roles}
+
+
+def _take(peers: Peers, message: Message) -> None:
+    match message:
+        case View():
+            peers.update(message)
+        case Answer():
+            peers.answered(message)
 
 
 def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapping[int, str]) -> None:
@@ -177,8 +217,7 @@ def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapp
             return
         try:
             for message in link.drain():
-                if isinstance(message, View):
-                    peers.update(message)
+                _take(peers, message)
         except WireError:
             # The script may have closed the link; only the agent's own end matters from here on.
             poll.unregister(link.socket)

@@ -1,14 +1,20 @@
-"""What workers keep beyond their own end: bytes by worker, in the job's directory."""
+"""What workers keep beyond their own end: bytes by worker, in the job's store."""
 
 from __future__ import annotations
 
-import os
-import threading
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from unirun.errors import JobError
+from unirun.errors import UsageError
+from unirun.roles.peers import Peers
+
+MAX_STATE = 8 << 20
+"""Bytes that one rank may keep."""
+
+PATIENCE = 120.0
+"""Seconds in which a master must have answered; a store that is away for a moment delays it."""
 
 
 class StateStore(Protocol):
@@ -36,37 +42,25 @@ class MemoryState:
         return self._state
 
 
-class FileState:
-    """One file, replaced as a whole."""
+class StoredState:
+    """In the job's store, by way of the master. It lives as long as the job's context."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     def save(self, state: bytes) -> None:
-        """Write and rename. Raises `JobError` when there is no room."""
-        fresh = self._path.with_name(f"{self._path.name}.new")
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._lock:
-                with open(fresh, "wb") as file:
-                    file.write(state)
-                    file.flush()
-                    os.fsync(file.fileno())
-                fresh.replace(self._path)
-        except OSError as error:
-            raise JobError(
-                f"state cannot be saved to {self._path}: {error.strerror}", "free some space"
-            ) from error
+        """Returns when it is in the store. Raises `UsageError` for one that is too large, `StoreAway`, `JobError`."""
+        if len(state) > MAX_STATE:
+            raise UsageError(
+                f"save_state got {len(state)} bytes, and {MAX_STATE} is the most",
+                "keep large data in files, and their names in the state",
+            )
+        self._peers.ask("save_state", data=base64.b64encode(state).decode(), timeout=PATIENCE)
 
     def load(self) -> bytes | None:
-        """Read it. Raises `JobError`."""
-        try:
-            return self._path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise JobError(f"state cannot be read from {self._path}: {error.strerror}") from error
+        """From the store. Raises `StoreAway`, `JobError`."""
+        data = self._peers.ask("load_state", timeout=PATIENCE)
+        return None if data is None else base64.b64decode(data)
 
 
 def job_folder(environ: Mapping[str, str]) -> Path | None:
@@ -74,7 +68,6 @@ def job_folder(environ: Mapping[str, str]) -> Path | None:
     return Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
 
 
-def state_of(environ: Mapping[str, str], role: str, rank: int) -> StateStore:
+def state_of(peers: Peers) -> StateStore:
     """Where the worker that holds a rank keeps its state."""
-    folder = job_folder(environ)
-    return MemoryState() if folder is None else FileState(folder / "state" / f"{role}.{rank}")
+    return StoredState(peers) if peers.linked else MemoryState()

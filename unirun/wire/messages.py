@@ -2,10 +2,10 @@
 
 ============  =======================================================================
 agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
-              WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerExited
-master→agent  Appointed OpenStore StartRole StopWorkers ExitKept View Shutdown
-worker→agent  Hello Serving GroupFormed Metrics WorkerError
-agent→worker  Welcome View
+              WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerExited WorkerAsk
+master→agent  Appointed OpenStore StartRole StopWorkers ExitKept View WorkerAnswer Shutdown
+worker→agent  Hello Serving GroupFormed Metrics Ask WorkerError
+agent→worker  Welcome View Answer
 CLI→master    Attach Stop
 master→CLI    WorkerStarted RoleChanged Notice Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
 from unirun.wire.reports import (
     GroupFormed,
     Join,
@@ -234,6 +235,10 @@ Message = (
     | WorkerExited
     | Notice
     | Sample
+    | Ask
+    | WorkerAsk
+    | Answer
+    | WorkerAnswer
     | Appointed
     | ExitKept
     | OpenStore

@@ -1,0 +1,54 @@
+"""What a worker asks the master, and the answers: asked again of the next master until one has answered, so each of
+these may be done twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Wish = Literal["save_state", "load_state", "commit_version", "version"]
+"""Keep bytes for the next incarnation; give them back; keep the highest number of a channel; tell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A worker wants something; `name` is the channel of a version, `data` base64 or a number."""
+
+    number: int
+    wish: Wish
+    name: str = ""
+    data: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAsk:
+    """`Ask`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    number: int
+    wish: Wish
+    name: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to an `Ask` of this number: `data`, None when there is none, or the `problem`."""
+
+    number: int
+    data: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """`Answer`, with the worker that it is for."""
+
+    role: str
+    rank: int
+    incarnation: int
+    number: int
+    data: str | None = None
+    problem: str = ""
