@@ -48,6 +48,20 @@ def end_well(unirun: Unirun, job: Running) -> None:
     assert job.end().code == 0
 
 
+class TestTheStoresPassword:
+    @pytest.mark.parametrize("how", [(), EXEC], ids=["fork", "exec"])
+    def test_is_nowhere_in_a_worker(self, unirun: Unirun, script: Script, how: tuple[str, ...]) -> None:
+        look = script(
+            """
+            import os, pathlib
+            own = b"secret" in pathlib.Path("/proc/self/environ").read_bytes()
+            print("found" if own or "secret" in os.environ.values() else "nothing", os.environ["K"])
+            """
+        )
+        env = {"UNIRUN_STORE_PASSWORD": "secret", "K": "passed on"}
+        assert unirun(*how, look, env=env).lines == ["nothing passed on"]
+
+
 class TestPlan:
     def test_prints_what_would_run_as_a_table(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")

@@ -18,7 +18,7 @@ from typing import Any
 
 from unirun.errors import IllegalTransition, RendezvousError, WireError
 from unirun.launcher import core, events
-from unirun.launcher.environment import FRESH, SpawnerKey, spawner_key
+from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, spawner_key
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
 from unirun.launcher.postmortem import tail_of
@@ -47,7 +47,7 @@ class Agent:
         self, job: JobDir, spec: JobSpec, node: str, cwd: str, endpoints: Mapping[str, Endpoint], lock: int
     ) -> None:
         self._job, self._spec = job, spec
-        self._inherited = dict(os.environ)
+        self._inherited = for_workers(os.environ)
         self._orders = Orders(job, spec, node, cwd, self._inherited)
         self._endpoints = endpoints
         self._token = load_token(job.token)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec
 from unirun.wire.messages import Member, StartRole
 from unirun.wire.spawning import Spawn
@@ -40,6 +41,14 @@ def _at_import(name: str) -> bool:
     return early and not name.startswith(_READ_LATER)
 
 
+def for_workers(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of an agent's environment goes on to spawners and workers: all but the store's password.
+
+    It must not reach spawners either: what a process was started with can be read in those it has forked.
+    """
+    return {name: value for name, value in environ.items() if name != PASSWORD_VARIABLE}
+
+
 def is_loopback(addr: str) -> bool:
     """Whether `addr` is reached from this host only."""
     return addr in ("localhost", "::1") or addr.startswith("127.")
@@ -48,7 +57,7 @@ def is_loopback(addr: str) -> bool:
 def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """What all workers of `role` share: inherited, then built in, then the job's, then the role's."""
     workers = sum(each.count for each in spec.roles)
-    env = dict(inherited)
+    env = for_workers(inherited)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if workers > 1:
         # As torchrun does: many processes with a thread per core each would fight for the cores.

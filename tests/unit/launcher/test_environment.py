@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.launcher.environment import base_env, is_loopback, spawn_request, spawner_key, worker_env
+from unirun.launcher.environment import (
+    base_env,
+    for_workers,
+    is_loopback,
+    spawn_request,
+    spawner_key,
+    worker_env,
+)
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
@@ -84,6 +91,13 @@ def test_built_in_gives_way_to_the_job_and_the_job_to_the_role() -> None:
 def test_nobody_can_change_who_a_worker_is() -> None:
     env = env_of(spec(env={"RANK": "9"}), RANK="7", UNIRUN_SOCKET="/other")
     assert (env["RANK"], env["UNIRUN_SOCKET"]) == ("3", "/jobs/run-1/agent.sock")
+
+
+def test_the_stores_password_is_for_agents_and_masters_only() -> None:
+    env = env_of(spec(), UNIRUN_STORE_PASSWORD="secret", UNIRUN_STORE="etcd://h?user=u")
+    assert "UNIRUN_STORE_PASSWORD" not in env
+    assert env["UNIRUN_STORE"] == "etcd://h?user=u"
+    assert for_workers({"UNIRUN_STORE_PASSWORD": "secret", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 def test_threads_are_limited_when_there_are_several_workers() -> None:
