@@ -14,6 +14,7 @@ from pathlib import Path
 
 from unirun.cli.console import Console, Prefixer, shown
 from unirun.cli.processes import FAREWELL, Processes
+from unirun.cli.stopping import Wishes
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
 from unirun.launcher import Launched
@@ -43,7 +44,7 @@ class Session:
         self._console, self._processes = console, Processes(launched)
         self._masters = Masters(job, load_token(job.token))
         self._master: Stream | None = None
-        self._unsent: list[Stop] = []
+        self._wishes = Wishes()
         self._led = False
         self._trouble = "it has left no end"
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
@@ -99,13 +100,17 @@ class Session:
         self._led = True
         self._processes.master = leader.pid
         master.send(Attach())
-        for stop in self._unsent:
-            master.send(stop)
-        self._unsent.clear()
-        self._master = master
+        phases: dict[str, str] = {}
         try:
             while not isinstance(message := await master.receive(), Ended):
                 self._show(message)
+                if self._master is None and isinstance(message, RoleChanged):
+                    # It begins with how every role stands, which tells what it knows of the user's wishes.
+                    phases[message.role] = message.phase
+                    if len(phases) == len(self._spec.roles):
+                        for stop in self._wishes.for_next(phases.values()):
+                            master.send(stop)
+                        self._master = master
             return message
         finally:
             self._master = None
@@ -134,11 +139,12 @@ class Session:
             stop = Stop(int(signum), f"got {signum.name}")
             if self._master is not None:
                 self._master.send(stop)
-            elif self._unsent:
+                self._wishes.add(stop, told=True)
+            elif self._wishes.waits:
                 # There is no master to tell; the agent ends what runs on this host.
                 self._processes.stop_agent()
             else:
-                self._unsent.append(stop)
+                self._wishes.add(stop, told=False)
             self._console.note(
                 f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
                 "or at once when it comes again"

@@ -1,0 +1,163 @@
+"""Ctrl-C reaches whichever master hears it, once: told twice, it would kill the workers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Queue
+
+import pytest
+
+from tests.unit.rendezvous.standin import PATIENCE, Place
+from unirun.cli.console import Console
+from unirun.cli.session import Session
+from unirun.cli.stopping import Wishes
+from unirun.collocation import Assignment, Placement
+from unirun.launcher import Launched
+from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
+
+FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (2, 15, 3))
+RUNNING, STOPPING = ("running", "succeeded"), ("stopping", "succeeded")
+
+
+class TestWishes:
+    def test_that_nobody_has_heard_are_told(self) -> None:
+        wishes = Wishes()
+        assert wishes.for_next(RUNNING) == []
+        assert not wishes.waits
+        wishes.add(FIRST, told=False)
+        assert wishes.waits
+        assert wishes.for_next(RUNNING) == [FIRST]
+        assert not wishes.waits
+
+    @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST]), (STOPPING, [])])
+    def test_are_told_again_when_they_have_died_with_a_master(
+        self, phases: tuple[str, ...], again: list[Stop]
+    ) -> None:
+        wishes = Wishes()
+        wishes.add(FIRST, told=True)
+        assert not wishes.waits
+        assert wishes.for_next(phases) == again
+
+    @pytest.mark.parametrize("phase", ["waiting", "starting", "running", "restarting", "reforming"])
+    def test_are_told_again_as_long_as_one_role_does_not_stop(self, phase: str) -> None:
+        wishes = Wishes()
+        wishes.add(FIRST, told=True)
+        assert wishes.for_next(["stopping", phase, "failed"]) == [FIRST]
+
+    @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST, SECOND]), (STOPPING, [SECOND])])
+    @pytest.mark.parametrize("told", [True, False])
+    def test_for_the_end_at_once_are_not_taken_for_the_first(
+        self, phases: tuple[str, ...], again: list[Stop], told: bool
+    ) -> None:
+        wishes = Wishes()
+        wishes.add(FIRST, told=True)
+        wishes.add(SECOND, told=told)
+        assert wishes.for_next(phases) == again
+
+    def test_that_nobody_has_heard_are_told_to_a_job_that_stops_by_itself(self) -> None:
+        wishes = Wishes()
+        wishes.add(FIRST, told=False)
+        assert wishes.for_next(STOPPING) == [FIRST]
+
+    def test_after_the_second_say_nothing_new(self) -> None:
+        wishes = Wishes()
+        for stop in (FIRST, SECOND, THIRD):
+            wishes.add(stop, told=True)
+        assert wishes.for_next(RUNNING) == [FIRST, SECOND]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    with Place() as place:
+        yield place
+
+
+def tells(**phases: str) -> Callable[[BlockingStream], None]:
+    """What a master says to who attaches: how its roles stand."""
+
+    def script(stream: BlockingStream) -> None:
+        assert stream.receive() == Attach()
+        for name, phase in phases.items():
+            stream.send(RoleChanged(name, phase, 0, 0, 1))
+
+    return script
+
+
+def session(place: Place) -> Session:
+    """The command in the foreground; its processes are none of this process's children."""
+    roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
+    spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
+    placement = Placement(tuple(Assignment(role.name, 0, "n0", 0, 0) for role in roles), "")
+    return Session(place.job, spec, placement, Console(quiet=True), Launched(os.getppid(), os.getppid()))
+
+
+async def heard(queue: Queue[Message]) -> Message:
+    return await asyncio.to_thread(queue.get, timeout=PATIENCE)
+
+
+async def shown(following: Session, roles: int) -> None:
+    """Wait until a master has said how its roles stand."""
+    async with asyncio.timeout(PATIENCE):
+        while len(following._roles) < roles or following._master is None:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(("written", "again"), [(False, True), (True, False)])
+def test_ctrl_c_that_was_sent_to_a_master_which_died_is_sent_again_unless_the_job_stops(
+    place: Place, written: bool, again: bool
+) -> None:
+    interrupt = Stop(int(signal.SIGINT), "got SIGINT")
+
+    async def follow() -> None:
+        following = session(place)
+        following._catch_signals()
+        end = asyncio.ensure_future(following._follow_to_end())
+        first = place.leader(script=tells(actor="running", rollout="succeeded"))
+        await shown(following, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert await heard(first.heard) == interrupt
+        first.die()
+        ended = Ended(130, "stopped", "")
+
+        def successor(stream: BlockingStream) -> None:
+            tells(actor="stopping" if written else "running", rollout="succeeded")(stream)
+            if again:
+                assert stream.receive() == interrupt
+            stream.send(ended)
+
+        second = place.leader("second", deposing=1, script=successor)
+        async with asyncio.timeout(PATIENCE):
+            assert await end == ended
+        following._masters.close()
+        assert second.heard.empty()
+
+    asyncio.run(follow())
+
+
+def test_ctrl_c_while_there_is_no_master_waits_for_one(place: Place) -> None:
+    async def follow() -> None:
+        following = session(place)
+        following._catch_signals()
+        end = asyncio.ensure_future(following._follow_to_end())
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+
+        def master(stream: BlockingStream) -> None:
+            tells(actor="running", rollout="running")(stream)
+            assert isinstance(stream.receive(), Stop)
+            stream.send(Ended(130, "stopped", ""))
+
+        place.leader(script=master)
+        async with asyncio.timeout(PATIENCE):
+            assert (await end) is not None
+        following._masters.close()
+
+    asyncio.run(follow())
