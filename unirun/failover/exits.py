@@ -38,7 +38,8 @@ class Failure:
 
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
     seen. `message` and `traceback` are empty when the worker left no word. `tail` holds the
-    last lines of its stderr then. `log` is its log directory.
+    last lines of its stderr then. `log` is its log directory. `decision` is what followed from it, in words; empty
+    when that was decided before, as in a role that restarts or stops already.
     """
 
     role: str
@@ -53,6 +54,7 @@ class Failure:
     note: str = ""
     tail: str = ""
     log: str = ""
+    decision: str = ""
 
     @property
     def who(self) -> str:

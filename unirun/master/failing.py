@@ -50,11 +50,12 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         turn.tell_soon()
         return
     failure = _failure(turn.state, role, worker, event, end)
-    turn.state = turn.state.with_failures(failure)
     if role.phase in ROLE_WORKS:
         decision = decide(failure, _circumstances(turn.state, role, worker))
+        turn.state = turn.state.with_failures(replace(failure, decision=decision.reason))
         _act(turn, role, decision, by_failure=True, source=failure.who)
     else:
+        turn.state = turn.state.with_failures(failure)
         advance(turn, turn.role(role.name))
     turn.tell_now()
 
@@ -181,7 +182,7 @@ def agent_lost(turn: Turn, event: AgentLost) -> None:
     turn.state = replace(turn.state, agents=agents, away=turn.state.away - {event.node})
     turn.tell_now()
     if turn.state.phase is not JobPhase.STOPPING:
-        turn.state = turn.state.with_failures(*lost)
+        turn.state = turn.state.with_failures(*(replace(each, decision="the job ends") for each in lost))
         verdict = Verdict(JobPhase.FAILED, 128 + signal.SIGKILL, reason, by_failure=bool(lost))
         stop_all(turn, verdict, signal.SIGTERM, None)
     for role in list(turn.state.roles.values()):

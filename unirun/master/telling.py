@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirun.failover import Failure
 from unirun.master.state import JOB_ENDS, JobState
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus
+from unirun.observe import FAILURES, FailureStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.wire.messages import Ended, Message, RoleChanged
 from unirun.wire.reports import WorkerStarted
+
+FIRST_LINE = 300
+"""Characters of what a worker has said that a status has."""
 
 
 def present(state: JobState) -> list[Message]:
@@ -77,4 +81,20 @@ def status_of(
         roles=roles,
         epoch=epoch,
         trouble=trouble,
+        failures=tuple(_failure(failure) for failure in state.failures[-FAILURES:]),
+        failed=state.forgotten + len(state.failures),
+    )
+
+
+def _failure(failure: Failure) -> FailureStatus:
+    words = (failure.message or failure.note).strip()
+    return FailureStatus(
+        role=failure.role,
+        rank=failure.rank,
+        incarnation=failure.incarnation,
+        node=failure.node,
+        time=failure.time,
+        exit=str(failure.exit),
+        message=words.splitlines()[0][:FIRST_LINE] if words else "",
+        decision=failure.decision,
     )

@@ -2,10 +2,12 @@
 
 from unirun.observe.events import EventLog, read_events
 from unirun.observe.metrics import MetricsLog, read_metrics
-from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe.status import FAILURES, FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 
 __all__ = [
+    "FAILURES",
     "EventLog",
+    "FailureStatus",
     "JobStatus",
     "MetricsLog",
     "RoleStatus",

@@ -9,6 +9,9 @@ from typing import Any
 
 from unirun.rendezvous.jobdir import JobDir
 
+FAILURES = 20
+"""Failures in a status; the job's events tell of all of them."""
+
 ENDED = ("succeeded", "failed", "stopped", "lost")
 
 
@@ -44,10 +47,31 @@ class RoleStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class FailureStatus:
+    """One worker that ended when it should not have: which, when (seconds since the epoch), how (`exit`, in words),
+    the first line of what it said, and what was decided."""
+
+    role: str
+    rank: int
+    incarnation: int
+    node: str
+    time: float
+    exit: str
+    message: str = ""
+    decision: str = ""
+
+    @property
+    def who(self) -> str:
+        """``actor:2``"""
+        return f"{self.role}:{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """One job. Times are seconds since the epoch; `code` is the exit code once it has ended.
 
     `epoch` is the term of the master that says so, `trouble` what keeps it from writing its decisions to the store.
+    `failures` are the last `FAILURES` of them, in order of arrival; there were `failed` in all.
     """
 
     run_id: str
@@ -60,6 +84,8 @@ class JobStatus:
     roles: tuple[RoleStatus, ...]
     epoch: int = 0
     trouble: str = ""
+    failures: tuple[FailureStatus, ...] = ()
+    failed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives an equal status back."""
@@ -72,7 +98,8 @@ class JobStatus:
             RoleStatus(**{**role, "workers": tuple(WorkerStatus(**worker) for worker in role["workers"])})
             for role in data["roles"]
         )
-        return cls(**{**data, "roles": roles})
+        failures = tuple(FailureStatus(**failure) for failure in data.get("failures", ()))
+        return cls(**{**data, "roles": roles, "failures": failures})
 
 
 def read_status(job: JobDir) -> JobStatus:
