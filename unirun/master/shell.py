@@ -82,8 +82,9 @@ class Master:
         try:
             async with self._writer.working(self._over):
                 await self._over.wait()
-            if not self._writer.deposed:
-                await self._say_goodbye()
+                if not self._writer.deposed:
+                    # As long as it leads: who does not know of the end has to find it.
+                    await self._say_goodbye()
         finally:
             server.close()
             if not self._writer.deposed:

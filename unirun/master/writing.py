@@ -79,7 +79,7 @@ class Writer:
     @asynccontextmanager
     async def working(self, over: asyncio.Event) -> AsyncIterator[None]:
         """Write, and keep the term; `over` is set when that has ended. At the end, what is left is written."""
-        works = (self._write(), self._keep_term())
+        works = (self._write, self._keep_term)
         tasks = [asyncio.ensure_future(self._until_deposed(work, over)) for work in works]
         try:
             yield
@@ -91,9 +91,11 @@ class Writer:
                 await self._in_thread(self._finish)
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _until_deposed(self, work: Coroutine[Any, Any, None], over: asyncio.Event) -> None:
+    async def _until_deposed(
+        self, work: Callable[[], Coroutine[Any, Any, None]], over: asyncio.Event
+    ) -> None:
         try:
-            await work
+            await work()
         except Exception as error:  # noqa: BLE001 - whatever it is, this master can write no more
             if isinstance(error, Fenced):
                 print(f"unirun-master: {error}", file=sys.stderr, flush=True)
@@ -111,7 +113,9 @@ class Writer:
         noted = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), NOTE_DELAY)
+                # Not wait_for, which, in Python 3.11, forgets that it was cancelled when it has just come to its end.
+                async with asyncio.timeout(NOTE_DELAY):
+                    await self._wake.wait()
             self._wake.clear()
             while (target := self._ledger.due) is not None:
                 if not await self._bring_to(target, at_once=True):

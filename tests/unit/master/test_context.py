@@ -245,7 +245,7 @@ def many(ranks: int, nodes: int, roles: int = 1, cpus: tuple[int, ...] | None = 
 
 def joined(state: JobState) -> JobState:
     for number, node in enumerate(state.placement.nodes):
-        endpoints = {name: f"[2001:db8::{number:x}]:54321" for name in state.roles}
+        endpoints = dict.fromkeys(state.roles, f"[2001:db8::{number:x}]:54321")
         state, _ = step(state, Join(node, number, node, endpoints), 2.0)
     return state
 

@@ -1,0 +1,247 @@
+"""The tasks beside a master: what was decided is written before it is done, and they end when the master does."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tests.unit.master.job import TERM, Job
+from tests.unit.master.unsteady import UnsteadyStore
+from unirun.master import JobPhase, writing
+from unirun.master.events import Command, Record
+from unirun.master.keeper import Keeper, load
+from unirun.master.state import JobState
+from unirun.master.writing import Writer
+from unirun.rendezvous.election import campaign, leader_of
+from unirun.wire.messages import Stop
+
+PATIENCE = 20.0
+SEAT = "jobs/job-1/"
+
+
+class Desk:
+    """A writer with its store, and what it has let be done."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.store = UnsteadyStore()
+        term = campaign(self.store, SEAT, "unix:/x", "host", 7, ttl=60)
+        assert term is not None
+        self.keeper = Keeper(self.store, "job-1", term)
+        self.keeper.create(job.state)
+        self.done: list[Command] = []
+        self.then: Callable[[], None] = lambda: None
+        self.troubles: list[str] = []
+        self.writer = Writer(job.state, term, self.keeper, self._do, self._changed)
+        self.over = asyncio.Event()
+
+    def _do(self, commands: list[Command]) -> None:
+        self.done += commands
+        if commands:
+            self.then()
+
+    def _changed(self) -> None:
+        self.troubles.append(self.writer.trouble)
+
+    def decides(self, text: str) -> Record:
+        """A step with a decision, from which a record follows."""
+        rank = next(worker.rank for worker in self.job.state.roles["actor"].workers if worker.live)
+        return self.steps(text, self.job.exits("actor", rank).state)
+
+    def steps(self, text: str, state: JobState) -> Record:
+        record = Record("test", text)
+        self.writer.add(state, [record])
+        return record
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not true():
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk(Job({"actor": 9}).running())
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def stored(desk: Desk) -> JobState:
+    state = load(desk.store, "job-1")
+    assert state is not None
+    return state
+
+
+def test_what_follows_from_a_decision_is_done_when_it_is_written(desk: Desk) -> None:
+    seen: list[bool] = []
+    desk.then = lambda: seen.append(not stored(desk).roles["actor"].workers[0].live)
+
+    async def go() -> None:
+        record = desk.decides("one")
+        assert desk.done == []
+        async with desk.writer.working(desk.over):
+            await desk.until(lambda: desk.done == [record])
+
+    run(go())
+    assert seen == [True]
+
+
+def test_what_follows_from_no_decision_is_done_at_once(desk: Desk) -> None:
+    record = desk.steps("nothing", desk.job.state)
+    assert desk.done == [record]
+
+
+def test_steps_are_done_in_their_order(desk: Desk) -> None:
+    async def go() -> None:
+        async with desk.writer.working(desk.over):
+            records = [desk.decides(str(number)) for number in range(4)]
+            await desk.until(lambda: len(desk.done) >= 4)
+            records += [desk.decides(str(number)) for number in range(4)]
+            await desk.until(lambda: len(desk.done) >= 8)
+        assert desk.done == records
+
+    run(go())
+
+
+def test_a_master_whose_job_ends_while_more_is_to_be_written_ends_too(desk: Desk) -> None:
+    """`over` is set, and the writer woken, in one turn of the loop: neither news may swallow the other."""
+
+    async def go() -> None:
+        async with desk.writer.working(desk.over):
+            desk.decides("the first is noted, too")
+            await desk.until(lambda: desk.writer._noted is not None)
+
+            def both() -> None:
+                desk.over.set()
+                desk.writer._wake.set()
+
+            desk.then = both
+            desk.decides("the second ends the job")
+            await desk.over.wait()
+
+    run(go())
+    assert stored(desk).roles["actor"].workers[1].exit is not None
+
+
+def test_a_master_that_finds_the_job_ended_has_nothing_to_do(desk: Desk) -> None:
+    async def go() -> None:
+        async with desk.writer.working(desk.over):
+            pass
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run(go())
+        gc.collect()
+    assert [str(each.message) for each in found] == []
+    assert leader_of(desk.store, SEAT) is None
+
+
+def test_it_leads_until_all_is_said(desk: Desk) -> None:
+    async def go() -> None:
+        async with desk.writer.working(desk.over):
+            desk.over.set()
+            await asyncio.sleep(0)
+            assert leader_of(desk.store, SEAT) is not None
+        assert leader_of(desk.store, SEAT) is None
+
+    run(go())
+
+
+def test_what_is_left_is_written_at_the_end(desk: Desk) -> None:
+    async def go() -> None:
+        async with desk.writer.working(desk.over):
+            desk.decides("late")
+
+    run(go())
+    assert not stored(desk).roles["actor"].workers[0].live
+
+
+class TestAStoreThatIsAway:
+    @pytest.fixture(autouse=True)
+    def quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(writing, "RETRY_DELAY", 0.001)
+        monkeypatch.setattr(writing, "MAX_RETRY_DELAY", 0.004)
+
+    def test_is_tried_again_until_it_is_back(self, desk: Desk) -> None:
+        desk.store.faults.extend(["away", "away", "lost", "lost", "away", "done"])
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                record = desk.decides("one")
+                await desk.until(lambda: desk.done == [record])
+
+        run(go())
+        assert desk.troubles == ["it is away; decisions wait until it can be written", *desk.troubles[1:]]
+        assert desk.troubles[-1] == desk.writer.trouble == ""
+
+    def test_holds_everything_back_but_the_end_that_somebody_wants(self, desk: Desk) -> None:
+        away = threading.Event()
+
+        def refuse() -> None:
+            if not away.is_set():
+                desk.store.faults.append("away")
+
+        desk.store.interfere = refuse
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                one = desk.decides("one")
+                await desk.until(lambda: desk.writer.trouble != "")
+                two = desk.decides("two")
+                assert desk.done == []
+                stop = desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
+                assert desk.done == [one, two, stop]
+                away.set()
+                await desk.until(lambda: desk.writer.trouble == "")
+
+        run(go())
+        assert stored(desk).phase is JobPhase.STOPPING
+
+
+class TestAMasterThatIsDeposed:
+    def test_does_nothing_more_and_leaves(self, desk: Desk) -> None:
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                assert campaign(desk.store, SEAT, "unix:/y", "host", 8, ttl=60, deposing=1)
+                desk.decides("late")
+                await desk.over.wait()
+                assert desk.writer.deposed
+
+        run(go())
+        assert desk.done == []
+        leader = leader_of(desk.store, SEAT)
+        assert leader is not None
+        assert leader.epoch == 2, "it does not resign for another"
+
+    def test_learns_it_though_it_has_nothing_to_write(self, desk: Desk) -> None:
+        desk.writer._term.ttl = 0.03
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                assert campaign(desk.store, SEAT, "unix:/y", "host", 8, ttl=60, deposing=1)
+                await desk.over.wait()
+
+        run(go())
+        assert desk.writer.deposed
+
+    def test_is_also_one_that_cannot_go_on_for_another_reason(
+        self, desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(desk.keeper, "write", lambda *_, **__: 1 / 0)
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                desk.decides("one")
+                await desk.over.wait()
+
+        run(go())
+        assert desk.done == []
+        assert "ZeroDivisionError" in capsys.readouterr().err
