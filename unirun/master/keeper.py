@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
 from unirun.master.context import changes, observations, restore
-from unirun.master.state import JOB_ENDS, JobState
+from unirun.master.state import JobState
+from unirun.master.telling import summary_of
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.keys import CONTEXT, STATES, VERSIONS, context_prefix, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
@@ -68,21 +69,20 @@ class Keeper:
         # Whoever finds this one finds the others.
         self._write({f"{CONTEXT}job": job}, index=state)
 
-    def write(self, before: JobState, after: JobState, *, at_once: bool) -> bool:
-        """Bring the store from `before` to `after`. False, with nothing written, when it shall be done `at_once` and
-        is too much for one transaction. Raises `Fenced` when another leads, `StoreError`."""
-        documents = _of_context(changes(before, after))
-        parts = _parts(documents)
-        if at_once and len(parts) > 1:
+    def write(self, before: JobState, after: JobState) -> bool:
+        """Bring the store from `before` to `after` at once. False, with nothing written, when that is too much for one
+        transaction. Raises `Fenced` when another leads, `StoreError`."""
+        parts = _parts(_of_context(changes(before, after)))
+        if len(parts) > 1:
             return False
-        for part in parts:
-            if part:
-                self._write(part, index=after if f"{CONTEXT}job" in part else None)
+        self._write_parts(parts, after)
         return True
 
-    def note(self, before: JobState | None, after: JobState) -> None:
-        """Write what is only of use to readers."""
-        self._write_parts(_of_context(observations(before, after)))
+    def note(self, before: JobState, noted: JobState | None, after: JobState) -> None:
+        """The same for news that no decision hangs on, in as many transactions as it takes, with what is only of use to
+        readers, who have had that of `noted`."""
+        documents = changes(before, after) | observations(noted, after)
+        self._write_parts(_parts(_of_context(documents)), after)
 
     def save_state(self, role: str, rank: int, state: str) -> None:
         """Keep a worker's state, as text, in place of the one before."""
@@ -90,7 +90,7 @@ class Keeper:
         before = self._get(name)
         number = 1 + (json.loads(before)["save"] if before else 0)
         pieces = [state[at : at + _PIECE] for at in range(0, len(state), _PIECE)]
-        self._write_parts({f"{name}/{number}/{n}": piece for n, piece in enumerate(pieces)})
+        self._write_parts(_parts({f"{name}/{number}/{n}": piece for n, piece in enumerate(pieces)}))
         # Until this is written, the state before is found; what a dead master has begun is written over.
         head = json.dumps({"save": number, "pieces": len(pieces)})
         self._write({name: head}, deletes=[f"{self._prefix}{name}/{number - 1}/"])
@@ -121,10 +121,10 @@ class Keeper:
         item = self._store.get(f"{self._prefix}{name}")
         return None if item is None else item.value
 
-    def _write_parts(self, documents: dict[str, str | None]) -> None:
-        for part in _parts(documents):
+    def _write_parts(self, parts: Sequence[dict[str, str | None]], state: JobState | None = None) -> None:
+        for part in parts:
             if part:
-                self._write(part)
+                self._write(part, index=state if f"{CONTEXT}job" in part else None)
 
     @property
     def _head_key(self) -> str:
@@ -140,7 +140,7 @@ class Keeper:
         keyed = {f"{self._prefix}{name}": value for name, value in documents.items()}
         puts = [Put(key, value) for key, value in keyed.items() if value is not None]
         if index is not None:
-            puts.append(Put(index_key(self._run_id), _summary(index)))
+            puts.append(Put(index_key(self._run_id), summary_of(index).line()))
         self._open = _Write(
             (self._term.fence, self._head),
             (Put(self._head_key, head), *puts),
@@ -183,17 +183,3 @@ def _parts(documents: dict[str, str | None]) -> list[dict[str, str | None]]:
         parts[-1][name] = value
         size += length
     return parts
-
-
-def _summary(state: JobState) -> str:
-    return json.dumps(
-        {
-            "run_id": state.spec.run_id,
-            "name": state.spec.name,
-            "phase": state.phase.value,
-            "started": state.started,
-            "ended": state.ended,
-            "code": state.verdict.code if state.verdict and state.phase in JOB_ENDS else None,
-            "roles": {role.name: len(role.workers) for role in state.roles.values()},
-        }
-    )

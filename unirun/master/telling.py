@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unirun.failover import Failure
 from unirun.master.state import JOB_ENDS, JobState
-from unirun.observe import FAILURES, FailureStatus, JobStatus, RoleStatus, WorkerStatus
+from unirun.observe import FAILURES, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
 from unirun.wire.messages import Ended, Message, RoleChanged
 from unirun.wire.reports import WorkerStarted
 
@@ -83,6 +83,20 @@ def status_of(
         trouble=trouble,
         failures=tuple(_failure(failure) for failure in state.failures[-FAILURES:]),
         failed=state.forgotten + len(state.failures),
+    )
+
+
+def summary_of(state: JobState) -> Summary:
+    """The state as the line that ``unirun ls`` reads."""
+    return Summary(
+        run_id=state.spec.run_id,
+        uid=state.uid,
+        name=state.spec.name,
+        phase=state.phase.value,
+        started=state.started,
+        ended=state.ended,
+        code=state.verdict.code if state.verdict and state.phase in JOB_ENDS else None,
+        roles={role.name: len(role.workers) for role in state.roles.values()},
     )
 
 

@@ -1,6 +1,7 @@
 """What happened and how things stand: the event log, the metrics and the status of jobs."""
 
 from unirun.observe.events import EventLog, read_events
+from unirun.observe.index import Summary, read_index
 from unirun.observe.metrics import MetricsLog, read_metrics
 from unirun.observe.status import FAILURES, FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 
@@ -11,8 +12,10 @@ __all__ = [
     "JobStatus",
     "MetricsLog",
     "RoleStatus",
+    "Summary",
     "WorkerStatus",
     "read_events",
+    "read_index",
     "read_metrics",
     "read_status",
 ]

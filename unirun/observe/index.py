@@ -1,0 +1,48 @@
+"""A store's index: one line about each job, for who looks at all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unirun.errors import StoreRefused
+from unirun.rendezvous.keys import INDEX
+from unirun.rendezvous.store.protocol import Item, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One job, in few words: `roles` has the number of ranks of each. Times are seconds since the epoch; `code` is the
+    exit code once it has ended. `uid` tells the job from others of its id."""
+
+    run_id: str
+    uid: str
+    name: str
+    phase: str
+    started: float
+    ended: float | None
+    code: int | None
+    roles: Mapping[str, int]
+
+    def line(self) -> str:
+        """The job's value in the index."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def read_index(store: Store) -> list[Summary]:
+    """The jobs of a store, the oldest first. Raises `StoreError`."""
+    found = [_read(item) for item in store.get_prefix(INDEX).items]
+    return sorted(found, key=lambda summary: (summary.started, summary.run_id))
+
+
+def _read(item: Item) -> Summary:
+    try:
+        data = json.loads(item.value)
+        return Summary(**{field.name: data[field.name] for field in dataclasses.fields(Summary)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreRefused(
+            f"{item.key} holds {item.value!r:.80}, which no unirun of this version has written",
+            "does the store's prefix belong to something else?",
+        ) from error
