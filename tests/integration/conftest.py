@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.store.etcd_server import Servers
+
 from .harness import Unirun, command_in
 
 
@@ -29,3 +31,11 @@ def script(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """An etcd of three members, for tests that leave all of them running."""
+    servers = Servers(tmp_path_factory.mktemp("trio"), 3)
+    yield servers
+    servers.stop()

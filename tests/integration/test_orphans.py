@@ -43,24 +43,31 @@ def pids_of(job: Running, count: int) -> list[int]:
     return [int(pid) for line in job.lines(r"pids ([\d ]+)$", count) for pid in line.split()]
 
 
+def victims(job: Running, part: str) -> list[int]:
+    """The processes that have one of the titles in `part`. A master that dies alone has a successor, and is in
+    `test_durability`."""
+    if part == "unirun":
+        return [job.pid]
+    titles = [title[:15] for title in part.split(" and ")]
+    return [pid for pid, title in job.command.processes().items() if title in titles]
+
+
 def all_gone_in_time(pids: list[int]) -> bool:
     end = time.monotonic() + LIMIT
     return all(gone(pid, end - time.monotonic()) or not alive(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("turn", range(ROUNDS))
-@pytest.mark.parametrize("part", ["unirun", "unirun-master", "unirun-agent", "unirun-spawner"])
+@pytest.mark.parametrize(
+    "part", ["unirun", "unirun-master and unirun-agent", "unirun-agent", "unirun-spawner"]
+)
 class TestNobodySurvivesTheKillOf:
     def test_a_part_of_the_job(self, unirun: Unirun, script: Script, part: str, turn: int) -> None:
         method, argument = [("fork", "plain"), ("exec", "plain"), ("fork", "init")][turn % 3]
         train = script(WITH_CHILDREN)
         job = unirun.start("--roles", "a=2,b=1", "--start-method", method, train, argument)
         pids = pids_of(job, 3)
-        if part == "unirun":
-            victims = [job.pid]
-        else:
-            victims = [pid for pid, title in unirun.processes().items() if title == part[:15]]
-        for victim in victims:
+        for victim in victims(job, part):
             os.kill(victim, signal.SIGKILL)
         assert all_gone_in_time(pids), [pid for pid in pids if alive(pid)]
         result = job.end()
@@ -76,7 +83,7 @@ class TestTheStatusAfterwards:
         ("part", "phase", "reason"),
         [
             ("unirun", "stopped", "the unirun command was killed"),
-            ("unirun-master", "lost", "the master is gone and left no end"),
+            ("unirun-master and unirun-agent", "lost", "its processes are gone and left no end"),
             ("unirun-agent", "failed", "the agent of node"),
             ("unirun-spawner", "failed", "killed by SIGKILL"),
         ],
@@ -86,7 +93,8 @@ class TestTheStatusAfterwards:
     ) -> None:
         job = unirun.start("--roles", "a=1", script("import signal; print('up', flush=True); signal.pause()"))
         job.lines("up")
-        os.kill(job.pid if part == "unirun" else unirun.pid_of(part), signal.SIGKILL)
+        for victim in victims(job, part):
+            os.kill(victim, signal.SIGKILL)
         result = job.end()
         unirun.assert_nothing_left()
         status = eventually(lambda: s if (s := unirun.status())["phase"] != "running" else None, "an end")
@@ -98,7 +106,7 @@ class TestTheStatusAfterwards:
 class TestEarly:
     """The parts can also be killed before a worker exists, when torch is being imported."""
 
-    @pytest.mark.parametrize("part", ["unirun", "unirun-master", "unirun-agent", "unirun-spawner"])
+    @pytest.mark.parametrize("part", ["unirun", "unirun-agent", "unirun-spawner"])
     def test_a_kill_during_the_start_leaves_nothing(self, unirun: Unirun, script: Script, part: str) -> None:
         job = unirun.start("--roles", "a=2", script("import signal; signal.pause()"))
         if part == "unirun":
@@ -144,12 +152,17 @@ class TestADetachedJob:
 
     @pytest.mark.parametrize(
         ("part", "phase"),
-        [("unirun-master", "lost"), ("unirun-agent", "failed"), ("unirun-spawner", "failed")],
+        [
+            ("unirun-master and unirun-agent", "lost"),
+            ("unirun-agent", "failed"),
+            ("unirun-spawner", "failed"),
+        ],
     )
     def test_leaves_nobody_when_a_part_of_it_is_killed(
         self, unirun: Unirun, detached: list[int], part: str, phase: str
     ) -> None:
-        os.kill(unirun.pid_of(part), signal.SIGKILL)
+        for victim in victims(unirun.started[0], part):
+            os.kill(victim, signal.SIGKILL)
         assert all_gone_in_time(detached), [pid for pid in detached if alive(pid)]
         unirun.assert_nothing_left()
         assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", SOON)

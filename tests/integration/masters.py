@@ -1,0 +1,140 @@
+"""The masters of a job, one after another, and a job that calls its workloads all the while."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from unirun.errors import StoreError
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import Leader, leader_of
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.url import open_store
+
+from .harness import SCRIPTS, SOON, START, Result, Running, Unirun, alive, eventually
+
+
+class _Over(Exception):
+    """The job has ended; there will be no other master."""
+
+
+class Masters:
+    """Who leads the only job of a home. `times` are the seconds from each kill until another has led."""
+
+    def __init__(self, unirun: Unirun, within: float = START) -> None:
+        self._unirun, self._killed = unirun, 0.0
+        eventually(lambda: (unirun.home / "jobs").is_dir() and self._has_started(), "a job starts", within)
+        self.job = JobDir(unirun.job_dir())
+        self._store = open_store(self.job.store_url)
+        self._known: Leader
+        self.times: list[float] = []
+        self.epoch = 0
+
+    def _has_started(self) -> bool:
+        return any((path / "state.json").exists() for path in (self._unirun.home / "jobs").iterdir())
+
+    def leader(self) -> Leader | None:
+        """Who leads, lives, and has said so in the job's status."""
+        with contextlib.suppress(StoreError):
+            leader = leader_of(self._store, job_prefix(self.job.run_id))
+            if (
+                leader is not None
+                and alive(leader.pid)
+                and self.job.read_json("state.json")["epoch"] == leader.epoch
+            ):
+                return leader
+        return None
+
+    def next(self, within: float = START) -> Leader:
+        """Wait for one that has not been here before."""
+        return self._await(None, within)
+
+    def kill(self, unless_over: Running | None = None) -> None:
+        """Kill the one that leads, now or in a moment, unless that job is over."""
+        with contextlib.suppress(_Over):
+            leader = self._await(unless_over, START) if self._killed or not self.epoch else self._known
+            self._killed = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(leader.pid, signal.SIGKILL)
+
+    def _await(self, job: Running | None, within: float) -> Leader:
+        def look() -> Leader | None:
+            if job is not None and job.popen.poll() is not None:
+                raise _Over
+            found = self.leader()
+            return found if found is not None and found.epoch > self.epoch else None
+
+        leader = eventually(look, f"a master leads after term {self.epoch}", within)
+        if self._killed:
+            self.times.append(time.monotonic() - self._killed)
+        self._known, self._killed, self.epoch = leader, 0.0, leader.epoch
+        return leader
+
+    def status(self) -> dict[str, Any]:
+        """The job's status as its file has it."""
+        return self.job.read_json("state.json")
+
+    def restarts(self) -> dict[str, int]:
+        """How many restarts each role has spent."""
+        return {role["name"]: role["restarts"] for role in self.status()["roles"]}
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Steady:
+    """A job of a trainer that adds up the results of its calls, until it is told that it is enough."""
+
+    def __init__(self, unirun: Unirun, *args: object) -> None:
+        self._folder = unirun.root
+        config = unirun.root / "steady.yaml"
+        config.write_text(f"config: {{folder: {unirun.root}}}\n")
+        roles = "adder=2@steady:Adder,thinker=1@steady:Adder"
+        trainer = ("--trainer", "steady:Adding")
+        self.job = unirun.start("--cwd", SCRIPTS, "--config", config, "--roles", roles, *trainer, *args)
+
+    def pids(self) -> list[int]:
+        """The trainer's and the workloads' pids, when calls go to and fro."""
+        (line,) = self.job.lines(r"pids ([\d ]+)$")
+        return [int(pid) for pid in line.split()]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds have been done."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(self._folder, "rounds").read_text())
+        return 0
+
+    def goes_on(self, within: float = SOON) -> None:
+        """Wait until some more calls were made."""
+        before = self.rounds
+        eventually(lambda: self.rounds > before + 3, "calls go on", within)
+
+    def finish(self) -> None:
+        """It is enough."""
+        Path(self._folder, "enough").touch()
+
+    def end(self, within: float = START) -> dict[str, Any]:
+        """Let it end, if that has not been done. Returns what the trainer has said."""
+        self.finish()
+        return said(self.job.end(within))
+
+
+def said(result: Result) -> dict[str, Any]:
+    """What the trainer of a `Steady` job has said; its sums are right."""
+    assert result.code == 0, result.err
+    (line,) = (line for line in result.lines if line.startswith("{"))
+    row: dict[str, Any] = json.loads(line)
+    rounds = row["rounds"]
+    assert (row["blocking"], row["flying"]) == (rounds * rounds, rounds * (rounds - 1) // 2)
+    return row
+
+
+def calm(row: dict[str, Any]) -> bool:
+    """Whether every worker is the one that it was, and was never another."""
+    return not row["lost"] and row["before"] == row["after"] and all(inc == 0 for _, inc in row["after"])

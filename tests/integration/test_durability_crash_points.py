@@ -1,0 +1,106 @@
+"""A failover in which the master dies before, or after, each of its writes: it ends as it would have ended."""
+
+from __future__ import annotations
+
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unirun.master.keeper import load
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.store.url import open_store
+
+from .harness import SCRIPTS, Unirun, command_in
+
+pytestmark = pytest.mark.timeout(300)
+
+AT_ONCE = 3
+"""Jobs at a time."""
+
+MORTAL = """
+    import os, pathlib, signal, sys, time
+    rank, incarnation = os.environ["RANK"], os.environ["UNIRUN_INCARNATION"]
+    pathlib.Path(f"up {rank}").touch()
+    if incarnation == "0":
+        while not pathlib.Path("up 0").exists() or not pathlib.Path("up 1").exists():
+            time.sleep(0.01)
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must not hang on when a master dies."""
+
+    code: int
+    phase: str
+    restarts: int
+    generation: int
+    workers: list[tuple[int, str, str]]
+    incarnations: list[list[str]]
+    failures: list[tuple[str, str]]
+
+
+def run(root: Path, write: int = 0, when: str = "") -> tuple[Outcome, int, int]:
+    """Run the job, whose master dies at a write. Returns its outcome, the number of writes and the last term."""
+    root.mkdir()
+    (root / "mortal.py").write_text(textwrap.dedent(MORTAL))
+    deadly = {
+        "PYTHONPATH": str(SCRIPTS / "deadly"),
+        "DEADLY_FOLDER": str(root),
+        "DEADLY_WRITE": str(write),
+        "DEADLY_WHEN": when,
+    }
+    with command_in(root) as unirun:
+        method = ("--start-method", "exec")
+        end = unirun("--roles", "a=2", "--max-restarts", 3, *method, root / "mortal.py", env=deadly)
+        status = unirun.status()
+        outcome = outcome_of(unirun, end.code, status)
+    return outcome, (root / "writes").stat().st_size, status["epoch"]
+
+
+def outcome_of(unirun: Unirun, code: int, status: dict[str, Any]) -> Outcome:
+    (role,) = status["roles"]
+    logs = unirun.job_dir() / "logs" / "a"
+    return Outcome(
+        code,
+        status["phase"],
+        role["restarts"],
+        role["generation"],
+        [(worker["incarnation"], worker["phase"], worker["exit"]) for worker in role["workers"]],
+        [sorted(path.name for path in (logs / str(rank)).iterdir()) for rank in range(2)],
+        failures_of(JobDir(unirun.job_dir())),
+    )
+
+
+def failures_of(job: JobDir) -> list[tuple[str, str]]:
+    """What the store has kept of who has failed."""
+    store = open_store(job.store_url)
+    try:
+        state = load(store, job.run_id)
+    finally:
+        store.close()
+    assert state is not None
+    return [(failure.who, str(failure.exit)) for failure in state.failures]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_every_write_may_be_a_masters_last(tmp_path: Path, when: str) -> None:
+    expected, writes, epoch = run(tmp_path / "undisturbed")
+    assert (expected.code, expected.phase, expected.restarts, epoch) == (0, "succeeded", 1, 1)
+    assert [incarnation for incarnation, _, _ in expected.workers] == [1, 1]
+    assert expected.failures == [("a:1", "killed by SIGKILL")]
+    assert writes > 5
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        numbers = range(1, writes + 1)
+        found = dict(zip(numbers, pool.map(lambda n: run(tmp_path / str(n), n, when), numbers), strict=True))
+    wrong = {number: outcome for number, (outcome, _, _) in found.items() if outcome != expected}
+    assert not wrong, (expected, wrong)
+    print({number: (writes, epoch) for number, (_, writes, epoch) in found.items()})

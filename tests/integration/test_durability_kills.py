@@ -1,0 +1,67 @@
+"""Masters that are killed again and again, at random moments: nobody else notices."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .harness import START, Unirun
+from .masters import Masters, Steady, calm, said
+
+pytestmark = pytest.mark.timeout(300)
+
+Script = Callable[..., Path]
+
+KILLS = 50
+WHILE_IT_STARTS = 4
+WHILE_IT_ENDS = 3
+MOMENT = 0.3
+"""Seconds that a master leads before it is killed, at most."""
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
+    """The options for each kind of store."""
+    if request.param == "sqlite":
+        return []
+    return ["--store", request.getfixturevalue("trio").url(prefix=f"/{unirun.root.name}/")]
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    """Random moments; the seed is shown when the test fails."""
+    seed = random.randrange(1_000_000)
+    print("seed", seed)
+    return random.Random(seed)
+
+
+def test_fifty_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
+    unirun: Unirun, store: list[object], chance: random.Random
+) -> None:
+    steady = Steady(unirun, *store)
+    masters = Masters(unirun)
+    for _ in range(WHILE_IT_STARTS):
+        masters.next()
+        time.sleep(chance.random() * MOMENT)
+        masters.kill()
+    pids = steady.pids()
+    for _ in range(KILLS - WHILE_IT_STARTS - WHILE_IT_ENDS):
+        masters.next()
+        time.sleep(chance.random() * MOMENT)
+        masters.kill()
+    steady.goes_on(START)
+    steady.finish()
+    for _ in range(WHILE_IT_ENDS):
+        masters.kill(unless_over=steady.job)
+    row = said(steady.job.end())
+    assert calm(row), row
+    assert pids[1:] == [pid for pid, _ in row["after"]]
+    status = masters.status()
+    assert (status["phase"], status["code"]) == ("succeeded", 0)
+    assert not any(role["restarts"] or role["generation"] for role in status["roles"])
+    assert unirun.events("decision") == [], "nothing had to be decided"
+    print("seconds without a master:", *(f"{each:.2f}" for each in sorted(masters.times)))
