@@ -40,8 +40,9 @@ HELP = Bar("unirun --help", "s", 0.2)
 STATUS = Bar("unirun status", "s", 0.3)
 ORPHANS = Bar("processes left 1 s after SIGKILL of a part of unirun", "processes", 0)
 
-VICTIMS = ("unirun", "unirun-master", "unirun-agent", "unirun-spawner")
-"""The names of the processes that are killed in turn: the command, the master, the agent and the spawner."""
+VICTIMS = ("unirun", "unirun-agent", "unirun-spawner")
+"""The names of the processes that are killed in turn: the command, the agent and the spawner. A master's end ends
+nothing."""
 
 SETTLE = 0.3
 """Seconds between the last rank's all_reduce and what is done to the job: launchers look twice at most in it."""

@@ -285,7 +285,7 @@ class MasterModel:
         if not self.alive:
             return
         try:
-            written = self.keeper.write(self.ledger.kept, target, at_once=True)
+            written = self.keeper.write(self.ledger.kept, target)
             assert written, "a small job needs no second transaction"
         except Fenced as error:
             self.die(str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from unirun.collocation import Assignment
 from unirun.master.events import ToAgent
 from unirun.master.state import RolePhase, RoleState, WorkerPhase
 from unirun.master.turn import Turn, endpoint, leader
@@ -73,16 +74,17 @@ def order_store(turn: Turn, role: RoleState) -> None:
 
 
 def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
-    places = turn.state.placement.of_role(role.name)
-    nodes = tuple(dict.fromkeys(place.node for place in places))
-    for group_rank, node in enumerate(nodes):
-        here = [place for place in places if place.node == node]
+    nodes: dict[str, list[Assignment]] = {}
+    for place in turn.state.placement.of_role(role.name):
+        nodes.setdefault(place.node, []).append(place)
+    address, wanted = endpoint(turn.state, role.name), frozenset(ranks)
+    for group_rank, (node, here) in enumerate(nodes.items()):
         members = tuple(
             Member(
                 place.rank, place.local_rank, role.workers[place.rank].incarnation, place.devices, place.cpus
             )
             for place in here
-            if place.rank in ranks
+            if place.rank in wanted
         )
         if not members:
             continue
@@ -94,7 +96,7 @@ def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
             local_world_size=len(here),
             group_rank=group_rank,
             group_world_size=len(nodes),
-            endpoint=endpoint(turn.state, role.name),
+            endpoint=address,
             members=members,
         )
         turn.send(ToAgent(node, order))

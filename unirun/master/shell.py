@@ -30,12 +30,13 @@ from unirun.observe import EventLog, MetricsLog
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.wire import BACKLOG, Stream, accept, load_token
+from unirun.wire.aio import frame_of
 from unirun.wire.asking import WorkerAsk
-from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
+from unirun.wire.messages import Appointed, Attach, Shutdown, Stop, View
 from unirun.wire.reports import Join, Notice, Sample
 
 PERSIST_DELAY = 0.02
-"""Seconds in which changes are gathered into one writing of the status."""
+"""Seconds in which changes are gathered into one writing of the status; more when that takes long."""
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
@@ -62,6 +63,7 @@ class Master:
         self._memory: dict[str, int] = {}
         self._cpu: dict[str, float] = {}
         self._dirty = False
+        self._persist_took = 0.0
 
     async def run(self, agent_pid: int | None = None) -> None:
         """Lead the job to its end, or until another master does.
@@ -121,8 +123,17 @@ class Master:
         self._persist_soon()
 
     def _carry_out_all(self, commands: list[Command]) -> None:
+        told: View | None = None
+        frame = b""
         for command in commands:
-            self._carry_out(command)
+            if isinstance(command, ToAgent) and isinstance(command.message, View):
+                # Every agent gets it, and it is the longest there is.
+                if command.message is not told:
+                    told, frame = command.message, frame_of(command.message)
+                if command.node in self._agents:
+                    self._agents[command.node].send_frame(frame)
+            else:
+                self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -144,12 +155,14 @@ class Master:
     def _persist_soon(self) -> None:
         if not self._dirty:
             self._dirty = True
-            asyncio.get_running_loop().call_later(PERSIST_DELAY, self._persist)
+            delay = max(PERSIST_DELAY, 10 * self._persist_took)
+            asyncio.get_running_loop().call_later(delay, self._persist)
 
     def _persist(self) -> None:
         self._dirty = False
         if self._writer.deposed:
             return
+        began = time.monotonic()
         status = status_of(
             self._state, self._memory, self._cpu, epoch=self._term.epoch, trouble=self._writer.trouble
         )
@@ -158,6 +171,7 @@ class Master:
         except OSError as error:
             # A full disk must not end a job that can go on; the next change tries again.
             self._log.write("error", f"the state cannot be written: {error}")
+        self._persist_took = time.monotonic() - began
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -25,7 +25,7 @@ from unirun.wire.asking import WorkerAnswer, WorkerAsk
 T = TypeVar("T")
 
 NOTE_DELAY = 0.5
-"""Seconds between writings of what nobody waits for."""
+"""Seconds in which news that nobody waits for is gathered into one write."""
 
 RETRY_DELAY = 0.2
 MAX_RETRY_DELAY = 2.0
@@ -49,6 +49,7 @@ class Writer:
     ) -> None:
         self._latest = state
         self._noted: JobState | None = None
+        self._news_since: float | None = None
         self._ledger = Ledger(state)
         self._term, self._keeper = term, keeper
         self._carry_out, self._changed = carry_out, changed
@@ -65,6 +66,9 @@ class Writer:
 
     def add(self, state: JobState, commands: list[Command]) -> None:
         """After each step."""
+        if self._news_since is None and state is not self._latest:
+            self._news_since = time.monotonic()
+            self._wake.set()
         self._latest = state
         self._carry_out(self._ledger.add(state, commands))
         if self._ledger.due is not None:
@@ -110,39 +114,41 @@ class Writer:
             await self._persistently("term", self._term.keep)
 
     async def _write(self) -> None:
-        noted = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
                 # Not wait_for, which, in Python 3.11, forgets that it was cancelled when it has just come to its end.
-                async with asyncio.timeout(NOTE_DELAY):
+                async with asyncio.timeout(self._until_note()):
                     await self._wake.wait()
             self._wake.clear()
             while (target := self._ledger.due) is not None:
-                if not await self._bring_to(target, at_once=True):
+                if not await self._bring_to(target):
                     first = self._ledger.first_due
-                    if first is None or not await self._bring_to(first, at_once=True):
+                    if first is None or not await self._bring_to(first):
                         raise StoreError("one step changes more than a store takes at once")
             while self._asks:
                 ask, reply = self._asks.popleft()
                 reply(await self._persistently("write", lambda ask=ask: answer(self._keeper, ask)))  # type: ignore[misc]
-            if time.monotonic() - noted >= NOTE_DELAY:
-                noted = time.monotonic()
+            if self._until_note() == 0.0:
                 await self._note(self._latest)
+
+    def _until_note(self) -> float | None:
+        """Seconds until what can wait is written; None when there is nothing."""
+        if self._news_since is None:
+            return None
+        return max(0.0, self._news_since + NOTE_DELAY - time.monotonic())
 
     async def _note(self, latest: JobState) -> None:
         """Write what can wait: it is there for who reads."""
-        if latest is not self._ledger.kept:
-            await self._bring_to(latest, at_once=False)
-        if latest is not self._noted:
-            await self._persistently("write", lambda: self._keeper.note(self._noted, latest))
-            self._noted = latest
+        self._news_since = None
+        before, noted = self._ledger.kept, self._noted
+        await self._persistently("write", lambda: self._keeper.note(before, noted, latest))
+        self._noted = latest
+        self._carry_out(self._ledger.written(latest))
 
-    async def _bring_to(self, target: JobState, *, at_once: bool) -> bool:
+    async def _bring_to(self, target: JobState) -> bool:
         """Write `target`, however long that takes; False when it is too much at once."""
         before = self._ledger.kept
-        written = await self._persistently(
-            "write", lambda: self._keeper.write(before, target, at_once=at_once)
-        )
+        written = await self._persistently("write", lambda: self._keeper.write(before, target))
         if written:
             self._carry_out(self._ledger.written(target))
         return written
@@ -184,8 +190,7 @@ class Writer:
 
     def _finish(self) -> None:
         try:
-            self._keeper.write(self._ledger.kept, self._latest, at_once=False)
-            self._keeper.note(self._noted, self._latest)
+            self._keeper.note(self._ledger.kept, self._noted, self._latest)
             self._term.resign()
         except StoreError as error:
             print(f"unirun-master: the end is not in the store: {error}", file=sys.stderr, flush=True)

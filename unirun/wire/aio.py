@@ -35,8 +35,12 @@ class Stream:
 
     def send(self, message: Message) -> None:
         """Queue one message; the transport sends it. A peer that is gone shows in `receive`."""
+        self.send_frame(frame_of(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """The same with a message that was encoded before, because many get it."""
         if not self._writer.is_closing():
-            self._writer.write(encode_frame(encode(message)))
+            self._writer.write(frame)
 
     async def receive(self) -> Message:
         """The next message. Raises `ConnectionLost` at the end of the stream, `FrameError` on garbage."""
@@ -57,6 +61,11 @@ class Stream:
             await asyncio.wait_for(self._writer.wait_closed(), DEADLINE)
         except (OSError, TimeoutError):
             self._writer.transport.abort()
+
+
+def frame_of(message: Message) -> bytes:
+    """A message as it goes over a stream."""
+    return encode_frame(encode(message))
 
 
 async def connect(path: str | Path, token: Token, *, timeout: float = DEADLINE) -> Stream:
