@@ -1,0 +1,303 @@
+"""One master's hand on the context: each write is done once or not at all, and only as long as it leads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.master.job import Job
+from tests.unit.master.test_context import Walk, applied, kept, many
+from tests.unit.master.unsteady import Fault, UnsteadyStore
+from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
+from unirun.failover import Exit, Failure
+from unirun.master.context import changes, observations, observed, restore
+from unirun.master.keeper import MAX_BYTES, MAX_OPERATIONS, Keeper, load, read_context
+from unirun.master.state import JobState
+from unirun.rendezvous.election import Term, campaign
+from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
+
+RUN = "job-1"
+
+
+def term(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> Term:
+    won = campaign(store, f"jobs/{run_id}/", "unix:/x", "host", 7, ttl=60, deposing=deposing)
+    assert won is not None
+    return won
+
+
+def keeper(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> Keeper:
+    return Keeper(store, run_id, term(store, deposing=deposing, run_id=run_id))
+
+
+def until_done(do: Callable[[], object], tries: int = 50) -> None:
+    """Make the same call until it succeeds, as a master does."""
+    for _ in range(tries):
+        try:
+            do()
+        except Fenced:
+            raise
+        except StoreError:
+            continue
+        return
+    raise AssertionError("it never succeeds")
+
+
+@pytest.fixture
+def store() -> UnsteadyStore:
+    return UnsteadyStore()
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job({"actor": 4}, restarts={"actor": 3}).running()
+
+
+class TestANewContext:
+    def test_can_be_loaded(self, store: UnsteadyStore, job: Job) -> None:
+        assert load(store, RUN) is None
+        keeper(store).create(job.state)
+        assert load(store, RUN) == kept(job.state)
+
+    def test_replaces_one_of_the_same_id_as_a_whole(self, store: UnsteadyStore, job: Job) -> None:
+        old = many(600, 1)
+        first = keeper(store)
+        first.create(old)
+        for number, failed in enumerate(range(40)):
+            old = old.with_failures(Failure("role0", failed, 0, 0, "n", float(number), Exit(code=1)))
+        first.note(many(600, 1), None, old)
+        assert len(read_context(store, RUN)) > 10
+        keeper(store, deposing=1).create(job.state)
+        assert read_context(store, RUN) == applied({}, changes(None, job.state))
+
+    def test_touches_no_job_whose_id_begins_alike(self, store: UnsteadyStore, job: Job) -> None:
+        other = Job({"actor": 2}).running()
+        keeper(store, run_id="run10").create(other.state)
+        before = store.get_prefix("jobs/run10/").items
+        assert before
+        keeper(store, run_id="run1").create(job.state)
+        keeper(store, run_id="run1", deposing=1).create(job.state)
+        assert store.get_prefix("jobs/run10/").items == before
+        assert load(store, "run10") == kept(other.state)
+
+    def test_is_not_there_before_it_is_whole(self, store: UnsteadyStore, job: Job) -> None:
+        keeper(store).create(many(600, 1))
+        writer = keeper(store, deposing=1)
+        found: list[bool] = []
+        store.interfere = lambda: found.append("job" in read_context(store, RUN))
+        writer.create(many(5000, 700))
+        assert len(found) > 2
+        assert found == [True, *[False] * (len(found) - 1)], "the first write deletes the old one"
+        assert load(store, RUN) is not None
+
+    def test_that_is_begun_and_not_finished_is_begun_anew(self, store: UnsteadyStore, job: Job) -> None:
+        store.faults.extend([None, None, None, "away"])
+        with pytest.raises(StoreAway):
+            keeper(store).create(job.state)
+        assert load(store, RUN) is None
+        keeper(store, deposing=1).create(job.state)
+        assert load(store, RUN) == kept(job.state)
+
+
+class TestAWrite:
+    def test_is_one_transaction_with_only_what_has_changed(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        store.written.clear()
+        assert hand.write(before, job.exits("actor", 0).state)
+        ((puts, deletes),) = store.written
+        assert puts == ["jobs/job-1/head", "jobs/job-1/context/ranks/0"]
+        assert deletes == []
+        assert load(store, RUN) == kept(job.state)
+
+    def test_of_the_jobs_phase_has_the_line_that_ls_reads(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        line = store.get("index/job-1")
+        assert line is not None
+        assert json.loads(line.value)["phase"] == "running"
+        for rank in range(4):
+            job.exits("actor", rank)
+        hand.write(before, job.state)
+        line = store.get("index/job-1")
+        assert line is not None
+        assert (json.loads(line.value)["phase"], json.loads(line.value)["code"]) == ("succeeded", 0)
+
+    def test_of_nothing_is_none(self, store: UnsteadyStore, job: Job) -> None:
+        hand = keeper(store)
+        hand.create(job.state)
+        asked = store.asked
+        assert hand.write(job.state, job.state)
+        hand.note(job.state, job.state, job.state)
+        assert store.asked == asked
+
+    def test_that_is_too_much_for_one_transaction_is_not_begun(self, store: UnsteadyStore) -> None:
+        state = many(10, 1)
+        hand = keeper(store)
+        hand.create(state)
+        flood = [
+            Failure("role0", 0, n, 0, "n", 1.0, Exit(code=1), "m" * 4000, "t" * 12_000, tail="e" * 6000)
+            for n in range(200)
+        ]
+        after = state.with_failures(*flood)
+        before = store.get_prefix("jobs/").items
+        assert hand.write(state, after) is False
+        assert store.get_prefix("jobs/").items == before
+        hand.note(state, None, after)
+        assert load(store, RUN) == kept(after)
+
+    def test_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
+        assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
+        assert MAX_BYTES < MAX_SIZE
+        keeper(store).create(many(10_000, 1250))
+        assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
+
+    def test_of_what_readers_see_is_found_by_them(self, store: UnsteadyStore, job: Job) -> None:
+        hand = keeper(store)
+        hand.create(job.state)
+        hand.note(job.state, None, job.state)
+        documents = read_context(store, RUN)
+        workers = observed(restore(documents), documents).roles["actor"].workers
+        assert [worker.pid for worker in workers] == [1, 2, 3, 4]
+
+
+class TestAStoreThatFails:
+    @pytest.mark.parametrize("fault", ["away", "lost"])
+    def test_without_having_done_it_is_asked_again(
+        self, store: UnsteadyStore, job: Job, fault: Fault
+    ) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        store.faults.extend([fault] * 3)
+        until_done(lambda: hand.write(before, after))
+        assert load(store, RUN) == kept(after)
+
+    def test_after_having_done_it_is_not_asked_again(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        store.written.clear()
+        store.faults.append("done")
+        assert hand.write(before, job.exits("actor", 0).state)
+        assert len(store.written) == 1
+
+    def test_and_cannot_say_whether_it_has_done_it_is_asked_later(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        store.written.clear()
+        store.faults.append("done")
+        store.reads.append("away")
+        with pytest.raises(StoreAway):
+            hand.write(before, after)
+        assert len(store.written) == 1
+        until_done(lambda: hand.write(before, after))
+        assert load(store, RUN) == kept(after)
+
+    def test_twice_raises_and_the_same_call_goes_on(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        store.faults.extend(["lost", "done"])
+        with pytest.raises(OutcomeUnknown):
+            hand.write(before, after)
+        assert hand.write(before, after)
+        assert load(store, RUN) == kept(after)
+
+    @settings(deadline=None, max_examples=60)
+    @given(
+        st.integers(0, 2**32),
+        st.lists(st.sampled_from([None, "away", "done", "lost"]), max_size=40),
+        st.lists(st.sampled_from([None, "away"]), max_size=40),
+    )
+    def test_in_any_way_ends_with_what_was_to_be_written(
+        self, seed: int, faults: list[Fault | None], reads: list[Fault | None]
+    ) -> None:
+        states = Walk(seed).states(30)
+        store = UnsteadyStore()
+        hand = keeper(store)
+        hand.create(states[0])
+        store.faults.extend(faults)
+        store.reads.extend(reads)
+        for before, after in pairwise(states):
+
+            def write(before: JobState = before, after: JobState = after) -> None:
+                assert hand.write(before, after)
+
+            until_done(write, 100)
+        store.reads.clear()
+        assert read_context(store, RUN) == applied({}, changes(None, states[-1]))
+
+
+class TestAMasterWhoseTermIsOver:
+    def test_writes_no_more(self, store: UnsteadyStore, job: Job) -> None:
+        first, before = keeper(store), job.state
+        first.create(before)
+        second = keeper(store, deposing=1)
+        after = job.exits("actor", 0).state
+        with pytest.raises(Fenced, match="the term 1 of job job-1 is over"):
+            first.write(before, after)
+        with pytest.raises(Fenced):
+            first.note(before, None, before)
+        assert load(store, RUN) == kept(before)
+        assert second.write(before, after)
+
+    @pytest.mark.parametrize("faults", [["lost", "lost"], ["away"]])
+    def test_learns_it_though_its_write_was_on_the_way(
+        self, store: UnsteadyStore, job: Job, faults: list[Fault]
+    ) -> None:
+        first, before = keeper(store), job.state
+        first.create(before)
+        store.faults.extend(faults)
+        after = job.exits("actor", 0).state
+        with pytest.raises(StoreError):
+            first.write(before, after)
+        second = keeper(store, deposing=1)
+        with pytest.raises(Fenced):
+            until_done(lambda: first.write(before, after))
+        assert load(store, RUN) == kept(before)
+        assert second.write(before, after)
+
+    def test_whose_write_was_done_before_has_done_it_and_writes_no_more(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        first, before = keeper(store), job.state
+        first.create(before)
+        after = job.exits("actor", 0).state
+        store.faults.append("done")
+        store.reads.append("away")
+        with pytest.raises(StoreAway):
+            first.write(before, after)
+        term(store, deposing=1)
+        with pytest.raises(Fenced):
+            until_done(lambda: first.write(before, after))
+        assert load(store, RUN) == kept(after), "the next master has found it"
+
+    def test_of_which_a_write_arrives_late_has_written_nothing(self, store: UnsteadyStore, job: Job) -> None:
+        """One that was given up, and made again."""
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        late = [Put("jobs/job-1/context/ranks/0", "late")]
+        head = store.get("jobs/job-1/head")
+        assert head is not None
+        assert hand.write(before, after)
+        assert not store.txn([ValueIs(head.key, head.value)], late).succeeded
+        assert load(store, RUN) == kept(after)
+
+
+def test_a_context_of_somebody_else_is_refused(store: UnsteadyStore) -> None:
+    store.txn([], [Put("jobs/job-1/context/job", "[]")])
+    with pytest.raises(StoreRefused):
+        load(store, RUN)
+
+
+def test_observations_are_no_part_of_what_is_restored(store: UnsteadyStore, job: Job) -> None:
+    documents = applied({}, changes(None, job.state))
+    assert restore({**documents, **applied({}, observations(None, job.state))}) == restore(documents)
