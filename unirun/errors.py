@@ -6,6 +6,7 @@
     ├── UsageError              the command line asks for something that cannot be            exit code 2
     ├── SpecError               the job's spec is wrong; carries every `Fault` at once        exit code 2
     ├── JobError                a job's directory cannot be made, found or read               exit code 2
+    │   └── JobElsewhere        the job runs on another host, or ran there
     ├── PlacementError          the ranks do not fit on the slots there are                   exit code 3
     ├── RendezvousError         peers did not meet before the deadline                        exit code 4
     │   └── GroupError          a process group across roles could not be formed
@@ -58,6 +59,7 @@ __all__ = [
     "GroupError",
     "IllegalTransition",
     "InvocationTimeout",
+    "JobElsewhere",
     "JobError",
     "JobFailed",
     "LeaseExpired",
@@ -134,6 +136,14 @@ class JobError(UnirunError):
     """The directory of a job cannot be made, found, read or written."""
 
     exit_code = EXIT_USAGE
+
+
+class JobElsewhere(JobError):
+    """What is asked for can only be done on `host`, where the job runs, or ran."""
+
+    def __init__(self, problem: str, remedy: str = "", *, host: str) -> None:
+        self.host = host
+        super().__init__(problem, remedy)
 
 
 class PlacementError(UnirunError):

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unirun.cli.options import Parser
+from unirun.cli.stored import STORE_HELP, find_here
 from unirun.errors import JobError, UsageError
 from unirun.observe.status import ENDED, read_status
-from unirun.rendezvous.jobdir import JobDir, find_job
+from unirun.rendezvous.jobdir import JobDir
 
 
 def main(argv: list[str]) -> int:
@@ -27,10 +28,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--stdout", action="store_true", help="only stdout")
     parser.add_argument("--stderr", action="store_true", help="only stderr")
     parser.add_argument("--all", action="store_true", help="earlier incarnations too")
+    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     options = parser.parse_args(argv)
     if options.lines is not None and options.lines < 0:
         raise UsageError("-n wants a number of lines, 0 or more")
-    job = find_job(options.job)
+    job = find_here(options.store, options.job, "logs")
     names = ["stdout.log"] * (not options.stderr) + ["stderr.log"] * (not options.stdout)
     if options.follow:
         _follow(job, options.who, names, options.lines)

@@ -1,31 +1,72 @@
-"""``unirun ls``: every job of this user."""
+"""``unirun ls``: every job of this user, or of a store."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from unirun.cli.options import Parser
+from unirun.cli.stored import opened
 from unirun.cli.tables import age, print_table
-from unirun.errors import JobError
-from unirun.observe.status import JobStatus, read_status
+from unirun.errors import JobError, StoreError
+from unirun.observe.index import Summary, read_index
+from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.url import store_url
+
+HEADERS = ("JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK")
 
 
 def main(argv: list[str]) -> int:
     """List jobs, the newest last. Returns 0."""
     parser = Parser(prog="unirun ls", description="The jobs of this user, the newest last.")
+    parser.add_argument(
+        "--store",
+        help="the jobs of this store (default: those that are here, then $UNIRUN_STORE's)",
+        metavar="URL",
+    )
     parser.add_argument("--json", action="store_true", help="one object a line, for programs")
     options = parser.parse_args(argv)
-    found = [(job, _status(job)) for job in all_jobs()]
-    if options.json:
-        for job, status in found:
+    here = [] if options.store else [(job, _status(job)) for job in all_jobs()]
+    url = store_url(options.store)
+    stored: list[tuple[Summary, Leader | None]] = []
+    trouble = None
+    try:
+        stored = _stored(url, [job for job, _ in here]) if url else []
+    except StoreError as error:
+        # What is here can be shown all the same.
+        trouble = error
+    _show(here, stored, url, as_json=options.json)
+    if trouble is not None:
+        raise trouble
+    return 0
+
+
+def _show(
+    here: list[tuple[JobDir, JobStatus | None]],
+    stored: list[tuple[Summary, Leader | None]],
+    url: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        for job, status in here:
             if status is not None:
                 print(json.dumps({**status.to_json(), "dir": str(job.path)}))
-        return 0
-    rows = [_row(job, status) for job, status in found]
-    print_table(["JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK"], rows)
-    return 0
+        for summary, leader in stored:
+            print(json.dumps(_object(summary, leader, url)))
+        return
+    rows = [_row(job, status) for job, status in here]
+    if url is None:
+        print_table(HEADERS, rows)
+        return
+    rows = [*([*row, "here"] for row in rows), *(_stored_row(*each) for each in stored)]
+    print_table([*HEADERS, "MASTER"], rows)
 
 
 def _status(job: JobDir) -> JobStatus | None:
@@ -36,15 +77,54 @@ def _status(job: JobDir) -> JobStatus | None:
         return None
 
 
+def _stored(url: str, here: list[JobDir]) -> list[tuple[Summary, Leader | None]]:
+    """The jobs of a store, but those that are `here`, each with who leads it now."""
+    known = {_identity(job) for job in here}
+    with opened(url) as store:
+        return [
+            (each, None if each.phase in ENDED else leader_of(store, job_prefix(each.run_id)))
+            for each in read_index(store)
+            if (each.run_id, each.uid) not in known
+        ]
+
+
+def _identity(job: JobDir) -> tuple[str, str]:
+    try:
+        return job.run_id, job.uid
+    except JobError:
+        return job.run_id, ""
+
+
 def _row(job: JobDir, status: JobStatus | None) -> list[str]:
     if status is None:
         return [job.run_id, "starting" if job.alive() else "lost", "", "", "", ""]
+    roles = {role.name: len(role.workers) for role in status.roles}
+    return _cells(job.run_id, status, roles)
+
+
+def _stored_row(summary: Summary, leader: Leader | None) -> list[str]:
+    where = "" if summary.phase in ENDED else "nobody"
+    where = f"{leader.host}:{leader.pid}" if leader else where
+    return [*_cells(summary.run_id, summary, summary.roles), where]
+
+
+def _cells(run_id: str, job: JobStatus | Summary, roles: Mapping[str, int]) -> list[str]:
     now = time.time()
     return [
-        job.run_id,
-        status.phase,
-        "" if status.code is None else str(status.code),
-        ",".join(f"{role.name}={len(role.workers)}" for role in status.roles),
-        f"{age(now - status.started)} ago",
-        age((status.ended or now) - status.started),
+        run_id,
+        job.phase,
+        "" if job.code is None else str(job.code),
+        ",".join(f"{name}={count}" for name, count in roles.items()),
+        f"{age(now - job.started)} ago",
+        age((job.ended or now) - job.started),
     ]
+
+
+def _object(summary: Summary, leader: Leader | None, url: str | None) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(summary),
+        "roles": [{"name": name, "count": count} for name, count in summary.roles.items()],
+        "dir": None,
+        "store": url,
+        "leader": dataclasses.asdict(leader) if leader else None,
+    }

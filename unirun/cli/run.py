@@ -13,6 +13,7 @@ from unirun.cli.compose import plan_job
 from unirun.cli.console import Console
 from unirun.cli.options import CommandLine, parse
 from unirun.cli.session import Session
+from unirun.cli.stored import anchored
 from unirun.collocation import Placement
 from unirun.errors import JobError
 from unirun.launcher import launch
@@ -23,7 +24,6 @@ from unirun.master.lead import lead
 from unirun.master.state import JobState, Owner, new_job
 from unirun.master.telling import status_of
 from unirun.rendezvous import JobDir, create_job, started_at
-from unirun.rendezvous.store.address import parse_address
 from unirun.rendezvous.store.url import store_url
 from unirun.spec import JobSpec
 from unirun.wire import listen, new_token
@@ -41,7 +41,7 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
     detach = bool(line.options.get("detach"))
     store = store_url(line.options.get("store"))
     if store is not None:
-        parse_address(store)
+        store = anchored(store)
     endpoints = hold_endpoints(spec)
     job, lock = create_job(spec.run_id, new_token(), spec.log.dir, store)
     path = job.master_socket(os.getpid())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import time
+from typing import Any
 
 from unirun.cli.options import Parser
+from unirun.cli.stored import STORE_HELP, StoredJob, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import age, megabytes, print_table
-from unirun.observe.status import JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 from unirun.rendezvous.jobdir import find_job
 
 
@@ -16,23 +19,55 @@ def main(argv: list[str]) -> int:
     """Print the status of a job. Returns 0, whatever the job's own end was."""
     parser = Parser(prog="unirun status", description="How a job stands (by default the newest).")
     parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options: argparse.Namespace = parser.parse_args(argv)
-    job = find_job(options.job)
-    status = read_status(job)
+    url = store_to_ask(options.store, options.job)
+    if url is None:
+        job = find_job(options.job)
+        status, logs = read_status(job), str(job.logs.resolve())
+        more: dict[str, Any] = {"dir": str(job.path), "logs": logs}
+        master = f"term {status.epoch}" if status.epoch else ""
+    else:
+        with opened(url) as store:
+            stored = read_stored(store, find_summary(store, options.job).run_id)
+            where = store.url
+        status, logs = stored.status, f"{stored.host}:{stored.logs}"
+        leader = dataclasses.asdict(stored.leader) if stored.leader else None
+        more = {"dir": None, "logs": stored.logs, "store": where, "leader": leader}
+        master = _master(stored)
     if options.json:
-        print(json.dumps({**status.to_json(), "dir": str(job.path), "logs": str(job.logs.resolve())}))
+        print(json.dumps({**status.to_json(), **more}))
         return 0
-    _print(status, str(job.logs.resolve()))
+    _print(status, master, logs)
     return 0
 
 
-def _print(status: JobStatus, logs: str) -> None:
-    end = status.ended if status.ended is not None else time.time()
+def _master(stored: StoredJob) -> str:
+    """Who leads, as the store says."""
+    written, leader = f"the last write is of term {stored.status.epoch}", stored.leader
+    if leader is not None:
+        same = leader.epoch == stored.status.epoch
+        return f"{leader.host}, pid {leader.pid}, term {leader.epoch}{'' if same else f'; {written}'}"
+    if stored.status.ended is not None:
+        return written
+    return f"nobody leads now; {written}; another comes within seconds, or the job is lost"
+
+
+def _print(status: JobStatus, master: str, logs: str) -> None:
+    now = time.time()
+    end = status.ended if status.ended is not None else now
     code = "" if status.code is None else f", exit code {status.code}"
     print(f"job {status.run_id}: {status.phase}{code}, {age(end - status.started)}")
     if status.reason:
         print(f"reason: {status.reason}")
+    if status.trouble:
+        print(f"store: {status.trouble}")
+    if master:
+        print(f"master: {master}")
+    budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]
+    if budgets:
+        print(f"restarts: {', '.join(budgets)}")
     print(f"logs: {logs}\n")
     workers = [(role, worker) for role in status.roles for worker in role.workers]
     headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]
@@ -42,6 +77,11 @@ def _print(status: JobStatus, logs: str) -> None:
         for row, (_, worker) in zip(rows, workers, strict=True):
             row.append(" ".join(f"{name}={value:.6g}" for name, value in worker.metrics.items()))
     print_table(headers, rows)
+    if status.failures:
+        shown, every = len(status.failures), status.failed
+        print(f"\nfailures: {every if shown == every else f'the last {shown} of {every}'}")
+        headers = ["WORKER", "INCARNATION", "WHEN", "EXIT", "DECIDED", "MESSAGE"]
+        print_table(headers, [_failure(failure, now) for failure in status.failures])
 
 
 def _row(role: RoleStatus, worker: WorkerStatus) -> list[str]:
@@ -55,4 +95,16 @@ def _row(role: RoleStatus, worker: WorkerStatus) -> list[str]:
         megabytes(worker.memory),
         "" if worker.cpu is None else f"{worker.cpu:.1f} s",
         f"{role.phase} ({restarts})",
+    ]
+
+
+def _failure(failure: FailureStatus, now: float) -> list[str]:
+    return [
+        failure.who,
+        str(failure.incarnation),
+        f"{age(now - failure.time)} ago",
+        failure.exit,
+        # A decision repeats what it is about.
+        failure.decision.removeprefix(f"{failure.who} ended with {failure.exit}; "),
+        failure.message,
     ]

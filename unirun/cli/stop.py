@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 from unirun.cli.options import Parser
-from unirun.errors import JobError, UsageError
+from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere
+from unirun.errors import JobError, StoreError, UsageError
 from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, read_status
-from unirun.rendezvous.jobdir import find_job
 from unirun.rendezvous.masters import call_master
 from unirun.wire.messages import Stop
 
@@ -28,15 +29,19 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--now", action="store_true", help="SIGKILL at once")
     parser.add_argument("--no-wait", action="store_true", help="return before the job has ended")
+    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     options = parser.parse_args(argv)
     name = options.signal if options.signal.startswith("SIG") else f"SIG{options.signal}"
     if name not in signal.Signals.__members__:
         raise UsageError(f"{options.signal!r} is no signal", "for example SIGTERM or SIGINT")
-    job = find_job(options.job)
+    job = find_here(options.store, options.job, "stop")
     status = read_status(job)
     if status.phase in ENDED:
         print(f"job {job.run_id} has ended already: {status.phase}")
         return 0
+    with contextlib.suppress(StoreError):
+        # Without its store nobody knows who leads; that is waited for below.
+        refuse_elsewhere(job)
     signum = signal.SIGKILL if options.now else signal.Signals[name]
     stop = Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace)
     if options.no_wait:

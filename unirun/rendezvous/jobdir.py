@@ -28,7 +28,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,12 +266,18 @@ def _made_at(path: str) -> int:
 
 def find_job(name: str | None) -> JobDir:
     """The job whose id is `name` or starts with it; without a name the newest. Raises `JobError`."""
-    jobs = list(all_jobs())
-    if not jobs:
+    jobs = {job.run_id: job for job in all_jobs()}
+    return jobs[choose_job(name, tuple(jobs))]
+
+
+def choose_job(name: str | None, run_ids: Sequence[str]) -> str:
+    """Which of `run_ids` (the oldest first) is meant by `name`, an id or the beginning of one; without a name the
+    newest. Raises `JobError`."""
+    if not run_ids:
         raise JobError("there are no jobs", "start one with: unirun script.py")
     if name is None:
-        return jobs[-1]
-    matches = [job for job in jobs if job.run_id == name] or [j for j in jobs if j.run_id.startswith(name)]
+        return run_ids[-1]
+    matches = [each for each in run_ids if each == name] or [x for x in run_ids if x.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:

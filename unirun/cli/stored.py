@@ -1,0 +1,140 @@
+"""Jobs as a store knows them: for shells and hosts that have no access to the job's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from unirun.errors import JobElsewhere, JobError, StoreRefused
+from unirun.observe.index import Summary, read_index
+from unirun.observe.status import JobStatus
+from unirun.rendezvous.election import Leader, leader_of
+from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, find_job, jobs_root
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.address import SqliteAddress, parse_address
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store, store_url
+
+STORE_HELP = (
+    "the store to look in: sqlite:PATH or etcd://… (default: this user's directories, then $UNIRUN_STORE)"
+)
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Store]:
+    """The store at `url`, which must be there already. Raises `UsageError`, `StoreError`."""
+    address = parse_address(url)
+    if isinstance(address, SqliteAddress) and not Path(address.path).expanduser().exists():
+        raise StoreRefused(f"there is no store {address.path}", "a job makes it; is this the right file?")
+    store = open_store(url)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def anchored(url: str) -> str:
+    """`url` with every file in it by its whole path: the job's agents and other commands run elsewhere."""
+    address = parse_address(url)
+    names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
+    paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
+    whole = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
+    return url if whole == paths else str(dataclasses.replace(address, **whole))
+
+
+def store_to_ask(option: str | None, name: str | None) -> str | None:
+    """The store in which a command looks for the job `name`: that of ``--store``, else, when no directory of this user
+    fits, that of the environment. None: look in the directories."""
+    if option is not None:
+        return option
+    here = [job.run_id for job in all_jobs()]
+    fits = bool(here) if name is None else any(run_id.startswith(name) for run_id in here)
+    return None if fits else store_url(None)
+
+
+def find_summary(store: Store, name: str | None) -> Summary:
+    """The job of `store` whose id is `name` or starts with it; without a name the newest. Raises `JobError`."""
+    summaries = {summary.run_id: summary for summary in read_index(store)}
+    return summaries[choose_job(name, tuple(summaries))]
+
+
+def directory_of(run_id: str, uid: str) -> JobDir | None:
+    """The directory of a job, when this user has it here."""
+    job = JobDir(jobs_root() / run_id)
+    try:
+        return job if job.uid == uid else None
+    except JobError:
+        return None
+
+
+def find_here(option: str | None, name: str | None, command: str) -> JobDir:
+    """The directory of the job that `command` is about. Raises `JobElsewhere` when it is on another host."""
+    url = store_to_ask(option, name)
+    if url is None:
+        return find_job(name)
+    with opened(url) as store:
+        summary = find_summary(store, name)
+        job = directory_of(summary.run_id, summary.uid)
+        if job is not None:
+            return job
+        stored = read_stored(store, summary.run_id)
+    raise JobElsewhere(
+        f"job {summary.run_id} {'runs' if stored.leader else 'ran'} on host {stored.host}; its directory is not here",
+        f"call unirun {command} {summary.run_id} there",
+        host=stored.host,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """A job as its context says. Its `status` has the term of the last write; `leader` leads it now; `logs` is a
+    directory on `hosts`."""
+
+    status: JobStatus
+    leader: Leader | None
+    logs: str
+    hosts: tuple[str, ...]
+
+    @property
+    def host(self) -> str:
+        """Where it is led, or has been."""
+        return self.leader.host if self.leader else self.hosts[0]
+
+
+def read_stored(store: Store, run_id: str) -> StoredJob:
+    """Raises `JobError` when the job has no context (any more), `StoreError`."""
+    # What a job needs a spec for, listing does not.
+    from unirun.master.context import observed, restore
+    from unirun.master.keeper import read_context
+    from unirun.master.telling import status_of
+
+    prefix = job_prefix(run_id)
+    documents = read_context(store, run_id)
+    if "job" not in documents:
+        raise JobError(
+            f"the store has no context of job {run_id}", "it was removed, or is being written anew"
+        )
+    state = observed(restore(documents), documents)
+    head = store.get(f"{prefix}head")
+    epoch = json.loads(head.value)["epoch"] if head else 0
+    hosts = tuple(dict.fromkeys(agent.host for agent in state.agents.values())) or state.placement.nodes
+    status = status_of(state, {}, {}, epoch=epoch)
+    return StoredJob(status, leader_of(store, prefix), state.logs, hosts)
+
+
+def refuse_elsewhere(job: JobDir) -> None:
+    """Raise `JobElsewhere` when `job`, whose directory is shared, is led on another host."""
+    with opened(job.store_url) as store:
+        leader = leader_of(store, job_prefix(job.run_id))
+    if leader is not None and leader.host != socket.gethostname():
+        raise JobElsewhere(
+            f"job {job.run_id} runs on host {leader.host}",
+            f"call unirun stop {job.run_id} there",
+            host=leader.host,
+        )
