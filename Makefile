@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 APT := procps util-linux etcd-server etcd-client openssl
 
-.PHONY: demo test check bench clean
+.PHONY: demo test soak check bench clean
 
 # The pinned CPU build of torch first, so that nothing pulls in the CUDA packages.
 $(VENV)/.installed: pyproject.toml
@@ -31,6 +31,11 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q
+
+# More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N.
+SEEDS ?= 50000
+soak: $(VENV)/.dev
+	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -240,11 +240,17 @@ class MasterModel:
 
         self._awake(hear)
 
-    def stream_ended(self, node: str, reason: str) -> None:
+    def cut(self, node: str) -> None:
+        """What is on its way to an agent is lost."""
+        if node in self.agents:
+            self.agents[node].cut = True
+
+    def stream_ended(self, node: str, pipe: Pipe, reason: str) -> None:
         """The stream of an agent has ended."""
 
         def end() -> None:
-            if self.agents.pop(node, None) is not None:
+            if self.agents.get(node) is pipe:
+                del self.agents[node]
                 self.apply(AgentLost(node, reason))
 
         self._awake(end)

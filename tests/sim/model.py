@@ -313,8 +313,11 @@ class Led(Protocol):
     def heard(self, node: str, message: Message) -> None:
         """A message of an agent has arrived."""
 
-    def stream_ended(self, node: str, reason: str) -> None:
-        """The stream of an agent has ended."""
+    def stream_ended(self, node: str, pipe: Pipe, reason: str) -> None:
+        """The stream of an agent has ended; `pipe` is the way back to it."""
+
+    def cut(self, node: str) -> None:
+        """What is on its way to an agent is lost."""
 
 
 LOOK_AGAIN = 0.1
@@ -332,6 +335,7 @@ class Node:
         self.client = world.client()
         self.master: Led | None = None
         self.to_master: Pipe | None = None
+        self._to_agent: Pipe | None = None
         self._looking = False
         self._since = self._not_before = 0.0
         self.orders = Orders(JOB, world.plan.spec, name, "/", {})
@@ -415,19 +419,29 @@ class Node:
                 master.heard(name, message)
 
         self.master, self.to_master = master, Pipe(clock, rng, slow, arrived)
+        self._to_agent = to_agent
         endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(world.plan.spec.roles)}
         self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state)))
 
     def _disconnect(self, reason: str) -> None:
-        master, pipe = self.master, self.to_master
-        self.master = self.to_master = None
-        if master is not None and pipe is not None:
-            pipe.close(lambda error: master.stream_ended(self.name, f"{error}: {reason}"))
+        master, pipe, back = self.master, self.to_master, self._to_agent
+        self.master = self.to_master = self._to_agent = None
+        if master is not None and pipe is not None and back is not None:
+            pipe.close(lambda error: master.stream_ended(self.name, back, f"{error}: {reason}"))
+
+    def cut_off(self) -> None:
+        """The stream breaks though both ends live, and what is on its way is lost."""
+        master = self.master
+        if master is not None and self.to_master is not None:
+            self.to_master.cut = True
+            master.cut(self.name)
+            self._disconnect("it was cut")
+            self._look_from_now()
 
     def stream_ended(self, master: Led) -> None:
         """A master's stream has ended."""
         if self.alive and self.master is master:
-            self.master = self.to_master = None
+            self.master = self.to_master = self._to_agent = None
             self._look_from_now()
 
     def _receive(self, epoch: int, message: Message) -> None:

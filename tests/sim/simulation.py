@@ -383,6 +383,8 @@ class Simulation:
             node.apply(events.Abandon("the agent got a signal"))
         elif what in ("master_killed", "master_hangs", "master_cut_off", "store_away"):
             self._trouble_masters(what, alive)
+        elif what == "agent_cut_off":
+            node.cut_off()
         elif what == "clock_jumps":
             self.plan.skew += self.rng.choice((-3600.0, -1.0, 1.0, 3600.0))
         elif node.spawners:

@@ -126,6 +126,7 @@ ACCIDENTS = (
     "master_hangs",
     "master_cut_off",
     "store_away",
+    "agent_cut_off",
     "clock_jumps",
     "spawner_killed",
     "spawner_killed",

@@ -206,7 +206,8 @@ class Master:
             self._log.write("refused", f"a connection ended early: {error}")
 
     async def _follow_agent(self, join: Join, stream: Stream) -> None:
-        if join.node in self._agents:
+        known = self._state.agents.get(join.node)
+        if join.node in self._agents and (known is None or known.pid != join.pid):
             self._log.write("refused", f"a second agent says that it is {join.node}")
             return
         self._agents[join.node] = stream
@@ -229,8 +230,10 @@ class Master:
         except WireError as error:
             reason = str(error)
         finally:
-            del self._agents[join.node]
-            self._apply(AgentLost(join.node, reason))
+            # It may have come back on another stream before the end of this one was seen.
+            if self._agents.get(join.node) is stream:
+                del self._agents[join.node]
+                self._apply(AgentLost(join.node, reason))
 
     async def _follow_watcher(self, stream: Stream) -> None:
         self._watchers.add(stream)

@@ -103,9 +103,9 @@ def _handle(turn: Turn, event: Event) -> None:
 
 def _join(turn: Turn, event: Join) -> None:
     state = turn.state
-    if event.node not in state.placement.nodes or (
-        event.node in state.agents and event.node not in state.away
-    ):
+    known = state.agents.get(event.node)
+    again = known is not None and (event.node in state.away or known.pid == event.pid)
+    if event.node not in state.placement.nodes or (known is not None and not again):
         raise IllegalTransition(f"node {event.node} joined twice, or has no place in this job")
     turn.state = replace(
         state, agents={**state.agents, event.node: bare(event)}, away=state.away - {event.node}
