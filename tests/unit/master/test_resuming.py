@@ -1,0 +1,418 @@
+"""A master that comes in another's place: it orders again what was lost, nothing twice, and hears what has happened."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.master.job import KILL, TERM, Job
+from tests.unit.master.test_context import Walk, written
+from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition
+from unirun.master import JobPhase, WorkerPhase
+from unirun.master.context import restore
+from unirun.master.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent
+from unirun.master.resuming import REJOIN_TIMEOUT, resume
+from unirun.master.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobState, WorkerState
+from unirun.wire.messages import ExitKept, OpenStore, StartRole, Stop, StopWorkers, View
+from unirun.wire.reports import Cause, Held, HeldStore, Join, WorkerError, WorkerExited, WorkerStarted
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+Who = tuple[str, int, int]
+
+TWO = ("n0", "n1")
+
+
+def take_over(job: Job) -> list[Command]:
+    """The job's master dies, and another loads what is in the store. Returns what is done at once."""
+    job.now += 2.0
+    job.state, commands = resume(restore(written(job.state)), job.now)
+    job.state.check()
+    return commands
+
+
+def held(state: JobState, worker: WorkerState, role: str) -> Held:
+    """The worker as its agent holds it."""
+    up = worker.phase in (WorkerPhase.RUNNING, WorkerPhase.SERVING)
+    addresses = dict(worker.addresses) if worker.phase is WorkerPhase.SERVING else None
+    recoverable = bool(worker.recoverable)
+    who = role, worker.rank, worker.incarnation
+    return Held(*who, worker.pid, up, worker.generation, addresses, recoverable)
+
+
+def join(
+    job: Job,
+    before: JobState,
+    node: str = "n0",
+    *,
+    lost: Collection[Who] = (),
+    lost_stores: Collection[str] = (),
+    ended: Iterable[WorkerExited] = (),
+    stores: Iterable[HeldStore] = (),
+) -> Job:
+    """An agent finds the new master. It holds what was ordered `before`, but what was `lost`; some have `ended`."""
+    exits = {(end.role, end.rank, end.incarnation): end for end in ended}
+    workers = [
+        held(before, worker, role.name)
+        for role in before.roles.values()
+        for worker in role.live
+        if worker.node == node and (role.name, worker.rank, worker.incarnation) not in lost
+    ]
+    workers = [replace(w, exit=exits.pop((w.role, w.rank, w.incarnation), None)) for w in workers]
+    workers += [Held(*who, exit=end) for who, end in exits.items()]
+    given = {store.role: store for store in stores}
+    its_stores = [
+        given.get(role.name) or HeldStore(role.name, role.generation, role.opened == role.generation)
+        for role in before.roles.values()
+        if role.workers[0].node == node and role.name not in lost_stores
+    ]
+    endpoints = dict(before.agents[node].endpoints)
+    return job.on(Join(node, 1, node, endpoints, tuple(workers), tuple(its_stores)))
+
+
+def rejoin(job: Job, **more: object) -> Job:
+    """The only node finds the new master."""
+    before = job.state
+    take_over(job)
+    return join(job, before, **more)  # type: ignore[arg-type]
+
+
+def end(
+    role: str,
+    rank: int,
+    code: int | None = 1,
+    by: int | None = None,
+    *,
+    incarnation: int = 0,
+    sent: int | None = None,
+    cause: Cause = "own",
+) -> WorkerExited:
+    return WorkerExited(role, rank, incarnation, 200.0, None if by else code, by, cause, sent)
+
+
+def starts(job: Job) -> list[tuple[str, int, list[tuple[int, int]]]]:
+    """Who is ordered: role, generation, ranks with their incarnations."""
+    return [
+        (o.role, o.generation, [(m.rank, m.incarnation) for m in o.members]) for o in job.orders(StartRole)
+    ]
+
+
+def kinds(job: Job, node: str | None = None) -> list[type]:
+    return [
+        type(c.message) for c in job.commands if isinstance(c, ToAgent) and (node is None or c.node == node)
+    ]
+
+
+class TestTakingOver:
+    def test_makes_no_difference_to_a_job_that_has_ended(self) -> None:
+        job = Job({"actor": 1}).running().exits("actor", 0)
+        state = restore(written(job.state))
+        assert resume(state, 9.0) == (state, [])
+
+    def test_knows_of_workers_only_what_was_ordered(self) -> None:
+        job = Job({"actor": 2}).running().exits("actor", 1)
+        take_over(job)
+        one, two = job.state.roles["actor"].workers
+        assert (one.phase, one.pid, one.incarnation) == (WorkerPhase.STARTING, None, 0)
+        assert two.ended_well
+        assert job.state.away == {"n0"}
+
+    def test_is_recorded_and_gives_the_nodes_their_time(self) -> None:
+        job = Job({"actor": 1}).running()
+        assert take_over(job) == [
+            Record("master", "another master goes on with the job"),
+            After(REJOIN_TIMEOUT, RejoinTimedOut()),
+        ]
+
+    def test_of_a_job_that_nobody_has_joined_yet_waits_for_the_rest_of_the_time(self) -> None:
+        job = Job({"actor": 1})
+        job.now = 110.0
+        assert take_over(job) == [After(48.0, JoinTimedOut())]
+        job.now = 158.0
+        assert take_over(job) == [After(REJOIN_TIMEOUT, JoinTimedOut())], "nobody could join meanwhile"
+
+    def test_tells_nobody_anything(self) -> None:
+        job = Job({"actor": 1}).running().exits("actor", 0, 1)
+        assert not any(isinstance(command, ToAgent) for command in take_over(job))
+
+
+class TestOfANodeThatHasEverything:
+    def test_nothing_is_ordered_again(self) -> None:
+        job = rejoin(Job({"actor": 2, "rollout": 1}).running())
+        assert kinds(job) == [View]
+        assert job.phases() == {"actor": "running", "rollout": "running"}
+
+    def test_the_workers_stand_as_they_stood(self) -> None:
+        job = Job({"actor": 2}).running()
+        before = job.state
+        assert rejoin(job).state.roles == before.roles
+
+    def test_the_addresses_are_those_that_it_tells(self) -> None:
+        job = Job({"actor": 1}, kinds={"actor": "workload"}).running()
+        before = job.state.roles["actor"].with_worker(
+            replace(
+                job.state.roles["actor"].workers[0],
+                phase=WorkerPhase.SERVING,
+                addresses={"socket": "a:1"},
+                recoverable=True,
+            )
+        )
+        job.state = job.state.with_role(before)
+        rejoin(job)
+        (worker,) = job.state.roles["actor"].workers
+        assert (worker.phase, worker.addresses, worker.recoverable) == (
+            WorkerPhase.SERVING,
+            {"socket": "a:1"},
+            True,
+        )
+        assert job.orders(View)[-1].roles[0].workers[0].addresses == {"socket": "a:1"}
+
+    def test_who_follows_the_job_learns_of_its_processes(self) -> None:
+        job = rejoin(Job({"actor": 2}).running())
+        assert job.told(WorkerStarted) == [
+            WorkerStarted("n0", "actor", 0, 0, 1),
+            WorkerStarted("n0", "actor", 1, 0, 2),
+        ]
+
+    def test_a_second_one_of_its_name_is_refused(self) -> None:
+        job = rejoin(Job({"actor": 1}).running())
+        with pytest.raises(IllegalTransition, match="joined twice"):
+            job.on(Join("n0", 2, "n0", {"actor": "h:1"}))
+        with pytest.raises(IllegalTransition, match="has no place"):
+            job.on(Join("n9", 1, "n9", {"actor": "h:1"}))
+
+    def test_it_may_come_back_on_another_stream(self) -> None:
+        job = Job({"actor": 2}).running()
+        before = job.state
+        assert kinds(join(job, before)) == [View]
+        assert job.state == before
+
+    def test_a_second_takeover_finds_the_same(self) -> None:
+        job = Job({"actor": 2}).running()
+        first = rejoin(job).state
+        assert rejoin(job).state == first
+
+
+class TestAnOrderThatWasLost:
+    def test_to_start_the_first_workers_is_given_again(self) -> None:
+        job = Job({"actor": 3}).launched()
+        rejoin(job, lost=[("actor", 0, 0), ("actor", 2, 0)])
+        assert starts(job) == [("actor", 0, [(0, 0), (2, 0)])]
+        assert kinds(job)[0] is View, "who is started must be welcomed with what holds now"
+        assert job.all_run("actor").phases() == {"actor": "running"}
+
+    def test_to_start_a_generation_is_given_again(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).obey()
+        assert job.phases() == {"actor": "starting"}
+        rejoin(job, lost=[("actor", 0, 1), ("actor", 1, 1)])
+        assert starts(job) == [("actor", 1, [(0, 1), (1, 1)])]
+        assert job.orders(StartRole)[0].restarts == 1
+        assert job.all_run("actor").phases() == {"actor": "running"}
+
+    def test_to_start_one_worker_again_is_given_again_and_the_others_are_left_alone(self) -> None:
+        job = Job({"actor": 3}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
+        job.exits("actor", 1, by=KILL)
+        rejoin(job, lost=[("actor", 1, 1)])
+        assert starts(job) == [("actor", 1, [(1, 1)])]
+        assert job.orders(StopWorkers) == []
+
+    def test_to_open_a_store_is_given_again_and_then_it_goes_on(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}, stores_open=False).running()
+        job.exits("actor", 0, 1).obey()
+        assert (job.state.roles["actor"].generation, job.state.roles["actor"].opened) == (1, 0)
+        rejoin(job, stores=[HeldStore("actor", 0, True)])
+        assert set(job.orders(OpenStore)) == {OpenStore("actor", 1)}
+        assert starts(job) == []
+        assert starts(job.on(StoreOpened("actor", 1))) == [("actor", 1, [(0, 1), (1, 1)])]
+        assert starts(job.on(StoreOpened("actor", 1))) == [], "however often it is told"
+
+    def test_to_open_the_first_store_is_given_again(self) -> None:
+        job = rejoin(Job({"actor": 1}).launched(), lost_stores=["actor"])
+        assert job.orders(OpenStore) == [OpenStore("actor", 0)]
+
+    def test_to_stop_a_generation_is_given_again_to_those_that_live(self) -> None:
+        job = Job({"actor": 3, "rollout": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
+        rejoin(job, ended=[end("actor", 1, by=TERM, sent=TERM, cause="order")])
+        assert job.orders(StopWorkers) == [StopWorkers("actor", (2,), TERM, 30.0)]
+        job.exits("actor", 2, by=TERM, asked=TERM)
+        assert starts(job) == [("actor", 1, [(0, 1), (1, 1), (2, 1)])]
+
+    def test_to_stop_the_job_is_given_again(self) -> None:
+        job = Job({"actor": 2, "rollout": 1}).running().on(Stop(int(signal.SIGINT), "got SIGINT"))
+        rejoin(job)
+        assert [(o.role, o.ranks) for o in job.orders(StopWorkers)] == [
+            ("actor", (0, 1)),
+            ("rollout", (0,)),
+        ]
+        assert job.obey().end == (130, "got SIGINT")
+
+    def test_to_start_is_not_given_again_when_the_job_is_to_end(self) -> None:
+        job = Job({"actor": 2}).launched().on(Stop(TERM, "enough"))
+        rejoin(job, lost=[("actor", 0, 0), ("actor", 1, 0)])
+        assert starts(job) == []
+        assert job.end == (143, "enough")
+
+    def test_to_start_some_is_not_given_again_when_their_role_starts_anew(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).launched().exits("actor", 0, 1)
+        assert job.phases() == {"actor": "restarting"}
+        rejoin(job, lost=[("actor", 1, 0)])
+        ((role, generation, members),) = starts(job)
+        assert (role, generation) == ("actor", 1)
+        assert [rank for rank, _ in members] == [0, 1]
+
+    def test_to_launch_a_job_that_was_not_decided_is_decided_now(self) -> None:
+        job = Job({"actor": 2}, nodes=TWO).on(Join("n0", 1, "n0", {"actor": "h:1"}))
+        take_over(job)
+        job.on(Join("n0", 1, "n0", {"actor": "h:1"}))
+        assert job.state.phase is JobPhase.LAUNCHING
+        job.on(Join("n1", 1, "n1", {"actor": "h:2"}))
+        assert job.state.phase is JobPhase.RUNNING
+        assert starts(job) == [("actor", 0, [(0, 0)]), ("actor", 0, [(1, 0)])]
+
+
+class TestAnEndThatNoMasterHasHeardOf:
+    def test_is_a_failure_like_any_other(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).running()
+        error = WorkerError("ValueError: x", "Traceback", 201.0)
+        rejoin(job, ended=[replace(end("actor", 0), error=error)])
+        assert job.phases() == {"actor": "restarting"}
+        assert job.orders(StopWorkers) == [StopWorkers("actor", (1,), TERM, 30.0)]
+        assert job.orders(ExitKept) == [ExitKept("actor", 0, 0)]
+        assert [f.message for f in job.state.failures] == ["ValueError: x"]
+        assert starts(job.obey()) == [("actor", 1, [(0, 1), (1, 1)])]
+
+    def test_may_be_that_of_one_that_is_started_again_alone(self) -> None:
+        job = Job({"actor": 3}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
+        rejoin(job, ended=[end("actor", 2, by=KILL)])
+        assert starts(job) == [("actor", 1, [(2, 1)])]
+        assert job.orders(StopWorkers) == []
+
+    def test_may_be_the_end_of_the_job(self) -> None:
+        job = Job({"actor": 2}).running().exits("actor", 0)
+        rejoin(job, ended=[end("actor", 1, 0)])
+        assert job.end == (0, "actor succeeded")
+
+    def test_is_kept_once_though_it_is_told_again(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).obey()
+        before = job.state.roles["actor"]
+        rejoin(job, ended=[end("actor", 0, 1), end("actor", 1, by=TERM, sent=TERM, cause="order")])
+        assert job.orders(ExitKept) == [ExitKept("actor", 0, 0), ExitKept("actor", 1, 0)]
+        assert (job.state.roles["actor"].restarts, len(job.state.failures)) == (before.restarts, 1)
+        assert starts(job) == []
+
+    def test_of_two_spends_one_restart_of_their_role(self) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).running()
+        rejoin(job, ended=[end("actor", 0, 1), end("actor", 1, 1, sent=TERM, cause="order")])
+        assert job.state.roles["actor"].restarts == 1
+        assert starts(job) == [("actor", 1, [(0, 1), (1, 1)])]
+
+    def test_of_a_store_is_heard_of_too(self) -> None:
+        job = Job({"actor": 2}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
+        before = job.state
+        for worker in before.roles["actor"].workers:
+            serving = replace(worker, phase=WorkerPhase.SERVING, addresses={"socket": "a"}, recoverable=True)
+            before = before.with_role(before.roles["actor"].with_worker(serving))
+        job.state = before
+        gone = StoreEnded("actor", 0, 200.0, "it was killed")
+        rejoin(job, stores=[HeldStore("actor", 0, True, gone)])
+        assert OpenStore("actor", 1) in job.orders(OpenStore)
+
+
+class TestANodeOfSeveral:
+    @pytest.fixture
+    def job(self) -> Job:
+        return Job({"actor": 4}, nodes=TWO, restarts={"actor": 1}).running()
+
+    def test_that_is_back_first_is_told_nothing_until_all_are(self, job: Job) -> None:
+        before = job.state
+        take_over(job)
+        join(job, before, "n0", lost=[("actor", 0, 0)])
+        assert kinds(job) == []
+        join(job, before, "n1", lost=[("actor", 3, 0)])
+        assert kinds(job, "n1") == [View, StartRole]
+        assert kinds(job, "n0") == [View, StartRole]
+        assert starts(job) == [("actor", 0, [(0, 0)]), ("actor", 0, [(3, 0)])]
+
+    def test_may_tell_of_a_failure_before_the_others_are_back(self, job: Job) -> None:
+        before = job.state
+        take_over(job)
+        join(job, before, "n0", ended=[end("actor", 0, 1)])
+        assert job.phases() == {"actor": "restarting"}
+        join(job, before, "n1")
+        assert StopWorkers("actor", (1, 3), TERM, 30.0) in job.orders(StopWorkers)
+        for rank in (1, 2, 3):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        assert [ranks for _, _, ranks in starts(job)] == [[(0, 1), (2, 1)], [(1, 1), (3, 1)]]
+
+    def test_that_does_not_come_back_ends_the_job(self, job: Job) -> None:
+        before = job.state
+        take_over(job)
+        join(job, before, "n0")
+        job.on(RejoinTimedOut())
+        assert job.orders(StopWorkers) == [StopWorkers("actor", (0, 2), TERM, 30.0)]
+        job.obey()
+        assert job.state.phase is JobPhase.FAILED
+        assert job.finish is not None
+        assert "n1 is gone: it did not join the new master within 15 s" in job.finish.verdict.report
+
+    def test_that_does_not_come_back_to_a_job_that_ends_is_part_of_that(self, job: Job) -> None:
+        before = job.on(Stop(TERM, "enough")).state
+        take_over(job)
+        join(job, before, "n0")
+        job.obey()
+        assert job.end is None
+        assert job.on(RejoinTimedOut()).end == (143, "enough")
+
+    def test_that_never_had_joined_may_fail_the_launch(self) -> None:
+        job = Job({"actor": 2}, nodes=TWO).on(Join("n0", 1, "n0", {"actor": "h:1"}))
+        take_over(job)
+        job.on(Join("n0", 1, "n0", {"actor": "h:1"}), JoinTimedOut())
+        assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
+
+    def test_is_not_awaited_any_more_when_all_are_back(self, job: Job) -> None:
+        before = job.state
+        take_over(job)
+        for node in TWO:
+            join(job, before, node)
+        assert job.on(RejoinTimedOut()).commands == []
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32), st.integers(3, 80), st.booleans())
+def test_wherever_a_master_dies_what_was_decided_stands_and_nothing_is_done_twice(
+    seed: int, length: int, some_orders_are_lost: bool
+) -> None:
+    walk = Walk(seed)
+    before = walk.states(length)[-1]
+    assume(before.phase not in JOB_ENDS)
+    job = walk.job
+    live = [(r.name, w.rank, w.incarnation) for r in before.roles.values() for w in r.live]
+    fresh = [
+        (r.name, w.rank, w.incarnation)
+        for r in before.roles.values()
+        for w in r.live
+        if w.phase is WorkerPhase.STARTING
+    ]
+    lost = fresh if some_orders_are_lost else []
+    take_over(job)
+    ordered: list[Who] = []
+    for node in sorted(before.agents):
+        join(job, before, node, lost=lost)
+        ordered += [(o.role, m.rank, m.incarnation) for o in job.orders(StartRole) for m in o.members]
+    assert len(set(ordered)) == len(ordered)
+    assert not set(ordered) & (set(live) - set(lost)), "one that lives is started again"
+    works = {role.name for role in before.roles.values() if role.phase in ROLE_WORKS}
+    away = [role.name for role in before.roles.values() if role.generation > role.opened]
+    assert {who for who in lost if who[0] in works and who[0] not in away} <= set(ordered), "one is forgotten"
+    for role in job.state.roles.values():
+        old = before.roles[role.name]
+        if old.phase in ROLE_ENDS:
+            assert role.phase is old.phase
+        if not lost:
+            assert (role.generation, role.opened, role.restarts) == (old.generation, old.opened, old.restarts)
+            assert [w.exit for w in role.workers] == [w.exit for w in old.workers]
+    assert len(job.state.failures) == len(before.failures)
