@@ -189,7 +189,7 @@ class TestOfANodeThatHasEverything:
         job = Job({"actor": 2}).running()
         before = job.state
         assert kinds(join(job, before)) == [View]
-        assert job.state == before
+        assert job.state.roles == before.roles
 
     def test_a_second_takeover_finds_the_same(self) -> None:
         job = Job({"actor": 2}).running()

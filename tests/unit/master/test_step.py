@@ -68,7 +68,7 @@ class TestLaunching:
         job = Job({"actor": 2}).launched()
         for node in ("n0", "n9"):
             with pytest.raises(IllegalTransition, match="joined twice, or has no place"):
-                job.on(Join(node, 1, "h", {}))
+                job.on(Join(node, 2, "h", {}))
 
     def test_ends_when_a_node_does_not_come(self) -> None:
         job = Job({"actor": 2}, nodes=("n0", "n1"))
