@@ -62,7 +62,7 @@ def _print(status: JobStatus, master: str, logs: str) -> None:
     if status.reason:
         print(f"reason: {status.reason}")
     if status.trouble:
-        print(f"store: {status.trouble}")
+        print(f"store: {' '.join(status.trouble.split())}")
     if master:
         print(f"master: {master}")
     budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]

@@ -62,6 +62,10 @@ class JobDir:
         """Where the master that was started by, or is, the process `pid` listens."""
         return self.path / f"master.{pid}.sock"
 
+    def master_sockets(self) -> list[Path]:
+        """Where masters listen, or have listened."""
+        return sorted(self.path.glob("master.*.sock"))
+
     @property
     def store_url(self) -> str:
         """The store with the job's context. Raises `JobError`."""

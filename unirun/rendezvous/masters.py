@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
-from unirun.errors import RendezvousError, WireError
+from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.keys import job_prefix
@@ -77,21 +78,57 @@ def _check(first: Message, leader: Leader) -> None:
 def call_master(job: JobDir) -> BlockingStream:
     """A stream to the master of `job`. Raises `RendezvousError` when there is none now, `StoreError`, `WireError`.
 
-    It has said that it leads, and written before how the job stands.
+    It has said that it leads, and written before how the job stands. As long as the store is away it is looked for in
+    the job's directory, so that a job can be stopped then too.
     """
-    store = open_store(job.store_url)
+    token = load_token(job.token)
     try:
-        leader = leader_of(store, job_prefix(job.run_id))
-    finally:
-        store.close()
+        store = open_store(job.store_url)
+        try:
+            leader = leader_of(store, job_prefix(job.run_id))
+        finally:
+            store.close()
+    except StoreError:
+        master = _listening(job, token)
+        if master is None:
+            raise
+        return master
     if leader is None:
         raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
-    path = leader.address.removeprefix("unix:")
-    master = BlockingStream.connect(path, load_token(job.token), timeout=CONNECT)
+    master, first = _call(leader.address.removeprefix("unix:"), token)
     try:
-        # A stream that is closed before it was read takes with it what was sent on it.
-        _check(master.receive(CONNECT), leader)
+        _check(first, leader)
     except BaseException:
         master.close()
         raise
     return master
+
+
+def _listening(job: JobDir, token: Token) -> BlockingStream | None:
+    """A stream to the master that listens in the job's directory; of several, to that of the latest term."""
+    found: dict[int, BlockingStream] = {}
+    for path in job.master_sockets():
+        try:
+            stream, first = _call(path, token)
+        except (RendezvousError, WireError):
+            # It has died and left its socket.
+            continue
+        if isinstance(first, Appointed):
+            found[first.epoch] = stream
+        else:
+            stream.close()
+    latest = found.pop(max(found)) if found else None
+    for stream in found.values():
+        stream.close()
+    return latest
+
+
+def _call(path: str | Path, token: Token) -> tuple[BlockingStream, Message]:
+    """A stream to who listens at `path`, and its first word: one that is closed before it was read takes with it
+    what was sent on it."""
+    stream = BlockingStream.connect(path, token, timeout=CONNECT)
+    try:
+        return stream, stream.receive(CONNECT)
+    except BaseException:
+        stream.close()
+        raise

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place
-from unirun.errors import AuthError, RendezvousError, WireError
+from unirun.errors import AuthError, RendezvousError, StoreAway, WireError
 from unirun.rendezvous import masters
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
@@ -170,4 +170,31 @@ class TestACall:
     def test_with_another_token_fails(self, place: Place) -> None:
         place.master(token=new_token()).lead(place.store)
         with pytest.raises((AuthError, WireError)):
+            call_master(place.job)
+
+
+class TestACallWhileTheStoreIsAway:
+    @pytest.fixture(autouse=True)
+    def away(self, place: Place) -> None:
+        (place.job.path / "store").write_text("etcd://127.0.0.1:1?timeout=0.1")
+
+    def test_reaches_who_listens_in_the_jobs_directory(self, place: Place) -> None:
+        master = place.master("master.1", first=Appointed(1))
+        with call_master(place.job) as stream:
+            stream.send(Attach())
+        assert master.heard.get(timeout=PATIENCE) == Attach()
+
+    def test_reaches_the_master_of_the_latest_term(self, place: Place) -> None:
+        place.master("master.1", first=Appointed(1)).die()
+        for number, epoch in ((2, 2), (3, 4), (4, 3)):
+            place.master(f"master.{number}", first=Appointed(epoch))
+        latest = place._masters[2]
+        with call_master(place.job) as stream:
+            stream.send(Attach())
+        assert latest.heard.get(timeout=PATIENCE) == Attach()
+
+    def test_fails_as_the_store_does_when_nobody_listens(self, place: Place) -> None:
+        place.master("master.1", first=Appointed(1)).die()
+        place.master("master.2", first=Shutdown())
+        with pytest.raises(StoreAway):
             call_master(place.job)
