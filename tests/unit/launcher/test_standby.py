@@ -1,0 +1,337 @@
+"""An agent's care that its job has a master: it finds who leads, and starts one when nobody does, not too often."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.unit.rendezvous.standin import PATIENCE, Place
+from unirun.errors import RendezvousError
+from unirun.launcher import standby
+from unirun.launcher.standby import Standby
+from unirun.wire.messages import Attach
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(standby, "LOOK_AGAIN", 0.005)
+    monkeypatch.setattr(standby, "CHECK", 0.02)
+    monkeypatch.setattr(standby, "PATIENCE", 0.1)
+    with Place() as place:
+        yield place
+
+
+class Started:
+    """The masters that were started: each is a process that writes down with what, and sleeps."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = folder / "started"
+        self.file.touch()
+        program = folder / "python"
+        program.write_text(f'#!/bin/sh\necho "$$ $*" >> {self.file}\nexec sleep 100\n')
+        program.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    @property
+    def lines(self) -> list[tuple[int, list[str]]]:
+        """The pid and the arguments of each."""
+        rows = [line.split() for line in self.file.read_text().splitlines()]
+        return [(int(row[0]), row[1:]) for row in rows]
+
+    @property
+    def deposing(self) -> list[str]:
+        """The term that each was to end."""
+        return [arguments[-1] for _, arguments in self.lines]
+
+    async def until(self, count: int) -> None:
+        """Until so many were started."""
+        async with asyncio.timeout(PATIENCE):
+            while len(self.lines) < count:
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    found = Started(tmp_path, monkeypatch)
+    yield found
+    for pid, _ in found.lines:
+        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def run(place: Place, do: Callable[[Standby], Coroutine[Any, Any, T]]) -> T:
+    async def go() -> T:
+        watch = Standby(place.job, place.token, place.lock)
+        try:
+            return await asyncio.wait_for(do(watch), PATIENCE)
+        finally:
+            watch.close()
+
+    return asyncio.run(go())
+
+
+def follow(place: Place, known: int = 0) -> int:
+    """The term of whoever is found, after a word on the stream to it."""
+
+    async def go(watch: Standby) -> int:
+        epoch, stream = await watch.next(known, PATIENCE)
+        stream.send(Attach())
+        await stream.close()
+        return epoch
+
+    return run(place, go)
+
+
+class TestWhileSomebodyLeads:
+    def test_it_is_followed(self, place: Place, started: Started) -> None:
+        master = place.leader()
+        assert follow(place) == 1
+        assert master.heard.get(timeout=PATIENCE) == Attach()
+        assert started.lines == []
+
+    def test_nobody_is_started(self, place: Place, started: Started) -> None:
+        place.leader()
+
+        async def wait(watch: Standby) -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(watch.another(1), 0.3)
+
+        run(place, wait)
+        assert started.lines == []
+
+    def test_a_first_master_may_take_a_moment_to_appear(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
+
+        async def go(watch: Standby) -> int:
+            finding = asyncio.ensure_future(watch.next(0, PATIENCE))
+            await asyncio.sleep(0.03)
+            place.leader()
+            epoch, stream = await finding
+            await stream.close()
+            return epoch
+
+        assert run(place, go) == 1
+        assert started.lines == []
+
+    def test_that_there_is_another_is_told(self, place: Place, started: Started) -> None:
+        place.leader()
+
+        async def go(watch: Standby) -> bool:
+            telling = asyncio.ensure_future(watch.another(1))
+            await asyncio.sleep(0.1)
+            before = telling.done()
+            place.leader("second", deposing=1)
+            await telling
+            return before
+
+        assert run(place, go) is False
+        assert started.lines == []
+
+    def test_an_earlier_one_than_is_known_is_not_followed(self, place: Place, started: Started) -> None:
+        place.leader()
+
+        async def go(watch: Standby) -> None:
+            finding = asyncio.ensure_future(watch.next(5, PATIENCE))
+            await started.until(1)
+            assert not finding.done()
+            finding.cancel()
+
+        run(place, go)
+
+
+class TestWhenTheLeaderIsDead:
+    def test_a_master_is_started_at_once_that_deposes_it(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
+        place.leader().die()
+
+        async def go(watch: Standby) -> tuple[int, set[int]]:
+            finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+            await started.until(1)
+            place.leader("second", deposing=1)
+            epoch, stream = await finding
+            await stream.close()
+            return epoch, watch.pids
+
+        epoch, pids = run(place, go)
+        assert epoch == 2
+        ((pid, arguments),) = started.lines
+        assert arguments == ["-P", "-m", "unirun.master", str(place.job.path), "1"]
+        assert pids == {pid}
+
+    def test_the_master_has_the_jobs_lock_and_a_session_of_its_own(
+        self, place: Place, started: Started
+    ) -> None:
+        place.leader().die()
+
+        async def go(watch: Standby) -> None:
+            finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+            await started.until(1)
+            finding.cancel()
+
+        run(place, go)
+        ((pid, _),) = started.lines
+        place.let_go()
+        assert place.job.alive()
+        assert os.getsid(pid) == pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert not place.job.alive()
+
+    def test_the_next_one_is_started_later_and_later(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(standby, "DELAY", 0.1)
+        monkeypatch.setattr(standby, "MAX_DELAY", 0.4)
+        place.leader().die()
+
+        async def go() -> float:
+            watch = Standby(place.job, place.token, place.lock)
+            began = time.monotonic()
+            finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+            await started.until(5)
+            took = time.monotonic() - began
+            finding.cancel()
+            await asyncio.gather(finding, return_exceptions=True)
+            watch.close()
+            return took
+
+        assert asyncio.run(go()) >= 0.1 + 0.2 + 0.4 + 0.4
+        assert started.deposing == ["1"] * 5
+
+    def test_who_has_found_a_master_starts_again_without_delay(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(standby, "DELAY", 0.05)
+        monkeypatch.setattr(standby, "MAX_DELAY", PATIENCE * 10)
+        place.leader().die()
+
+        async def go(watch: Standby) -> None:
+            finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+            await started.until(4)
+            second = place.leader("second", deposing=1)
+            _, stream = await finding
+            await stream.close()
+            watch._not_before = 0.0
+            second.die()
+            finding = asyncio.ensure_future(watch.next(2, PATIENCE))
+            await started.until(6)
+            finding.cancel()
+
+        run(place, go)
+        assert started.deposing == ["1", "1", "1", "1", "2", "2"]
+
+
+class TestWhenNobodyLeads:
+    def test_a_master_is_started_after_a_while(self, place: Place, started: Started) -> None:
+        began = time.monotonic()
+
+        async def go(watch: Standby) -> None:
+            finding = asyncio.ensure_future(watch.next(0, PATIENCE))
+            await started.until(1)
+            finding.cancel()
+
+        run(place, go)
+        assert time.monotonic() - began >= standby.PATIENCE
+        assert started.deposing == ["0"]
+
+    def test_and_nobody_ever_did_it_is_given_up(self, place: Place, started: Started) -> None:
+        async def go(watch: Standby) -> None:
+            await watch.next(0, 0.05)
+
+        with pytest.raises(RendezvousError, match=r"no master after 0.05 s: nobody leads"):
+            run(place, go)
+
+    def test_but_somebody_did_it_is_never_given_up(self, place: Place, started: Started) -> None:
+        async def go(watch: Standby) -> int:
+            finding = asyncio.ensure_future(watch.next(1, 0.01))
+            await started.until(1)
+            place.leader("m1")
+            epoch, stream = await finding
+            await stream.close()
+            return epoch
+
+        assert run(place, go) == 1
+
+    def test_while_one_is_obeyed_that_does_not_keep_its_term_another_is_started(
+        self, place: Place, started: Started
+    ) -> None:
+        master = place.leader()
+        place.store.txn([], deletes=["jobs/run-1/leader"])
+
+        async def go(watch: Standby) -> None:
+            telling = asyncio.ensure_future(watch.another(1))
+            await started.until(1)
+            assert not telling.done(), "there is no use in leaving it yet"
+            second = place.leader("second")
+            assert second.path != master.path
+            await telling
+
+        run(place, go)
+        assert started.deposing == ["0"]
+
+
+class TestAStoreThatIsAway:
+    def test_leaves_the_leader_alone(self, place: Place, started: Started) -> None:
+        place.leader()
+        file = place.job.path / "store.db"
+
+        async def go(watch: Standby) -> None:
+            telling = asyncio.ensure_future(watch.another(1))
+            await asyncio.sleep(0.05)
+            file.rename(file.with_suffix(".away"))
+            await asyncio.sleep(0.2)
+            assert not telling.done()
+            telling.cancel()
+
+        run(place, go)
+        assert started.lines == []
+
+    def test_is_the_reason_that_is_told(self, place: Place, started: Started) -> None:
+        async def go(watch: Standby) -> None:
+            assert await watch._masters.leader() is None
+            (place.job.path / "store.db").unlink()
+            await watch.next(0, 0.1)
+
+        with pytest.raises(RendezvousError, match=r"no master after 0.1 s: .*was deleted or replaced"):
+            run(place, go)
+        assert started.lines == []
+
+
+def test_a_leader_that_hangs_is_waited_for(
+    place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease tells when it is not the leader any more."""
+    monkeypatch.setattr("unirun.rendezvous.masters.CONNECT", 0.05)
+    hanging = place.master()
+    hanging.lead(place.store)
+    hanging._first = None
+
+    async def go(watch: Standby) -> None:
+        finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+        await asyncio.sleep(0.4)
+        assert not finding.done()
+        assert started.lines == []
+        place.leader("second", deposing=1)
+        epoch, stream = await finding
+        await stream.close()
+        assert epoch == 2
+
+    run(place, go)
+    assert started.lines == []
