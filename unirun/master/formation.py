@@ -6,12 +6,12 @@ early waits in its queue. Later the socket may still have a store that is about 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from unirun.collocation import Assignment
 from unirun.master.events import ToAgent
-from unirun.master.state import RolePhase, RoleState, WorkerPhase
+from unirun.master.state import RolePhase, RoleState, WorkerPhase, WorkerState
 from unirun.master.turn import Turn, endpoint, leader
 from unirun.wire.messages import Member, OpenStore, StartRole
 
@@ -40,7 +40,8 @@ def opened(turn: Turn, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         role = replace(role, phase=RolePhase.STARTING)
         turn.record("restart", f"role {role.name} starts as generation {role.generation}")
-    complete(turn, role)
+    # Who has ended well is needed once more: without it the others could not meet.
+    _complete(turn, role, [worker for worker in role.workers if not worker.live])
 
 
 def join(turn: Turn, role: RoleState) -> None:
@@ -55,8 +56,11 @@ def join(turn: Turn, role: RoleState) -> None:
 
 
 def complete(turn: Turn, role: RoleState) -> None:
-    """Start who has no process, for the generation whose store is there."""
-    newcomers = [worker for worker in role.workers if not worker.live]
+    """Start who is missing in the generation whose store is there."""
+    _complete(turn, role, [worker for worker in role.workers if not worker.live and not worker.ended_well])
+
+
+def _complete(turn: Turn, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
     if newcomers and role.phase is RolePhase.REFORMING:
         names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
         turn.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
