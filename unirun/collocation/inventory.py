@@ -12,20 +12,50 @@ from unirun.collocation.numa import Topology, read_topology
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form."""
+    """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form.
+
+    `memory` is in bytes, 0 when not known. `numa` is the NUMA node that it is near to, -1 when the kernel does not say.
+    `links` are (index of another device of the host, how near it is), one of `NEARNESS` each.
+    """
 
     index: str
     name: str
-    pci: str
+    pci: str = ""
+    type: str = "cuda"
+    memory: int = 0
+    uuid: str = ""
+    numa: int = -1
+    links: tuple[tuple[str, str], ...] = ()
+
+
+NEARNESS = ("nvlink", "board", "switch", "switches", "bridge", "numa", "system")
+"""How near two devices are, from the nearest: joined by NVLink; on one board; under one PCIe switch; under several;
+under one host bridge; on one NUMA node; anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """One NUMA node of a host: its number, the usable processors in it, and its memory in bytes."""
+
+    id: int
+    cpus: tuple[int, ...]
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host: the processors that this process may run on, and its devices."""
+    """One host: the processors that this process may run on, and its devices.
+
+    `memory` and `hugepages` are in bytes, 0 when not known: what the job may use, and what is set aside for huge
+    pages. `numa` are its NUMA nodes in the order of their numbers; empty when it has but one, or does not say.
+    """
 
     name: str
     cpus: tuple[int, ...]
     devices: tuple[Device, ...] = ()
+    memory: int = 0
+    hugepages: int = 0
+    numa: tuple[NumaNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
