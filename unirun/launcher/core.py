@@ -176,8 +176,13 @@ def _stop(
             state, told = _never_started(_without(state, worker), worker, signum, cause, "it had not started")
             commands.append(told)
             continue
+        if worker.sent == signal.SIGKILL:
+            continue
+        if worker.sent != signum:
+            # A master that has come in another's place asks again for what is being done; once is enough for who
+            # cleans up.
+            commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
         state = state.with_worker(replace(worker, cause=cause, sent=signum))
-        commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
         if signum != signal.SIGKILL:
             commands.append(After(grace, GraceOver(worker.id)))
     return state, commands

@@ -62,7 +62,7 @@ from unirun.wire.spawning import (
     StoreOpened,
 )
 
-TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
+TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
 TORCH: SpawnerKey = (("OMP_NUM_THREADS", "1"),)
 OTHER: SpawnerKey = (("OMP_NUM_THREADS", "2"),)
 
@@ -285,6 +285,17 @@ class TestAStop:
     def test_with_kill_waits_for_nothing(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (1,), KILL, 0.0))
         assert agent.commands == [ToSpawner(TORCH, Kill(2, KILL))]
+
+    def test_that_comes_again_sends_no_second_signal_and_may_leave_less_time(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0))
+        agent.on(StopWorkers("actor", (0,), TERM, 1.0))
+        assert agent.commands == [After(1.0, GraceOver(1))]
+        assert agent.on(StopWorkers("actor", (0,), INT, 1.0)).sent(Kill) == [Kill(1, INT)]
+
+    def test_of_a_worker_that_was_killed_does_nothing(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), KILL, 0.0))
+        assert agent.on(StopWorkers("actor", (0,), TERM, 5.0)).commands == []
+        assert agent.spawner(Reaped(1, 1.0, None, KILL)).told(WorkerExited)[0].sent == KILL
 
     def test_of_a_worker_that_waits_for_its_spawner_needs_no_signal(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), StopWorkers("actor", (0,), TERM, 5.0))
