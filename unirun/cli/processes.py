@@ -8,12 +8,18 @@ import time
 
 from unirun.launcher import Launched
 from unirun.launcher.process import kill_children
+from unirun.rendezvous import JobDir
 
 FAREWELL = 5.0
 """Seconds that the master and the agent have to leave after the job's end."""
 
 LAST_WORDS = 1.0
 """Seconds after the agent's end in which a master may still be heard."""
+
+LOOK_AGAIN = 0.01
+"""Seconds between two looks whether the job has been taken up."""
+
+_SAYS = "unirun-master: "
 
 
 class Processes:
@@ -23,28 +29,48 @@ class Processes:
         self._launched = launched
         self._exits: dict[int, int] = {}
         self._agent_gone: float | None = None
+        self._stopping = False
         self.master = launched.master
+
+    def refusal(self, led: bool) -> int | None:
+        """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
+        first = self._wait(self._launched.master, 0.0)
+        return first if not led and first is not None and 0 < first < 128 else None
 
     def given_up(self, led: bool) -> bool:
         """Whether no master will be found any more: nobody is left to start one, or the first has refused to lead
         (`led`: one has led already)."""
-        first = self._wait(self._launched.master, 0.0)
-        if not led and first is not None and 0 < first < 128:
+        if self.refusal(led) is not None:
             return True
         if self._wait(self._launched.agent, 0.0) is None:
             return False
         self._agent_gone = self._agent_gone or time.monotonic()
         return time.monotonic() > self._agent_gone + LAST_WORDS
 
+    def taken_up(self, job: JobDir) -> bool:
+        """Wait until a master has brought the job to its store; False when the first has refused to lead, or nobody is
+        left to lead. A store that is away is given up by the master."""
+        while job.first_context() is not None:
+            if self.given_up(led=False):
+                return False
+            time.sleep(LOOK_AGAIN)
+        return True
+
     def stop_agent(self) -> None:
         """Let the agent end its workers and itself."""
-        if self._wait(self._launched.agent, 0.0) is None:
+        if not self._stopping and self._wait(self._launched.agent, 0.0) is None:
             os.kill(self._launched.agent, signal.SIGTERM)
+            self._stopping = True
 
-    def end(self) -> int | None:
-        """Leave nothing behind: wait for the processes, then kill whatever is left. Returns the first master's exit."""
+    def end(self, led: bool = True) -> int | None:
+        """Leave nothing behind: wait for the processes, then kill whatever is left. Returns the first master's exit.
+
+        As long as nobody has `led` the job, there is nothing that could end in order.
+        """
         code = self._wait(self._launched.master, 0.0)
-        if code:
+        if self.refusal(led) is not None and self._wait(self._launched.agent, 0.0) is None:
+            os.kill(self._launched.agent, signal.SIGKILL)
+        elif code:
             self.stop_agent()
         for pid in (self._launched.agent, self._launched.master, self.master):
             self._wait(pid, FAREWELL)
@@ -67,3 +93,12 @@ class Processes:
             else:
                 time.sleep(0.005)
         return self._exits[pid]
+
+
+def masters_words(job: JobDir) -> str:
+    """What the first master has written before it ended."""
+    try:
+        text = (job.path / "master.log").read_text()
+    except OSError:
+        return ""
+    return text.removeprefix(_SAYS).partition(f"\n{_SAYS}")[0].rstrip()

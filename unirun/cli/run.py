@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from unirun.cli.compose import plan_job
 from unirun.cli.console import Console
 from unirun.cli.options import CommandLine, parse
+from unirun.cli.processes import Processes, masters_words
 from unirun.cli.session import Session
 from unirun.cli.stored import anchored
 from unirun.collocation import Placement
-from unirun.errors import JobError
+from unirun.errors import EXIT_FAILURE, JobError
 from unirun.launcher import launch
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.process import adopt_orphans
@@ -73,6 +74,12 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
         detach=detach,
     )
     if detach:
+        processes = Processes(launched)
+        if not processes.taken_up(job):
+            code = processes.end(led=False) or EXIT_FAILURE
+            for text in (masters_words(job) or "the job's processes are gone").splitlines():
+                print(f"unirun: {text}", file=sys.stderr)
+            return code
         print(spec.run_id)
         print(f"unirun: started; follow it with: unirun logs -f {spec.run_id}", file=sys.stderr)
         return 0

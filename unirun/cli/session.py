@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from unirun.cli.console import Console, Prefixer, shown
-from unirun.cli.processes import FAREWELL, Processes
+from unirun.cli.processes import FAREWELL, Processes, masters_words
 from unirun.cli.stopping import Wishes
 from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
@@ -33,6 +33,9 @@ from unirun.wire.reports import Notice, WorkerStarted
 LOOK_AGAIN = 0.03
 """Seconds between two looks for a master, as long as there is none."""
 
+PATIENCE = 2.0
+"""Seconds in which a master must be there when the user has asked twice for the end."""
+
 
 class Session:
     """The command in the foreground: it follows one job."""
@@ -45,6 +48,7 @@ class Session:
         self._masters = Masters(job, load_token(job.token))
         self._master: Stream | None = None
         self._wishes = Wishes()
+        self._asked_at = 0.0
         self._led = False
         self._trouble = "it has left no end"
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
@@ -86,8 +90,12 @@ class Session:
                     return await self._follow_master(leader)
             except (StoreError, RendezvousError, WireError) as error:
                 self._trouble = str(error)
+            if self._wishes.urgent and time.monotonic() > self._asked_at + PATIENCE:
+                # Perhaps a master was told, which has died: nobody may be left to obey but the agent.
+                self._processes.stop_agent()
             if self._processes.given_up(self._led):
-                return await asyncio.to_thread(self._end_in_store)
+                known = self._led and not self._wishes.urgent
+                return await asyncio.to_thread(self._end_in_store) if known else None
             await asyncio.sleep(LOOK_AGAIN)
 
     async def _follow_master(self, leader: Leader) -> Ended:
@@ -137,14 +145,13 @@ class Session:
                 self._over.set()
                 return
             stop = Stop(int(signum), f"got {signum.name}")
+            self._asked_at = time.monotonic()
+            self._wishes.add(stop, told=self._master is not None)
             if self._master is not None:
                 self._master.send(stop)
-                self._wishes.add(stop, told=True)
-            elif self._wishes.waits:
+            elif self._wishes.urgent:
                 # There is no master to tell; the agent ends what runs on this host.
                 self._processes.stop_agent()
-            else:
-                self._wishes.add(stop, told=False)
             self._console.note(
                 f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
                 "or at once when it comes again"
@@ -219,13 +226,20 @@ class Session:
 
     def _lost(self) -> int:
         """There is no master and there will be none: see that nothing is left, and say what is known."""
-        code = self._processes.end()
+        refused = self._processes.refusal(self._led)
+        code = self._processes.end(self._led)
         self._follower.finish(FAREWELL)
-        self._console.error(f"the master of job {self._spec.run_id} is gone: {self._trouble}")
-        with contextlib.suppress(OSError):
-            text = (self._job.path / "master.log").read_text().rstrip()
-            if text:
-                self._console.error(text)
+        words = masters_words(self._job)
+        if refused is not None and words:
+            # The first master could not lead: what it says is all there is to say.
+            self._console.error(words)
+        elif (wish := self._wishes.first) is not None:
+            self._console.error(f"job {self._spec.run_id} was stopped without its master: {self._trouble}")
+            code = 128 + wish.signal
+        else:
+            self._console.error(f"the master of job {self._spec.run_id} is gone: {self._trouble}")
+            if words:
+                self._console.error(words)
         self._console.close(FAREWELL)
         return code or EXIT_FAILURE
 

@@ -21,9 +21,14 @@ class Wishes:
         self._told = 0
 
     @property
-    def waits(self) -> bool:
-        """Whether the latest has been told to no master yet."""
-        return self._told < len(self._asked)
+    def first(self) -> Stop | None:
+        """What was asked for first; None when nobody wants anything."""
+        return self._asked[0] if self._asked else None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the job shall end at once."""
+        return len(self._asked) > 1
 
     def add(self, stop: Stop, *, told: bool) -> None:
         """Somebody asks; `told`: the master that leads is told at once."""

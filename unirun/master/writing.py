@@ -31,6 +31,9 @@ RETRY_DELAY = 0.2
 MAX_RETRY_DELAY = 2.0
 """Seconds until the store is tried again, at first and at most."""
 
+STOP_PATIENCE = 1.0
+"""Seconds that a store has to write what follows from somebody's wish to end the job."""
+
 
 class Writer:
     """Takes the steps of a master, writes what was decided, and then lets `carry_out` do what follows.
@@ -56,6 +59,8 @@ class Writer:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unirun-store")
         self._troubles: dict[str, str] = {}
+        self._silent = False
+        self._hurry: asyncio.TimerHandle | None = None
         self._asks: deque[tuple[WorkerAsk, Callable[[WorkerAnswer], None]]] = deque()
         self.deposed = False
 
@@ -90,6 +95,8 @@ class Writer:
         finally:
             for task in tasks:
                 task.cancel()
+            if self._hurry is not None:
+                self._hurry.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if not self.deposed:
                 await self._in_thread(self._finish)
@@ -167,6 +174,7 @@ class Writer:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY)
             else:
+                self._silent = False
                 self._set_trouble(what, "")
                 return result
 
@@ -184,9 +192,20 @@ class Writer:
             self._changed()
 
     def _waive_if_asked(self) -> None:
-        verdict = self._latest.verdict
-        if self.trouble and verdict is not None and verdict.phase is JobPhase.STOPPED:
+        """Whoever wants a job to end waits neither for a store that is away, nor long for one that does not answer."""
+        verdict, first = self._latest.verdict, self._ledger.first_due
+        if first is None or verdict is None or verdict.phase is not JobPhase.STOPPED:
+            return
+        if self.trouble or self._silent:
             self._carry_out(self._ledger.waive())
+        elif self._hurry is None:
+            self._hurry = asyncio.get_running_loop().call_later(STOP_PATIENCE, self._waive, first)
+
+    def _waive(self, first: JobState) -> None:
+        self._hurry = None
+        self._silent = self._ledger.first_due is first
+        if not self.deposed:
+            self._waive_if_asked()
 
     def _finish(self) -> None:
         try:

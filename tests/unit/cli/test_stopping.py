@@ -29,11 +29,11 @@ class TestWishes:
     def test_that_nobody_has_heard_are_told(self) -> None:
         wishes = Wishes()
         assert wishes.for_next(RUNNING) == []
-        assert not wishes.waits
+        assert wishes.first is None
         wishes.add(FIRST, told=False)
-        assert wishes.waits
+        assert wishes.first == FIRST
+        assert not wishes.urgent
         assert wishes.for_next(RUNNING) == [FIRST]
-        assert not wishes.waits
 
     @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST]), (STOPPING, [])])
     def test_are_told_again_when_they_have_died_with_a_master(
@@ -41,7 +41,6 @@ class TestWishes:
     ) -> None:
         wishes = Wishes()
         wishes.add(FIRST, told=True)
-        assert not wishes.waits
         assert wishes.for_next(phases) == again
 
     @pytest.mark.parametrize("phase", ["waiting", "starting", "running", "restarting", "reforming"])
@@ -58,6 +57,7 @@ class TestWishes:
         wishes = Wishes()
         wishes.add(FIRST, told=True)
         wishes.add(SECOND, told=told)
+        assert wishes.urgent
         assert wishes.for_next(phases) == again
 
     def test_that_nobody_has_heard_are_told_to_a_job_that_stops_by_itself(self) -> None:

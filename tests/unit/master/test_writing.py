@@ -205,6 +205,26 @@ class TestAStoreThatIsAway:
         run(go())
         assert stored(desk).phase is JobPhase.STOPPING
 
+    def test_and_that_does_not_answer_holds_the_end_back_for_a_moment_only(
+        self, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
+        answers = threading.Event()
+        desk.store.interfere = lambda: None if answers.wait(PATIENCE) else None
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                one = desk.decides("one")
+                stop = desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
+                assert desk.done == []
+                await desk.until(lambda: desk.done == [one, stop])
+                last = desk.decides("last")
+                assert desk.done == [one, stop, last], "it has not answered since"
+                answers.set()
+
+        run(go())
+        assert stored(desk).phase is JobPhase.STOPPING
+
 
 class TestAMasterThatIsDeposed:
     def test_does_nothing_more_and_leaves(self, desk: Desk) -> None:
