@@ -10,7 +10,7 @@ _unirun() {{
   local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}}
   COMPREPLY=()
   case ${{COMP_WORDS[1]}} in
-    status|logs|stop)
+    status|logs|stop|gc)
       local jobs=$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
       [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$jobs" -- "$cur"))
       return ;;
@@ -38,7 +38,7 @@ _unirun() {{
 {options}
   )
   case $words[2] in
-    status|logs|stop)
+    status|logs|stop|gc)
       jobs=(${{(f)"$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
       compadd -a jobs
       return ;;

@@ -29,14 +29,19 @@ STORE_HELP = (
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
     """The store at `url`, which must be there already. Raises `UsageError`, `StoreError`."""
-    address = parse_address(url)
-    if isinstance(address, SqliteAddress) and not Path(address.path).expanduser().exists():
-        raise StoreRefused(f"there is no store {address.path}", "a job makes it; is this the right file?")
+    if not may_be_there(url):
+        raise StoreRefused(f"there is no store {url}", "a job makes it; is this the right file?")
     store = open_store(url)
     try:
         yield store
     finally:
         store.close()
+
+
+def may_be_there(url: str) -> bool:
+    """Whether there is a store at `url`, as far as that is seen without a connection."""
+    address = parse_address(url)
+    return not isinstance(address, SqliteAddress) or Path(address.path).expanduser().exists()
 
 
 def anchored(url: str) -> str:

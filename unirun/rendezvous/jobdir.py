@@ -39,7 +39,8 @@ from unirun.errors import JobError
 _FIRST = "context.json"
 
 _LOG_MARK = ".unirun"
-"""An empty file in a directory below ``--log-dir``: what lies there is ours, and a later run may replace it."""
+"""A file in a directory below ``--log-dir``: what lies there is ours, and a later run may replace it. It holds the uid
+of the job whose logs they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ class JobDir:
     def store_url(self) -> str:
         """The store with the job's context. Raises `JobError`."""
         return self._read("store")
+
+    @property
+    def own_store(self) -> str:
+        """The URL of the store in this directory, where the context is unless the user has named another."""
+        return f"sqlite:{self.path / 'store.db'}"
 
     @property
     def uid(self) -> str:
@@ -128,6 +134,15 @@ class JobDir:
         """Leave the context for whichever master comes first."""
         self.write_json(_FIRST, documents)
 
+    def own_logs(self) -> Path | None:
+        """The directory below ``--log-dir`` with the logs of this job, unless they are another's by now."""
+        target = self.logs.resolve()
+        try:
+            own = self.logs.is_symlink() and (target / _LOG_MARK).read_text() == self.uid
+        except (OSError, JobError):
+            return None
+        return target if own else None
+
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Replace the file `name` by `value` as a whole: a reader sees the old one or the new one."""
         target = self.path / name
@@ -181,7 +196,7 @@ def create_job(
     job = JobDir(jobs_root() / run_id)
     try:
         job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _one_at_a_time(job.path.parent):
+        with one_at_a_time(job.path.parent):
             lock = _make(job, token, store)
     except OSError as error:
         raise JobError(
@@ -198,8 +213,8 @@ def create_job(
 
 
 @contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Two commands that start at once must not take the same id."""
+def one_at_a_time(root: Path) -> Iterator[None]:
+    """Two commands at once must not take the same id, nor one take it while another removes it."""
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -218,7 +233,7 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())
     (job.path / "uid").write_text(os.urandom(8).hex())
-    (job.path / "store").write_text(store or f"sqlite:{job.path / 'store.db'}")
+    (job.path / "store").write_text(store or job.own_store)
     lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
@@ -238,7 +253,7 @@ def _make_logs(job: JobDir, log_dir: str | None) -> None:
                 )
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
-            (target / _LOG_MARK).touch()
+            (target / _LOG_MARK).write_text(job.uid)
             job.logs.symlink_to(target)
     except OSError as error:
         raise JobError(

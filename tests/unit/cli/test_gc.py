@@ -1,0 +1,303 @@
+"""What is over is cleared, here and in the store; what runs, or is another's, is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.cli import main
+from unirun.observe import JobStatus, Summary
+from unirun.rendezvous import JobDir, clearing, create_job
+from unirun.rendezvous.election import campaign
+from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
+from unirun.rendezvous.store.protocol import Put, Store
+from unirun.rendezvous.store.url import open_store
+from unirun.wire import new_token
+
+DAY = 86400.0
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    monkeypatch.setattr(clearing, "MISSING", 0.3)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:{tmp_path / 'shared.db'}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    store = open_store(url)
+    yield store
+    store.close()
+
+
+def gc(*argv: str) -> int:
+    with pytest.raises(SystemExit) as leave:
+        main(["gc", *argv])
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
+
+
+def job(
+    run_id: str,
+    phase: str = "succeeded",
+    days: float = 30,
+    *,
+    store: str | None = None,
+    log_dir: Path | None = None,
+) -> JobDir:
+    """A job that ended, or wrote last, so many days ago; its lock is free."""
+    made, lock = create_job(run_id, new_token(), str(log_dir) if log_dir else None, store)
+    os.close(lock)
+    when = time.time() - days * DAY
+    ended = None if phase == "running" else when
+    made.write_json("state.json", JobStatus(run_id, "t", phase, "", when, ended, None, ()).to_json())
+    os.utime(made.state, (when, when))
+    (made.logs / "out.log").write_bytes(b"x" * 100_000)
+    return made
+
+
+def stored(store: Store, run_id: str, phase: str = "succeeded", days: float = 30, uid: str = "other") -> None:
+    """What a store has of such a job."""
+    when = time.time() - days * DAY
+    line = Summary(run_id, uid, "t", phase, when, None if phase == "running" else when, None, {"a": 1}).line()
+    prefix = job_prefix(run_id)
+    puts = {
+        f"{context_prefix(run_id)}job": "{}",
+        f"{prefix}head": '{"epoch": 2, "write": 1}',
+        f"{prefix}epoch": "2",
+        f"{prefix}states/a/0": "x" * 5000,
+        index_key(run_id): line,
+    }
+    store.txn([], [Put(key, value) for key, value in puts.items()])
+
+
+def keys(store: Store) -> set[str]:
+    return {item.key for item in store.get_prefix("").items}
+
+
+class TestHere:
+    def test_what_ended_long_ago_is_removed_and_told(self, capsys: pytest.CaptureFixture[str]) -> None:
+        old = [job("a", days=8), job("b", "failed", 9), job("c", "stopped", 10)]
+        new = job("d", days=6)
+        assert gc() == 0
+        assert [each.path.exists() for each in (*old, new)] == [False, False, False, True]
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].split() == ["JOB", "STATE", "ENDED", "SIZE"]
+        assert {line.split()[0] for line in lines[1:4]} == {"a", "b", "c"}
+        assert lines[4].startswith("3 jobs removed, ")
+        assert lines[4].endswith(" kB freed")
+
+    def test_what_is_lost_is_removed_when_it_was_seen_last_long_ago(self) -> None:
+        old, new = job("old", "running", 8), job("new", "running", 6)
+        assert gc() == 0
+        assert (old.path.exists(), new.path.exists()) == (False, True)
+
+    def test_what_has_left_nothing_but_a_directory_is_removed_too(self) -> None:
+        made, lock = create_job("odd", new_token())
+        os.close(lock)
+        assert gc("--older-than", "0s") == 0
+        assert not made.path.exists()
+
+    @pytest.mark.parametrize(("age", "left"), [("0s", []), ("36h", ["new"]), ("3d", ["mid", "new"])])
+    def test_how_old_can_be_said(self, home: Path, age: str, left: list[str]) -> None:
+        for name, days in (("old", 4), ("mid", 2), ("new", 1)):
+            job(name, days=days)
+        assert gc("--older-than", age) == 0
+        assert sorted(path.name for path in (home / "jobs").iterdir()) == left
+
+    def test_an_age_that_is_none_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert gc("--older-than", "soon") == 2
+        assert "is no age; for example 90s" in capsys.readouterr().err
+
+    def test_what_runs_is_left_alone_whatever_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+        made, lock = create_job("mine", new_token())
+        assert gc("--older-than", "0s") == 0
+        assert gc("mine") == 2
+        assert "job mine is running; stop it with: unirun stop mine" in capsys.readouterr().err
+        # Also when its state says that it has ended: agent and master are about to leave.
+        made.write_json("state.json", JobStatus("mine", "t", "failed", "", 1.0, 2.0, 1, ()).to_json())
+        assert gc("mine") == 2
+        assert gc("--older-than", "0s") == 2
+        assert made.token.exists()
+        os.close(lock)
+        assert gc("mine") == 0
+        assert not made.path.exists()
+
+    def test_a_name_removes_that_one_whatever_its_age(self) -> None:
+        one, ten = job("run1", days=0), job("run10", days=30)
+        assert gc("run1") == 0
+        assert (one.path.exists(), ten.path.exists()) == (False, True)
+
+    def test_a_name_is_never_the_beginning_of_another(self, capsys: pytest.CaptureFixture[str]) -> None:
+        ten = job("run10")
+        assert gc("run1") == 2
+        assert "no job is called 'run1'; write the whole id: run10" in capsys.readouterr().err
+        assert ten.path.exists()
+
+    def test_of_several_names_those_that_are_there_are_removed(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        one = job("one")
+        assert gc("none", "one") == 2
+        output = capsys.readouterr()
+        assert not one.path.exists()
+        assert "no job is called 'none'" in output.err
+        assert "1 job removed" in output.out
+
+    def test_a_dry_run_removes_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        made = job("a")
+        assert gc("--dry-run") == 0
+        assert made.path.exists()
+        assert "1 job would be removed, " in capsys.readouterr().out
+
+    def test_programs_get_an_object_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+        made = job("a")
+        assert gc("--json", "--dry-run") == 0
+        dry = json.loads(capsys.readouterr().out)
+        assert gc("--json") == 0
+        row = json.loads(capsys.readouterr().out)
+        assert {**dry, "removed": True} == row
+        assert (row["run_id"], row["phase"], row["dir"], row["store"]) == (
+            "a",
+            "succeeded",
+            str(made.path),
+            None,
+        )
+        assert row["bytes"] >= 100_000
+
+    def test_nothing_is_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert gc() == 0
+        assert capsys.readouterr().out == "0 jobs removed, 0 B freed\n"
+
+
+class TestLogsElsewhere:
+    def test_are_removed_with_their_job(self, tmp_path: Path) -> None:
+        logs = tmp_path / "logs"
+        other = logs / "thesis"
+        other.mkdir(parents=True)
+        made = job("a", log_dir=logs)
+        assert gc("a") == 0
+        assert not made.path.exists()
+        assert sorted(logs.iterdir()) == [other]
+
+    def test_are_left_when_they_are_another_jobs_by_now(
+        self, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job("a", log_dir=tmp_path / "logs")
+        monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "second"))
+        job("a", log_dir=tmp_path / "logs")
+        monkeypatch.setenv("UNIRUN_HOME", str(home))
+        assert gc("a") == 0
+        assert (tmp_path / "logs" / "a" / "out.log").exists()
+
+    @pytest.mark.parametrize("mark", [None, ""])
+    def test_are_left_without_the_mark(self, tmp_path: Path, mark: str | None) -> None:
+        made = job("a", log_dir=tmp_path / "logs")
+        target = made.logs.resolve()
+        (target / ".unirun").unlink()
+        if mark is not None:
+            (target / ".unirun").write_text(mark)
+        assert gc("a") == 0
+        assert (target / "out.log").exists()
+        assert not made.path.exists()
+
+
+class TestAStore:
+    def test_of_a_job_that_is_here_is_cleared_with_it(self, store: Store, url: str) -> None:
+        made = job("run1", store=url)
+        stored(store, "run1", uid=made.uid)
+        stored(store, "run10")
+        ten = {key for key in keys(store) if "run10" in key}
+        assert gc("run1") == 0
+        assert keys(store) == ten
+        assert not made.path.exists()
+
+    def test_that_has_another_job_of_the_id_keeps_that(self, store: Store, url: str) -> None:
+        made = job("a", store=url)
+        stored(store, "a", uid="another")
+        before = keys(store)
+        assert gc("a") == 0
+        assert keys(store) == before
+        assert not made.path.exists()
+
+    def test_that_is_gone_has_nothing_left(self, tmp_path: Path) -> None:
+        made = job("a", store=f"sqlite:{tmp_path / 'gone.db'}")
+        assert gc("a") == 0
+        assert not made.path.exists()
+        assert not (tmp_path / "gone.db").exists()
+
+    def test_that_is_away_leaves_the_job_as_it_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+        made, other = job("a", store="etcd://127.0.0.1:1?timeout=0.1"), job("b")
+        assert gc() == 4
+        assert "job a is left as it is: etcd at 127.0.0.1:1 has not answered" in capsys.readouterr().err
+        assert (made.path.exists(), other.path.exists()) == (True, False)
+
+    def test_is_cleared_of_jobs_of_other_hosts_that_have_ended(
+        self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        here = job("here", days=30)
+        stored(store, "old", days=8)
+        stored(store, "new", days=6)
+        new = {key for key in keys(store) if "new" in key}
+        assert gc("--store", url, "--json") == 0
+        row = json.loads(capsys.readouterr().out)
+        assert (row["run_id"], row["dir"], row["store"]) == ("old", None, url)
+        assert row["bytes"] > 5000
+        assert keys(store) == new
+        assert here.path.exists(), "it is no job of that store"
+        monkeypatch.setenv("UNIRUN_STORE", url)
+        assert gc("--older-than", "0s") == 0
+        assert keys(store) == set()
+        assert not here.path.exists()
+
+    def test_keeps_a_job_that_is_led(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for phase in ("running", "succeeded"):
+            stored(store, phase, phase)
+            assert campaign(store, job_prefix(phase), "unix:/x", "far", 7, ttl=60)
+        before = keys(store)
+        assert gc("--store", url) == 2
+        assert gc("--store", url, "running") == 2
+        assert "job running is running; stop it with: unirun stop running" in capsys.readouterr().err
+        assert gc("--store", url, "succeeded") == 2
+        assert "job succeeded is led on host far" in capsys.readouterr().err
+        assert keys(store) == before
+
+    def test_keeps_a_job_that_may_be_cut_off_unless_it_is_named(self, store: Store, url: str) -> None:
+        stored(store, "a", "running")
+        before = keys(store)
+        assert gc("--store", url) == 0
+        assert keys(store) == before
+        assert gc("--store", url, "a") == 0
+        assert keys(store) == set()
+
+    def test_keeps_one_whose_next_master_comes(
+        self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        stored(store, "a", "running")
+        monkeypatch.setattr(clearing.time, "sleep", lambda _: lead())
+
+        def lead() -> None:
+            campaign(store, job_prefix("a"), "unix:/x", "far", 7, ttl=60)
+
+        assert gc("--store", url, "a") == 2
+        assert "job a is led on host far" in capsys.readouterr().err
+        assert context_prefix("a") + "job" in keys(store)
+
+    def test_that_is_not_there_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert gc("--store", f"sqlite:{tmp_path / 'typo.db'}") == 4
+        assert "there is no store sqlite:" in capsys.readouterr().err
+        assert not (tmp_path / "typo.db").exists()

@@ -1,0 +1,225 @@
+"""``unirun gc [JOB…]``: clear what finished and lost jobs have left, here and in the store."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from unirun.cli.options import Parser
+from unirun.cli.stored import directory_of, may_be_there, opened
+from unirun.cli.tables import age, print_table, size
+from unirun.errors import JobError, StoreError, UnirunError, UsageError
+from unirun.observe.index import Summary, read_index
+from unirun.observe.status import ENDED, read_status
+from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
+from unirun.rendezvous.election import leader_of
+from unirun.rendezvous.jobdir import JobDir, all_jobs
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import store_url
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What is left of one job: its directory `here`, if this user has it, and what the store at `url` has of it, if
+    that is not in the directory. `ended`: when it ended, or was seen last."""
+
+    run_id: str
+    phase: str
+    ended: float
+    here: JobDir | None
+    url: str | None
+
+    @property
+    def over(self) -> bool:
+        """Whether that is sure: it has left an end, or the lock that its processes would hold is free."""
+        return self.phase in ENDED and (self.phase != "lost" or self.here is not None)
+
+
+def main(argv: list[str]) -> int:
+    """Remove jobs. Returns 0, or the exit code of the first that could not be removed."""
+    parser = Parser(prog="unirun gc", description="Clear what jobs have left that are over.")
+    parser.add_argument("jobs", nargs="*", help="only these, whatever their age: whole ids", metavar="JOB")
+    parser.add_argument(
+        "--older-than",
+        default="7d",
+        help="how long ago they ended: 90s, 30m, 12h, 7d (default), 2w",
+        metavar="AGE",
+    )
+    parser.add_argument(
+        "--store",
+        help="the jobs of this store (default: those that are here, then $UNIRUN_STORE's)",
+        metavar="URL",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="one object a line, for programs")
+    options = parser.parse_args(argv)
+    before = time.time() - _seconds(options.older_than)
+    with ExitStack() as stack:
+        stores = _Stores(stack)
+        found = list(_found(options.store, stores))
+        chosen, errors = _named(options.jobs, found) if options.jobs else (_old(found, before), [])
+        removed: list[tuple[Remains, int]] = []
+        for remains in chosen:
+            try:
+                removed.append((remains, _clear(remains, stores, dry=options.dry_run)))
+            except UnirunError as error:
+                errors.append(error)
+    _show(removed, dry=options.dry_run, as_json=options.json)
+    for line in (line for each in errors for line in str(each).splitlines()):
+        print(f"unirun: {line}", file=sys.stderr)
+    return errors[0].exit_code if errors else 0
+
+
+class _Stores:
+    """Stores by their URLs, each opened once."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._open: dict[str, tuple[Store, dict[str, Summary]]] = {}
+
+    def at(self, url: str) -> tuple[Store, dict[str, Summary]]:
+        """The store at `url` and its index, by job."""
+        if url not in self._open:
+            store = self._stack.enter_context(opened(url))
+            self._open[url] = store, {summary.run_id: summary for summary in read_index(store)}
+        return self._open[url]
+
+
+def _seconds(text: str) -> float:
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--older-than {text!r} is no age", "for example 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _found(option: str | None, stores: _Stores) -> Iterator[Remains]:
+    """Everything that is left of jobs, also of those that run. Of one job of the store that is here, once."""
+    known: set[JobDir] = set()
+    for job in () if option else all_jobs():
+        known.add(job)
+        yield _here(job)
+    url = store_url(option)
+    if url is None or not (option or may_be_there(url)):
+        return
+    store, index = stores.at(url)
+    for summary in index.values():
+        job_here = directory_of(summary.run_id, summary.uid)
+        if job_here is None:
+            yield _there(store, summary, url)
+        elif job_here not in known:
+            yield _here(job_here)
+
+
+def _here(job: JobDir) -> Remains:
+    try:
+        url = job.store_url
+    except JobError:
+        url = job.own_store
+    elsewhere = url if url != job.own_store and may_be_there(url) else None
+    try:
+        status = read_status(job)
+        phase, ended = status.phase, status.ended
+    except JobError:
+        phase, ended = "running" if job.alive() else "lost", None
+    return Remains(job.run_id, phase, ended or _last_seen(job), job, elsewhere)
+
+
+def _last_seen(job: JobDir) -> float:
+    for path in (job.state, job.path):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return time.time()
+
+
+def _there(store: Store, summary: Summary, url: str) -> Remains:
+    phase = summary.phase
+    if phase not in ENDED and leader_of(store, job_prefix(summary.run_id)) is None:
+        phase = "lost"
+    return Remains(summary.run_id, phase, summary.ended or summary.started, None, url)
+
+
+def _named(names: Sequence[str], found: Sequence[Remains]) -> tuple[list[Remains], list[UnirunError]]:
+    """The jobs with exactly these ids; one that is here comes before one of its id elsewhere."""
+    by_id = {remains.run_id: remains for remains in reversed(found)}
+    chosen: list[Remains] = []
+    errors: list[UnirunError] = []
+    for name in dict.fromkeys(names):
+        remains = by_id.get(name)
+        if remains is None:
+            longer = ", ".join(sorted(run_id for run_id in by_id if run_id.startswith(name))[:5])
+            remedy = f"write the whole id: {longer}" if longer else "unirun ls shows the jobs there are"
+            errors.append(JobError(f"no job is called {name!r}", remedy))
+        elif remains.phase not in ENDED:
+            errors.append(JobError(f"job {name} is running", f"stop it with: unirun stop {name}"))
+        else:
+            chosen.append(remains)
+    return chosen, errors
+
+
+def _old(found: Sequence[Remains], before: float) -> list[Remains]:
+    """Only those that are surely over: a job on another host may be cut off from the store, and run."""
+    return [remains for remains in found if remains.over and remains.ended <= before]
+
+
+def _clear(remains: Remains, stores: _Stores, *, dry: bool) -> int:
+    """Remove one job, or only measure it. Returns how many bytes that are."""
+    freed = 0
+    if remains.here is not None and remains.here.alive():
+        raise JobError(f"job {remains.run_id} is running", f"stop it with: unirun stop {remains.run_id}")
+    if remains.url is not None:
+        freed += _clear_store(remains, remains.url, stores, dry=dry)
+    # The directory at last: it says which store has the rest.
+    if remains.here is not None:
+        freed += size_here(remains.here) if dry else clear_here(remains.here)
+    return freed
+
+
+def _clear_store(remains: Remains, url: str, stores: _Stores, *, dry: bool) -> int:
+    try:
+        store, index = stores.at(url)
+        line = index.get(remains.run_id)
+        if remains.here is not None and (line is None or line.uid != remains.here.uid):
+            # Another job has taken its id, or a gc elsewhere was quicker.
+            return 0
+        return size_in(store, remains.run_id) if dry else clear_in(store, remains.run_id, ended=remains.over)
+    except StoreError as error:
+        raise StoreError(f"job {remains.run_id} is left as it is: {error}") from error
+
+
+def _show(removed: Sequence[tuple[Remains, int]], *, dry: bool, as_json: bool) -> None:
+    if as_json:
+        for remains, freed in removed:
+            print(
+                json.dumps(
+                    {
+                        "run_id": remains.run_id,
+                        "phase": remains.phase,
+                        "ended": remains.ended,
+                        "dir": str(remains.here.path) if remains.here else None,
+                        "store": remains.url,
+                        "bytes": freed,
+                        "removed": not dry,
+                    }
+                )
+            )
+        return
+    now = time.time()
+    if removed:
+        rows = [[r.run_id, r.phase, f"{age(now - r.ended)} ago", size(freed)] for r, freed in removed]
+        print_table(["JOB", "STATE", "ENDED", "SIZE"], rows)
+    count = f"{len(removed)} job{'s' * (len(removed) != 1)}"
+    total = size(sum(freed for _, freed in removed))
+    print(f"{count} would be removed, {total}" if dry else f"{count} removed, {total} freed")
