@@ -11,7 +11,7 @@ from typing import Any
 
 from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.roles.peers import Peers
-from unirun.wire.messages import GroupFormed
+from unirun.wire.reports import GroupFormed
 
 NEWS = 5.0
 """Seconds in which the news of another death must come that explains why a group could not be formed."""
