@@ -210,7 +210,11 @@ class TestAStoreThatIsAway:
     ) -> None:
         monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
         answers = threading.Event()
-        desk.store.interfere = lambda: None if answers.wait(PATIENCE) else None
+
+        def silent() -> None:
+            answers.wait(PATIENCE)
+
+        desk.store.interfere = silent
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
