@@ -112,7 +112,9 @@ class Stage(Protocol):
     def trace(self, text: str) -> None:
         """Note something for a failing seed."""
 
-    def stepped(self, before: JobState, event: Event, after: JobState, commands: list[Command]) -> None:
+    def stepped(
+        self, epoch: int, before: JobState, event: Event, after: JobState, commands: list[Command]
+    ) -> None:
         """Check what must hold after a step of a master's core."""
 
     def kept(self, state: JobState) -> None:
@@ -268,7 +270,8 @@ class MasterModel:
         self.stage.trace(f"master {self.number}: {event}")
         self.state, commands = step(self.state, event, self._now())
         self.state.check()
-        self.stage.stepped(before, event, self.state, commands)
+        assert self.term is not None
+        self.stage.stepped(self.term.epoch, before, event, self.state, commands)
         self._add(commands)
 
     def _add(self, commands: list[Command]) -> None:

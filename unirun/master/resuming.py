@@ -46,9 +46,10 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.away:
         commands.append(After(REJOIN_TIMEOUT, RejoinTimedOut()))
     if state.phase is JobPhase.LAUNCHING:
-        # Nobody could join while there was no master.
-        left = state.started + state.spec.join_timeout - now
-        commands.append(After(max(left, min(REJOIN_TIMEOUT, state.spec.join_timeout)), JoinTimedOut()))
+        # Nobody could join while there was no master; and the clock may have been set meanwhile.
+        limit = state.spec.join_timeout
+        left = min(state.started + limit - now, limit)
+        commands.append(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
     return state, commands
 
 
