@@ -1,4 +1,4 @@
-"""``unirun plan``, ``status``, ``logs``, ``stop``, ``ls`` and ``-d``, as a user calls them."""
+"""``unirun plan``, ``status``, ``logs``, ``stop``, ``ls``, ``gc`` and ``-d``, as a user calls them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,6 +129,20 @@ class TestStatus:
         assert re.search(r"^actor:0 .* 1 .*generation 1, 1/1 restarts", result.out, re.M), result.out
         running.signal(signal.SIGTERM)
         assert running.end().code == 143
+
+    def test_has_the_history_of_failures(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            "import os\nif os.environ['UNIRUN_INCARNATION'] == '0': raise ValueError('first\\nsecond')"
+        )
+        assert unirun("--max-restarts", 2, "--rdzv-id", "mine", train).code == 0
+        (failure,) = unirun.status()["failures"]
+        assert (failure["role"], failure["rank"], failure["incarnation"]) == ("default", 0, 0)
+        assert failure["message"] == "ValueError: first"
+        assert failure["decision"] == "default:0 ended with exit code 1; restart 1 of 2 of role default"
+        text = unirun("status").out
+        assert "\nrestarts: default 1 of 2\n" in text
+        row = r"default:0  0 +\d+ s ago  exit code 1  restart 1 of 2 of role default  ValueError: first$"
+        assert re.search(row, text), text
 
     def test_of_a_finished_job_says_how_it_ended(self, unirun: Unirun, script: Script) -> None:
         unirun(*EXEC, "--rdzv-id", "bad", script("raise SystemExit(3)"))
@@ -252,6 +268,80 @@ class TestLs:
     def test_of_nothing_is_an_empty_table(self, unirun: Unirun) -> None:
         result = unirun("ls", within=QUICK)
         assert (result.code, len(result.out.splitlines())) == (0, 1), result.out
+
+
+class TestByTheStore:
+    """From another shell, which has no access to the job's directory."""
+
+    @pytest.fixture
+    def url(self, unirun: Unirun) -> str:
+        return f"sqlite:{unirun.root / 'shared.db'}"
+
+    @pytest.fixture
+    def elsewhere(self, tmp_path: Path) -> Unirun:
+        root = tmp_path / "elsewhere"
+        root.mkdir()
+        return Unirun(root)
+
+    def test_a_job_is_seen_through_the_death_of_its_master(
+        self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
+    ) -> None:
+        job = unirun.start(*EXEC, "--store", url, "--rdzv-id", "mine", "--role", "a", script(SERVE))
+        job.lines("line")
+
+        def seen() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(elsewhere("status", "mi", "--store", url, "--json").out)
+            return found
+
+        eventually(lambda: seen()["phase"] == "running", "the store has it")
+        first = seen()["leader"]
+        assert (first["epoch"], first["host"]) == (1, socket.gethostname())
+        os.kill(first["pid"], signal.SIGKILL)
+        second = eventually(lambda: (s := seen())["epoch"] == 2 and s["leader"], "another has written")
+        assert second["pid"] != first["pid"]
+        assert unirun.status()["epoch"] == 2
+        (row,) = elsewhere("ls", env={"UNIRUN_STORE": url}, within=QUICK).out.splitlines()[1:]
+        assert row.split()[0:2] == ["mine", "running"]
+        assert row.endswith(f"  {socket.gethostname()}:{second['pid']}")
+        for command in ("stop", "logs"):
+            refused = elsewhere(command, "mine", "--store", url, within=QUICK)
+            assert (refused.code, f"runs on host {socket.gethostname()}" in refused.err) == (2, True)
+        end_well(unirun, job)
+        ended = seen()
+        assert (ended["phase"], ended["code"], ended["leader"]) == ("succeeded", 0, None)
+
+    def test_a_job_is_cleared_when_it_is_over_and_not_before(
+        self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
+    ) -> None:
+        job = unirun.start(
+            *EXEC, "--store", url, "--rdzv-id", "mine", "--log-dir", unirun.root / "logs", script(SERVE)
+        )
+        job.lines("line")
+        for command in (unirun, elsewhere):
+            refused = command("gc", "mine", "--store", url)
+            assert (refused.code, "job mine is running" in refused.err) == (2, True), refused.err
+        end_well(unirun, job)
+        unirun(*EXEC, "--store", url, "--rdzv-id", "mine2", script(""))
+        assert "0 jobs removed" in unirun("gc", within=QUICK).out
+        cleared = unirun("gc", "mine", within=QUICK)
+        assert (cleared.code, "1 job removed" in cleared.out) == (0, True), cleared.err
+        assert unirun.job_dir().name == "mine2"
+        assert [*(unirun.root / "logs").iterdir()] == []
+        (row,) = elsewhere("ls", "--store", url).out.splitlines()[1:]
+        assert row.startswith("mine2  succeeded")
+        assert "1 job removed" in elsewhere("gc", "--store", url, "--older-than", "0s").out
+        assert len(elsewhere("ls", "--store", url).out.splitlines()) == 1
+
+    def test_a_relative_path_means_the_same_file_in_every_directory(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        started = unirun("-d", *EXEC, "--store", "sqlite:relative.db", script(SERVE))
+        assert started.code == 0, started.err
+        eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "the rank runs")
+        folder = unirun.root / "folder"
+        folder.mkdir()
+        assert unirun("stop", cwd=folder).code == 0
+        assert [*folder.iterdir()] == []
 
 
 class TestWithoutAJob:

@@ -12,6 +12,7 @@ import pytest
 
 from unirun.observe import JobStatus
 from unirun.rendezvous import create_job
+from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
 
 PROBE = """
@@ -29,6 +30,7 @@ print(json.dumps([code, sorted(sys.modules)]), file=sys.stderr)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home with a job that has ended."""
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
     job, lock = create_job("done-1", new_token())
     job.write_json("state.json", JobStatus("done-1", "done", "succeeded", "", 1.0, 2.0, 0, ()).to_json())
     os.close(lock)
@@ -51,11 +53,22 @@ def test_help_and_completion_import_next_to_nothing(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["status"], ["ls"], ["stop"], ["status", "--json"], ["ls", "--json"]], ids=" ".join
+    "argv",
+    [["status"], ["ls"], ["stop"], ["status", "--json"], ["ls", "--json"], ["gc", "--dry-run"]],
+    ids=" ".join,
 )
-def test_looking_at_jobs_imports_neither_torch_nor_a_table(home: Path, argv: list[str]) -> None:
-    heavy = {"torch", "numpy", "omegaconf", "yaml", "rich", "psutil", "pynvml"}
+def test_looking_at_jobs_imports_neither_torch_nor_a_table_nor_a_store(home: Path, argv: list[str]) -> None:
+    heavy = {"torch", "numpy", "omegaconf", "yaml", "rich", "psutil", "pynvml", "sqlite3", "grpc", "google"}
     assert imported(*argv) & heavy == set()
+
+
+@pytest.mark.parametrize("argv", [["ls"], ["gc"]], ids=" ".join)
+def test_looking_into_a_file_imports_what_reads_it_only(home: Path, argv: list[str]) -> None:
+    url = f"sqlite:{home / 'shared.db'}"
+    open_store(url).close()
+    modules = imported(*argv, "--store", url)
+    assert modules & {"torch", "numpy", "omegaconf", "rich", "psutil", "grpc", "google"} == set()
+    assert "sqlite3" in modules
 
 
 def test_a_plan_imports_no_torch(home: Path, scripts: Path) -> None:

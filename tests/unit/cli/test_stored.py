@@ -1,0 +1,358 @@
+"""Jobs are seen by their store, from shells and hosts that have no access to their directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.master.job import Job
+from unirun.cli import main
+from unirun.cli.stored import anchored, refuse_elsewhere
+from unirun.errors import JobElsewhere, UsageError
+from unirun.failover import Exit, Failure
+from unirun.master.keeper import Keeper
+from unirun.master.state import JobState
+from unirun.master.telling import status_of
+from unirun.observe import JobStatus
+from unirun.rendezvous import create_job
+from unirun.rendezvous.election import Term, campaign
+from unirun.rendezvous.keys import index_key, job_prefix
+from unirun.rendezvous.store.protocol import Put, Store
+from unirun.rendezvous.store.url import open_store
+from unirun.wire import new_token
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:{tmp_path / 'shared.db'}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    store = open_store(url)
+    yield store
+    store.close()
+
+
+def lead(store: Store, run_id: str, host: str = "far", deposing: int = 0) -> Term:
+    term = campaign(store, job_prefix(run_id), "unix:/x", host, 7, ttl=60, deposing=deposing)
+    assert term is not None
+    return term
+
+
+def running(run_id: str, started: float = 100.0, uid: str = "other") -> JobState:
+    """A job that has restarted once."""
+    job = Job({"actor": 2, "rollout": 1}, restarts={"actor": 3}).running()
+    job.exits("actor", 1, 3).obey().all_run("actor")
+    state = job.state
+    spec = dataclasses.replace(state.spec, run_id=run_id)
+    return dataclasses.replace(state, spec=spec, started=started, uid=uid)
+
+
+def put(store: Store, state: JobState, host: str = "far") -> Term:
+    """What the job's first master writes."""
+    term = lead(store, state.spec.run_id, host)
+    keeper = Keeper(store, state.spec.run_id, term)
+    keeper.create(state)
+    keeper.note(state, None, state)
+    return term
+
+
+def call(*argv: str) -> int:
+    with pytest.raises(SystemExit) as leave:
+        main([*argv])
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
+
+
+def local(run_id: str, store: str | None = None) -> str:
+    """A job with a directory here, that has ended; returns its uid."""
+    job, lock = create_job(run_id, new_token(), None, store)
+    job.write_json("state.json", JobStatus(run_id, "t", "succeeded", "", 1.0, 2.0, 0, ()).to_json())
+    os.close(lock)
+    return job.uid
+
+
+def row(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+class TestStatus:
+    def test_is_told_by_the_store(self, store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        put(store, running("mine"))
+        assert call("status", "mi", "--store", url) == 0
+        text = capsys.readouterr().out
+        lines = text.splitlines()
+        assert lines[0].startswith("job mine: running, ")
+        assert lines[1] == "master: far, pid 7, term 1"
+        assert lines[2] == "restarts: actor 1 of 3"
+        assert lines[3] == "logs: far:/logs"
+        assert [line.split()[:5] for line in lines if line.startswith(("actor:", "rollout:"))][:3] == [
+            ["actor:0", "running", "n0", "101", "1"],
+            ["actor:1", "running", "n0", "102", "1"],
+            ["rollout:0", "running", "n0", "1", "0"],
+        ]
+        assert "failures: 1\n" in text
+        assert lines[-1].split()[:2] == ["actor:1", "0"]
+        assert lines[-1].endswith("exit code 3  restart 1 of 3 of role actor")
+
+    def test_says_who_leads_and_whose_the_last_write_is(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        term = put(store, running("mine"))
+        second = lead(store, "mine", "near", deposing=term.epoch)
+        assert call("status", "--store", url) == 0
+        assert "master: near, pid 7, term 2; the last write is of term 1\n" in capsys.readouterr().out
+        second.resign()
+        assert call("status", "--store", url) == 0
+        says = "master: nobody leads now; the last write is of term 1; another comes within seconds, or"
+        assert says in capsys.readouterr().out
+
+    def test_tells_all_of_it_to_programs(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        term = put(store, running("mine"))
+        assert call("status", "--store", url, "--json") == 0
+        found = row(capsys)
+        assert found["leader"] == {"epoch": 1, "address": "unix:/x", "host": "far", "pid": 7}
+        assert (found["epoch"], found["dir"], found["logs"], found["store"]) == (1, None, "/logs", url)
+        assert [role["restarts"] for role in found["roles"]] == [1, 0]
+        (failure,) = found["failures"]
+        assert (failure["role"], failure["rank"], failure["incarnation"], failure["exit"]) == (
+            "actor",
+            1,
+            0,
+            "exit code 3",
+        )
+        term.resign()
+        assert call("status", "--store", url, "--json") == 0
+        assert row(capsys)["leader"] is None
+
+    def test_comes_from_the_environments_store_when_no_directory_fits(
+        self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("mine"))
+        monkeypatch.setenv("UNIRUN_STORE", url)
+        assert call("status", "--json") == 0
+        assert row(capsys)["run_id"] == "mine"
+        local("here")
+        assert call("status", "--json") == 0
+        assert row(capsys)["run_id"] == "here"
+        assert call("status", "mine", "--json") == 0
+        assert row(capsys)["dir"] is None
+
+    def test_of_a_job_here_needs_no_store(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        away = "etcd://127.0.0.1:1?timeout=0.1"
+        local("here", away)
+        monkeypatch.setenv("UNIRUN_STORE", away)
+        assert call("status", "here") == 0
+        assert call("status", "--store", away) == 4
+        assert "has not answered" in capsys.readouterr().err
+
+    def test_of_what_is_not_there_is_refused(
+        self, store: Store, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for argv, code, says in (
+            (["--store", url], 2, "there are no jobs"),
+            (["--store", f"sqlite:{tmp_path / 'typo.db'}"], 4, "there is no store sqlite:"),
+            (["--store", "redis:x"], 2, "a store's URL begins with sqlite: or etcd://"),
+        ):
+            assert call("status", *argv) == code
+            assert says in capsys.readouterr().err
+        for run_id in ("run-1", "run-2"):
+            put(store, running(run_id))
+        assert call("status", "run", "--store", url) == 2
+        assert "'run' fits 2 jobs; write more of the id" in capsys.readouterr().err
+
+    def test_of_a_job_without_a_context_says_so(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("mine"))
+        store.txn([], deletes=[job_prefix("mine")])
+        assert call("status", "--store", url) == 2
+        assert "the store has no context of job mine" in capsys.readouterr().err
+
+
+class TestTheFailuresInAStatus:
+    def test_are_the_last_twenty_with_the_first_line_of_what_was_said(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        state = running("mine").with_failures(
+            *(
+                Failure("actor", 0, n, 0, "n0", 1.0, Exit(signal=9), f"\nwords {n}\nmore", decision=f"d{n}")
+                for n in range(30)
+            )
+        )
+        status = status_of(state, {}, {})
+        assert (len(status.failures), status.failed) == (20, 31)
+        assert [each.incarnation for each in status.failures] == [*range(10, 30)]
+        last = status.failures[-1]
+        assert (last.who, last.exit, last.message, last.decision) == (
+            "actor:0",
+            "killed by SIGKILL",
+            "words 29",
+            "d29",
+        )
+        job, lock = create_job("mine", new_token())
+        job.write_json("state.json", status.to_json())
+        os.close(lock)
+        assert call("status") == 0
+        assert "failures: the last 20 of 31\n" in capsys.readouterr().out
+
+    def test_say_what_happened_when_the_worker_could_not(self) -> None:
+        failure = Failure("actor", 0, 0, 0, "n0", 1.0, Exit(signal=9), note="out of memory")
+        assert status_of(running("mine").with_failures(failure), {}, {}).failures[-1].message == (
+            "out of memory"
+        )
+
+    def test_tell_of_a_store_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str]) -> None:
+        job, lock = create_job("mine", new_token())
+        status = status_of(running("mine"), {}, {}, epoch=2, trouble="it is away\n  host: why")
+        job.write_json("state.json", status.to_json())
+        assert call("status") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1:3] == ["store: it is away host: why", "master: term 2"]
+        os.close(lock)
+
+
+class TestLs:
+    def test_lists_the_jobs_of_a_store(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("second", 200.0))
+        put(store, running("first", 100.0)).resign()
+        local("here")
+        assert call("ls", "--store", url) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert rows[0] == ["JOB", "STATE", "EXIT", "ROLES", "STARTED", "TOOK", "MASTER"]
+        assert [(line[0], line[1], line[2], line[-1]) for line in rows[1:]] == [
+            ("first", "running", "actor=2,rollout=1", "nobody"),
+            ("second", "running", "actor=2,rollout=1", "far:7"),
+        ]
+
+    def test_lists_what_is_here_and_then_what_only_the_environments_store_knows(
+        self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("both", uid=local("both", url)))
+        local("same")
+        put(store, running("same", 1.0, uid="another job of that id"))
+        monkeypatch.setenv("UNIRUN_STORE", url)
+        assert call("ls") == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+        assert [(line[0], line[1], line[-1]) for line in rows] == [
+            ("both", "succeeded", "here"),
+            ("same", "succeeded", "here"),
+            ("same", "running", "far:7"),
+        ]
+
+    def test_tells_all_of_it_to_programs(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("mine"))
+        assert call("ls", "--store", url, "--json") == 0
+        assert row(capsys) == {
+            "run_id": "mine",
+            "uid": "other",
+            "name": "job",
+            "phase": "running",
+            "started": 100.0,
+            "ended": None,
+            "code": None,
+            "roles": [{"name": "actor", "count": 2}, {"name": "rollout", "count": 1}],
+            "dir": None,
+            "store": url,
+            "leader": {"epoch": 1, "address": "unix:/x", "host": "far", "pid": 7},
+        }
+
+    def test_shows_what_is_here_when_the_store_is_away(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        local("here")
+        monkeypatch.setenv("UNIRUN_STORE", "etcd://127.0.0.1:1?timeout=0.1")
+        assert call("ls") == 4
+        output = capsys.readouterr()
+        assert output.out.splitlines()[1].startswith("here  succeeded")
+        assert "has not answered" in output.err
+
+    def test_of_somebody_elses_index_is_refused(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store.txn([], [Put(index_key("x"), "[1]")])
+        assert call("ls", "--store", url) == 4
+        assert "index/x holds '[1]', which no unirun of this version has written" in capsys.readouterr().err
+
+
+class TestAJobOfAnotherHost:
+    @pytest.mark.parametrize("command", ["logs", "stop"])
+    def test_is_not_reached_from_here_and_its_host_is_named(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str], command: str
+    ) -> None:
+        term = put(store, running("mine"))
+        assert call(command, "mi", "--store", url) == 2
+        says = (
+            f"unirun: job mine runs on host far; its directory is not here; call unirun {command} mine there"
+        )
+        assert capsys.readouterr().err == f"{says}\n"
+        term.resign()
+        assert call(command, "mi", "--store", url) == 2
+        assert "job mine ran on host n0" in capsys.readouterr().err
+
+    def test_is_looked_for_in_the_environments_store(
+        self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("mine"))
+        monkeypatch.setenv("UNIRUN_STORE", url)
+        local("here")
+        assert call("stop", "mine") == 2
+        assert "runs on host far" in capsys.readouterr().err
+
+    def test_that_is_here_is_found_by_its_store_too(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        put(store, running("mine", uid=local("mine", url)))
+        assert call("stop", "mine", "--store", url) == 0
+        assert capsys.readouterr().out == "job mine has ended already: succeeded\n"
+
+    def test_with_a_shared_directory_cannot_be_stopped_from_here(self, store: Store, url: str) -> None:
+        job, lock = create_job("mine", new_token(), None, url)
+        put(store, running("mine", uid=job.uid))
+        with pytest.raises(JobElsewhere, match="job mine runs on host far") as error:
+            refuse_elsewhere(job)
+        assert error.value.host == "far"
+        os.close(lock)
+
+
+class TestAUrl:
+    def test_names_files_by_their_whole_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", "/home/me")
+        assert anchored("sqlite:jobs.db") == f"sqlite:{tmp_path}/jobs.db"
+        assert anchored("sqlite:~/jobs.db") == "sqlite:/home/me/jobs.db"
+        found = anchored("etcd://h?cacert=ca.pem&user=u&password_file=~/pw&prefix=/x")
+        assert f"cacert={tmp_path}/ca.pem" in found
+        assert "password_file=/home/me/pw" in found
+        assert "prefix=/x/" in found
+
+    @pytest.mark.parametrize("url", ["sqlite:/a/jobs.db", "etcd://h", "etcd://h:1,g?prefix=/x&timeout=3"])
+    def test_without_such_files_stays_as_it_was_written(self, url: str) -> None:
+        assert anchored(url) == url
+
+    def test_that_is_wrong_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="begins with sqlite: or etcd://"):
+            anchored("jobs.db")
