@@ -18,6 +18,8 @@ from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, Va
 _PIECE = 200_000
 """Characters of a worker's state in one value."""
 
+_NODES = f"{CONTEXT}nodes/"
+
 MAX_OPERATIONS = 100
 MAX_BYTES = 1_000_000
 """What goes into one transaction; etcd takes 128 operations and 1.5 MB."""
@@ -74,7 +76,14 @@ class Keeper:
         transaction. Raises `Fenced` when another leads, `StoreError`."""
         parts = _parts(_of_context(changes(before, after)))
         if len(parts) > 1:
-            return False
+            # Thousands of agents at once: who has joined stands in the store before what follows from that does, and
+            # who is lost after it. Either way a master that comes meanwhile waits for those who are there.
+            nodes = {name: text for part in parts for name, text in part.items() if name.startswith(_NODES)}
+            rest = {name: text for part in parts for name, text in part.items() if name not in nodes}
+            if len(_parts(rest)) > 1:
+                return False
+            joined = before.agents.keys() <= after.agents.keys()
+            parts = [*_parts(nodes), rest] if joined else [rest, *_parts(nodes)]
         self._write_parts(parts, after)
         return True
 

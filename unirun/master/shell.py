@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import time
+from pathlib import Path
 
 from unirun.errors import IllegalTransition, WireError
 from unirun.master.events import (
@@ -64,6 +65,7 @@ class Master:
         self._cpu: dict[str, float] = {}
         self._dirty = False
         self._persist_took = 0.0
+        self._persisted = 0
 
     async def run(self, agent_pid: int | None = None) -> None:
         """Lead the job to its end, or until another master does.
@@ -160,7 +162,7 @@ class Master:
 
     def _persist(self) -> None:
         self._dirty = False
-        if self._writer.deposed:
+        if self._writer.deposed or self._another_writes():
             return
         began = time.monotonic()
         status = status_of(
@@ -171,7 +173,13 @@ class Master:
         except OSError as error:
             # A full disk must not end a job that can go on; the next change tries again.
             self._log.write("error", f"the state cannot be written: {error}")
+        self._persisted = _written_at(self._job.state)
         self._persist_took = time.monotonic() - began
+
+    def _another_writes(self) -> bool:
+        """Whether another master has told how the job stands since this one did: it does not know yet, but its own
+        term is over."""
+        return self._persisted != 0 and _written_at(self._job.state) != self._persisted
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -274,3 +282,11 @@ class Master:
                 await asyncio.wait(set(self._tasks), timeout=left)
             else:
                 await asyncio.sleep(0.01)
+
+
+def _written_at(path: Path) -> int:
+    """When a file was written, in nanoseconds; 0 when it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

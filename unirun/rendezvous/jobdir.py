@@ -146,7 +146,7 @@ class JobDir:
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Replace the file `name` by `value` as a whole: a reader sees the old one or the new one."""
         target = self.path / name
-        fresh = target.with_suffix(".new")
+        fresh = target.with_suffix(f".{os.getpid()}.new")
         fresh.write_text(json.dumps(value, separators=(",", ":")))
         fresh.replace(target)
 

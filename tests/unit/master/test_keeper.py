@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,7 @@ from unirun.master.keeper import MAX_BYTES, MAX_OPERATIONS, Keeper, load, read_c
 from unirun.master.state import JobState
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
+from unirun.wire.reports import Join
 
 RUN = "job-1"
 
@@ -149,6 +151,26 @@ class TestAWrite:
         assert store.get_prefix("jobs/").items == before
         hand.note(state, None, after)
         assert load(store, RUN) == kept(after)
+
+    def test_of_thousands_that_join_or_are_lost_leaves_nobody_unknown_in_between(
+        self, store: UnsteadyStore
+    ) -> None:
+        before = many(10_000, 10_000)
+        endpoints = {"role0": "[2001:db8::1]:54321"}
+        agents = {node: Join(node, 1, node, endpoints) for node in before.placement.nodes}
+        joined = replace(before, agents=agents)
+        hand = keeper(store)
+        hand.create(before)
+        for old, new, first in ((before, joined, True), (joined, before, False)):
+            store.written.clear()
+            new = replace(new, asked_to_stop=first)
+            assert hand.write(old, new)
+            decided = [any(key.endswith("/context/job") for key in puts) for puts, _ in store.written]
+            assert len(decided) > 1
+            assert decided.index(True) == (len(decided) - 1 if first else 0), (
+                "agents are there before the decision"
+            )
+            assert load(store, RUN) == kept(new)
 
     def test_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
         assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
