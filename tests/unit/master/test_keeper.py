@@ -163,7 +163,7 @@ class TestAWrite:
         hand.create(before)
         for old, new, first in ((before, joined, True), (joined, before, False)):
             store.written.clear()
-            new = replace(new, asked_to_stop=first)
+            old, new = (replace(state, asked_to_stop=state is joined) for state in (old, new))
             assert hand.write(old, new)
             decided = [any(key.endswith("/context/job") for key in puts) for puts, _ in store.written]
             assert len(decided) > 1
