@@ -212,7 +212,8 @@ class Agent:
         else:
             env = dict(self._inherited)
         handles = [theirs.fileno(), *(endpoint.socket.fileno() for endpoint in self._endpoints.values())]
-        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno()), *modules]
+        about = [str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", *about, *modules]
         popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
         self._popens.add(popen)
         theirs.close()

@@ -257,8 +257,8 @@ class Spawner:
 
 def main(argv: list[str]) -> None:
     """Import, serve, and in a child become what was asked for."""
-    agent = os.getppid()
-    handle, modules = int(argv[0]), argv[1:]
+    # The agent tells its pid: it may have died before this process could have asked for its parent's.
+    handle, agent, modules = int(argv[0]), int(argv[1]), argv[2:]
     # Until the first worker exists nothing has to be cleaned up, so dying with the agent is enough.
     die_with_parent(agent)
     set_title("unirun-spawner")

@@ -38,7 +38,8 @@ class Spawner:
     def __init__(self, folder: Path, *modules: str) -> None:
         self.folder = folder
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno()), *modules]
+        about = [str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", *about, *modules]
         self.process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, start_new_session=True
         )
@@ -158,6 +159,21 @@ def test_nothing_is_left_when_the_agent_is_gone(spawner: Spawner) -> None:
     pids = [spawner.next(Forked).pid, spawner.next(Forked).pid]
     assert spawner.close() == 0
     assert all(gone(pid) for pid in pids)
+
+
+def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno())]
+        done = subprocess.run(
+            [*command, str(os.getppid()), "no_such_module"],
+            pass_fds=[theirs.fileno()],
+            timeout=SOON,
+            check=False,
+        )
+        assert done.returncode == 128 + signal.SIGKILL
+        theirs.close()
+        assert ours.recv(1) == b""
 
 
 def test_what_cannot_be_started_is_told(spawner: Spawner) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 
 from unirun.errors import UsageError
@@ -16,6 +17,15 @@ STORE_VARIABLE = "UNIRUN_STORE"
 def store_url(option: str | None) -> str | None:
     """What ``--store`` says, else the environment; None when neither says anything."""
     return option or os.environ.get(STORE_VARIABLE) or None
+
+
+def check_store(url: str) -> None:
+    """What can be told of a store's URL without the store. Raises `UsageError`."""
+    address = parse_address(url)
+    if isinstance(address, EtcdAddress):
+        _password(address)
+        if find_spec("grpc") is None:
+            raise _missing("grpc")
 
 
 def open_store(url: str) -> Store:
@@ -34,10 +44,12 @@ def open_store(url: str) -> Store:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith(("grpc", "google")):
             raise
-        raise UsageError(
-            f"a store in etcd needs the package {error.name}", "pip install 'torch-unirun[etcd]'"
-        ) from error
+        raise _missing(error.name or "") from error
     return EtcdStore(address, password)
+
+
+def _missing(package: str) -> UsageError:
+    return UsageError(f"a store in etcd needs the package {package}", "pip install 'torch-unirun[etcd]'")
 
 
 def _password(address: EtcdAddress) -> str | None:
