@@ -31,7 +31,7 @@ class Masters:
         eventually(lambda: (unirun.home / "jobs").is_dir() and self._has_started(), "a job starts", within)
         self.job = JobDir(unirun.job_dir())
         self._store = open_store(self.job.store_url)
-        self._known: Leader
+        self.known: Leader
         self.times: list[float] = []
         self.epoch = 0
 
@@ -57,7 +57,7 @@ class Masters:
     def kill(self, unless_over: Running | None = None) -> None:
         """Kill the one that leads, now or in a moment, unless that job is over."""
         with contextlib.suppress(_Over):
-            leader = self._await(unless_over, START) if self._killed or not self.epoch else self._known
+            leader = self._await(unless_over, START) if self._killed or not self.epoch else self.known
             self._killed = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(leader.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ class Masters:
         leader = eventually(look, f"a master leads after term {self.epoch}", within)
         if self._killed:
             self.times.append(time.monotonic() - self._killed)
-        self._known, self._killed, self.epoch = leader, 0.0, leader.epoch
+        self.known, self._killed, self.epoch = leader, 0.0, leader.epoch
         return leader
 
     def status(self) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""Stores that cannot be used: the cause is what the command says first, soon, with what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.store.certificates import Authority
+from tests.contract.store.etcd_server import Servers
+from tests.contract.store.places import wait_until
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.address import PASSWORD_VARIABLE
+from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.url import open_store
+
+from .harness import SOON, Result, Unirun, eventually
+
+EXEC = ("--start-method", "exec")
+"""No worker comes so far that it would need torch."""
+
+WITHIN = 12.0
+"""Seconds, on a busy machine, until the cause is told, besides what the store's timeout takes."""
+
+
+def refused(unirun: Unirun, store: str, code: int, *words: str, env: dict[str, str] | None = None) -> Result:
+    """Run a job with this store, in the foreground and in the background: both say the same, and nothing else."""
+    script = unirun.root / "never.py"
+    script.write_text("print('never')")
+    for detach in ((), ("-d",)):
+        result = unirun(*EXEC, *detach, "--store", store, script, env=env)
+        assert (result.code, result.out) == (code, ""), result.err
+        said = [line for line in result.err.splitlines() if "logs in" not in line]
+        for word in words:
+            assert word in "\n".join(said)
+        assert all(line.startswith("unirun: ") for line in said), result.err
+        assert words[0] in said[0], "the cause comes first"
+        assert "Traceback" not in result.err
+        assert len({*said}) == len(said), "nothing is said twice"
+        assert result.seconds < WITHIN
+        unirun.assert_nothing_left()
+    return result
+
+
+class TestAUrl:
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [
+            ("store.db", ("begins with sqlite: or etcd://", "write sqlite:PATH or etcd://HOST:PORT")),
+            ("sqlite:", ("it names no file", "write sqlite:PATH")),
+            ("etcd://host:1?colour=red", ("there is no option 'colour'",)),
+            ("etcd://me:secret@host:1", ("a password stands before the hosts", "UNIRUN_STORE_PASSWORD")),
+        ],
+    )
+    def test_that_is_none_is_refused_before_anything_is_made(
+        self, unirun: Unirun, url: str, words: tuple[str, ...]
+    ) -> None:
+        result = refused(unirun, url, 2, *words)
+        assert "secret" not in result.err
+        assert not (unirun.home / "jobs").exists()
+
+
+class TestAFile:
+    def test_that_is_no_database(self, unirun: Unirun) -> None:
+        path = unirun.root / "notes.txt"
+        path.write_text("Dear diary, " * 1000)
+        refused(unirun, f"sqlite:{path}", 4, f"{path} is no SQLite database", "name a new file")
+        assert path.read_text().startswith("Dear diary"), "it is left as it was"
+
+    def test_whose_directory_is_not_there(self, unirun: Unirun) -> None:
+        refused(
+            unirun, "sqlite:nowhere/store.db", 4, "there is no directory", "make it, or name another file"
+        )
+
+    def test_in_a_directory_that_cannot_be_written(self, unirun: Unirun, read_only: Path | None) -> None:
+        if read_only is None:
+            pytest.skip("nothing can be mounted here")
+        refused(
+            unirun,
+            f"sqlite:{read_only / 'store.db'}",
+            4,
+            "cannot be opened: Read-only file system",
+            "name another file",
+        )
+
+    def test_on_a_disk_that_is_full(self, unirun: Unirun, full: Path | None) -> None:
+        if full is None:
+            pytest.skip("nothing can be mounted here")
+        refused(unirun, f"sqlite:{full / 'store.db'}", 4, "full", "free some space")
+
+    @pytest.fixture
+    def read_only(self, tmp_path: Path) -> Iterator[Path | None]:
+        with mounted(tmp_path / "ro", "ro,size=256k") as where:
+            yield where
+
+    @pytest.fixture
+    def full(self, tmp_path: Path) -> Iterator[Path | None]:
+        with mounted(tmp_path / "full", "size=64k") as where:
+            if where is not None:
+                with contextlib.suppress(OSError):
+                    (where / "ballast").write_bytes(b"x" * 65536)
+            yield where
+
+
+@contextlib.contextmanager
+def mounted(where: Path, options: str) -> Iterator[Path | None]:
+    """A file system of its own, where one can be mounted, else None."""
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(where)]
+    done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield where if done else None
+    finally:
+        if done:
+            subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
+
+
+class TestAnEtcd:
+    def test_that_is_not_there(self, unirun: Unirun) -> None:
+        url = "etcd://127.0.0.1:1?timeout=2"
+        refused(unirun, url, 4, "etcd at 127.0.0.1:1 has not answered for 2 s", "etcdctl endpoint health")
+
+    def test_whose_prefix_belongs_to_something_else(self, unirun: Unirun, trio: Servers) -> None:
+        store = open_store(trio.url(prefix="/other/"))
+        store.txn([], [Put(f"{job_prefix('mine')}epoch", "tomorrow")])
+        store.close()
+        script = unirun.root / "never.py"
+        script.write_text("print('never')")
+        result = unirun(*EXEC, "--rdzv-id", "mine", "--store", trio.url(prefix="/other/"), script)
+        assert (result.code, result.out) == (4, ""), result.err
+        assert "epoch holds 'tomorrow', which no unirun has written" in result.err
+        assert "choose another one" in result.err
+
+    def test_that_refuses_the_certificate(self, unirun: Unirun, tmp_path: Path) -> None:
+        authority = Authority(tmp_path)
+        cert, key = authority.sign("server")
+        flags = ("--client-cert-auth", "--cert-file", str(cert), "--key-file", str(key))
+        servers = Servers(tmp_path, flags=(*flags, "--trusted-ca-file", str(authority.cert)), scheme="https")
+        try:
+            mine, my_key = authority.sign("expired", days=0)
+            wait_until(lambda: is_over(mine))
+            url = servers.url(cacert=authority.cert, cert=mine, key=my_key, timeout=5)
+            refused(unirun, url, 4, "refuses the client certificate", "openssl x509", str(mine))
+            url = servers.url(cacert=authority.cert, timeout=5)
+            refused(unirun, url, 4, "wants a client certificate", "cert=FILE&key=FILE")
+        finally:
+            servers.stop()
+
+    def test_that_does_not_know_the_password(self, unirun: Unirun, tmp_path: Path) -> None:
+        servers = Servers(tmp_path)
+        try:
+            open_store(servers.url()).close()
+            servers.ctl("user", "add", "root:right")
+            servers.ctl("user", "grant-role", "root", "root")
+            servers.ctl("auth", "enable")
+            url = servers.url(user="root", timeout=5)
+            wrong = {PASSWORD_VARIABLE: "hunter2"}
+            result = refused(
+                unirun,
+                url,
+                4,
+                "does not know the user root with this password",
+                "etcdctl user list",
+                env=wrong,
+            )
+            assert "hunter2" not in result.err
+            refused(unirun, url, 2, "the store's user root has no password", PASSWORD_VARIABLE)
+            refused(unirun, servers.url(timeout=5), 4, "wants a user", "user=NAME")
+        finally:
+            servers.stop()
+
+
+def is_over(cert: Path) -> bool:
+    check = ["openssl", "x509", "-checkend", "0", "-noout", "-in", str(cert)]
+    return subprocess.run(check, capture_output=True, check=False).returncode != 0
+
+
+class TestAnotherJobOfTheSameId:
+    @pytest.fixture
+    def other(self, unirun: Unirun) -> Unirun:
+        """Another user, with a home of their own."""
+        (unirun.root / "other").mkdir()
+        return Unirun(unirun.root / "other")
+
+    def test_on_the_same_store_is_let_run(self, unirun: Unirun, other: Unirun) -> None:
+        script = unirun.root / "wait.py"
+        script.write_text("import signal; print('up', flush=True); signal.pause()")
+        options = (*EXEC, "--rdzv-id", "mine", "--store", f"sqlite:{unirun.root / 'shared.db'}")
+        job = unirun.start(*options, script)
+        job.lines("up$")
+        for detach in ((), ("-d",)):
+            result = other(*options, *detach, script)
+            assert result.code == 2, result.err
+            assert (
+                "unirun: job mine is running; stop it with unirun stop, or choose another --rdzv-id"
+                in result.err
+            )
+        other.assert_nothing_left()
+        assert unirun.status()["phase"] == "running"
+        assert unirun("stop").code == 0
+        eventually(lambda: job.popen.poll() is not None, "it ends")
+        replaced = unirun.root / "short.py"
+        replaced.write_text("")
+        assert other(*options, replaced).code == 0, "one that has ended is replaced"
