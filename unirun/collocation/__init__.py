@@ -1,27 +1,37 @@
 """What there is (the inventory) and who sits where (the placement)."""
 
+from unirun.collocation.devices import DeviceType, device_types, register_device_type
+from unirun.collocation.fake import is_fake, parse_fake
+from unirun.collocation.host import local_inventory, local_topology
 from unirun.collocation.inventory import (
+    MIG,
     NEARNESS,
     Device,
     Inventory,
     Node,
     NumaNode,
+    accelerators,
     count_slots,
-    local_inventory,
-    local_topology,
 )
 from unirun.collocation.planner import Assignment, Placement, plan_placement
 
 __all__ = [
+    "MIG",
     "NEARNESS",
     "Assignment",
     "Device",
+    "DeviceType",
     "Inventory",
     "Node",
     "NumaNode",
     "Placement",
+    "accelerators",
     "count_slots",
+    "device_types",
+    "is_fake",
     "local_inventory",
     "local_topology",
+    "parse_fake",
     "plan_placement",
+    "register_device_type",
 ]

@@ -1,13 +1,16 @@
-"""What a node has: processors and accelerators. NVML is asked directly, so no torch and no CUDA context."""
+"""What a job's nodes have: processors, memory and accelerators. Values only; `host` reads those of this host."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from unirun.collocation.numa import Topology, read_topology
+NEARNESS = ("nvlink", "board", "switch", "switches", "bridge", "numa", "system")
+"""How near two devices are, from the nearest: joined by NVLink; on one board; under one PCIe switch; under several;
+under one host bridge; on one NUMA node; on one host."""
+
+MIG = "mig"
+"""The type of a part of a GPU in MIG mode, and of such a GPU without parts: shown, and not given to any role unless
+a mask names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +18,7 @@ class Device:
     """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form.
 
     `memory` is in bytes, 0 when not known. `numa` is the NUMA node that it is near to, -1 when the kernel does not say.
-    `links` are (index of another device of the host, how near it is), one of `NEARNESS` each.
+    `links` are (index of another device of the host, how near it is), the latter one of `NEARNESS`.
     """
 
     index: str
@@ -26,11 +29,6 @@ class Device:
     uuid: str = ""
     numa: int = -1
     links: tuple[tuple[str, str], ...] = ()
-
-
-NEARNESS = ("nvlink", "board", "switch", "switches", "bridge", "numa", "system")
-"""How near two devices are, from the nearest: joined by NVLink; on one board; under one PCIe switch; under several;
-under one host bridge; on one NUMA node; anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,71 +63,55 @@ class Inventory:
     nodes: tuple[Node, ...]
 
 
-def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
-    """This host. A ``CUDA_VISIBLE_DEVICES`` that is already set, by Slurm say, limits the devices."""
-    environ = os.environ if environ is None else environ
-    devices = visible(nvml_devices(), environ.get("CUDA_VISIBLE_DEVICES"))
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
-    return Inventory((Node(socket.gethostname(), cpus, devices),))
-
-
-def local_topology(inventory: Inventory) -> Topology:
-    """Which processors of this host are near which of its devices, from sysfs."""
-    node = inventory.nodes[0]
-    return read_topology(node.cpus, {device.index: device.pci for device in node.devices})
-
-
-def nvml_devices() -> tuple[Device, ...]:
-    """Every NVIDIA device of this host; none when there is no driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        return tuple(_device(index) for index in range(pynvml.nvmlDeviceGetCount()))
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _device(index: int) -> Device:
-    import pynvml as nvml
-
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    # NVML writes the PCI domain with eight digits, sysfs with four.
-    pci = str(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()
-    return Device(
-        index=str(index),
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        pci=pci[-12:],
-    )
-
-
 def visible(devices: tuple[Device, ...], mask: str | None) -> tuple[Device, ...]:
-    """The devices that `mask` leaves, in its order. As in CUDA, the first unknown entry ends the list."""
+    """The devices that `mask` leaves, in its order, with the links between them.
+
+    As in CUDA, an entry is an index or the beginning of a UUID, and the first unknown index ends the list. A mask by
+    UUID is passed on as it is, so its entries are the devices' indices then; a part of a GPU that it names may be used.
+    """
     if mask is None:
         return devices
     by_index = {device.index: device for device in devices}
-    left = []
-    for item in (part.strip() for part in mask.split(",")):
-        if item.startswith(("GPU-", "MIG-")):
-            # A mask by UUID is passed on as it is; its entries are opaque here.
-            left.append(Device(item, "NVIDIA", ""))
-        elif item in by_index:
-            left.append(by_index[item])
+    left: dict[str, Device] = {}
+    """By the entry in the mask."""
+    for entry in (part.strip() for part in mask.split(",")):
+        if entry.startswith(("GPU-", "MIG-")):
+            left[entry] = _by_uuid(devices, entry)
+        elif entry in by_index:
+            left[entry] = by_index[entry]
         else:
             break
-    return tuple(left)
+    entry_of = {device.index: entry for entry, device in left.items()}
+    return tuple(
+        replace(
+            device,
+            index=entry,
+            links=tuple((entry_of[peer], near) for peer, near in device.links if peer in entry_of),
+        )
+        for entry, device in left.items()
+    )
+
+
+def _by_uuid(devices: tuple[Device, ...], entry: str) -> Device:
+    found = [device for device in devices if device.uuid.startswith(entry)]
+    if len(found) == 1:
+        return replace(found[0], type="cuda")
+    return Device(entry, "NVIDIA", uuid=entry)
+
+
+def accelerators(node: Node) -> tuple[Device, ...]:
+    """The devices of `node` that roles may be given."""
+    return tuple(device for device in node.devices if device.type != MIG)
 
 
 def count_slots(kind: str, inventory: Inventory) -> int:
     """How many workers ``--nproc-per-node`` `kind` means on the first node. Raises ValueError."""
     node = inventory.nodes[0]
-    if kind == "cpu" or (kind == "auto" and not node.devices):
+    devices = accelerators(node)
+    if kind == "cpu" or (kind == "auto" and not devices):
         return len(node.cpus)
     if kind in ("gpu", "auto"):
-        if not node.devices:
+        if not devices:
             raise ValueError(f"node {node.name} has no GPU; use a number, 'cpu' or 'auto'")
-        return len(node.devices)
+        return len(devices)
     raise ValueError(f"unirun knows no way to count {kind!r} devices; use a number, 'cpu', 'gpu' or 'auto'")

@@ -1,0 +1,177 @@
+"""The types of devices that a role can ask for, and how those of this host are found.
+
+NVML is asked directly, so no torch and no CUDA context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from unirun.collocation.inventory import MIG, Device
+
+Discover = Callable[[], tuple[Device, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceType:
+    """A type of device: how those of this host are found, and the variable that says which of them a process sees.
+
+    `mask_variable` is None where there is none.
+    """
+
+    name: str
+    discover: Discover
+    mask_variable: str | None
+
+
+def register_device_type(name: str, discover: Discover, mask_variable: str | None) -> None:
+    """Make `name` a type that roles can ask for. Raises ValueError for a name that is taken.
+
+    `discover` is called in every process that looks at its host's inventory: it returns the devices, each with
+    `name` as its type, and none where there is no driver. `mask_variable` (``ZE_AFFINITY_MASK``) limits them when it
+    is set, and is set for workers.
+    """
+    if name in _TYPES:
+        raise ValueError(f"there is a device type {name!r} already")
+    _TYPES[name] = DeviceType(name, discover, mask_variable)
+
+
+def device_types() -> Mapping[str, DeviceType]:
+    """All types by name, in the order in which they were registered."""
+    return MappingProxyType(_TYPES)
+
+
+def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
+    """Every NVIDIA device of this host that answers; none when there is no driver.
+
+    A GPU in MIG mode is nothing that CUDA could use as a whole: its parts are listed in its place, with their UUIDs
+    as indices. `nvml` has the functions of `pynvml`, the module that is used without it.
+    """
+    nvml = nvml or import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        return tuple(_Nvml(nvml).devices())
+    finally:
+        nvml.nvmlShutdown()
+
+
+class _Nvml:
+    """What is asked of an NVML that was initialised. A driver need not know every answer."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+        self.handles: dict[str, Any] = {}
+        for number in range(nvml.nvmlDeviceGetCount()):
+            # One that fell off its bus says so when it is asked for, and is not there for anybody.
+            handle = self.ask(nvml.nvmlDeviceGetHandleByIndex, number, default=None)
+            if handle is not None:
+                self.handles[str(number)] = handle
+
+    def ask(self, question: Callable[..., Any], *about: Any, default: Any) -> Any:
+        """The answer to `question`, or `default` where the driver or the device has none."""
+        try:
+            return question(*about)
+        except self.nvml.NVMLError:
+            return default
+
+    def devices(self) -> Iterator[Device]:
+        """All devices in the order of their indices."""
+        for index, handle in self.handles.items():
+            mode, _ = self.ask(self.nvml.nvmlDeviceGetMigMode, handle, default=(0, 0))
+            if mode:
+                yield from self.parts(index, handle)
+            else:
+                yield self.device(index, handle, "cuda", self.pci(handle), self.links(index, handle))
+
+    def parts(self, index: str, handle: Any) -> Iterator[Device]:
+        """The parts of a GPU in MIG mode; the GPU itself when it has none."""
+        pci = self.pci(handle)
+        count = self.ask(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle, default=0)
+        numbers = range(count)
+        found = (
+            self.ask(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, n, default=None) for n in numbers
+        )
+        parts = [part for part in found if part is not None]
+        for part in parts:
+            uuid = _text(self.ask(self.nvml.nvmlDeviceGetUUID, part, default=""))
+            yield self.device(uuid, part, MIG, pci, ())
+        if not parts:
+            yield self.device(index, handle, MIG, pci, ())
+
+    def device(
+        self, index: str, handle: Any, kind: str, pci: str, links: tuple[tuple[str, str], ...]
+    ) -> Device:
+        """One device or a part of one."""
+        memory = self.ask(self.nvml.nvmlDeviceGetMemoryInfo, handle, default=None)
+        return Device(
+            index=index,
+            name=_text(self.ask(self.nvml.nvmlDeviceGetName, handle, default="NVIDIA")),
+            pci=pci,
+            type=kind,
+            # A GPU that shares the memory of its host has none to tell of.
+            memory=0 if memory is None else int(memory.total),
+            uuid=_text(self.ask(self.nvml.nvmlDeviceGetUUID, handle, default="")),
+            numa=self.numa(handle),
+            links=links,
+        )
+
+    def pci(self, handle: Any) -> str:
+        """The bus id in sysfs form: NVML writes the PCI domain with eight digits, sysfs with four."""
+        info = self.ask(self.nvml.nvmlDeviceGetPciInfo, handle, default=None)
+        return "" if info is None else _text(info.busId).lower()[-12:]
+
+    def numa(self, handle: Any) -> int:
+        """The NUMA node whose memory is nearest, -1 when there are several or the driver does not say."""
+        words = self.ask(
+            self.nvml.nvmlDeviceGetMemoryAffinity,
+            handle,
+            _NUMA_WORDS,
+            self.nvml.NVML_AFFINITY_SCOPE_NODE,
+            default=(),
+        )
+        mask = sum(int(word) << (64 * place) for place, word in enumerate(words))
+        return mask.bit_length() - 1 if mask.bit_count() == 1 else -1
+
+    def links(self, index: str, handle: Any) -> tuple[tuple[str, str], ...]:
+        """How near every other device is."""
+        found = (
+            (other, self.nearness(handle, peer)) for other, peer in self.handles.items() if other != index
+        )
+        return tuple((other, near) for other, near in found if near)
+
+    def nearness(self, one: Any, other: Any) -> str:
+        """One of `NEARNESS`; empty when the driver does not say."""
+        nvml = self.nvml
+        # Through NVSwitch as well: there the far end of a link is a switch, and the links alone would not tell.
+        status = self.ask(
+            nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK, default=None
+        )
+        if status == nvml.NVML_P2P_STATUS_OK:
+            return "nvlink"
+        level = self.ask(nvml.nvmlDeviceGetTopologyCommonAncestor, one, other, default=None)
+        return _ANCESTORS.get(level, "")
+
+
+_NUMA_WORDS = 16
+"""Words of 64 bits in a set of NUMA nodes: the kernel's most is 1024 nodes."""
+
+_ANCESTORS = {0: "board", 10: "switch", 20: "switches", 30: "bridge", 40: "numa", 50: "system"}
+"""By ``nvmlGpuTopologyLevel_t``."""
+
+
+def _text(value: str | bytes) -> str:
+    """NVML's texts; some versions of its binding return bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+_TYPES: dict[str, DeviceType] = {
+    "cpu": DeviceType("cpu", tuple, None),
+    "cuda": DeviceType("cuda", nvml_devices, "CUDA_VISIBLE_DEVICES"),
+}

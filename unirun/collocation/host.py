@@ -1,0 +1,145 @@
+"""The inventory of this host: what is there, and what its limits leave of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from unirun.collocation.devices import device_types
+from unirun.collocation.inventory import Device, Inventory, Node, NumaNode, visible
+from unirun.collocation.limits import cgroup_limits, least, slurm_devices, slurm_limits
+from unirun.collocation.numa import Topology, parse_cpu_list, read_topology
+
+
+def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
+    """This host, as far as its control groups, Slurm and masks such as ``CUDA_VISIBLE_DEVICES`` let it be used."""
+    environ = os.environ if environ is None else environ
+    devices = local_devices(environ)
+    return Inventory((read_node(socket.gethostname(), os.sched_getaffinity(0), devices, environ),))
+
+
+def local_topology(inventory: Inventory) -> Topology:
+    """Which processors of this host are near which of its devices, from sysfs."""
+    node = inventory.nodes[0]
+    return read_topology(node.cpus, {device.index: device.pci for device in node.devices})
+
+
+def local_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """The devices of every type that `environ` leaves; a type's own mask goes before what Slurm says."""
+    found: list[Device] = []
+    for kind in device_types().values():
+        devices = kind.discover()
+        mask = environ.get(kind.mask_variable) if kind.mask_variable else None
+        if mask is None and kind.name == "cuda":
+            mask = slurm_devices(environ, len(devices))
+        found += visible(devices, mask)
+    return tuple(found)
+
+
+def read_node(
+    name: str,
+    affinity: set[int],
+    devices: tuple[Device, ...],
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+) -> Node:
+    """The host with the filesystem at `root`, of which a process may run on the processors in `affinity`.
+
+    Of several limits the least counts. Where a limit is a number of processors and not a set, as many are taken from
+    every NUMA node as is its part, so that a device does not lose all that are near it.
+    """
+    limits = least(cgroup_limits(root), slurm_limits(environ))
+    # A set that has none in common with the affinity is not about this process.
+    usable = tuple(sorted(affinity & limits.cpus if limits.cpus is not None else affinity)) or tuple(
+        sorted(affinity)
+    )
+    numa_cpus = _numa_cpus(root)
+    cpus = thin(usable, limits.cpu_count or len(usable), list(numa_cpus.values()))
+    devices = tuple(
+        replace(device, numa=_device_numa(root, device.pci)) if device.numa < 0 and device.pci else device
+        for device in devices
+    )
+    hugepages = _hugepages(root)
+    memory = _field(root / "proc/meminfo", "MemTotal")
+    # Memory that is set aside for huge pages is nobody's to allocate otherwise.
+    memory = max(memory - hugepages, 0)
+    return Node(
+        name=name,
+        cpus=cpus,
+        devices=devices,
+        memory=min((size for size in (memory, limits.memory) if size), default=0),
+        hugepages=hugepages,
+        numa=_numa_nodes(root, numa_cpus, frozenset(cpus), {device.numa for device in devices}),
+    )
+
+
+def thin(cpus: Sequence[int], count: int, nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """`count` of `cpus`, spread over the NUMA `nodes` (the processors of each) in proportion; ascending."""
+    if count >= len(cpus):
+        return tuple(cpus)
+    home = {cpu: number for number, node in enumerate(nodes) for cpu in node}
+    parts: dict[int, list[int]] = {}
+    for cpu in cpus:
+        parts.setdefault(home.get(cpu, -1), []).append(cpu)
+    # The n-th of a node's processors has its turn when that share of all is taken.
+    turns = sorted(
+        ((turn + 0.5) / len(part), number, cpu)
+        for number, part in parts.items()
+        for turn, cpu in enumerate(part)
+    )
+    return tuple(sorted(cpu for _, _, cpu in turns[:count]))
+
+
+def _numa_cpus(root: Path) -> dict[int, tuple[int, ...]]:
+    """The processors of every NUMA node by its number."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    found = {int(folder.name.removeprefix("node")): folder / "cpulist" for folder in folders}
+    return {number: parse_cpu_list(found[number].read_text()) for number in sorted(found)}
+
+
+def _numa_nodes(
+    root: Path, numa_cpus: Mapping[int, tuple[int, ...]], usable: frozenset[int], near: set[int]
+) -> tuple[NumaNode, ...]:
+    """Those with usable processors, or with a device near them; none when there is only one."""
+    nodes = tuple(
+        NumaNode(
+            number,
+            tuple(cpu for cpu in cpus if cpu in usable),
+            _field(root / f"sys/devices/system/node/node{number}/meminfo", "MemTotal"),
+        )
+        for number, cpus in numa_cpus.items()
+        if usable.intersection(cpus) or number in near
+    )
+    return nodes if len(nodes) > 1 else ()
+
+
+def _device_numa(root: Path, pci: str) -> int:
+    try:
+        return int((root / f"sys/bus/pci/devices/{pci}/numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _hugepages(root: Path) -> int:
+    """Bytes in the pools of huge pages of all sizes."""
+    total = 0
+    for pool in (root / "sys/kernel/mm/hugepages").glob("hugepages-*kB"):
+        size = int(pool.name.removeprefix("hugepages-").removesuffix("kB"))
+        total += int((pool / "nr_hugepages").read_text()) * size * 1024
+    return total
+
+
+def _field(path: Path, name: str) -> int:
+    """The bytes of a line ``MemTotal: 16 kB`` (``Node 0 MemTotal: 16 kB`` in sysfs); 0 when there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        words = line.split()
+        if f"{name}:" in words:
+            return int(words[words.index(f"{name}:") + 1]) * 1024
+    return 0

@@ -1,0 +1,182 @@
+"""What this process may have of its host: the limits of its cgroup, version 1 or 2, and of Slurm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unirun.collocation.numa import parse_cpu_list
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be used; None where nothing limits it.
+
+    `cpus` are the only processors, `cpu_count` how many at once (a quota of 2.5 is 2, and never less than 1), `memory`
+    is in bytes.
+    """
+
+    cpus: frozenset[int] | None = None
+    cpu_count: int | None = None
+    memory: int | None = None
+
+
+def least(*limits: Limits) -> Limits:
+    """What all of `limits` allow."""
+    sets = [each.cpus for each in limits if each.cpus is not None]
+    return Limits(
+        cpus=frozenset.intersection(*sets) if sets else None,
+        cpu_count=min((each.cpu_count for each in limits if each.cpu_count is not None), default=None),
+        memory=min((each.memory for each in limits if each.memory is not None), default=None),
+    )
+
+
+def slurm_limits(environ: Mapping[str, str]) -> Limits:
+    """What Slurm gives this job step on its node. Values that are no number count as unset, and so does 0.
+
+    ``SLURM_MEM_PER_NODE`` and ``SLURM_MEM_PER_CPU`` are in MiB (``srun(1)``); 0 is Slurm's word for all there is.
+    """
+    cpus = _number(environ.get("SLURM_CPUS_ON_NODE"))
+    per_node = _number(environ.get("SLURM_MEM_PER_NODE"))
+    per_cpu = _number(environ.get("SLURM_MEM_PER_CPU"))
+    by_cpu = per_cpu * cpus if per_cpu is not None and cpus is not None else None
+    mebibytes = per_node if per_node is not None else by_cpu
+    return Limits(cpu_count=cpus, memory=None if mebibytes is None else mebibytes << 20)
+
+
+def slurm_devices(environ: Mapping[str, str], seen: int) -> str | None:
+    """The devices of this job step as a mask, None when Slurm does not say or its cgroup has hidden the others.
+
+    ``SLURM_STEP_GPUS`` and ``SLURM_JOB_GPUS`` count the devices of the host. `seen` is how many this process sees:
+    where a cgroup leaves it no others than its own they are numbered from 0, and Slurm's numbers are not theirs.
+    """
+    text = environ.get("SLURM_STEP_GPUS") or environ.get("SLURM_JOB_GPUS") or ""
+    numbers = parse_cpu_list(text) if _LIST.fullmatch(text) else ()
+    return ",".join(map(str, numbers)) if 0 < len(numbers) < seen else None
+
+
+def cgroup_limits(root: Path = Path("/")) -> Limits:
+    """The limits of this process's control groups and of all above them that it can see."""
+    found = Limits()
+    for mount in _mounts(root):
+        for folder in _levels(root, mount):
+            found = least(found, *(reader(folder) for reader in _READERS[mount.version]))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Mount:
+    """Where a hierarchy of control groups is mounted: its `top` group at `point`; this process is in `group`."""
+
+    version: int
+    point: str
+    top: str
+    group: str
+
+
+def _mounts(root: Path) -> Iterator[_Mount]:
+    """The hierarchies in which a limit could stand. See proc_pid_mountinfo(5) and cgroups(7)."""
+    groups: dict[str, str] = {}
+    """By controller; the second version has none there."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        groups |= dict.fromkeys(controllers.split(","), path)
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        top, point = (_unescaped(field) for field in fields[3:5])
+        if kind[0] == "cgroup2" and "" in groups:
+            yield _Mount(2, point, top, groups[""])
+        elif kind[0] == "cgroup":
+            mine = [name for name in kind[2].split(",") if name in ("cpu", "cpuset", "memory")]
+            group = next((groups[name] for name in mine if name in groups), None)
+            if group is not None:
+                yield _Mount(1, point, top, group)
+
+
+def _levels(root: Path, mount: _Mount) -> Iterator[Path]:
+    """The folders of this process's group and of those above it."""
+    point = root / mount.point.lstrip("/")
+    inside = mount.group
+    if mount.top != "/" and f"{inside}/".startswith(f"{mount.top.rstrip('/')}/"):
+        inside = inside[len(mount.top.rstrip("/")) :]
+    folder = point / inside.strip("/")
+    # In a container that shares the host's view, the group's path need not be below the mount: its top is ours then.
+    if ".." in Path(inside).parts or not folder.is_dir():
+        folder = point
+    while True:
+        yield folder
+        if folder == point:
+            return
+        folder = folder.parent
+
+
+def _v2_cpu(folder: Path) -> Limits:
+    quota, period = [*_text(folder / "cpu.max").split(), "", ""][:2]
+    return Limits(cpu_count=_whole_cpus(_number(quota), _number(period)))
+
+
+def _v2_cpuset(folder: Path) -> Limits:
+    return Limits(cpus=_cpu_set(folder / "cpuset.cpus.effective"))
+
+
+def _v2_memory(folder: Path) -> Limits:
+    return Limits(memory=_number(_text(folder / "memory.max")))
+
+
+def _v1_cpu(folder: Path) -> Limits:
+    quota, period = (_number(_text(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+    return Limits(cpu_count=_whole_cpus(quota, period))
+
+
+def _v1_cpuset(folder: Path) -> Limits:
+    return Limits(cpus=_cpu_set(folder / "cpuset.effective_cpus"))
+
+
+def _v1_memory(folder: Path) -> Limits:
+    limit = _number(_text(folder / "memory.limit_in_bytes"))
+    return Limits(memory=limit if limit is not None and limit < _V1_UNLIMITED else None)
+
+
+_READERS: Mapping[int, tuple[Callable[[Path], Limits], ...]] = {
+    1: (_v1_cpu, _v1_cpuset, _v1_memory),
+    2: (_v2_cpu, _v2_cpuset, _v2_memory),
+}
+
+_V1_UNLIMITED = 1 << 62
+"""Version 1 says "no limit" with the greatest whole number of pages, a little less than 2**63."""
+
+
+def _whole_cpus(quota: int | None, period: int | None) -> int | None:
+    return None if quota is None or period is None else max(quota // period, 1)
+
+
+def _cpu_set(path: Path) -> frozenset[int] | None:
+    """None for an empty set: the group has what the one above it has."""
+    text = _text(path)
+    return frozenset(parse_cpu_list(text)) if _LIST.fullmatch(text) else None
+
+
+_LIST = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*")
+"""``0-3,8``"""
+
+
+def _number(text: str | None) -> int | None:
+    """A number over 0; None for anything else (``max``, ``-1``, nothing)."""
+    return int(text) if text and re.fullmatch(r"[0-9]{1,20}", text) and int(text) else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _unescaped(field: str) -> str:
+    r"""A path of mountinfo, where ``\040`` is a space."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
