@@ -1,0 +1,65 @@
+"""A master that hangs is replaced; when it goes on, it finds itself deposed, does nothing and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .harness import SOON, START, Unirun, eventually, gone
+from .masters import Masters, Steady, calm
+
+pytestmark = pytest.mark.timeout(240)
+
+Script = Callable[..., Path]
+
+LEASE = 6.0
+"""Seconds that a master which hangs still counts as the one that leads."""
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
+    """The options for each kind of store."""
+    if request.param == "sqlite":
+        return []
+    return ["--store", request.getfixturevalue("trio").url(prefix=f"/{unirun.root.name}/")]
+
+
+def test_a_master_that_hangs_longer_than_its_lease_is_replaced_and_does_no_harm(
+    unirun: Unirun, store: list[object]
+) -> None:
+    steady = Steady(unirun, *store, "--max-restarts", 3)
+    victim = steady.pids()[1]
+    masters = Masters(unirun)
+    hung = masters.next()
+    os.kill(hung.pid, signal.SIGSTOP)
+    # It has not yet heard of this death when it goes on: what it would decide then is not its business any more.
+    os.kill(victim, signal.SIGKILL)
+    heir = masters.next(within=LEASE + START)
+    eventually(lambda: masters.restarts()["adder"] == 1, "its heir has seen to it", START)
+    steady.goes_on(START)
+    os.kill(hung.pid, signal.SIGCONT)
+    assert gone(hung.pid, SOON), "it ends when it learns that its term is over"
+    steady.goes_on()
+    assert masters.leader() == heir
+    row = steady.end()
+    assert [incarnation for _, incarnation in row["after"]] == [1, 0, 0]
+    assert row["before"][1:] == row["after"][1:]
+    assert masters.restarts() == {"adder": 1, "thinker": 0, "trainer": 0}
+    (decision,) = (text for text in unirun.events("decision") if "restart" in text)
+    assert "adder:0 alone" in decision
+
+
+def test_a_master_that_hangs_for_a_moment_goes_on_leading(unirun: Unirun) -> None:
+    steady = Steady(unirun)
+    steady.pids()
+    masters = Masters(unirun)
+    leader = masters.next()
+    os.kill(leader.pid, signal.SIGSTOP)
+    steady.goes_on()
+    os.kill(leader.pid, signal.SIGCONT)
+    assert calm(steady.end())
+    assert masters.status()["epoch"] == leader.epoch
