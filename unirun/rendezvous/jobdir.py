@@ -124,7 +124,13 @@ class JobDir:
 
     def first_context(self) -> dict[str, Any] | None:
         """The context of a job that no master has led yet. Raises `JobError`."""
-        return self.read_json(_FIRST) if (self.path / _FIRST).exists() else None
+        try:
+            return self.read_json(_FIRST)
+        except JobError:
+            # Another master may be forgetting it now.
+            if (self.path / _FIRST).exists():
+                raise
+            return None
 
     def forget_first_context(self) -> None:
         """It is in the store."""
