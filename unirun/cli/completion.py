@@ -1,4 +1,7 @@
-"""``unirun completion bash|zsh``: completions, made from the table of options."""
+"""``unirun completion bash|zsh``: completions, made from the table of options.
+
+Jobs are completed from the directories that are here: a key must not wait for a store.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _unirun() {{
   COMPREPLY=()
   case ${{COMP_WORDS[1]}} in
     status|logs|stop|gc)
-      local jobs=$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
+      local jobs=$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
       [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$jobs" -- "$cur"))
       return ;;
   esac
@@ -39,7 +42,7 @@ _unirun() {{
   )
   case $words[2] in
     status|logs|stop|gc)
-      jobs=(${{(f)"$(unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
+      jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
       compadd -a jobs
       return ;;
   esac
