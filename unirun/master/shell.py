@@ -166,7 +166,11 @@ class Master:
             return
         began = time.monotonic()
         status = status_of(
-            self._state, self._memory, self._cpu, epoch=self._term.epoch, trouble=self._writer.trouble
+            self._writer.certain,
+            self._memory,
+            self._cpu,
+            epoch=self._term.epoch,
+            trouble=self._writer.trouble,
         )
         try:
             self._job.write_json(self._job.state.name, status.to_json())

@@ -69,6 +69,11 @@ class Writer:
         """What keeps decisions from being written; empty when nothing does."""
         return next(iter(self._troubles.values()), "")
 
+    @property
+    def certain(self) -> JobState:
+        """How the job stands, without decisions that are not written yet."""
+        return self._latest if self._ledger.due is None else self._ledger.kept
+
     def add(self, state: JobState, commands: list[Command]) -> None:
         """After each step."""
         if self._news_since is None and state is not self._latest:
@@ -158,6 +163,7 @@ class Writer:
         written = await self._persistently("write", lambda: self._keeper.write(before, target))
         if written:
             self._carry_out(self._ledger.written(target))
+            self._changed()
         return written
 
     async def _persistently(self, what: str, do: Callable[[], T]) -> T:
