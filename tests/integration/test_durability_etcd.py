@@ -43,9 +43,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield start
 
 
-def url(servers: Servers) -> str:
-    """With the timeout that a user has who asks for none."""
-    return servers.url(timeout=5)
+def url(servers: Servers, timeout: float = 5) -> str:
+    """With the timeout that a user has who asks for none, unless something else is said."""
+    return servers.url(timeout=timeout)
 
 
 def freeze(servers: Servers) -> None:
@@ -155,7 +155,7 @@ class TestCtrlCWhileTheStoreIsAway:
         self, unirun: Unirun, cluster: Cluster, gone: Callable[[Servers], None]
     ) -> None:
         servers = cluster()
-        steady = Steady(unirun, "--store", url(servers))
+        steady = Steady(unirun, "--store", url(servers, timeout=2))
         steady.pids()
         gone(servers)
         steady.job.signal(signal.SIGINT)
@@ -167,7 +167,7 @@ class TestCtrlCWhileTheStoreIsAway:
         self, unirun: Unirun, cluster: Cluster
     ) -> None:
         servers = cluster()
-        steady = Steady(unirun, "--store", url(servers))
+        steady = Steady(unirun, "--store", url(servers, timeout=2))
         steady.pids()
         masters = Masters(unirun)
         masters.next()

@@ -63,5 +63,12 @@ def test_fifty_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
     status = masters.status()
     assert (status["phase"], status["code"]) == ("succeeded", 0)
     assert not any(role["restarts"] or role["generation"] for role in status["roles"])
+    assert not in_use(masters.job.path), "no socket has anybody who listens"
     assert unirun.events("decision") == [], "nothing had to be decided"
     print("seconds without a master:", *(f"{each:.2f}" for each in sorted(masters.times)))
+
+
+def in_use(folder: Path) -> list[str]:
+    """The sockets in `folder` that some process has open."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [line for line in lines if line.partition("/")[2].startswith(str(folder)[1:])]
