@@ -1,0 +1,89 @@
+"""The computation graphs of the four scenarios of DLRover's proposal, with weights of a plausible size.
+
+Weights are bytes per step. A model of 7 billion parameters has 14 GB in bfloat16; samples are texts and their tokens.
+"""
+
+from __future__ import annotations
+
+from unirun.graph.values import Edge, Graph, Role
+
+_WEIGHTS = 14e9
+
+
+def pretrain(workers: int = 8) -> Graph:
+    """Pre-training and fine-tuning: one role, one process group, nothing between roles."""
+    return Graph((Role("worker", workers),))
+
+
+def online_learning(sources: int = 2, processors: int = 4, trainers: int = 4) -> Graph:
+    """Samples flow in, become features, and train a model that is served meanwhile."""
+    return Graph(
+        (
+            Role("source", sources),
+            Role("sample_processor", processors),
+            Role("feature_extractor", processors),
+            Role("trainer", trainers),
+            Role("server", 2),
+        ),
+        (
+            Edge("source", "sample_processor", "push", "scatter", "forward", True, 200e6),
+            Edge("sample_processor", "feature_extractor", "extract", "one_to_one", "forward", False, 200e6),
+            Edge("feature_extractor", "trainer", "train", "all_to_all", "forward", False, 400e6),
+            Edge("trainer", "server", "load", "broadcast", "forward", True, 1e9),
+        ),
+    )
+
+
+def multimodal(loaders: int = 4, encoders: int = 2, trainers: int = 8) -> Graph:
+    """Each modality has its own encoder; their embeddings meet in the model that is trained."""
+    return Graph(
+        (
+            Role("data_loader", loaders),
+            Role("vision_encoder", encoders),
+            Role("audio_encoder", encoders),
+            Role("text_encoder", encoders),
+            Role("fusion_trainer", trainers),
+        ),
+        (
+            Edge("data_loader", "vision_encoder", "encode", "gather", "forward", False, 1.2e9),
+            Edge("data_loader", "audio_encoder", "encode", "gather", "forward", False, 300e6),
+            Edge("data_loader", "text_encoder", "encode", "gather", "forward", False, 8e6),
+            Edge("vision_encoder", "fusion_trainer", "train", "scatter", "forward", False, 500e6),
+            Edge("audio_encoder", "fusion_trainer", "train", "scatter", "forward", False, 200e6),
+            Edge("text_encoder", "fusion_trainer", "train", "scatter", "forward", False, 60e6),
+        ),
+    )
+
+
+def ppo(actors: int = 4, rollouts: int = 4, judges: int = 2) -> Graph:
+    """Proximal policy optimisation with a reward model, a reference policy and a critic.
+
+    The actor's new weights reach the rollouts for the next step: that edge is asynchronous, and closes the loop.
+    """
+    return Graph(
+        (
+            Role("rollout", rollouts),
+            Role("reference", judges),
+            Role("reward", judges),
+            Role("critic", judges),
+            Role("actor", actors),
+        ),
+        (
+            Edge("rollout", "reference", "log_probs", "gather", "both", False, 64e6),
+            Edge("rollout", "reward", "score", "gather", "both", False, 32e6),
+            Edge("rollout", "critic", "values", "gather", "both", False, 64e6),
+            Edge("reference", "actor", "update", "scatter", "forward", False, 64e6),
+            Edge("reward", "actor", "update", "scatter", "forward", False, 1e6),
+            Edge("critic", "actor", "update", "scatter", "forward", False, 32e6),
+            Edge("actor", "rollout", "load_weights", "broadcast", "forward", True, _WEIGHTS),
+        ),
+    )
+
+
+SCENARIOS = {
+    "pretrain": pretrain,
+    "online_learning": online_learning,
+    "multimodal": multimodal,
+    "ppo": ppo,
+}
+"""By name; each takes the numbers of ranks, and has some without."""

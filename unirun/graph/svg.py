@@ -1,0 +1,202 @@
+"""A picture of a graph as SVG, on a light or a dark background; nothing but this file is needed to see it.
+
+Calls go from left to right. Each begins with a straight piece under its label, so a label is never on another line. One
+that closes a cycle goes the other way round: it leaves its role on the left, and its label stands where it arrives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from unirun.graph.layout import Layout, Pair, Point, heights, layout
+from unirun.graph.states import look
+from unirun.graph.text import NO_STATES, edge_line, printable, vertex_lines
+from unirun.graph.values import Edge, Graph, Role
+
+FONT = 13.0
+LINE = 17.0
+"""Pixels: the size of the letters, and from one line to the next."""
+WIDE = 0.62
+"""The width of a letter of a monospaced font in parts of its size, with a little to spare."""
+MARGIN, SPACE, TURN = 24.0, 26.0, 64.0
+"""Pixels: around everything, between boxes of a layer, and for the curve of an edge after its label."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Theme:
+    background: str
+    line: str
+    text: str
+
+
+_LIGHT = _Theme("#ffffff", "#475569", "#1e293b")
+_DARK = _Theme("#0f172a", "#94a3b8", "#e2e8f0")
+
+
+def svg(graph: Graph, states: Mapping[str, str] = NO_STATES, *, dark: bool = False) -> str:
+    """The picture. `states` has the phases of roles by their names, which give the boxes their colours.
+
+    Dashed lines are asynchronous calls; the thicker a line, the more bytes go along it.
+    """
+    return _Picture(graph, states, _DARK if dark else _LIGHT).text()
+
+
+class _Picture:
+    """Everything that is measured before the first line is drawn."""
+
+    def __init__(self, graph: Graph, states: Mapping[str, str], theme: _Theme) -> None:
+        self.graph, self.states, self.theme = graph, states, theme
+        self.roles: dict[str, Role] = {role.name: role for role in graph.roles}
+        self.plan: Layout = layout(graph)
+        self.bundles: dict[Pair, list[Edge]] = {pair: [] for pair in self.plan.chains}
+        for edge in graph.edges:
+            if (edge.source, edge.target) in self.bundles:
+                self.bundles[edge.source, edge.target].append(edge)
+        self.labels = {pair: [edge_line(edge) for edge in edges] for pair, edges in self.bundles.items()}
+        self.heaviest = max((edge.weight for edge in graph.edges), default=0.0)
+        self.size = {point: self.height(point) for layer in self.plan.layers for point in layer}
+        self.middle = heights(self.plan, self.size, SPACE)
+        self.columns()
+
+    def height(self, point: Point) -> float:
+        """A box has room for its words and for the labels of all edges on either side."""
+        if not isinstance(point, str):
+            return LINE
+        sides = [0.0, 0.0]
+        for pair, chain in self.plan.chains.items():
+            for side, end in enumerate((chain[0], chain[-1])):
+                if end == point:
+                    sides[side] += self.port(pair)
+        words = len(vertex_lines(self.roles[point], self.states))
+        return max(words * LINE + 20, *(side + 8 for side in sides))
+
+    def port(self, pair: Pair) -> float:
+        """How much of a side of a box an edge takes: its label's lines."""
+        return len(self.labels[pair]) * LINE + 7
+
+    def columns(self) -> None:
+        """The left of each layer, its width, and the width of the labels that begin in it."""
+        self.left: list[float] = []
+        self.width: list[float] = []
+        self.label: list[float] = []
+        x = MARGIN
+        for layer in self.plan.layers:
+            boxes = [point for point in layer if isinstance(point, str)]
+            words = (line for name in boxes for line in vertex_lines(self.roles[name], self.states))
+            width = max((_measure(line) for line in words), default=0.0) + 28
+            begin = {pair for pair, chain in self.plan.chains.items() if chain[0] in boxes}
+            label = max((_measure(line) for pair in begin for line in self.labels[pair]), default=0.0)
+            self.left.append(x)
+            self.width.append(width)
+            self.label.append(label + 16 if label else 0.0)
+            x += width + self.label[-1] + TURN
+        self.right = max(x - TURN, 2 * MARGIN)
+
+    def text(self) -> str:
+        """All of it, lines below boxes."""
+        bottom = max((self.middle[point] + self.size[point] / 2 for point in self.middle), default=0.0)
+        width, height = math.ceil(self.right + MARGIN), math.ceil(bottom + 2 * MARGIN)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="ui-monospace, DejaVu Sans Mono, monospace" '
+            f'font-size="{FONT:g}">'
+        )
+        back = f'<rect width="{width}" height="{height}" rx="10" fill="{self.theme.background}"/>'
+        return "\n".join([head, back, *self.lines(), *self.boxes(), "</svg>"]) + "\n"
+
+    def boxes(self) -> Iterator[str]:
+        """The roles."""
+        for number, layer in enumerate(self.plan.layers):
+            for name in (point for point in layer if isinstance(point, str)):
+                yield from self.box(name, self.left[number], self.width[number])
+
+    def box(self, name: str, x: float, width: float) -> Iterator[str]:
+        """One role, with its words in the middle."""
+        shown = look(self.states.get(name, ""))
+        middle = self.middle[name] + MARGIN
+        height = self.size[name]
+        yield (
+            f'<rect x="{x:g}" y="{middle - height / 2:g}" width="{width:g}" height="{height:g}" rx="8" '
+            f'fill="{shown.fill}" stroke="{shown.stroke}" stroke-width="1.5"/>'
+        )
+        words = vertex_lines(self.roles[name], self.states)
+        for number, line in enumerate(words):
+            y = middle + (number - (len(words) - 1) / 2) * LINE
+            bold = ' font-weight="bold"' if number == 0 else ""
+            yield _text(line, x + width / 2, y, shown.text, f' text-anchor="middle"{bold}')
+
+    def lines(self) -> Iterator[str]:
+        """The edges with their labels."""
+        ports = {side: self.ports(side) for side in (0, -1)}
+        level = {point: number for number, layer in enumerate(self.plan.layers) for point in layer}
+        for pair, chain in self.plan.chains.items():
+            places = []
+            for point in chain[1:-1]:
+                number, y = level[point], self.middle[point] + MARGIN
+                places.append(
+                    (self.left[number], self.left[number] + self.width[number] + self.label[number], y)
+                )
+            first, last = level[chain[0]], level[chain[-1]]
+            start = self.left[first] + self.width[first]
+            straight = start + self.label[first]
+            stops = [(start, straight, ports[0][pair]), *places, (self.left[last],) * 2 + (ports[-1][pair],)]
+            yield from self.line(pair, stops)
+
+    def ports(self, side: int) -> dict[Pair, float]:
+        """The height at which each edge leaves (`side` 0) or reaches (-1) its box, ordered by where it comes from."""
+        found: dict[Pair, float] = {}
+        at: dict[Point, list[Pair]] = {}
+        for pair, chain in self.plan.chains.items():
+            at.setdefault(chain[side], []).append(pair)
+        for point, pairs in at.items():
+            beside = 1 if side == 0 else -2
+            pairs.sort(key=lambda pair: self.middle[self.plan.chains[pair][beside]])
+            y = self.middle[point] + MARGIN - sum(self.port(pair) for pair in pairs) / 2
+            for pair in pairs:
+                y += self.port(pair)
+                # The line is below its label where it leaves, and in the middle of its place where it arrives.
+                found[pair] = y - 4 if side == 0 else y - self.port(pair) / 2
+        return found
+
+    def line(self, pair: Pair, stops: Sequence[tuple[float, float, float]]) -> Iterator[str]:
+        """One edge over its `stops`, each a straight piece (from, to, height), with curves between."""
+        back = pair in self.plan.turned
+        edges = self.bundles[pair]
+        start, end, y = stops[0]
+        path = [f"M{start + (9 if back else 0):g},{y:g} H{end:g}"]
+        for x, straight, below in stops[1:]:
+            arrives = straight == x and not back
+            reach, bend = x - 9 if arrives else x, (end + x) / 2
+            path.append(f"C{bend:g},{y:g} {bend:g},{below:g} {reach:g},{below:g}")
+            if straight > x:
+                path.append(f"H{straight:g}")
+            end, y = straight, below
+        width = self.stroke(sum(edge.weight for edge in edges))
+        dashes = ' stroke-dasharray="6 4"' if all(edge.asynchronous for edge in edges) else ""
+        colour = self.theme.line
+        yield f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes}/>'
+        x, y, way = (stops[0][0], stops[0][2], 10) if back else (stops[-1][0], stops[-1][2], -10)
+        yield f'<path d="M{x:g},{y:g} l{way},-5 v10 z" fill="{colour}"/>'
+        lines = self.labels[pair]
+        for number, text in enumerate(lines):
+            above = stops[0][2] - 10 - (len(lines) - 1 - number) * LINE
+            yield _text(text, start + 12, above, self.theme.text)
+
+    def stroke(self, weight: float) -> float:
+        """1.5 to 4 pixels, by the logarithm: a thousandth of the heaviest edge has the thinnest line."""
+        if weight <= 0 or self.heaviest <= 0:
+            return 1.5
+        part = 1 + math.log10(weight / self.heaviest) / 3
+        return round(1.5 + 2.5 * min(max(part, 0.0), 1.0), 2)
+
+
+def _measure(text: str) -> float:
+    return len(printable(text)) * FONT * WIDE
+
+
+def _text(text: str, x: float, y: float, fill: str, more: str = "") -> str:
+    place = f'x="{x:g}" y="{y:g}" dominant-baseline="central"'
+    return f'<text {place} fill="{fill}" xml:space="preserve"{more}>{escape(printable(text), quote=False)}</text>'

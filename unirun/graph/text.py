@@ -1,0 +1,126 @@
+"""Pictures that are texts: Mermaid, DOT, and a tree for a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from unirun.graph.states import PLAIN, look
+from unirun.graph.values import Edge, Graph, Role
+from unirun.sizes import show_size
+
+NO_STATES: Mapping[str, str] = {}
+
+
+def mermaid(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
+    """A flowchart for Mermaid, as Markdown of many hosts shows it. `states` has the phases of roles by their names."""
+    ids = {role.name: f"r{number}" for number, role in enumerate(graph.roles)}
+    lines = ["flowchart LR"]
+    for role in graph.roles:
+        label = "<br/>".join(_mermaid(line) for line in vertex_lines(role, states))
+        lines.append(f'    {ids[role.name]}["{label}"]')
+    for edge in graph.edges:
+        arrow = "-.->" if edge.asynchronous else "-->"
+        label = _mermaid(edge_line(edge))
+        lines.append(f'    {ids[edge.source]} {arrow}|"{label}"| {ids[edge.target]}')
+    for name, state in states.items():
+        if name in ids:
+            shown = look(state)
+            style = f"fill:{shown.fill},stroke:{shown.stroke},color:{shown.text}"
+            lines.append(f"    style {ids[name]} {style}")
+    return "\n".join(lines) + "\n"
+
+
+def dot(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
+    """A digraph for Graphviz."""
+    ids = {role.name: f"r{number}" for number, role in enumerate(graph.roles)}
+    lines = ["digraph job {", "    rankdir=LR;", '    node [shape=box, style="rounded,filled"];']
+    for role in graph.roles:
+        shown = look(states.get(role.name, ""))
+        label = "\\n".join(_dot(line) for line in vertex_lines(role, states))
+        colours = f'fillcolor="{shown.fill}", color="{shown.stroke}", fontcolor="{shown.text}"'
+        lines.append(f'    {ids[role.name]} [label="{label}", {colours}];')
+    for edge in graph.edges:
+        style = ", style=dashed" if edge.asynchronous else ""
+        lines.append(
+            f'    {ids[edge.source]} -> {ids[edge.target]} [label="{_dot(edge_line(edge))}"{style}];'
+        )
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = False) -> str:
+    """Lines for a terminal: roles that nobody calls, and below each what it calls. A role is unfolded once.
+
+    With `colour`, names are in the colours of their states.
+    """
+    called = {edge.target for edge in graph.edges}
+    starts = [role for role in graph.roles if role.name not in called]
+    shown: set[str] = set()
+    lines: list[str] = []
+    # What only a circle leads to begins with its first role.
+    for role in (*starts, *graph.roles):
+        if role.name not in shown:
+            lines.append(_tree_vertex(role, states, colour))
+            lines += _branches(graph, role.name, states, colour, shown)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def vertex_lines(role: Role, states: Mapping[str, str]) -> tuple[str, ...]:
+    """What stands in the box of a role: its name and count, and its state if that is known."""
+    state = states.get(role.name, "")
+    return (f"{role.name} ×{role.count}", *((state,) if state else ()))
+
+
+def edge_line(edge: Edge) -> str:
+    """What stands at an edge: ``update · scatter · 64.0 MB``."""
+    arrow = {"forward": "", "back": "⟵ ", "both": "⟷ "}.get(edge.direction, "")
+    size = f"{arrow}{show_size(edge.weight)}" if edge.weight > 0 else arrow.strip()
+    return " · ".join(part for part in (edge.invocation, edge.kind, size) if part)
+
+
+def _branches(
+    graph: Graph, start: str, states: Mapping[str, str], colour: bool, shown: set[str]
+) -> Iterator[str]:
+    """The lines below `start`, without recursion: a chain of roles may be longer than Python's stack."""
+    roles = {role.name: role for role in graph.roles}
+    shown.add(start)
+    stack = [("", edge, last) for edge, last in _with_last(graph, start)]
+    while stack:
+        indent, edge, last = stack.pop()
+        arrow = "⇢" if edge.asynchronous else "→"
+        line = f"{indent}{'└─' if last else '├─'} {printable(edge_line(edge))} {arrow} "
+        target = roles.get(edge.target, Role(edge.target, 0))
+        again = target.name in shown
+        yield line + _tree_vertex(target, states, colour) + (" (above)" if again else "")
+        if not again:
+            shown.add(target.name)
+            below = indent + ("   " if last else "│  ")
+            stack += ((below, each, end) for each, end in _with_last(graph, target.name))
+
+
+def _with_last(graph: Graph, role: str) -> list[tuple[Edge, bool]]:
+    """The calls of `role`, the last first, for a stack."""
+    edges = [*graph.out(role)]
+    return [(edge, place == 0) for place, edge in enumerate(reversed(edges))]
+
+
+def _tree_vertex(role: Role, states: Mapping[str, str], colour: bool) -> str:
+    name, *state = (printable(line) for line in vertex_lines(role, states))
+    shown = look(states.get(role.name, ""))
+    if colour and shown is not PLAIN:
+        name = f"\x1b[{shown.ansi}m{name}\x1b[0m"
+    return "  ".join((name, *state))
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, or cannot show, as ``\\x1b``."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _mermaid(text: str) -> str:
+    """Mermaid has entities by number; whatever could mean something to it is written as one."""
+    return re.sub(r"[^\w .:·×()⟵⟷-]", lambda match: f"#{ord(match[0])};", printable(text))
+
+
+def _dot(text: str) -> str:
+    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
