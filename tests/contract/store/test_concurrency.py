@@ -5,11 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.contract.store.places import PATIENCE, Place, SqlitePlace, read
+from unirun.errors import StoreError
 from unirun.rendezvous.store.protocol import Put, RevisionIs, Store
+from unirun.rendezvous.store.sqlite import SqliteStore
 from unirun.rendezvous.store.url import open_store
 
 
@@ -77,3 +80,26 @@ def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
     store.close()
     assert item is not None
     assert item.value == "4"
+
+
+def make_files(folder: str, count: int, together: Any, troubles: Any) -> None:
+    for number in range(count):
+        together.wait(PATIENCE)
+        try:
+            SqliteStore(Path(folder, f"{number}.db")).close()
+        except StoreError as error:
+            troubles.put(str(error))
+
+
+def test_a_file_that_several_processes_make_at_once_is_made_by_one_of_them(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    together, troubles = context.Barrier(4), context.Queue()
+    processes = [
+        context.Process(target=make_files, args=(str(tmp_path), 100, together, troubles)) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert troubles.empty(), troubles.get()

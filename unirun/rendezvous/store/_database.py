@@ -76,7 +76,8 @@ def _touch(path: Path) -> None:
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     connection.execute("PRAGMA synchronous = FULL")
-    fresh = _is_fresh(connection, path)
+    with _snapshot(connection):
+        fresh = _is_fresh(connection, path)
     (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise StoreRefused(
@@ -105,6 +106,16 @@ def _is_fresh(connection: sqlite3.Connection, path: Path) -> bool:
     if application != _APPLICATION and (application or version or tables):
         raise StoreRefused(f"{path} is a database of another program", "name a new file")
     return not tables
+
+
+@contextmanager
+def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
+    """All reads see one state of the file: another process may be making it now."""
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("ROLLBACK")
 
 
 @contextmanager
