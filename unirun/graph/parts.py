@@ -144,17 +144,20 @@ def _step(
                 seen.setdefault(name, set()).update(fresh)
                 reached.setdefault(name, set()).update(fresh)
                 told = (tuple(sorted(fresh)), side, distance, not asynchronous)
-                found.append(Affected(name, *told, _reason(side, edge, through)))
+                found.append(Affected(name, *told, _reason(side, edge, through, distance)))
     return reached, found
 
 
-def _reason(side: Side, edge: Edge, through: str) -> str:
-    call = f" ({edge})"
-    if side == "upstream":
-        text = f"what it sends to {through} is lost" if edge.asynchronous else f"waits for {through}"
+def _reason(side: Side, edge: Edge, through: str, distance: int) -> str:
+    if side == "upstream" and edge.asynchronous:
+        text = f"what it sends to {through} {'is lost' if distance == 1 else 'is taken up late'}"
+    elif side == "upstream":
+        text = f"waits for {through}"
+    elif edge.asynchronous:
+        text = f"goes on without what {through} sends"
     else:
-        text = f"goes on without what {through} sends" if edge.asynchronous else f"is not called by {through}"
-    return text + call
+        text = f"is not called by {through}"
+    return f"{text} ({edge})"
 
 
 def _spans(ranks: Iterable[int]) -> str:
