@@ -147,12 +147,29 @@ class JobElsewhere(JobError):
 
 
 class PlacementError(UnirunError):
-    """The ranks of `role` do not fit: it needs `needed` slots, and `available` are there."""
+    """The ranks of `role` do not fit: it needs `needed`, and there is room for `available`.
+
+    `constraint` is what stands in the way, in words, and `nearest` are changes of which each makes the job fit, the
+    smallest first. `faults` are all that were found; the other fields are those of the first one.
+    """
 
     exit_code = EXIT_PLACEMENT
 
-    def __init__(self, problem: str, remedy: str = "", *, role: str, needed: int, available: int) -> None:
+    def __init__(
+        self,
+        problem: str,
+        remedy: str = "",
+        *,
+        role: str,
+        needed: int,
+        available: int,
+        constraint: str = "",
+        nearest: tuple[str, ...] = (),
+        faults: tuple[Fault, ...] = (),
+    ) -> None:
         self.role, self.needed, self.available = role, needed, available
+        self.constraint, self.nearest = constraint, nearest
+        self.faults = faults or (Fault("", problem, remedy),)
         super().__init__(problem, remedy)
 
 

@@ -20,6 +20,7 @@ from unirun.master.lead import TERM_TTL
 from unirun.master.ledger import Ledger
 from unirun.master.resuming import resume
 from unirun.master.state import JOB_ENDS, JobPhase
+from unirun.master.writing import END_PATIENCE
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
@@ -135,7 +136,7 @@ class MasterModel:
         self.agents: dict[str, Pipe] = {}
         self.over = False
         self._frozen_until = 0.0
-        self._next_write = math.inf
+        self._next_write = self._trouble_since = math.inf
         try:
             self._begin(deposing)
         except StoreError as error:
@@ -301,7 +302,9 @@ class MasterModel:
             return
         except StoreError as error:
             self.stage.trace(f"master {self.number} cannot write: {error}")
-            if self.state.verdict is not None and self.state.verdict.phase is JobPhase.STOPPED:
+            self._trouble_since = min(self._trouble_since, self.stage.clock.now)
+            long = self.stage.clock.now > self._trouble_since + END_PATIENCE
+            if self.state.verdict is not None and (self.state.verdict.phase is JobPhase.STOPPED or long):
                 self.stage.waived = self.stage.waived or self.state.phase in JOB_ENDS
                 self._carry_out(self.ledger.waive())
             self.stage.clock.after(0.4, lambda: self._awake(lambda: self._write(target)))
@@ -312,7 +315,7 @@ class MasterModel:
         self._crash("after a write", 0.02)
         if not self.alive:
             return
-        self._next_write = math.inf
+        self._next_write = self._trouble_since = math.inf
         self._carry_out(self.ledger.written(target))
         self._add([])
 

@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from unirun.collocation.inventory import Inventory
 from unirun.collocation.numa import Topology, near_cpus
+from unirun.collocation.placement import Assignment, Placement
 from unirun.errors import PlacementError
 from unirun.spec import JobSpec, RoleSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One rank on one slot.
-
-    `slot` counts the places of the node, in role order; roles that are collocated have theirs in common. `devices`
-    is the mask that the worker sees: the devices of its role on its node in rank order, so that
-    ``cuda:{LOCAL_RANK}`` is its own; None when the mask is left as it is. `cpus` are the processors it is bound to,
-    None for no binding.
-    """
-
-    role: str
-    rank: int
-    node: str
-    slot: int
-    local_rank: int
-    devices: tuple[str, ...] | None = None
-    cpus: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Every rank of a job with its place; `note` says why devices were, or were not, handed out."""
-
-    assignments: tuple[Assignment, ...]
-    note: str
-
-    def of_role(self, role: str) -> tuple[Assignment, ...]:
-        """The assignments of `role` in rank order."""
-        return tuple(a for a in self.assignments if a.role == role)
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The nodes in use."""
-        return tuple(dict.fromkeys(a.node for a in self.assignments))
 
 
 def plan_placement(spec: JobSpec, inventory: Inventory, topology: Topology | None = None) -> Placement:

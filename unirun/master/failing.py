@@ -61,9 +61,9 @@ def exited(turn: Turn, event: WorkerExited) -> None:
 
 
 def stop_as_told_before(turn: Turn) -> None:
-    """An earlier master has stopped a worker, and nothing of that is in the store: only the end of a job that somebody
-    asked for is not written first."""
-    reason = "an earlier master was asked to stop the job"
+    """An earlier master has stopped a worker, and nothing of that is in the store: only the end of a job is not
+    written first, when the store is away."""
+    reason = "an earlier master has ended the job"
     verdict = Verdict(JobPhase.STOPPED, 128 + signal.SIGTERM, reason)
     turn.state = replace(turn.state, asked_to_stop=True)
     stop_all(turn, verdict, signal.SIGTERM, None)

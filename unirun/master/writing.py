@@ -27,6 +27,10 @@ T = TypeVar("T")
 NOTE_DELAY = 0.5
 """Seconds in which news that nobody waits for is gathered into one write."""
 
+END_PATIENCE = 15.0
+"""Seconds that the end of a job waits for a store that is away: by then every agent that can see the store follows
+whoever leads, so what another may have decided meanwhile is not undone."""
+
 RETRY_DELAY = 0.2
 MAX_RETRY_DELAY = 2.0
 """Seconds until the store is tried again, at first and at most."""
@@ -39,7 +43,7 @@ class Writer:
     """Takes the steps of a master, writes what was decided, and then lets `carry_out` do what follows.
 
     As long as the store is away nothing that hangs on a decision is done; `trouble` says so, and `changed` is called
-    when it is another. Only a job that somebody wants to end ends without it.
+    when it is another. Only a job that ends does so without it: at once when somebody wants it to, else in a while.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Writer:
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unirun-store")
         self._troubles: dict[str, str] = {}
+        self._trouble_since = 0.0
         self._silent = False
         self._hurry: asyncio.TimerHandle | None = None
         self._asks: deque[tuple[WorkerAsk, Callable[[WorkerAnswer], None]]] = deque()
@@ -83,7 +88,7 @@ class Writer:
         self._carry_out(self._ledger.add(state, commands))
         if self._ledger.due is not None:
             self._wake.set()
-            self._waive_if_asked()
+            self._waive_the_end()
 
     def ask(self, ask: WorkerAsk, reply: Callable[[WorkerAnswer], None]) -> None:
         """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
@@ -176,7 +181,7 @@ class Writer:
                 raise
             except StoreError as error:
                 self._set_trouble(what, f"{error}; decisions wait until it can be written")
-                self._waive_if_asked()
+                self._waive_the_end()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY)
             else:
@@ -193,16 +198,22 @@ class Writer:
         self._troubles.pop(what, None)
         if text:
             self._troubles[what] = text
+        if self.trouble and not before:
+            self._trouble_since = time.monotonic()
         if self.trouble != before:
             print(f"unirun-master: store: {self.trouble or 'it is back'}", file=sys.stderr, flush=True)
             self._changed()
 
-    def _waive_if_asked(self) -> None:
-        """Whoever wants a job to end waits neither for a store that is away, nor long for one that does not answer."""
+    def _waive_the_end(self) -> None:
+        """Whoever wants a job to end waits neither for a store that is away, nor long for one that does not answer;
+        and no end waits for one that stays away."""
         verdict, first = self._latest.verdict, self._ledger.first_due
-        if first is None or verdict is None or verdict.phase is not JobPhase.STOPPED:
+        if first is None or verdict is None:
             return
-        if self.trouble or self._silent:
+        if verdict.phase is not JobPhase.STOPPED:
+            if self.trouble and time.monotonic() > self._trouble_since + END_PATIENCE:
+                self._carry_out(self._ledger.waive())
+        elif self.trouble or self._silent:
             self._carry_out(self._ledger.waive())
         elif self._hurry is None:
             self._hurry = asyncio.get_running_loop().call_later(STOP_PATIENCE, self._waive, first)
@@ -211,7 +222,7 @@ class Writer:
         self._hurry = None
         self._silent = self._ledger.first_due is first
         if not self.deposed:
-            self._waive_if_asked()
+            self._waive_the_end()
 
     def _finish(self) -> None:
         try:

@@ -238,6 +238,8 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())
+    # Whoever follows it may come before the master that writes it.
+    job.events.touch(mode=0o600)
     (job.path / "uid").write_text(os.urandom(8).hex())
     (job.path / "store").write_text(store or job.own_store)
     lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -17,7 +17,7 @@ from unirun.wire import load_token, new_token
 
 Create = Callable[..., JobDir]
 
-FRESH = {"alive.lock", "logs", "store", "token", "uid"}
+FRESH = {"events.jsonl", "alive.lock", "logs", "store", "token", "uid"}
 """What the directory of a new job holds."""
 
 

@@ -1,0 +1,269 @@
+"""What a placement must be, and whether there is one: said again, rank by rank, without a look at the planner."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations, combinations_with_replacement, pairwise, product
+from math import gcd
+
+from unirun.collocation.inventory import Device, Inventory, Node
+from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.request import Request, RoleRequest
+
+Nodes = Mapping[str, tuple[str, ...]]
+"""By role: the node of each rank."""
+
+
+def hosts(*devices: int, numas: int = 1, cpus: int = 4) -> Inventory:
+    """Hosts ``n0``, ``n1``, … with so many GPUs each, in equal parts near their NUMA nodes."""
+    return Inventory(
+        tuple(
+            Node(
+                f"n{number}",
+                tuple(range(cpus)),
+                tuple(Device(str(i), "H", "", numa=i * numas // count) for i in range(count)),
+            )
+            for number, count in enumerate(devices)
+        )
+    )
+
+
+def gpu(name: str, count: int, least: int | None = None, **more: object) -> RoleRequest:
+    """A role on GPUs."""
+    return RoleRequest(name, count, count if least is None else least, "cuda", **more)  # type: ignore[arg-type]
+
+
+def counts_of(placement: Placement) -> dict[str, int]:
+    return dict(Counter(a.role for a in placement.assignments))
+
+
+def nodes_of(request: Request, placement: Placement) -> Nodes:
+    return {role.name: tuple(a.node for a in placement.of_role(role.name)) for role in request.roles}
+
+
+def usable(request: Request, inventory: Inventory) -> list[Node]:
+    sound = [node for node in inventory.nodes if node.name not in request.tainted]
+    return sound[: max(len(sound) - request.spares, 0)]
+
+
+def shares(request: Request) -> dict[str, Fraction]:
+    """The part of a slot that a rank of each role has."""
+    return {
+        role.name: role.slots if role.slots < 1 else Fraction(1, len(group))
+        for group in components(request, request.collocated)
+        for role in request.roles
+        if role.name in group
+    }
+
+
+def components(request: Request, groups: Sequence[Sequence[str]]) -> list[set[str]]:
+    found: list[set[str]] = [{role.name} for role in request.roles]
+    for group in groups:
+        touched = [each for each in found if each & set(group)]
+        found = [each for each in found if each not in touched] + [set().union(*touched)]
+    return found
+
+
+def check(request: Request, placement: Placement, allowed: Sequence[Node]) -> None:
+    """Every promise that a placement makes, except that of the order of ranks."""
+    nodes = {node.name: node for node in allowed}
+    places = {(a.role, a.rank): a for a in placement.assignments}
+    assert len(places) == len(placement.assignments), "a rank is placed twice"
+    assert [a.role for a in placement.assignments] == sorted(
+        (a.role for a in placement.assignments), key=[r.name for r in request.roles].index
+    )
+    assert not {a.node for a in placement.assignments} - set(nodes)
+    by_role = {role.name: placement.of_role(role.name) for role in request.roles}
+    used: dict[tuple[str, str, str], Fraction] = defaultdict(Fraction)
+    part = shares(request)
+    for role in request.roles:
+        ranks = by_role[role.name]
+        assert [a.rank for a in ranks] == list(range(len(ranks)))
+        assert role.least <= len(ranks) <= role.count
+        assert len(set(nodes_of(request, placement)[role.name])) <= len(ranks)
+        for a in ranks:
+            if role.device is None:
+                assert (a.own, a.slot, a.devices) == ((), -1, None)
+                continue
+            assert len(set(a.own)) == len(a.own) == max(1, int(role.slots))
+            assert a.share == float(part[role.name])
+            for index in a.own:
+                used[a.node, role.device, index] += part[role.name]
+            if role.device == "cpu":
+                continue
+            devices = [d for d in nodes[a.node].devices if d.type == role.device]
+            known = [d.index for d in devices]
+            assert set(a.own) <= set(known)
+            assert role.devices is None or set(a.own) <= set(role.devices)
+            assert a.slot == known.index(a.own[0])
+            numas = {max(d.numa, 0) for d in devices if d.index in a.own}
+            assert a.numa == (numas.pop() if len(numas) == 1 else -1)
+            assert a.devices is not None
+            assert a.devices == a.own or (a.devices[a.local_rank],) == a.own
+        local = defaultdict(list)
+        for a in ranks:
+            local[a.node].append(a.local_rank)
+        assert all(sorted(each) == list(range(len(each))) for each in local.values()), "local ranks"
+    assert all(total <= 1 for total in used.values()), "a slot is over-committed"
+    where = nodes_of(request, placement)
+    assert not list(node_faults(request, where))
+    numa = {(d.index, node.name): max(d.numa, 0) for node in nodes.values() for d in node.devices}
+    for node in nodes:
+        here = [a for a in placement.assignments if a.node == node]
+        assert not list(slot_faults(request, {(a.role, a.rank): a.own for a in here}, node, numa))
+
+
+def node_faults(request: Request, where: Nodes) -> Iterator[str]:
+    """What is wrong with the nodes of ranks."""
+    for role in request.roles:
+        each = where[role.name]
+        if role.per_node and set(Counter(each).values()) - {role.per_node}:
+            yield f"{role.name} per_node"
+        if role.per_group:
+            groups = [each[at : at + role.per_group] for at in range(0, len(each), role.per_group)]
+            if any(len(group) != role.per_group or len(set(group)) > 1 for group in groups):
+                yield f"{role.name} per_group"
+    for group in request.collocated:
+        if len({where[name] for name in group}) > 1:
+            yield f"{group} collocated"
+    for group in request.apart:
+        if any(set(where[one]) & set(where[other]) for one, other in combinations(group, 2)):
+            yield f"{group} apart"
+    # "In proportion" holds for all roles that are linked by groups: they are cut into equally many parts.
+    for linked in components(request, (*request.collocated, *request.together)):
+        if not any(set(group) <= linked for group in request.together):
+            continue
+        parts = gcd(*(next(r.count for r in request.roles if r.name == name) for name in linked))
+        ratio = {name: next(r.count for r in request.roles if r.name == name) // parts for name in linked}
+        sizes = {Fraction(len(where[name]), ratio[name]) for name in linked}
+        if len(sizes) > 1 or sizes.pop().denominator > 1:
+            yield f"{linked} proportion"
+            continue
+        number = len(where[min(linked)]) // ratio[min(linked)]
+        for cell in range(number):
+            own = {node for n in linked for node in where[n][cell * ratio[n] : (cell + 1) * ratio[n]]}
+            if len(own) > 1:
+                yield f"{linked} together"
+
+
+def slot_faults(
+    request: Request,
+    own: Mapping[tuple[str, int], tuple[str, ...]],
+    node: str,
+    numa: Mapping[tuple[str, str], int],
+) -> Iterator[str]:
+    """What is wrong with the slots of those ranks on a node that have some, but for how much they take."""
+    slots: dict[str, set[str]] = defaultdict(set)
+    for (role, _), indices in own.items():
+        slots[role] |= set(indices)
+    for group in request.collocated:
+        for one, other in combinations(group, 2):
+            for (role, rank), indices in own.items():
+                if role == one and own.get((other, rank), indices) != indices:
+                    yield f"{one} {other} collocated"
+    types = {role.name: role.device for role in request.roles}
+    for group in request.together:
+        for one, other in combinations(group, 2):
+            if types[one] == types[other] and slots[one] & slots[other]:
+                yield f"{one} {other} share a slot"
+    for group in request.isolated:
+        for one, other in combinations(group, 2):
+            first, second = ({numa.get((i, node), 0) for i in slots[name]} for name in (one, other))
+            if first & second:
+                yield f"{one} {other} isolated"
+
+
+def all_nodes(request: Request, counts: Mapping[str, int], inventory: Inventory) -> Iterator[Nodes]:
+    """Every way to put `counts` ranks on nodes for which there are slots."""
+    nodes = usable(request, inventory)
+    names = [node.name for node in nodes]
+    ways = [list(combinations_with_replacement(names, counts[role.name])) for role in request.roles]
+    known: dict[object, bool] = {}
+    for chosen in product(*ways):
+        where = {role.name: nodes_ for role, nodes_ in zip(request.roles, chosen, strict=True)}
+        if any(node_faults(request, where)):
+            continue
+        if all(_has_slots(request, node, where, known) for node in nodes):
+            yield where
+
+
+def _has_slots(request: Request, node: Node, where: Nodes, known: dict[object, bool]) -> bool:
+    ranks = [
+        (role, rank)
+        for role in request.roles
+        if role.device is not None
+        for rank, name in enumerate(where[role.name])
+        if name == node.name
+    ]
+    key = (node.name, tuple((role.name, rank) for role, rank in ranks))
+    if key not in known:
+        numa = {(d.index, node.name): max(d.numa, 0) for d in node.devices}
+        known[key] = _seat(request, node, ranks, {}, numa, shares(request))
+    return known[key]
+
+
+def _seat(
+    request: Request,
+    node: Node,
+    ranks: Sequence[tuple[RoleRequest, int]],
+    own: dict[tuple[str, int], tuple[str, ...]],
+    numa: Mapping[tuple[str, str], int],
+    part: Mapping[str, Fraction],
+) -> bool:
+    if not ranks:
+        return True
+    (role, rank), *rest = ranks
+    for slots in _choices(request, node, role, rank):
+        tried = own | {(role.name, rank): slots}
+        used: dict[str, Fraction] = defaultdict(Fraction)
+        for (name, _), each in tried.items():
+            for index in each:
+                used[index] += part[name]
+        sound = all(total <= 1 for total in used.values())
+        sound = sound and not any(slot_faults(request, tried, node.name, numa))
+        if sound and _seat(request, node, rest, tried, numa, part):
+            return True
+    return False
+
+
+def _choices(request: Request, node: Node, role: RoleRequest, rank: int) -> Iterator[tuple[str, ...]]:
+    if role.device == "cpu":
+        # There are as many as anybody wants; those that share one have that of the first role.
+        owner = next(min(group) for group in components(request, request.collocated) if role.name in group)
+        yield (f"{owner}:{rank}",)
+        return
+    indices = [d.index for d in node.devices if role.devices is None or d.index in role.devices]
+    yield from combinations(indices, max(1, int(role.slots)))
+
+
+def all_counts(request: Request) -> Iterator[dict[str, int]]:
+    for each in product(*(range(role.least, role.count + 1) for role in request.roles)):
+        yield {role.name: number for role, number in zip(request.roles, each, strict=True)}
+
+
+def crossing(request: Request, where: Nodes) -> float:
+    """Bytes per step between nodes, when each rank of a role talks as much with each of the other."""
+    total = 0.0
+    for (one, other), weight in sorted(request.weights.items()):
+        pairs = list(product(where[one], where[other]))
+        total += weight * sum(a != b for a, b in pairs) / len(pairs) if pairs else 0.0
+    return total
+
+
+def in_rank_order(request: Request, placement: Placement, inventory: Inventory) -> bool:
+    """Ranks by node, then by slot; with groups, or with groups of several, by node."""
+    order = {node.name: number for number, node in enumerate(inventory.nodes)}
+
+    def key(a: Assignment, grouped: bool) -> tuple[int, int]:
+        return order[a.node], 0 if grouped else a.slot
+
+    grouped = {role.name: role.per_group is not None for role in request.roles}
+    linked = {name for group in request.collocated for name in group}
+    return all(
+        key(one, grouped[role.name] or role.name in linked)
+        <= key(other, grouped[role.name] or role.name in linked)
+        for role in request.roles
+        for one, other in pairwise(placement.of_role(role.name))
+    )

@@ -1,0 +1,66 @@
+"""Small requests and inventories of every kind, for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+
+from hypothesis import strategies as st
+
+from tests.unit.collocation.checking import hosts
+from unirun.collocation.inventory import Inventory
+from unirun.collocation.planning.faults import request_faults
+from unirun.collocation.planning.problem import compile_request
+from unirun.collocation.request import Request, RoleRequest
+
+NAMES = ("a", "b", "c")
+
+
+@st.composite
+def inventories(draw: st.DrawFn) -> Inventory:
+    return hosts(
+        *draw(st.lists(st.sampled_from([4, 4, 3, 2, 2, 1, 0]), min_size=1, max_size=3)),
+        numas=draw(st.sampled_from([1, 2])),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Request:
+    """Without faults. Each kind of constraint is there now and then."""
+    size = draw(st.integers(1, most))
+    roles = tuple(draw(_roles(name, size, elastic)) for name in NAMES[: draw(st.integers(1, 3))])
+    names = [role.name for role in roles]
+    request = Request(roles)
+    pairs = [*combinations(names, 2), tuple(names)]
+    for kind in ("collocated", "together", "apart", "isolated"):
+        if len(names) > 1 and draw(st.integers(0, 2)) == 0:
+            request = _if_sound(request, **{kind: (draw(st.sampled_from(pairs)),)})
+    weights = {pair: float(draw(st.integers(0, 9))) for pair in combinations(names, 2) if draw(st.booleans())}
+    request = replace(request, weights=weights)
+    for name, changes in (
+        ("per_node", (1, 2)),
+        ("per_group", (2,)),
+        ("devices", (("0",), ("0", "1"), ("1", "3"))),
+    ):
+        for at, role in enumerate(request.roles):
+            if draw(st.integers(0, 5)) == 0:
+                changed = replace(role, **{name: draw(st.sampled_from(changes))})
+                request = _if_sound(request, roles=(*request.roles[:at], changed, *request.roles[at + 1 :]))
+    spares, tainted = draw(st.sampled_from([(0, ()), (0, ()), (1, ()), (0, ("n0",))]))
+    return replace(request, spares=spares, tainted=frozenset(tainted))
+
+
+@st.composite
+def _roles(draw: st.DrawFn, name: str, size: int, elastic: bool) -> RoleRequest:
+    # Often the same count, so that roles can be collocated.
+    count = draw(st.sampled_from([size, size, 1, 2, 3]))
+    least = draw(st.integers(0, count)) if elastic else count
+    device = draw(st.sampled_from(["cuda"] * 6 + ["cpu", None]))
+    slots = draw(st.sampled_from([Fraction(1)] * 4 + [Fraction(2), Fraction(1, 2), Fraction(1, 3)]))
+    return RoleRequest(name, count, least, device, slots if device == "cuda" else Fraction(1))
+
+
+def _if_sound(request: Request, **change: object) -> Request:
+    changed = replace(request, **change)  # type: ignore[arg-type]
+    return request if request_faults(changed) or compile_request(changed)[1] else changed

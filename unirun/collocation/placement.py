@@ -1,0 +1,54 @@
+"""Who sits where: plain values that a planner returns, the launcher carries out, and the job's context keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One rank and its place.
+
+    `slot` is the number of its first slot among those of its type on the node, in the node's order (of roles that
+    are collocated the same), -1 for a role that needs none. `devices` is the mask that the worker sees: the devices of
+    its role on its node in the order of their local ranks, so that ``cuda:{LOCAL_RANK}`` is its own, where each rank
+    has one device to itself, else those of this rank alone; None when the mask is left as it is. `cpus` are the
+    processors it is bound to, None for no binding.
+
+    `own` are the indices of its slots, and `share` is its part of each of them, at most 1. `numa` is the NUMA node
+    that all of them are near to, -1 when they are near to several or it has none.
+    """
+
+    role: str
+    rank: int
+    node: str
+    slot: int
+    local_rank: int
+    devices: tuple[str, ...] | None = None
+    cpus: tuple[int, ...] | None = None
+    own: tuple[str, ...] = ()
+    share: float = 1.0
+    numa: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Every rank of a job with its place; `note` says in words what was decided, and why.
+
+    `spares` are nodes held back, in the order of the inventory. `crossing` is what goes from node to node, in bytes
+    per step, when every rank of a role talks as much with every rank of the other.
+    """
+
+    assignments: tuple[Assignment, ...]
+    note: str
+    spares: tuple[str, ...] = ()
+    crossing: float = 0.0
+
+    def of_role(self, role: str) -> tuple[Assignment, ...]:
+        """The assignments of `role` in rank order."""
+        return tuple(a for a in self.assignments if a.role == role)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes in use."""
+        return tuple(dict.fromkeys(a.node for a in self.assignments))

@@ -1,0 +1,11 @@
+"""The planner: a request and an inventory give a placement, or an error that says what would fit.
+
+`problem` brings a request into the form in which it is solved, `faults` finds what is wrong with it. `packing` says
+what fits on a node, `merit` how good it is there; `exact` and `fill` choose for all nodes, `solve` between the two.
+`layout` gives ranks their slots. `plan` and `replan` are what others call; `shortage` explains when they cannot.
+"""
+
+from unirun.collocation.planning.plan import plan
+from unirun.collocation.planning.replan import replan
+
+__all__ = ["plan", "replan"]

@@ -1,0 +1,38 @@
+"""The slots of a node: its devices of a type; on CPUs, places for one process each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unirun.collocation.inventory import Node
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place on a node. `index` is what a device mask names; of a CPU place it is its number.
+
+    `numa` is the NUMA node that it is near to. A kernel that does not say has but one, which is 0.
+    """
+
+    node: str
+    type: str
+    index: str
+    numa: int
+
+
+def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
+    """The slots of `type` on `node`, in the node's order.
+
+    There is one place per usable processor, `crowd` times over: more processes than processors may run on a host.
+    """
+    if type != CPU:
+        return tuple(
+            Slot(node.name, type, device.index, max(device.numa, 0))
+            for device in node.devices
+            if device.type == type
+        )
+    numa_of = {cpu: numa.id for numa in node.numa for cpu in numa.cpus}
+    numas = [numa_of.get(cpu, 0) for cpu in node.cpus] or [0]
+    return tuple(Slot(node.name, CPU, str(number), numa) for number, numa in enumerate(numas * crowd))
