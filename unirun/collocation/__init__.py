@@ -13,7 +13,8 @@ from unirun.collocation.inventory import (
     accelerators,
     count_slots,
 )
-from unirun.collocation.planner import Assignment, Placement, plan_placement
+from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.planner import plan_placement
 
 __all__ = [
     "MIG",

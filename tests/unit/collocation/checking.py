@@ -16,7 +16,7 @@ Nodes = Mapping[str, tuple[str, ...]]
 """By role: the node of each rank."""
 
 
-def hosts(*devices: int, numas: int = 1, cpus: int = 4) -> Inventory:
+def hosts(*devices: int, numas: int = 1, cpus: int = 16) -> Inventory:
     """Hosts ``n0``, ``n1``, … with so many GPUs each, in equal parts near their NUMA nodes."""
     return Inventory(
         tuple(
@@ -111,8 +111,13 @@ def check(request: Request, placement: Placement, allowed: Sequence[Node]) -> No
     assert not list(node_faults(request, where))
     numa = {(d.index, node.name): max(d.numa, 0) for node in nodes.values() for d in node.devices}
     for node in nodes:
-        here = [a for a in placement.assignments if a.node == node]
-        assert not list(slot_faults(request, {(a.role, a.rank): a.own for a in here}, node, numa))
+        cpu = {role.name for role in request.roles if role.device == "cpu"}
+        here = {
+            (a.role, a.rank): tuple(f"cpu {i}" for i in a.own) if a.role in cpu else a.own
+            for a in placement.assignments
+            if a.node == node
+        }
+        assert not list(slot_faults(request, here, node, numa))
 
 
 def node_faults(request: Request, where: Nodes) -> Iterator[str]:

@@ -10,6 +10,7 @@ from math import isfinite
 from unirun.collocation.planning.problem import merged
 from unirun.collocation.planning.wording import both, join
 from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.slots import CPU
 from unirun.errors import Fault
 
 GROUPS = ("collocated", "together", "apart", "isolated")
@@ -58,10 +59,9 @@ def _role_faults(role: RoleRequest) -> Iterator[Fault]:
         problem = f"a node with {role.per_node} ranks has no whole number of groups of {role.per_group}"
         yield Fault(f"{name}.per_group", problem, "use a divisor of per_node")
     if role.devices is not None:
-        if role.device is None:
-            yield Fault(
-                f"{name}.devices", "the role needs no device, and a list of them is given", "leave it out"
-            )
+        if role.device in (None, CPU):
+            problem = "a list of devices is given, and the role runs on none"
+            yield Fault(f"{name}.devices", problem, "leave it out, or name the type of device")
         elif not role.devices:
             yield Fault(f"{name}.devices", "the list is empty", "leave it out for any device")
 
