@@ -177,6 +177,8 @@ def test_the_cores_do_no_input_and_no_output(module: Module) -> None:
         "roles.transport.frames",
         *(f"launcher.{name}" for name in ("core", "hearing", "state", "events")),
         "failover.",
+        "graph.",
+        *(f"collocation.{name}" for name in ("inventory", "fake")),
         "wire.frames",
         "wire.messages",
         "wire.codec",

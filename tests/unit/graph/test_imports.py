@@ -1,0 +1,18 @@
+"""Looking at a graph takes no time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
+    code = (
+        "import sys; from unirun.graph import SCENARIOS, svg, tree; "
+        "svg(SCENARIOS['ppo']()); tree(SCENARIOS['ppo']()); print(*sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert (
+        set(run.stdout.split()) & {"torch", "numpy", "networkx", "asyncio", "rich", "yaml", "omegaconf"}
+        == set()
+    )
