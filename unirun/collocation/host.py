@@ -22,9 +22,11 @@ def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
 
 
 def local_topology(inventory: Inventory) -> Topology:
-    """Which processors of this host are near which of its devices, from sysfs."""
+    """Which processors of this host are near which of its devices, from sysfs and the inventory."""
     node = inventory.nodes[0]
-    return read_topology(node.cpus, {device.index: device.pci for device in node.devices})
+    found = read_topology(node.cpus, {device.index: device.pci for device in node.devices})
+    known = {device.index: device.numa for device in node.devices if device.numa >= 0}
+    return replace(found, device_numa=found.device_numa | known)
 
 
 def local_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
