@@ -140,8 +140,14 @@ def node_faults(request: Request, where: Nodes) -> Iterator[str]:
     for linked in components(request, (*request.collocated, *request.together)):
         if not any(set(group) <= linked for group in request.together):
             continue
-        parts = gcd(*(next(r.count for r in request.roles if r.name == name) for name in linked))
-        ratio = {name: next(r.count for r in request.roles if r.name == name) // parts for name in linked}
+        # Of roles that share slots there are as many as of the smallest.
+        most = {
+            name: min(role.count for role in request.roles if role.name in stack)
+            for stack in components(request, request.collocated)
+            for name in stack
+            if name in linked
+        }
+        ratio = {name: count // gcd(*most.values()) for name, count in most.items()}
         sizes = {Fraction(len(where[name]), ratio[name]) for name in linked}
         if len(sizes) > 1 or sizes.pop().denominator > 1:
             yield f"{linked} proportion"

@@ -84,6 +84,12 @@ def _seats(
         )
 
 
+def seated(role: str, rank: int, node: str, seat: Seat) -> Assignment:
+    """`role:rank` on a seat of `node`."""
+    _, _, slot, local_rank, devices, own, share, numa = seat
+    return Assignment(role, rank, node, slot, local_rank, devices, None, own, share, numa)
+
+
 def assign(
     problem: Problem, packer: Packer, nodes: Sequence[str], rooms: Sequence[Room], placed: Sequence[Cells]
 ) -> dict[str, list[Assignment]]:
@@ -101,8 +107,7 @@ def assign(
         for role, bundle, ranks, seats in template:
             base = first[bundle]
             add = found[role].append
-            for cell, rank, slot, local_rank, devices, own, share, numa in seats:
-                number = (base + cell) * ranks + rank
-                add(Assignment(role, number, node, slot, local_rank, devices, None, own, share, numa))
+            for seat in seats:
+                add(seated(role, (base + seat.cell) * ranks + seat.rank, node, seat))
         first = [start + number for start, number in zip(first, cells, strict=True)]
     return found

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.layout import seating
+from unirun.collocation.planning.layout import Before, seated, seating
 from unirun.collocation.planning.packing import Packer, Room
 from unirun.collocation.planning.plan import crossing, in_order, note
-from unirun.collocation.planning.problem import Cells, Problem
+from unirun.collocation.planning.problem import Bundle, Cells, Problem
 from unirun.collocation.planning.rooms import Rooms
 from unirun.collocation.planning.shortage import checked, does_not_fit
 from unirun.collocation.planning.solve import bounds, crowds, most_cells, place
@@ -53,7 +55,7 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
     for homes in _stays(survivors, nodes):
         moved = _move(problem, packer, survivors, homes, nodes, spares)
         if moved is not None:
-            return _result(request, problem, packer, survivors, moved, inventory, nodes)
+            return _result(request, problem, packer, survivors, moved, inventory)
     left = tuple(node for node in inventory.nodes if node.name not in lost)
     raise does_not_fit(replace(request, spares=0), Inventory(left))
 
@@ -102,11 +104,12 @@ def _move(
     spares: frozenset[str],
 ) -> Moved | None:
     """Places for the cells without one, when the others stay at `homes`."""
-    held = survivors.standing(homes)
+    held = tuple(len(cells) - cells.count(None) for cells in homes)
     least, most = (
         tuple(max(bound - there, 0) for bound, there in zip(each, held, strict=True))
         for each in bounds(problem)
     )
+    wanted = [bundle for bundle, count in enumerate(most) if count]
     idle = [node for node in nodes if node.name in spares]
     for crowd in crowds(problem, nodes):
         makes = Rooms(problem, crowd)
@@ -114,7 +117,7 @@ def _move(
         counts: Cells | None = least
         if least == most and idle and (placed := place(problem, packer, empty, least, held)) is not None:
             return Moved(homes, idle, empty, placed)
-        rooms = survivors.rooms(makes, nodes, homes)
+        rooms = survivors.rooms(makes, nodes, homes, wanted)
         counts = most_cells(problem, packer, rooms, least, most)
         if counts is None:
             continue
@@ -133,133 +136,122 @@ def _result(
     survivors: Survivors,
     moved: Moved,
     inventory: Inventory,
-    nodes: Sequence[Node],
 ) -> Placement:
-    by_role, final = _seated(problem, packer, survivors, moved)
-    there: dict[str | None, list[int]] = {}
-    for bundle, cells in enumerate(final):
-        for node, number in Counter(cells).items():
-            there.setdefault(node, [0] * len(final))[bundle] = number
-    sound = {node.name for node in nodes}
-    held_back = [n.name for n in inventory.nodes if n.name in sound and n.name not in there]
-    spares = tuple(held_back[max(len(held_back) - request.spares, 0) :])
-    counts = tuple(len(cells) for cells in final)
-    lost = crossing(request.weights, problem, [tuple(cells) for cells in there.values()], counts)
-    said = note(request, problem, len(there), spares, lost)
-    return Placement(in_order(request, by_role), said, spares, lost)
-
-
-def _seated(
-    problem: Problem, packer: Packer, survivors: Survivors, moved: Moved
-) -> tuple[dict[str, list[Assignment]], list[list[str | None]]]:
-    """Every role's assignments by rank, and the node of every cell of each bundle."""
     new = [sum(cells[bundle] for cells in moved.placed) for bundle in range(len(problem.bundles))]
-    numbering = [_numbered(cells, number) for cells, number in zip(moved.homes, new, strict=True)]
-    targets = {node.name for node, cells in zip(moved.nodes, moved.placed, strict=True) if any(cells)}
-    by_role = _stayed(problem, survivors, moved.homes, numbering)
-    # Only where somebody joins does it matter who is there already.
-    there: dict[str, dict[str, list[Assignment]]] = defaultdict(lambda: defaultdict(list))
-    for name, ranks in by_role.items():
-        for each in ranks.values():
-            if each.node in targets:
-                there[each.node][name].append(each)
-    final: list[dict[int, str | None]] = [
-        {number: homes[cell] for number, cell in slots.items() if cell is not None}
-        for slots, homes in zip(numbering, moved.homes, strict=True)
-    ]
-    open_ = [iter([number for number, cell in slots.items() if cell is None]) for slots in numbering]
+    numbers = [_numbered(cells, number) for cells, number in zip(moved.homes, new, strict=True)]
+    by_role: dict[str, list[Assignment | None]] = {}
+    homes: list[list[str | None]] = []
+    for bundle, cells, order in zip(problem.bundles, moved.homes, numbers, strict=True):
+        homes.append([None if cell is None else cells[cell] for cell in order])
+        for name in bundle.names:
+            by_role[name] = _stayed(survivors.by_role[name], bundle.ranks_of(name), order)
+        _close_up(by_role, bundle.names, _left(survivors, bundle, cells))
+    _join(problem, packer, moved, by_role, homes)
+    counts = [Counter(cells) for cells in homes]
+    used = list(dict.fromkeys(node for count in counts for node in count))
+    there = zip(*(map(count.get, used, repeat(0)) for count in counts), strict=True)
+    taken = frozenset(used)
+    idle = [n.name for n in inventory.nodes if n.name in survivors.names and n.name not in taken]
+    spares = tuple(idle[max(len(idle) - request.spares, 0) :])
+    lost = crossing(request.weights, problem, there, [len(cells) for cells in homes])
+    full = {name: [each for each in ranks if each is not None] for name, ranks in by_role.items()}
+    return Placement(in_order(request, full), note(request, problem, len(used), spares, lost), spares, lost)
+
+
+def _numbered(homes: Sequence[str | None], new: int) -> list[int | None]:
+    """By its number then: the cell that has it now, None for a new one. Those that stay keep theirs, if they can."""
+    total = len(homes) - homes.count(None) + new
+    order = [None if node is None else cell for cell, node in enumerate(homes[:total])]
+    order += [None] * (total - len(order))
+    over = [cell for cell in range(total, len(homes)) if homes[cell] is not None]
+    if over:
+        open_ = (number for number, cell in enumerate(order) if cell is None)
+        # A role that shrinks gives up the numbers at its end, and who has them takes those that are missing.
+        for cell, number in zip(over, [*open_], strict=False):
+            order[number] = cell
+    return order
+
+
+def _stayed(before: Sequence[Assignment], size: int, order: Sequence[int | None]) -> list[Assignment | None]:
+    """By rank: who stays, of a role with `size` ranks in a cell, when its cells are in `order`."""
+    found: list[Assignment | None] = [*before[: len(order) * size]]
+    found += [None] * (len(order) * size - len(found))
+    for number, cell in enumerate(order):
+        if cell != number:
+            for at in range(size):
+                rank = number * size + at
+                found[rank] = None if cell is None else replace(before[cell * size + at], rank=rank)
+    return found
+
+
+def _left(survivors: Survivors, bundle: Bundle, homes: Sequence[str | None]) -> set[str]:
+    """The sound nodes where cells of `bundle` were that have no home now."""
+    return {
+        was.node
+        for cell, node in enumerate(homes)
+        if node is None
+        for name in bundle.names
+        for was in survivors.by_role[name][cell * bundle.ranks_of(name) : (cell + 1) * bundle.ranks_of(name)]
+        if was.node in survivors.names
+    }
+
+
+def _close_up(by_role: dict[str, list[Assignment | None]], names: Sequence[str], nodes: set[str]) -> None:
+    """Number the local ranks on `nodes` without gaps, and take the devices that were left from the masks."""
+    for name in names if nodes else ():
+        there: dict[str, list[Assignment]] = defaultdict(list)
+        for each in by_role[name]:
+            if each is not None and each.node in nodes:
+                there[each.node].append(each)
+        for group in there.values():
+            group.sort(key=attrgetter("local_rank"))
+            own = tuple(index for each in group for index in each.own)
+            for number, each in enumerate(group):
+                shared = each.devices is not None and each.devices != each.own
+                by_role[name][each.rank] = replace(
+                    each, local_rank=number, devices=own if shared else each.devices
+                )
+
+
+def _join(
+    problem: Problem,
+    packer: Packer,
+    moved: Moved,
+    by_role: dict[str, list[Assignment | None]],
+    homes: list[list[str | None]],
+) -> None:
+    """Give the cells that are placed the numbers that are open, in the order of the nodes, and their ranks seats."""
+    there = _there(moved, by_role)
+    open_ = [iter([number for number, node in enumerate(cells) if node is None]) for cells in homes]
     for node, room, cells in zip(moved.nodes, moved.rooms, moved.placed, strict=True):
         if not any(cells):
             continue
-        before = {
-            name: [each.own for each in sorted(ranks, key=lambda a: a.local_rank)]
-            for name, ranks in there[node.name].items()
-        }
         numbers = [[next(turn) for _ in range(each)] for turn, each in zip(open_, cells, strict=True)]
         for bundle, own in enumerate(numbers):
-            final[bundle] |= dict.fromkeys(own, node.name)
-        for role, bundle, ranks_per_cell, seats in seating(problem, packer, room, cells, before):
+            for number in own:
+                homes[bundle][number] = node.name
+        for role, bundle, size, seats in seating(problem, packer, room, cells, there.get(node.name)):
             for seat in seats:
-                rank = numbers[bundle][seat.cell] * ranks_per_cell + seat.rank
-                by_role[role][rank] = Assignment(
-                    role,
-                    rank,
-                    node.name,
-                    seat.slot,
-                    seat.local_rank,
-                    seat.devices,
-                    None,
-                    seat.own,
-                    seat.share,
-                    seat.numa,
-                )
-    ordered = {name: [ranks[rank] for rank in range(len(ranks))] for name, ranks in by_role.items()}
-    return ordered, [[cells[number] for number in range(len(cells))] for cells in final]
+                rank = numbers[bundle][seat.cell] * size + seat.rank
+                by_role[role][rank] = seated(role, rank, node.name, seat)
 
 
-def _numbered(homes: Sequence[str | None], new: int) -> dict[int, int | None]:
-    """By its number then: the cell that has it now, None for a new one. Those that stay keep theirs, if they can."""
-    total = len(homes) - homes.count(None) + new
-    found: dict[int, int | None] = dict.fromkeys(range(total))
-    over = []
-    for cell, node in enumerate(homes):
-        if node is not None:
-            if cell < total:
-                found[cell] = cell
-            else:
-                over.append(cell)
-    missing = (number for number, cell in list(found.items()) if cell is None)
-    # From the highest, so that a shrinking role gives up the numbers at its end.
-    found |= dict(zip(missing, over[::-1], strict=False))
-    return found
-
-
-def _stayed(
-    problem: Problem, survivors: Survivors, homes: Homes, numbering: Sequence[Mapping[int, int | None]]
-) -> dict[str, dict[int, Assignment]]:
-    """By role and rank: who stays. Where others of a role have left a node, local ranks close up."""
-    found: dict[str, dict[int, Assignment]] = {}
-    for bundle, each in enumerate(problem.bundles):
-        left = {
-            was.node
-            for name in each.names
-            for was in _of_cells(survivors, name, each.ranks_of(name), homes[bundle])
+def _there(moved: Moved, by_role: dict[str, list[Assignment | None]]) -> dict[str, Before]:
+    """By node that somebody joins: the devices of those who are there."""
+    joined = {
+        node.name
+        for node, room, cells in zip(moved.nodes, moved.rooms, moved.placed, strict=True)
+        if any(cells) and any(room.held)
+    }
+    found: dict[str, dict[str, list[Assignment]]] = defaultdict(lambda: defaultdict(list))
+    for name, ranks in by_role.items() if joined else ():
+        for each in ranks:
+            if each is not None and each.node in joined:
+                found[each.node][name].append(each)
+    return {
+        node: {
+            name: [a.own for a in sorted(group, key=attrgetter("local_rank"))]
+            for name, group in roles.items()
         }
-        for name in each.names:
-            size = each.ranks_of(name)
-            before = survivors.by_role[name]
-            ranks = {
-                number * size + at: before[cell * size + at]
-                for number, cell in numbering[bundle].items()
-                if cell is not None
-                for at in range(size)
-            }
-            found[name] = {
-                rank: was if was.rank == rank else replace(was, rank=rank) for rank, was in ranks.items()
-            }
-            _close_up(found[name], left)
-    return found
-
-
-def _of_cells(
-    survivors: Survivors, role: str, size: int, homes: Sequence[str | None]
-) -> Iterator[Assignment]:
-    """The assignments of the cells that have no home now."""
-    ranks = survivors.by_role[role]
-    for cell, node in enumerate(homes):
-        if node is None:
-            yield from ranks[cell * size : (cell + 1) * size]
-
-
-def _close_up(ranks: dict[int, Assignment], nodes: set[str]) -> None:
-    """Number the local ranks of a role on `nodes` without gaps, and take the devices that were left from the masks."""
-    there: dict[str, list[Assignment]] = defaultdict(list)
-    for each in ranks.values():
-        if each.node in nodes:
-            there[each.node].append(each)
-    for group in there.values():
-        group.sort(key=lambda each: each.local_rank)
-        own = tuple(index for each in group for index in each.own)
-        for number, each in enumerate(group):
-            shared = each.devices is not None and each.devices != each.own
-            ranks[each.rank] = replace(each, local_rank=number, devices=own if shared else each.devices)
+        for node, roles in found.items()
+    }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from unirun.collocation.inventory import Node
 from unirun.collocation.planning.packing import Place, Room
 from unirun.collocation.planning.problem import Cells, Problem
 from unirun.collocation.slots import CPU, slots_of
+
+_alike = attrgetter("type", "index", "numa")
 
 
 class Taken(NamedTuple):
@@ -35,7 +38,7 @@ class Rooms:
         cpus = CPU in self._problem.types
         found = []
         for node in nodes:
-            devices = tuple([(d.type, d.index, d.numa) for d in node.devices]) if accelerators else ()
+            devices = tuple(map(_alike, node.devices)) if accelerators else ()
             kind = (devices, (node.cpus, node.numa) if cpus else ())
             room = self._empty.get(kind)
             if room is None:
@@ -50,18 +53,23 @@ class Rooms:
             for number, slot in enumerate(slots_of(node, type, self._crowd))
         )
 
-    def left(self, room: Room, held: Cells, taken: Sequence[Taken]) -> Room:
-        """`room`, when the cells `held` are there, on the slots `taken`."""
-        kind = (room, held, tuple(taken))
+    def left(self, room: Room, held: Cells, taken: Sequence[Taken] | None) -> Room:
+        """`room`, when the cells `held` are there, on the slots `taken`; with None, there is nothing left of it."""
+        if not any(held):
+            return room
+        kind = (room, held, None if taken is None else tuple(taken))
         left = self._used.get(kind)
         if left is None:
-            use: dict[tuple[str, str], list[Taken]] = {}
-            for each in taken:
-                use.setdefault((each.type, each.name), []).append(each)
-            places = []
-            for place in room.places:
-                here = use.get((place.type, place.name), ())
-                free = place.free - sum(each.units for each in here)
-                places.append(place._replace(free=free, users=frozenset(each.stack for each in here)))
-            left = self._used[kind] = Room(tuple(places), held)
+            places = () if taken is None else tuple(_less(room.places, taken))
+            left = self._used[kind] = Room(places, held)
         return left
+
+
+def _less(places: Iterable[Place], taken: Iterable[Taken]) -> Iterator[Place]:
+    use: dict[tuple[str, str], list[Taken]] = {}
+    for each in taken:
+        use.setdefault((each.type, each.name), []).append(each)
+    for place in places:
+        here = use.get((place.type, place.name), ())
+        free = place.free - sum(each.units for each in here)
+        yield place._replace(free=free, users=frozenset(each.stack for each in here))

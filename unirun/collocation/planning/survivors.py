@@ -1,19 +1,28 @@
-"""What of a placement stands after a loss, in cells: where each is, and what it holds of its node."""
+"""What of a placement stands after a loss, in cells: where each is, and what it holds of its node.
+
+A hundred thousand ranks stand where a few move: whole columns of them are looked at, and single ones where it matters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby, repeat
 from operator import attrgetter
 
 from unirun.collocation.inventory import Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.packing import Room
+from unirun.collocation.planning.packing import Room, free_units
 from unirun.collocation.planning.problem import Bundle, Cells, Problem
 from unirun.collocation.planning.rooms import Rooms, Taken
 from unirun.collocation.slots import CPU
 
-Homes = tuple[tuple[str | None, ...], ...]
+Homes = tuple[Sequence[str | None], ...]
 """By bundle, and by the number of the cell: its node, None when the cell has no place."""
+
+_node = attrgetter("node")
+_own = attrgetter("own")
+_index = attrgetter("index")
 
 
 class Survivors:
@@ -27,96 +36,104 @@ class Survivors:
         self.by_role: dict[str, list[Assignment]] = {
             role.name: [] for stack in problem.stacks for role in stack.roles
         }
-        for each in previous.assignments:
-            if each.role in self.by_role:
-                self.by_role[each.role].append(each)
-        for ranks in self.by_role.values():
-            ranks.sort(key=attrgetter("rank"))
-        self._nodes = {node.name: node for node in nodes}
-        self._gone = self._without_slots()
-        self.homes: Homes = tuple(self._homes(bundle) for bundle in problem.bundles)
+        for name, ranks in groupby(previous.assignments, attrgetter("role")):
+            if name in self.by_role:
+                self.by_role[name] += ranks
+        for each in self.by_role.values():
+            each.sort(key=attrgetter("rank"))
+        self.names = frozenset(node.name for node in nodes)
+        gone = self._without_slots(nodes)
+        self.homes: Homes = tuple(self._homes(bundle, gone) for bundle in problem.bundles)
 
-    def _without_slots(self) -> frozenset[tuple[str, int]]:
+    def _without_slots(self, nodes: Sequence[Node]) -> frozenset[tuple[str, int]]:
         """The ranks whose devices are no longer among those of their nodes."""
-        known: dict[str, frozenset[str]] = {}
-        for name, node in self._nodes.items():
-            known[name] = frozenset([device.index for device in node.devices])
-        devices = {
-            role.name: stack.device not in (None, CPU)
-            for stack in self.problem.stacks
-            for role in stack.roles
-        }
-        return frozenset(
-            (name, each.rank)
-            for name, ranks in self.by_role.items()
-            if devices[name]
-            for each in ranks
-            if each.node in known and not known[each.node].issuperset(each.own)
-        )
+        alike: dict[tuple[str, ...], frozenset[str]] = {}
+        devices: dict[str, frozenset[str]] = {}
+        for node in nodes:
+            names = tuple(map(_index, node.devices))
+            devices[node.name] = alike[names] if names in alike else alike.setdefault(names, frozenset(names))
+        found: set[tuple[str, int]] = set()
+        for stack in self.problem.stacks:
+            for role in stack.roles:
+                ranks = self.by_role[role.name]
+                if stack.device in (None, CPU):
+                    continue
+                kinds = set(zip(map(devices.get, map(_node, ranks)), map(_own, ranks), strict=True))
+                if any(there is not None and not there.issuperset(own) for there, own in kinds):
+                    found |= {
+                        (role.name, a.rank)
+                        for a in ranks
+                        if not devices.get(a.node, {*a.own}).issuperset(a.own)
+                    }
+        return frozenset(found)
 
-    def _homes(self, bundle: Bundle) -> tuple[str | None, ...]:
-        columns = [self._column(role.name, stack.ranks) for stack in bundle.stacks for role in stack.roles]
-        cells = min(len(column) for column in columns)
-        if all(column == columns[0] for column in columns):
-            return tuple(columns[0])
-        return tuple(
-            column[0] if all(node == column[0] for node in column) else None
-            for column in zip(*(column[:cells] for column in columns), strict=True)
-        )
-
-    def _column(self, role: str, ranks: int) -> list[str | None]:
-        """By cell: the sound node on which all its ranks of `role` are."""
-        gone = {rank for name, rank in self._gone if name == role}
-        nodes = [
-            each.node if each.node in self._nodes and each.rank not in gone else None
-            for each in self.by_role[role]
+    def _homes(self, bundle: Bundle, gone: Collection[tuple[str, int]]) -> Sequence[str | None]:
+        columns = [
+            self._column(role.name, stack.ranks, gone) for stack in bundle.stacks for role in stack.roles
         ]
+        first = columns[0]
+        if any(column != first for column in columns):
+            first = [
+                cell[0] if len(set(cell)) == 1 else None
+                for cell in zip(*columns, strict=False)  # a role that lacks ranks has fewer whole cells
+            ]
+        return [node if node in self.names else None for node in first]
+
+    def _column(self, role: str, ranks: int, gone: Collection[tuple[str, int]]) -> list[str | None]:
+        """By cell: the node on which all its ranks of `role` are."""
+        nodes: list[str | None] = list(map(_node, self.by_role[role]))
+        if gone:
+            nodes = [None if (role, rank) in gone else node for rank, node in enumerate(nodes)]
         if ranks == 1:
             return nodes
         cells = (nodes[at : at + ranks] for at in range(0, len(nodes) - ranks + 1, ranks))
         return [cell[0] if len(set(cell)) == 1 else None for cell in cells]
 
-    def standing(self, homes: Homes) -> Cells:
-        """How many cells of each bundle have a place."""
-        return tuple(len(cells) - cells.count(None) for cells in homes)
+    def rooms(self, rooms: Rooms, nodes: Sequence[Node], homes: Homes, wanted: Collection[int]) -> list[Room]:
+        """What `nodes` have left beside the cells at `homes`, for cells of the bundles `wanted`.
 
-    def rooms(self, rooms: Rooms, nodes: Sequence[Node], homes: Homes) -> list[Room]:
-        """What `nodes` have left beside the cells at `homes`."""
-        taken = self._taken(homes)
-        held: dict[str, list[int]] = {}
-        for bundle, cells in enumerate(homes):
-            for node in cells:
-                if node is not None:
-                    if node not in held:
-                        held[node] = [0] * len(homes)
-                    held[node][bundle] += 1
+        Of a node that is too full for any of them nothing is left, whichever slots are free.
+        """
+        counts = [Counter(cells) for cells in homes]
+        names = [node.name for node in nodes]
+        helds = zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True)
+        kinds = list(zip(rooms.of(nodes), helds, strict=True))
+        demands = [bundle.demand() for bundle in self.problem.bundles]
+        full = {kind: rooms.left(*kind, None) for kind in set(kinds) if not _may_have(kind, demands, wanted)}
+        found = list(map(full.get, kinds))
+        open_: dict[str, list[Taken]] = {
+            name: [] for name, room in zip(names, found, strict=True) if room is None
+        }
+        self._take(homes, open_)
         return [
-            rooms.left(room, tuple(held[node.name]), taken.get(node.name, ())) if node.name in held else room
-            for node, room in zip(nodes, rooms.of(nodes), strict=True)
+            room or rooms.left(*kind, open_[name])
+            for name, room, kind in zip(names, found, kinds, strict=True)
         ]
 
-    def _taken(self, homes: Homes) -> Mapping[str, Sequence[Taken]]:
-        found: dict[str, list[Taken]] = {}
+    def _take(self, homes: Homes, open_: Mapping[str, list[Taken]]) -> None:
+        """Add to the nodes `open_` what the cells at `homes` have of them."""
         number = 0
         for bundle, cells in zip(self.problem.bundles, homes, strict=True):
+            here = [(cell, node) for cell, node in enumerate(cells) if node in open_]
             for stack in bundle.stacks:
-                if stack.device is not None:
-                    # Collocated roles have the same slots: the first one's count for all.
-                    ranks = self.by_role[stack.roles[0].name]
-                    known: dict[tuple[str, ...], tuple[Taken, ...]] = {}
-                    for cell, node in enumerate(cells):
-                        if node is None:
-                            continue
-                        for each in ranks[cell * stack.ranks : (cell + 1) * stack.ranks]:
-                            slots = known.get(each.own)
-                            if slots is None:
-                                slots = tuple(
-                                    Taken(stack.device, index, number, stack.units) for index in each.own
-                                )
-                                known[each.own] = slots
-                            if node in found:
-                                found[node] += slots
-                            else:
-                                found[node] = [*slots]
+                # Collocated roles have the same slots: the first one's count for all.
+                ranks = self.by_role[stack.roles[0].name]
+                for cell, node in here:
+                    for each in ranks[cell * stack.ranks : (cell + 1) * stack.ranks]:
+                        if stack.device is not None and node is not None:
+                            open_[node] += [
+                                Taken(stack.device, name, number, stack.units) for name in each.own
+                            ]
                 number += 1
-        return found
+
+
+def _may_have(
+    kind: tuple[Room, Cells], demands: Sequence[Mapping[str, int]], wanted: Collection[int]
+) -> bool:
+    """Whether there are as many free slots as one cell takes."""
+    room, held = kind
+    left = free_units(room)
+    for number, demand in zip(held, demands, strict=True):
+        for type, units in demand.items():
+            left[type] = left.get(type, 0) - number * units
+    return any(all(left.get(type, 0) >= units for type, units in demands[b].items()) for b in wanted)

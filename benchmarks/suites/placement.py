@@ -1,0 +1,116 @@
+"""What it costs to decide who sits where: on ten thousand nodes with eight GPUs, all of them in use.
+
+Five roles, of which two pairs share slots and two are apart, with weights between them: 120 000 ranks on 80 000 slots.
+Everything is in one thread of this process; only the memory is that of a process which does nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import resource
+import time
+from functools import partial
+from statistics import median
+
+from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
+from unirun.collocation import Device, Inventory, Node, Placement
+from unirun.collocation.planning import plan, replan
+from unirun.collocation.request import Request, RoleRequest
+
+PLAN = Bar("plan 10 000 nodes × 8 slots, 5 roles", "s", 1.0)
+SPARE = Bar("re-plan after a node's loss, 10 000 nodes, a spare", "s", 0.2)
+ROOM = Bar("re-plan after a node's loss, 10 000 nodes, room elsewhere", "s", 0.2)
+MEMORY = Bar("peak memory of inventory, plan and re-plan", "MB", 500)
+GROWTH = Bar("plan: cost per node, 10 000 nodes ÷ 1 000", "ratio", 2.0)
+
+NODES, SLOTS = 10_000, 8
+SIZES = (100, 1_000, 10_000)
+PER_NODE = {"actor": 2, "reference": 2, "critic": 2, "reward": 2, "rollout": 4}
+"""Ranks per node of the job: pairs that share slots take four of them, the rollouts the other four."""
+
+
+def figures(runs: int) -> list[Figure]:
+    """All figures of this suite, each from `runs` runs."""
+    found = [measured(PLAN, runs, partial(plan_time, NODES))]
+    found.append(measured(SPARE, runs, partial(replan_time, spares=1)))
+    found.append(measured(ROOM, runs, partial(replan_time, spares=0)))
+    found.append(measured(MEMORY, 1, peak_memory))
+    found.append(measured(GROWTH, 1, growth))
+    return found
+
+
+def inventory(nodes: int) -> Inventory:
+    """`nodes` hosts that share no value, as if each had told of its own."""
+    return Inventory(
+        tuple(
+            Node(
+                f"node-{number:05}",
+                tuple(range(64)),
+                tuple(Device(str(slot), "GPU", numa=slot * 2 // SLOTS) for slot in range(SLOTS)),
+            )
+            for number in range(nodes)
+        )
+    )
+
+
+def request(nodes: int, spares: int = 0) -> Request:
+    """A job that fills so many nodes."""
+    return Request(
+        tuple(RoleRequest(name, nodes * each, nodes * each, "cuda") for name, each in PER_NODE.items()),
+        collocated=(("actor", "reference"), ("critic", "reward")),
+        apart=(("critic", "rollout"),),
+        weights={("actor", "rollout"): 9e9, ("actor", "critic"): 1e9, ("rollout", "reward"): 1e8},
+        spares=spares,
+    )
+
+
+def plan_time(nodes: int) -> float:
+    """Seconds for one plan of a job that fills `nodes` nodes."""
+    job, there = request(nodes), inventory(nodes)
+    gc.collect()
+    began = time.perf_counter()
+    plan(job, there)
+    return time.perf_counter() - began
+
+
+def replan_time(spares: int) -> float:
+    """Seconds to find places for the ranks of one lost node: on a spare, or on a node that has nothing to do."""
+    job, there = request(NODES, spares), inventory(NODES + 1)
+    before = plan(job, there)
+    gc.collect()
+    began = time.perf_counter()
+    after = replan(job, there, before, frozenset({"node-00017"}))
+    seconds = time.perf_counter() - began
+    if moved(before, after) != ranks_on(before, "node-00017"):
+        raise BenchmarkError("others than the ranks of the lost node have moved")
+    return seconds
+
+
+def ranks_on(placement: Placement, node: str) -> int:
+    """How many ranks `node` has."""
+    return sum(each.node == node for each in placement.assignments)
+
+
+def moved(before: Placement, after: Placement) -> int:
+    """How many ranks have another place."""
+    return sum(a != b for a, b in zip(before.assignments, after.assignments, strict=True))
+
+
+def peak_memory() -> float:
+    """Megabytes of a new process that makes the inventory, plans and plans again."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak)
+
+
+def _peak() -> float:
+    replan_time(spares=1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def growth() -> float:
+    """The cost per node of the largest job, divided by that of a job of a tenth."""
+    seconds = {nodes: median(plan_time(nodes) for _ in range(5)) for nodes in SIZES}
+    say("  " + ", ".join(f"{nodes} nodes {taken:.4f} s" for nodes, taken in seconds.items()))
+    small, large = SIZES[-2:]
+    return (seconds[large] / large) / (seconds[small] / small)
