@@ -6,7 +6,8 @@ Jobs are completed from the directories that are here: a key must not wait for a
 from __future__ import annotations
 
 from unirun.cli import SUBCOMMANDS
-from unirun.cli.options import OPTIONS, Parser
+from unirun.cli.options import Parser
+from unirun.cli.optiontable import OPTIONS
 
 _BASH = """# unirun completion for bash: source <(unirun completion bash)
 _unirun() {{

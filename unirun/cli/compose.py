@@ -15,11 +15,14 @@ from unirun.collocation import (
     Inventory,
     Placement,
     count_slots,
+    is_fake,
     local_inventory,
     local_topology,
-    plan_placement,
+    parse_fake,
+    place,
 )
 from unirun.errors import Fault, SpecError, UsageError
+from unirun.graph import from_edges, weights
 from unirun.spec import JobSpec, parse_job
 from unirun.spec.read import nearest
 from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
@@ -54,12 +57,24 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     return spec
 
 
-def plan_job(line: CommandLine) -> tuple[JobSpec, Placement]:
-    """The spec that a command line describes, and who sits where on this host."""
-    inventory = local_inventory()
+def plan_job(line: CommandLine) -> tuple[JobSpec, Placement, Inventory]:
+    """The spec that a command line describes, who sits where, and on what: this host, or what ``--inventory`` says.
+
+    Raises `SpecError`, `UsageError`, `PlacementError`.
+    """
+    text = line.options.get("inventory")
+    inventory = _inventory(text) if text else local_inventory()
     spec = job_spec(line, inventory)
     topology = local_topology(inventory) if spec.numa_binding else None
-    return spec, plan_placement(spec, inventory, topology)
+    graph = from_edges({role.name: role.count for role in spec.roles}, list(spec.edges))
+    spec, placement = place(spec, inventory, topology=topology, weights=weights(graph))
+    return spec, placement, inventory
+
+
+def _inventory(text: str) -> Inventory:
+    if not is_fake(text):
+        raise UsageError(f"--inventory {text!r} is none that is known", "write fake:nodes=4,devices=8,numa=2")
+    return parse_fake(text)
 
 
 def _defaults(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from unirun.cli.compose import plan_job
-from unirun.cli.options import OUTPUT, Option, parse
+from unirun.cli.options import parse
+from unirun.cli.optiontable import OUTPUT, Option
 from unirun.cli.tables import print_table
 from unirun.collocation import Placement
 from unirun.launcher.environment import worker_env
@@ -24,7 +25,7 @@ JSON = Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False)
 def main(argv: list[str]) -> int:
     """Print the plan of the job that `argv` describes. Returns 0."""
     line = parse(argv, "unirun plan", (JSON,))
-    spec, placement = plan_job(line)
+    spec, placement, _ = plan_job(line)
     rows = plan_rows(spec, placement)
     if line.options.get("json"):
         print(json.dumps({"spec": spec.to_json(), "note": placement.note, "workers": rows}, indent=2))

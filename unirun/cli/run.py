@@ -16,7 +16,7 @@ from unirun.cli.processes import Processes, masters_words
 from unirun.cli.session import Session
 from unirun.cli.stored import anchored
 from unirun.collocation import Placement
-from unirun.errors import EXIT_FAILURE, JobError
+from unirun.errors import EXIT_FAILURE, JobError, PlacementError
 from unirun.launcher import launch
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.process import adopt_orphans
@@ -33,7 +33,15 @@ from unirun.wire import listen, new_token
 def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
-    spec, placement = plan_job(line)
+    spec, placement, _ = plan_job(line)
+    if len(placement.nodes) > 1:
+        raise PlacementError(
+            f"the job has ranks on {len(placement.nodes)} nodes, and this version starts on one",
+            "see them with unirun plan",
+            role=spec.roles[0].name,
+            needed=len(placement.nodes),
+            available=1,
+        )
     return start(line, spec, placement)
 
 

@@ -14,6 +14,7 @@ from unirun.collocation.inventory import (
     count_slots,
 )
 from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.placing import place
 from unirun.collocation.planner import plan_placement
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "local_inventory",
     "local_topology",
     "parse_fake",
+    "place",
     "plan_placement",
     "register_device_type",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
-from unirun.spec import JobSpec
+from unirun.spec import JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
 from unirun.wire.spawning import Spawn
 
@@ -61,7 +61,7 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if workers > 1:
         # As torchrun does: many processes with a thread per core each would fight for the cores.
-        env.setdefault("OMP_NUM_THREADS", "1")
+        env.setdefault("OMP_NUM_THREADS", str(threads_of(spec.role(role))))
     if spec.transport == "torch" and any(each.restart == "process" for each in spec.roles):
         # torch's RPC agent warns of every peer that ends, also when all is well.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -72,6 +72,11 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     env.update(spec.env)
     env.update(spec.role(role).env)
     return env
+
+
+def threads_of(role: RoleSpec) -> int:
+    """As many as the processors that its ranks were given, else one."""
+    return int(role.slots) if role.device == "cpu" and role.slots > 1 else 1
 
 
 def worker_env(
@@ -109,6 +114,14 @@ def worker_env(
     own_mask = "CUDA_VISIBLE_DEVICES" in {**spec.env, **role.env}
     if member.devices is not None and role.auto_visible_device and not own_mask:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(member.devices)
+        # The numbers are NVML's, which are in this order; CUDA's own puts the fastest first.
+        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if member.share < 1:
+        env["UNIRUN_DEVICE_SHARE"] = f"{member.share:.6g}"
+        if "CUDA_MPS_PIPE_DIRECTORY" in env:
+            # Where MPS runs, it keeps a client to its part of the processors of a device.
+            percentage = max(1, int(100 * member.share))
+            env.setdefault("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(percentage))
     return env
 
 

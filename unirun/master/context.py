@@ -250,14 +250,18 @@ def _agents(agents: Sequence[Join | None]) -> Any:
 
 
 def _places(places: Sequence[Assignment]) -> Any:
-    return [[p.role, p.rank, p.node, p.slot, p.local_rank, p.devices, p.cpus] for p in places]
+    return [
+        [p.role, p.rank, p.node, p.slot, p.local_rank, p.devices, p.cpus, p.own, p.share, p.numa]
+        for p in places
+    ]
 
 
 def _read_places(documents: Documents) -> Iterator[Assignment]:
-    for role, rank, node, slot, local_rank, devices, cpus in json.loads(
+    for role, rank, node, slot, local_rank, devices, cpus, own, share, numa in json.loads(
         "".join(_numbered("placement", documents))
     ):
-        yield Assignment(role, rank, node, slot, local_rank, _tuple(devices), _tuple(cpus))
+        place = role, rank, node, slot, local_rank, _tuple(devices), _tuple(cpus)
+        yield Assignment(*place, tuple(own), share, numa)
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:

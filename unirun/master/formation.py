@@ -85,7 +85,12 @@ def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
     for group_rank, (node, here) in enumerate(nodes.items()):
         members = tuple(
             Member(
-                place.rank, place.local_rank, role.workers[place.rank].incarnation, place.devices, place.cpus
+                place.rank,
+                place.local_rank,
+                role.workers[place.rank].incarnation,
+                place.devices,
+                place.cpus,
+                place.share,
             )
             for place in here
             if place.rank in wanted

@@ -12,6 +12,9 @@ Restart = Literal["role", "process"]
 Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
 
+GROUPS = ("collocations", "host_collocations", "separations", "isolations")
+"""The keys of a job file whose value is a list of groups of roles."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -34,6 +37,10 @@ class RoleSpec:
     alone, while the others keep their memory; `max_restarts` counts either. `cwd` is None for the directory where
     `unirun` was called. `env` comes on top of the job's. `per_node` is how many of the role a node shall have, None
     for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
+
+    A rank takes `slots` of `device` (``cpu``, ``cuda`` or another type; None: of what the nodes have), a fraction being
+    a share of one. With `least` there may be fewer ranks than `count` where there is no room for all. `per_group` cuts
+    the ranks into groups of that many, each on one node; `devices` are the only ones, by index, that it may have.
     """
 
     name: str
@@ -46,6 +53,11 @@ class RoleSpec:
     restart: Restart = "role"
     per_node: int | None = None
     auto_visible_device: bool = True
+    least: int | None = None
+    device: str | None = None
+    slots: float = 1.0
+    per_group: int | None = None
+    devices: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,9 @@ class JobSpec:
     user's own, free-form part, which workers find as ``ctx.config``. `master_port` 0 lets each role have a
     free port; a number is taken by the first role. `sample_interval` is how often workers' memory and
     processor time are read; exits are seen at once, whatever it is. `collocations` are groups of roles that share
-    devices. `call_timeout` is how long a call between roles may take, and `transport` what carries it.
+    devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
+    and `isolations` of roles that never share a NUMA node. `spares` nodes are held back. `edges` say which role calls
+    which (`unirun.graph`). `call_timeout` is how long a call between roles may take, and `transport` what carries it.
     """
 
     name: str
@@ -93,6 +107,11 @@ class JobSpec:
     event_log: str = "null"
     log: LogSpec = field(default_factory=LogSpec)
     collocations: tuple[tuple[str, ...], ...] = ()
+    host_collocations: tuple[tuple[str, ...], ...] = ()
+    separations: tuple[tuple[str, ...], ...] = ()
+    isolations: tuple[tuple[str, ...], ...] = ()
+    spares: int = 0
+    edges: tuple[Any, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "torch"
 
@@ -102,6 +121,11 @@ class JobSpec:
             if role.name == name:
                 return role
         raise KeyError(name)
+
+    @property
+    def groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """What holds between roles, by the key of a job file."""
+        return {key: getattr(self, key) for key in GROUPS}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for files and streams; `from_json` gives an equal spec back."""
@@ -115,6 +139,7 @@ class JobSpec:
                 **{
                     **role,
                     "entry": Entry(**{**role["entry"], "args": tuple(role["entry"]["args"])}),
+                    "devices": None if role["devices"] is None else tuple(role["devices"]),
                 }
             )
             for role in data["roles"]
@@ -131,6 +156,7 @@ class JobSpec:
             "primary": tuple(data["primary"]),
             "preload": tuple(data["preload"]),
             "signals": tuple(data["signals"]),
-            "collocations": tuple(tuple(group) for group in data["collocations"]),
+            "edges": tuple(data["edges"]),
+            **{key: tuple(tuple(group) for group in data[key]) for key in GROUPS},
         }
         return cls(**plain)

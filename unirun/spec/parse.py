@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import SpecError
-from unirun.spec.job import JobSpec, LogSpec, RoleSpec
+from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
 from unirun.spec.read import Reader, nearest
 from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
-from unirun.spec.together import collocation_faults, handle_faults
+from unirun.spec.together import group_faults, handle_faults
 
 LOG_KEYS = (
     "dir",
@@ -34,7 +34,9 @@ JOB_KEYS = (
     "trainer",
     "nproc_per_node",
     "primary",
-    "collocations",
+    *GROUPS,
+    "spares",
+    "edges",
     "call_timeout",
     "transport",
     "config",
@@ -69,7 +71,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         read.faults += handle_faults([role.name for role in roles])
         roles.append(trainer)
     names = [role.name for role in roles]
-    collocations = _collocations(read, data.get("collocations"), roles)
+    groups = {key: _groups(read, key, data.get(key), roles) for key in GROUPS}
     everybody = (TRAINER,) if trainer is not None else tuple(names)
     primary = read.texts(data.get("primary"), "primary") or everybody
     for name in primary:
@@ -95,7 +97,9 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         "signals": _signals(read, data.get("signals")),
         "event_log": read.choice(data.get("event_log"), "event_log", ("null", "console"), "null"),
         "log": _log(read, data.get("log")),
-        "collocations": collocations,
+        **groups,
+        "spares": read.integer(data.get("spares"), "spares", 0, 0),
+        "edges": _edges(read, data.get("edges")),
         "call_timeout": read.seconds(data.get("call_timeout"), "call_timeout", 1800.0, 0.001),
         "transport": read.choice(data.get("transport"), "transport", ("torch", "socket"), "torch"),
     }
@@ -104,21 +108,31 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
     return JobSpec(roles=tuple(roles), primary=primary, **fields)
 
 
-def _collocations(read: Reader, value: Any, roles: Sequence[RoleSpec]) -> tuple[tuple[str, ...], ...]:
+def _groups(read: Reader, key: str, value: Any, roles: Sequence[RoleSpec]) -> tuple[tuple[str, ...], ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        read.fault("collocations", f"expected a list of lists of roles, found {value!r}", "write [[a, b]]")
+        read.fault(key, f"expected a list of lists of roles, found {value!r}", "write [[a, b]]")
         return ()
     groups = []
     for number, group in enumerate(value):
-        where = f"collocations[{number}]"
+        where = f"{key}[{number}]"
         if isinstance(group, list | tuple):
             groups.append(read.texts(group, where))
         else:
             read.fault(where, f"expected a list of roles, found {group!r}", "write [[a, b]]")
-    read.faults += collocation_faults(groups, roles)
+    read.faults += group_faults(key, groups, roles)
     return tuple(groups)
+
+
+def _edges(read: Reader, value: Any) -> tuple[Any, ...]:
+    """As they stand: what they mean is for `unirun.graph` to say."""
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(edge, str | Mapping) for edge in value):
+        read.fault("edges", f"expected a list of edges, found {value!r:.120}", "write ['trainer -> actor']")
+        return ()
+    return tuple(dict(edge) if isinstance(edge, Mapping) else edge for edge in value)
 
 
 def _config(read: Reader, value: Any) -> dict[str, Any]:

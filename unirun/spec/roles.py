@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ JOB_WIDE_KEYS = (*ENTRY_KINDS, "args", "env", "cwd", "max_restarts", "start_meth
 AUTO_DEVICE = ("auto_visible_device", "enable_ray_auto_visible_device")
 """The second name is the one under which DLRover's users know it."""
 
-ROLE_KEYS = (*JOB_WIDE_KEYS, "count", "per_node", *AUTO_DEVICE)
+ROLE_KEYS = (*JOB_WIDE_KEYS, "count", "per_node", "per_group", "device", "slots", "devices", *AUTO_DEVICE)
 TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method")
 START_METHODS: dict[str, StartMethod] = {
     "fork": "fork",
@@ -90,8 +91,11 @@ def _role(
     entry = _entry(read, fields, where, default_entry)
     if not entry.target:
         read.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
-    count = _count(read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots)
-    return _finish(read, name, where, fields, job, entry, count)
+    least, count = _counts(
+        read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots
+    )
+    role = _finish(read, name, where, fields, job, entry, count)
+    return replace(role, least=least, **_places(read, fields, where, count))
 
 
 def _finish(
@@ -128,6 +132,43 @@ def _finish(
     )
 
 
+def _places(read: Reader, fields: Mapping[str, Any], where: str, count: int) -> dict[str, Any]:
+    """What each rank needs, and how ranks belong together."""
+    devices = fields.get("devices")
+    device = read.text(fields.get("device"), f"{where}.device") or None
+    per_group = fields.get("per_group")
+    return {
+        "device": device,
+        "slots": _slots(read, fields.get("slots"), f"{where}.slots"),
+        "per_group": None if per_group is None else _divisor(read, per_group, f"{where}.per_group", count),
+        "devices": None if devices is None else read.texts(devices, f"{where}.devices"),
+    }
+
+
+def _slots(read: Reader, value: Any, where: str) -> float:
+    """Whole slots, or a share of one."""
+    if value is None:
+        return 1.0
+    number = read.seconds(value, where, 1.0)
+    if number <= 0 or (number > 1 and number != int(number)):
+        read.fault(
+            where, f"expected a whole number or a share of one, found {value!r}", "for example 2 or 0.5"
+        )
+        return 1.0
+    return number
+
+
+def _counts(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> tuple[int | None, int]:
+    """``4``, or ``2:8`` for as many as there is room for."""
+    if not (isinstance(value, str) and ":" in value):
+        return None, _count(read, value, where, count_slots)
+    low, _, high = value.partition(":")
+    least, most = _count(read, low, where, count_slots), _count(read, high, where, count_slots)
+    if least > most:
+        read.fault(where, f"{value!r} is from {least} to {most}", "write the smaller number first")
+    return least, max(least, most)
+
+
 def _count(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> int:
     if isinstance(value, str) and value in ("auto", "cpu", "gpu", "xpu"):
         try:
@@ -139,14 +180,16 @@ def _count(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> in
 
 
 def _per_node(read: Reader, value: Any, where: str, count: int) -> int | None:
-    if value is None:
-        return None
-    per_node = read.integer(value, f"{where}.per_node", 1, 1)
-    if count % per_node:
-        fits = [str(number) for number in range(1, min(count, 64) + 1) if count % number == 0]
-        problem = f"{per_node} does not divide the role's {count} ranks"
-        read.fault(f"{where}.per_node", problem, f"every node has as many: {', '.join(fits)}")
-    return per_node
+    return None if value is None else _divisor(read, value, f"{where}.per_node", count)
+
+
+def _divisor(read: Reader, value: Any, where: str, count: int) -> int:
+    number = read.integer(value, where, 1, 1)
+    if count % number:
+        fits = [str(each) for each in range(1, min(count, 64) + 1) if count % each == 0]
+        problem = f"{number} does not divide the role's {count} ranks"
+        read.fault(where, problem, f"every node has as many: {', '.join(fits)}")
+    return number
 
 
 def _auto_device(read: Reader, fields: Mapping[str, Any], where: str) -> bool:

@@ -8,30 +8,44 @@ from unirun.errors import Fault
 from unirun.spec.job import RoleSpec
 from unirun.spec.read import nearest
 
+SHARING = ("collocations", "host_collocations")
+"""Groups of which a role is in one at most."""
 
-def collocation_faults(groups: Sequence[Sequence[str]], roles: Sequence[RoleSpec]) -> list[Fault]:
-    """What is wrong with `groups` of roles that are to share devices."""
+WHAT_GROUPS_SAY = {
+    "collocations": "share devices",
+    "host_collocations": "are on one node",
+    "separations": "are on different nodes",
+    "isolations": "are on different NUMA nodes",
+}
+
+
+def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[RoleSpec]) -> list[Fault]:
+    """What is wrong with the `groups` of roles that a job file has under `key`.
+
+    Whether all of them can be kept is for the planner to say; that a role is in two groups of its kind is a fault only
+    of those that share.
+    """
     known = {role.name: role for role in roles if role.entry.kind != "trainer"}
     trainers = {role.name for role in roles} - known.keys()
     faults: list[Fault] = []
     home: dict[str, int] = {}
     for number, group in enumerate(groups):
-        where = f"collocations[{number}]"
+        where = f"{key}[{number}]"
         if len(set(group)) < 2:
-            faults.append(
-                Fault(where, f"{[*group]} names fewer than two roles", "name those that share devices")
-            )
+            remedy = f"name those that {WHAT_GROUPS_SAY[key]}"
+            faults.append(Fault(where, f"{[*group]} names fewer than two roles", remedy))
         for name in group:
-            if name in trainers:
+            if name in trainers and key == "collocations":
                 faults.append(Fault(where, f"{name!r} is the trainer, which uses no device", "leave it out"))
-            elif name not in known:
+            elif name not in known and name not in trainers:
                 faults.append(Fault(where, f"no role is called {name!r}", nearest(name, [*known])))
-            elif name in home:
-                other = f"collocations[{home[name]}]"
+            elif name in home and (key in SHARING or home[name] == number):
+                other = f"{key}[{home[name]}]"
                 twice = "twice" if home[name] == number else f"in {other} as well"
                 faults.append(Fault(where, f"role {name!r} is there {twice}", "name each role once"))
             home.setdefault(name, number)
-        faults += _unequal(where, [known[name] for name in dict.fromkeys(group) if name in known])
+        if key == "collocations":
+            faults += _unequal(where, [known[name] for name in dict.fromkeys(group) if name in known])
     return [*dict.fromkeys(faults)]
 
 

@@ -50,13 +50,15 @@ from unirun.wire.spawning import (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker to be started. `devices` are the indices that its mask shows, None to leave the mask."""
+    """One worker to be started. `devices` are the indices that its mask shows, None to leave the mask; `share` is its
+    part of each of its devices."""
 
     rank: int
     local_rank: int
     incarnation: int
     devices: tuple[str, ...] | None = None
     cpus: tuple[int, ...] | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import subprocess
 
 from unirun.cli import SUBCOMMANDS
 from unirun.cli.completion import bash, zsh
-from unirun.cli.options import OPTIONS
+from unirun.cli.optiontable import OPTIONS
 
 
 def complete(*words: str) -> set[str]:

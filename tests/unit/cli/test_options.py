@@ -8,7 +8,8 @@ import pytest
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
-from unirun.cli.options import OPTIONS, TORCHRUN_ONLY, CommandLine, Option, from_environment, parse
+from unirun.cli.options import CommandLine, from_environment, parse
+from unirun.cli.optiontable import OPTIONS, TORCHRUN_ONLY, Option
 from unirun.errors import UsageError
 
 TORCH = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]

@@ -133,6 +133,7 @@ class TestTheDeviceMask:
 
     def test_is_set_when_devices_are_handed_out(self) -> None:
         assert env_of(spec(), self.MASKED)["CUDA_VISIBLE_DEVICES"] == "4,5"
+        assert env_of(spec(), self.MASKED)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "as the numbers are meant"
         assert env_of(spec(), self.MASKED, CUDA_VISIBLE_DEVICES="0")["CUDA_VISIBLE_DEVICES"] == "4,5"
 
     def test_is_left_alone_when_none_are(self) -> None:
@@ -203,3 +204,26 @@ class TestARequest:
         member = Member(0, 0, 0, cpus=(1, 2))
         request = spawn_request(7, spec(roles=(role,)), ORDER, member, JOB, "n1", "/", {})
         assert (request.cwd, request.fresh, request.cpus) == ("/own", True, (1, 2))
+
+
+class TestAShareOfADevice:
+    SHARED = Member(3, 1, 2, ("0",), share=0.25)
+
+    def test_is_told_to_the_worker(self) -> None:
+        assert env_of(spec(), self.SHARED)["UNIRUN_DEVICE_SHARE"] == "0.25"
+        assert "UNIRUN_DEVICE_SHARE" not in env_of(spec())
+
+    def test_is_kept_by_mps_where_that_runs(self) -> None:
+        name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+        assert name not in env_of(spec(), self.SHARED)
+        assert env_of(spec(), self.SHARED, CUDA_MPS_PIPE_DIRECTORY="/tmp/mps")[name] == "25"
+        asked = spec(env={name: "60", "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"})
+        assert env_of(asked, self.SHARED)[name] == "60"
+
+
+def test_a_rank_with_several_processors_has_as_many_threads() -> None:
+    entry = Entry("script", "a.py")
+    job = spec(roles=(RoleSpec("actor", 4, entry, device="cpu", slots=3.0), RoleSpec("rollout", 1, entry)))
+    assert base_env(job, "actor", {})["OMP_NUM_THREADS"] == "3"
+    assert base_env(job, "rollout", {})["OMP_NUM_THREADS"] == "1"
+    assert base_env(job, "actor", {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"

@@ -1,0 +1,68 @@
+"""What workers find of their places: masks, shares and processors, as the plan has them."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from .harness import Unirun
+
+Script = Callable[..., Path]
+
+TELL = """
+    import os
+    names = ("CUDA_VISIBLE_DEVICES", "UNIRUN_DEVICE_SHARE", "OMP_NUM_THREADS")
+    who = os.environ["ROLE_NAME"], os.environ["RANK"]
+    print(repr((who, [os.environ.get(name) for name in names], sorted(os.sched_getaffinity(0)))), flush=True)
+"""
+
+
+def told(out: str) -> dict[tuple[str, str], tuple[list[str | None], list[int]]]:
+    found = (ast.literal_eval(line.partition("] ")[2]) for line in out.splitlines())
+    return {who: (values, cpus) for who, values, cpus in found}
+
+
+def test_two_devices_that_two_roles_share(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"script: {script(TELL)}\n"
+        "roles: {actor: {count: 2, device: cuda}, critic: {count: 2, device: cuda}}\n"
+        "collocations: [[actor, critic]]\n"
+    )
+    result = unirun("-q", "--config", job, "--inventory", "fake:devices=2")
+    assert result.code == 0, result.err
+    workers = told(result.out)
+    assert set(workers) == {(role, rank) for role in ("actor", "critic") for rank in "01"}
+    assert all(values == ["0,1", "0.5", "1"] for values, _ in workers.values())
+
+
+def test_ranks_on_processors_of_their_own(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(f"script: {script(TELL)}\nroles: {{actor: {{count: 2, device: cpu}}, rollout: 1}}\n")
+    result = unirun("-q", "--config", job, "--inventory", "fake:cpus=2")
+    assert result.code == 0, result.err
+    workers = told(result.out)
+    assert [workers["actor", rank][1] for rank in "01"] == [[0], [1]]
+    everything = sorted(os.sched_getaffinity(0))
+    assert workers["rollout", "0"][1] == everything, "who asked for nothing is bound to nothing"
+
+
+def test_nodes_that_are_not_there_can_be_planned_and_not_started(
+    unirun: Unirun, script: Script, tmp_path: Path
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"script: {script(TELL)}\n"
+        "roles: {actor: {count: 2, device: cuda}, rollout: {count: 2, device: cuda}}\n"
+        "separations: [[actor, rollout]]\n"
+    )
+    options = ("--config", job, "--inventory", "fake:nodes=2,devices=2")
+    plan = unirun("plan", *options)
+    assert (plan.code, "node0" in plan.out, "node1" in plan.out) == (0, True, True), plan.err
+    started = unirun(*options)
+    assert started.code == 3
+    assert "2 nodes, and this version starts on one" in started.err
+    crowded = unirun("plan", "--config", job, "--inventory", "fake:nodes=1,devices=8")
+    assert crowded.code == 3, "two roles that must be apart do not fit one node"
