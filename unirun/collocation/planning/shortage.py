@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from unirun.collocation.inventory import Inventory, Node
@@ -63,29 +64,35 @@ def checked(request: Request) -> Problem:
 
 
 def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:
-    """The error for a request without faults for which no placement was found: all that stands in the way."""
+    """The error for a request without faults for which no placement was found.
+
+    It has what one change would make fit; else, as it takes several, what stands in the way of each role by itself.
+    """
+    whole = _explain(request, inventory)
+    if whole.nearest:
+        return _error(whole, f"{'; '.join(f'{each} fits' for each in whole.nearest)}")
     problem, _ = compile_request(request)
-    alone = [_only(request, bundle.names) for bundle in problem.bundles]
-    short = [each for each in alone if each.roles and not _fits(each, inventory)] if len(alone) > 1 else []
-    found = [_explain(each, inventory) for each in short or [request]]
+    alone = [_only(request, bundle.names) for bundle in problem.bundles] if len(problem.bundles) > 1 else []
+    short = [_explain(each, inventory) for each in alone if not _fits(each, inventory)]
+    if not short:
+        return _error(whole, "use more nodes")
     faults = tuple(
-        Fault(each.role, each.problem, f"{each.nearest[0]} fits" if each.nearest else "") for each in found
+        Fault(each.role, each.problem, f"{each.nearest[0]} would fit alone" if each.nearest else "")
+        for each in short
     )
-    first = found[0]
-    offers = [f"{each} fits" for each in first.nearest]
-    if len(found) == 1:
-        text, remedy = first.problem, "; ".join(offers) or "use more nodes"
-    else:
-        text, remedy = "\n".join(str(fault) for fault in faults), ""
+    return _error(replace(short[0], problem="\n".join(map(str, faults)), nearest=()), "", faults)
+
+
+def _error(shortage: Shortage, remedy: str, faults: tuple[Fault, ...] = ()) -> PlacementError:
     return PlacementError(
-        text,
+        shortage.problem,
         remedy,
-        role=first.role,
-        needed=first.needed,
-        available=first.available,
-        constraint=first.constraint,
-        nearest=first.nearest,
-        faults=faults,
+        role=shortage.role,
+        needed=shortage.needed,
+        available=shortage.available,
+        constraint=shortage.constraint,
+        nearest=shortage.nearest,
+        faults=faults or (Fault(shortage.role, shortage.problem, remedy),),
     )
 
 
@@ -200,6 +207,9 @@ def _changes(request: Request) -> Iterator[tuple[str, str, Request]]:
                     offer,
                     replace(request, roles=(*before, other, *after)),
                 )
+        for slots in range(int(role.slots) - 1, 0, -1):
+            changed = replace(request, roles=(*before, replace(role, slots=Fraction(slots)), *after))
+            yield f"{role.name} slots {role.slots}", f"{role.name} slots {slots}", changed
         if role.per_group is not None:
             other = replace(role, per_group=None)
             changed = replace(request, roles=(*before, other, *after))
