@@ -15,6 +15,13 @@ from unirun.spec.read import nearest
 from unirun.spec.roles import TRAINER
 from unirun.spec.yaml import plain_config
 
+CALLS_OF_GROUPS = {
+    "host_collocations": "with_host_collocation",
+    "separations": "with_separation",
+    "isolations": "with_isolation",
+}
+"""Groups of roles besides those that share devices: their key in a job file, and the builder's method."""
+
 DL_TYPES = ("PRE", "SFT", "RL", "MULTIMODAL")
 
 
@@ -41,6 +48,8 @@ class WorkloadDraft:
     per_node: Any = None
     env: Any = field(default_factory=dict)
     auto_visible_device: bool = True
+    places: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,10 @@ class Draft:
     workloads: tuple[WorkloadDraft, ...] = ()
     collocations: tuple[tuple[Any, ...], ...] = ()
     collocate_all: bool = False
+    groups: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Other groups of roles, each with its key in a job file."""
+    spares: Any = None
+    edges: tuple[Any, ...] = ()
     transport: Any = None
     call_timeout: Any = None
 
@@ -77,7 +90,8 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     for workload in draft.workloads:
         faults += _workload_faults(draft, workload, loaded)
     groups, wrong = _groups(draft)
-    faults += wrong
+    others, more = _other_groups(draft)
+    faults += [*wrong, *more]
     numbers = [draft.node_num, draft.device_per_node]
     numbers += [number for workload in draft.workloads for number in (workload.total, workload.per_node)]
     sound = all(map(_is_number, numbers))
@@ -93,6 +107,9 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         "env": draft.env,
         "roles": {workload.role: _role(workload) for workload in draft.workloads},
         "collocations": groups,
+        **others,
+        "spares": draft.spares,
+        "edges": [*draft.edges],
         "transport": draft.transport,
         "call_timeout": draft.call_timeout,
     }
@@ -111,12 +128,14 @@ def _role(workload: WorkloadDraft) -> dict[str, Any]:
         "workload": workload.entry.target,
         "env": workload.env,
         "auto_visible_device": workload.auto_visible_device,
+        **workload.places,
     }
 
 
 def _without_numbers(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """For a look at everything else: of wrong numbers, nothing more is to be said."""
-    roles = {name: {**role, "count": 1, "per_node": None} for name, role in mapping["roles"].items()}
+    nothing = {"count": 1, "per_node": None, "per_group": None}
+    roles = {name: {**role, **nothing} for name, role in mapping["roles"].items()}
     return {**mapping, "roles": roles}
 
 
@@ -198,20 +217,37 @@ def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str,
 
 
 def _groups(draft: Draft) -> tuple[list[list[str]], list[Fault]]:
-    """The collocations, with the roles' own spelling: they may be named in upper or in lower case."""
+    """The collocations."""
+    groups, faults = _spelled(draft, "with_collocation", draft.collocations)
     roles = [workload.role for workload in draft.workloads]
-    spelled = {role.lower(): role for role in roles} | {role: role for role in roles} | {TRAINER: TRAINER}
-    groups, faults = [], []
-    for number, group in enumerate(draft.collocations):
-        wrong = [name for name in group if not isinstance(name, str)]
-        if wrong:
-            problem = f"expected names of roles, found {wrong[0]!r}"
-            faults.append(Fault(f"with_collocation[{number}]", problem, "call .with_collocation('a', 'b')"))
-        names = [name for name in group if isinstance(name, str)]
-        groups.append([spelled.get(name, spelled.get(name.lower(), name)) for name in names])
     if draft.collocate_all and len(roles) > 1:
         groups.append(roles)
     return groups, faults
+
+
+def _other_groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
+    """The groups of every other kind, by their key in a job file."""
+    found: dict[str, list[list[str]]] = {}
+    faults: list[Fault] = []
+    for key, call in CALLS_OF_GROUPS.items():
+        found[key], wrong = _spelled(draft, call, [group for kind, group in draft.groups if kind == key])
+        faults += wrong
+    return found, faults
+
+
+def _spelled(draft: Draft, call: str, groups: Sequence[Sequence[Any]]) -> tuple[list[list[str]], list[Fault]]:
+    """Groups with the roles' own spelling: they may be named in upper or in lower case."""
+    roles = [workload.role for workload in draft.workloads]
+    spelled = {role.lower(): role for role in roles} | {role: role for role in roles} | {TRAINER: TRAINER}
+    found, faults = [], []
+    for number, group in enumerate(groups):
+        wrong = [name for name in group if not isinstance(name, str)]
+        if wrong:
+            problem = f"expected names of roles, found {wrong[0]!r}"
+            faults.append(Fault(f"{call}[{number}]", problem, f"call .{call}('a', 'b')"))
+        names = [name for name in group if isinstance(name, str)]
+        found.append([spelled.get(name, spelled.get(name.lower(), name)) for name in names])
+    return found, faults
 
 
 def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]:
@@ -237,7 +273,12 @@ def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]
     return []
 
 
-_RENAMED = (("roles.", ""), (".count", ".total"), ("collocations[", "with_collocation["))
+_RENAMED = (
+    ("roles.", ""),
+    (".count", ".total"),
+    *((f"{key}[", f"{call}[") for key, call in CALLS_OF_GROUPS.items()),
+    ("collocations[", "with_collocation["),
+)
 """Where a job file has a value, and where the builder has it."""
 
 

@@ -23,6 +23,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar
 
+from unirun.collocation import parse_fake, place
+from unirun.errors import Fault, PlacementError, SpecError
+from unirun.graph import from_edges, weights
+from unirun.spec import parse_job
 from unirun.spec.builder import ClassDraft, Draft, WorkloadDraft, job_mapping
 from unirun.train.job import Job
 from unirun.train.loading import importable, load_class
@@ -85,6 +89,45 @@ class _JobMethods(Generic[J]):
         """All workloads share devices, whenever they are named."""
         return self._say(collocate_all=True)
 
+    def with_host_collocation(self, *roles: str) -> J:
+        """Roles that are on one node, rank for rank in proportion to their counts, on devices of their own."""
+        return self._group("host_collocations", roles)
+
+    def with_separation(self, *roles: str) -> J:
+        """Roles that are never on one node."""
+        return self._group("separations", roles)
+
+    def with_isolation(self, *roles: str) -> J:
+        """Roles that are never on one NUMA node; they may share a host."""
+        return self._group("isolations", roles)
+
+    def _group(self, key: str, roles: tuple[str, ...]) -> J:
+        return self._say(groups=(*self._described.draft.groups, (key, roles)))
+
+    def spares(self, num: int = 1) -> J:
+        """Nodes that are held back."""
+        return self._say(spares=num)
+
+    def edge(
+        self,
+        source: str,
+        target: str,
+        invocation: str = "",
+        *,
+        kind: str | None = None,
+        asynchronous: bool = False,
+        weight: str | float = 0,
+    ) -> J:
+        """`source` calls `target`: an edge of the computation graph, of `weight` bytes per step (``"64MB"``).
+
+        `kind` is ``one_to_one``, ``broadcast``, ``scatter``, ``gather`` or ``all_to_all``; by default what the counts
+        suggest. Roles that exchange much are kept on few nodes.
+        """
+        edge: dict[str, Any] = {"from": source, "to": target, "async": asynchronous, "weight": weight}
+        edge |= {"invocation": invocation} if invocation else {}
+        edge |= {"kind": kind} if kind is not None else {}
+        return self._say(edges=(*self._described.draft.edges, edge))
+
     def transport(self, name: str) -> J:
         """How calls travel: ``torch`` (the default) or ``socket``."""
         return self._say(transport=name)
@@ -99,7 +142,9 @@ class _JobMethods(Generic[J]):
         drafts = [workload.entry for workload in draft.workloads]
         drafts += [draft.trainer] if draft.trainer is not None else []
         loaded = {entry.target: load_class(entry.module, entry.name) for entry in drafts}
-        return Job(job_mapping(draft, loaded), draft.node_num)
+        mapping = job_mapping(draft, loaded)
+        _check_places(mapping, draft.node_num, draft.device_per_node)
+        return Job(mapping, draft.node_num)
 
 
 class WorkloadBuilder(_JobMethods[J]):
@@ -127,6 +172,26 @@ class WorkloadBuilder(_JobMethods[J]):
         """How many of them a node has. Must be said."""
         self._own(per_node=num)
         return self
+
+    def _place_on(self, **more: Any) -> Self:
+        self._own(places={**self._described.draft.workloads[self._place].places, **more})
+        return self
+
+    def slots(self, num: float = 1) -> Self:
+        """How many devices each rank takes: a whole number, or a share of one."""
+        return self._place_on(slots=num)
+
+    def device(self, kind: str) -> Self:
+        """The type of its devices: ``cpu``, ``cuda``, or another that the nodes have."""
+        return self._place_on(device=kind)
+
+    def devices(self, *indices: int | str) -> Self:
+        """The only devices, by index, that it may have on any node."""
+        return self._place_on(devices=[*indices])
+
+    def per_group(self, num: int) -> Self:
+        """Groups of so many consecutive ranks are each on one node."""
+        return self._place_on(per_group=num)
 
     def env(self, env: Mapping[str, Any]) -> Self:
         """Environment variables of the role's workers."""
@@ -189,6 +254,16 @@ class RLJobBuilder(_RLMethods):
     def __init__(self) -> None:
         self._described, self._job = _Described(), self
         self.dl_type("RL")
+
+
+def _check_places(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
+    """Whether the ranks find places on so many nodes. Raises `SpecError`."""
+    spec = parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
+    graph = from_edges({role.name: role.count for role in spec.roles}, mapping["edges"])
+    try:
+        place(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), weights=weights(graph))
+    except PlacementError as error:
+        raise SpecError(error.faults or [Fault("placement", error.problem, error.remedy)]) from error
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -410,3 +410,39 @@ def test_whatever_is_said_gives_a_job_or_faults_and_nothing_else(
         assert len(set(error.faults)) == len(error.faults), "nothing is told twice"
     else:
         assert job.spec.role("trainer").count == 1
+
+
+class TestPlaces:
+    def test_are_what_a_job_file_says_of_them(self) -> None:
+        builder = whole().node_num(3).with_separation("ACTOR", "rollout").spares(1)
+        builder.workload("rollout", "algo", "Rollout").total(4).per_node(4).slots(2).devices(
+            0, 1, 2, 3, 4, 5, 6, 7
+        )
+        builder.workload("reward", "algo", "Actor").total(2).per_node(2).slots(0.5).per_group(2)
+        builder.with_host_collocation("actor", "reward").with_isolation("rollout", "reward")
+        builder.edge("actor", "rollout", "load", kind="broadcast", asynchronous=True, weight="2GB")
+        file = builder.build().mapping
+        assert file["separations"] == [["actor", "rollout"]]
+        assert file["host_collocations"] == [["actor", "reward"]]
+        assert file["isolations"] == [["rollout", "reward"]]
+        assert file["spares"] == 1
+        assert file["roles"]["rollout"] | {"slots": 2, "devices": [*range(8)]} == file["roles"]["rollout"]
+        assert file["roles"]["reward"] | {"slots": 0.5, "per_group": 2} == file["roles"]["reward"]
+        assert file["edges"] == [
+            {"from": "actor", "to": "rollout", "async": True, "weight": "2GB", "invocation": "load"}
+            | {"kind": "broadcast"}
+        ]
+
+    def test_that_there_are_not_are_told(self) -> None:
+        apart = whole()
+        apart.workload("rollout", "algo", "Rollout").total(2).per_node(2)
+        found = faults(apart.with_separation("actor", "rollout"))
+        assert "rollout" in str(found[0])
+
+    def test_of_roles_that_there_are_not_are_told_in_the_builders_words(self) -> None:
+        found = faults(whole().with_separation("actor", "rollouts").with_isolation("actor"))
+        assert {fault.where for fault in found} == {"with_separation[0]", "with_isolation[0]"}
+
+    def test_and_edges_are_checked(self) -> None:
+        (fault,) = faults(whole().edge("actor", "actors"))
+        assert fault.where.startswith("edges[0]")
