@@ -249,6 +249,45 @@ def _choices(request: Request, node: Node, role: RoleRequest, rank: int) -> Iter
     yield from combinations(indices, max(1, int(role.slots)))
 
 
+def may_stay(request: Request, before: Placement, lost: frozenset[str], targets: Sequence[Node]) -> bool:
+    """Whether there are places on `targets` for the ranks of `lost` nodes when all others stay where they are."""
+    stay = [a for a in before.assignments if a.node not in lost]
+    gone = [a for a in before.assignments if a.node in lost]
+    roles = {role.name: role for role in request.roles}
+    part = shares(request)
+    for chosen in product(targets, repeat=len(gone)):
+        places = {(a.role, a.rank): a.node for a in stay}
+        places |= {(a.role, a.rank): node.name for a, node in zip(gone, chosen, strict=True)}
+        where = {
+            name: tuple(places[name, rank] for rank in range(len(before.of_role(name)))) for name in roles
+        }
+        if any(node_faults(request, where)):
+            continue
+        if all(
+            _seat(
+                request,
+                node,
+                [
+                    (roles[a.role], a.rank)
+                    for a, to in zip(gone, chosen, strict=True)
+                    if to is node and roles[a.role].device
+                ],
+                {
+                    (a.role, a.rank): a.own
+                    if roles[a.role].device == "cuda"
+                    else next(_choices(request, node, roles[a.role], a.rank))
+                    for a in stay
+                    if a.node == node.name and roles[a.role].device
+                },
+                {(d.index, node.name): max(d.numa, 0) for d in node.devices},
+                part,
+            )
+            for node in targets
+        ):
+            return True
+    return False
+
+
 def all_counts(request: Request) -> Iterator[dict[str, int]]:
     for each in product(*(range(role.least, role.count + 1) for role in request.roles)):
         yield {role.name: number for role, number in zip(request.roles, each, strict=True)}

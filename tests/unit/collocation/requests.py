@@ -18,9 +18,9 @@ NAMES = ("a", "b", "c")
 
 
 @st.composite
-def inventories(draw: st.DrawFn) -> Inventory:
+def inventories(draw: st.DrawFn, most: int = 3) -> Inventory:
     return hosts(
-        *draw(st.lists(st.sampled_from([4, 4, 3, 2, 2, 1, 0]), min_size=1, max_size=3)),
+        *draw(st.lists(st.sampled_from([4, 4, 3, 2, 2, 1, 0]), min_size=1, max_size=most)),
         numas=draw(st.sampled_from([1, 2])),
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.collocation.checking import (
@@ -15,6 +16,7 @@ from tests.unit.collocation.checking import (
     counts_of,
     crossing,
     in_rank_order,
+    may_stay,
     nodes_of,
     usable,
 )
@@ -44,6 +46,23 @@ def test_every_constraint_is_kept(request: Request, inventory: Inventory) -> Non
         check(request, placement, usable(request, inventory))
         assert in_rank_order(request, placement, inventory)
         assert placement.crossing == pytest.approx(crossing(request, nodes_of(request, placement)))
+
+
+@slow
+@given(requests(elastic=True, most=30), inventories(most=30), st.data())
+def test_every_constraint_is_kept_where_nodes_are_filled_one_after_the_other(
+    request: Request, inventory: Inventory, data: st.DataObject
+) -> None:
+    """These are mostly too large for a complete search."""
+    placement = planned(request, inventory)
+    assume(placement is not None)
+    assert placement is not None
+    check(request, placement, usable(request, inventory))
+    assert in_rank_order(request, placement, inventory)
+    lost = frozenset({data.draw(st.sampled_from([node.name for node in inventory.nodes]))})
+    left = [n for n in inventory.nodes if n.name not in lost and n.name not in request.tainted]
+    with contextlib.suppress(PlacementError):
+        check(request, replan(request, inventory, placement, lost), left)
 
 
 @slow
@@ -108,3 +127,25 @@ def test_a_loss_moves_only_what_it_must(request: Request, inventory: Inventory, 
     if not gone:
         kept = {(a.role, a.rank): (a.node, a.own) for a in after.assignments}
         assert all(kept[a.role, a.rank] == (a.node, a.own) for a in before.assignments)
+
+
+@slow
+@given(requests(most=3), inventories(), st.data())
+def test_survivors_stay_if_they_can_and_spares_are_used_first(
+    request: Request, inventory: Inventory, data: st.DataObject
+) -> None:
+    before = planned(request, inventory)
+    assume(before is not None and len(before.nodes) > 0)
+    assert before is not None
+    lost = frozenset({data.draw(st.sampled_from(before.nodes))})
+    left = [n for n in inventory.nodes if n.name not in lost and n.name not in request.tainted]
+    if not may_stay(request, before, lost, left):
+        event("survivors have to move")
+        return
+    after = replan(request, inventory, before, lost)
+    pairs = list(zip(before.assignments, after.assignments, strict=True))
+    assert all((a.node, a.own) == (b.node, b.own) for a, b in pairs if a.node not in lost)
+    spares = [node for node in left if node.name in before.spares]
+    if may_stay(request, before, lost, spares):
+        event("to spares")
+        assert {b.node for a, b in pairs if a.node in lost} <= set(before.spares)

@@ -63,8 +63,21 @@ def _rules(problem: Problem, merit: Merit) -> Iterable[Rule]:
         return sorted(bundles, key=lambda b: ((cells[b] + 1) / left[b] if left[b] else 2.0, b))
 
     yield _in_turn(tuple(bundles))
+    yield _in_turn(_chain(problem))
     yield by_pull
     yield by_part
+
+
+def _chain(problem: Problem) -> tuple[int, ...]:
+    """The bundle that talks most, then always the one that talks most with those before it."""
+    rest = list(range(len(problem.bundles)))
+    chain: list[int] = []
+    while rest:
+        chain.append(
+            max(rest, key=lambda b: (sum(problem.gains[b][c] for c in chain), sum(problem.gains[b]), -b))
+        )
+        rest.remove(chain[-1])
+    return tuple(chain)
 
 
 def _orders(problem: Problem) -> Iterable[tuple[int, ...]]:
