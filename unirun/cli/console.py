@@ -12,7 +12,8 @@ from typing import BinaryIO
 
 from unirun.spec import JobSpec, LogSpec
 
-_COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
+"""The codes of a terminal's colours, for roles in their order."""
 
 
 def shown(log: LogSpec, local_rank: int, stream: int) -> bool:
@@ -46,7 +47,7 @@ class Prefixer:
             values = {"role_name": role, "rank": rank, "local_rank": local_rank}
             text = Template(self._template).safe_substitute(values)
         if self._colour:
-            text = f"\x1b[{_COLOURS[self._roles[role] % len(_COLOURS)]}m{text}\x1b[0m"
+            text = f"\x1b[{COLOURS[self._roles[role] % len(COLOURS)]}m{text}\x1b[0m"
         return text.encode()
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from unirun.cli.compose import plan_job
+from unirun.cli.console import COLOURS
+from unirun.cli.files import write_file
+from unirun.cli.grid import grid, text
+from unirun.cli.gridsvg import svg
 from unirun.cli.options import parse
 from unirun.cli.optiontable import OUTPUT, Option
 from unirun.cli.tables import print_table
@@ -20,19 +25,36 @@ from unirun.spec import JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
 
 JSON = Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False)
+SVG = Option(("--svg",), "value", OUTPUT, "a file for a picture of nodes, slots and ranks", "FILE", pet=False)
 
 
 def main(argv: list[str]) -> int:
     """Print the plan of the job that `argv` describes. Returns 0."""
-    line = parse(argv, "unirun plan", (JSON,))
-    spec, placement, _ = plan_job(line)
+    line = parse(argv, "unirun plan", (JSON, SVG))
+    spec, placement, inventory = plan_job(line)
     rows = plan_rows(spec, placement)
+    types = {role.name: role.device for role in spec.roles if role.device}
+    if "svg" in line.options:
+        write_file(line.options["svg"], svg(grid(placement, inventory, types)))
     if line.options.get("json"):
-        print(json.dumps({"spec": spec.to_json(), "note": placement.note, "workers": rows}, indent=2))
+        whole = {
+            "spec": spec.to_json(),
+            "note": placement.note,
+            "spares": placement.spares,
+            "crossing": placement.crossing,
+            "workers": rows,
+        }
+        print(json.dumps(whole, indent=2))
         return 0
     print(f"job {spec.run_id}: {placement.note}")
     for line_of_text in _calls(spec):
         print(line_of_text)
+    if len(spec.roles) > 1 or len(inventory.nodes) > 1:
+        terminal = sys.stdout.isatty()
+        colours = COLOURS if terminal and "NO_COLOR" not in os.environ else ()
+        width = shutil.get_terminal_size().columns if terminal else 110
+        picture = grid(placement, inventory, types)
+        print(f"\n{text(picture, colours=colours, width=width)}")
     names = ("role", "rank", "node", "slot")
     table = [
         [

@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+from unirun.cli.files import write_file
 from unirun.cli.options import Parser
-from unirun.errors import Fault, SpecError, UsageError
+from unirun.errors import Fault, SpecError
 from unirun.spec.classes import Missing, missing_class, source_of
 from unirun.spec.stubs import Source, group_stubs
 
@@ -26,12 +27,7 @@ def main(argv: list[str]) -> int:
     if options.output is None:
         sys.stdout.write(text)
         return 0
-    try:
-        Path(options.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"{options.output} cannot be written: {(error.strerror or str(error)).lower()}"
-        ) from error
+    write_file(options.output, text)
     return 0
 
 

@@ -171,10 +171,10 @@ def test_a_job_that_has_ended_needs_no_stop(capsys: pytest.CaptureFixture[str]) 
 class TestAPlan:
     def test_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
         assert call("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[1].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND"]
-        assert [line.split()[:2] for line in lines[2:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
-        assert "role×0   python train.py --lr 1" in lines[2]
+        lines = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+        assert lines[0].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND"]
+        assert [line.split()[:2] for line in lines[1:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
+        assert "role×0   python train.py --lr 1" in lines[1]
         assert not home.exists(), "a plan makes nothing"
 
     def test_is_for_programs_too(self, capsys: pytest.CaptureFixture[str]) -> None:

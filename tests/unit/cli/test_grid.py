@@ -1,0 +1,202 @@
+"""Nodes × slots: pictures of placements. Those of the SVGs are kept in ``pictures``, and drawn anew with
+``python -m tests.unit.cli.test_grid`` when they shall look otherwise. Look at them then."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from unirun.cli.grid import MOST, WHOLE, grid, ranks_text, text
+from unirun.cli.gridsvg import svg
+from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
+
+FOLDER = Path(__file__).with_name("pictures")
+
+
+def on(role: str, rank: int, node: str, *own: str, share: float = 1.0) -> Assignment:
+    """A rank on devices."""
+    return Assignment(role, rank, node, int(own[0]), 0, own, None, own, share)
+
+
+def cpu(role: str, rank: int, node: str, place: int) -> Assignment:
+    """A rank on a processor."""
+    return Assignment(role, rank, node, place, 0, None, (place,), (str(place),))
+
+
+def bare(role: str, rank: int, node: str, slot: int) -> Assignment:
+    """A rank whose mask is left as it is."""
+    return Assignment(role, rank, node, slot, rank)
+
+
+def placed(*assignments: Assignment, spares: tuple[str, ...] = ()) -> Placement:
+    return Placement(assignments, "", spares)
+
+
+def drawn(placement: Placement, inventory: str, width: int = 110) -> str:
+    return text(grid(placement, parse_fake(inventory)), width=width)
+
+
+MIXED = placed(
+    *(on("actor", rank, "node0", str(rank), share=0.5) for rank in range(2)),
+    *(on("critic", rank, "node0", str(rank), share=0.5) for rank in range(2)),
+    on("rollout", 0, "node1", "0", "1"),
+    *(on("reward", rank, "node1", "2", share=0.25) for rank in range(4)),
+    cpu("judge", 0, "node1", 0),
+    Assignment("trainer", 0, "node0", -1, 0),
+    spares=("node2",),
+)
+MIXED_NODES = "fake:nodes=3,devices=3"
+
+
+def many(nodes: int) -> Placement:
+    return placed(
+        *(on("actor", 2 * n + i, f"node{n:02}", str(i)) for n in range(nodes - 2) for i in range(2)),
+        on("odd", 0, f"node{nodes - 2:02}", "1"),
+        spares=(f"node{nodes - 1:02}",),
+    )
+
+
+def test_sharing_shares_spares_and_free_slots_are_seen() -> None:
+    assert drawn(MIXED, MIXED_NODES) == (
+        "NODE   cuda 0        cuda 1        cuda 2           cpu 0    no slot    FREE\n"
+        "node0  actor:0 0.5   actor:1 0.5   ·                         trainer:0  1\n"
+        "       critic:0 0.5  critic:1 0.5\n"
+        "node1  rollout:0     rollout:0     reward:0…3 0.25  judge:0             0\n"
+        "node2  ·             ·             ·                                    spare\n"
+    )
+
+
+def test_slots_that_do_not_fit_are_below() -> None:
+    assert drawn(MIXED, MIXED_NODES, width=44) == (
+        "NODE   cuda 0        cuda 1\n"
+        "node0  actor:0 0.5   actor:1 0.5\n"
+        "       critic:0 0.5  critic:1 0.5\n"
+        "node1  rollout:0     rollout:0\n"
+        "node2  ·             ·\n"
+        "\n"
+        "NODE   cuda 2           cpu 0\n"
+        "node0  ·\n"
+        "node1  reward:0…3 0.25  judge:0\n"
+        "node2  ·\n"
+        "\n"
+        "NODE   no slot    FREE\n"
+        "node0  trainer:0  1\n"
+        "node1             0\n"
+        "node2             spare\n"
+    )
+
+
+def test_a_role_has_one_colour() -> None:
+    lines = text(grid(MIXED, parse_fake(MIXED_NODES)), colours=(31, 32)).splitlines()
+    assert lines[1].startswith("node0  \x1b[31mactor:0 0.5 \x1b[0m  \x1b[31mactor:1 0.5 \x1b[0m  ·")
+    assert lines[2].startswith("       \x1b[32mcritic:0 0.5\x1b[0m")
+    plain = [re.sub("\x1b\\[\\d*m", "", line).rstrip() for line in lines]
+    assert plain == drawn(MIXED, MIXED_NODES).splitlines()
+
+
+def test_nodes_that_are_alike_are_told_in_one_line() -> None:
+    assert drawn(many(12), "fake:nodes=12,devices=2") == (
+        "NODE    cuda 0   cuda 1   FREE\n"
+        "node00  actor:0  actor:1  0\n"
+        "node01…node09 (9 nodes) as node00: actor:2…19\n"
+        "node10  ·        odd:0    1\n"
+        "node11  ·        ·        spare\n"
+    )
+
+
+def test_few_nodes_are_all_drawn() -> None:
+    nodes = tuple(Node(f"n{n}", (0,), (Device("0", "H"),)) for n in range(WHOLE))
+    picture = grid(placed(*(on("a", n, f"n{n}", "0") for n in range(WHOLE))), Inventory(nodes))
+    assert [row.folded for row in picture.rows] == [""] * WHOLE
+
+
+def test_nodes_beyond_the_most_are_summed_up() -> None:
+    """Each node differs from the one before: nothing can be folded."""
+    count = MOST + 6
+    ranks = [on("ab"[n % 2], n // 2, f"node{n:02}", "0") for n in range(count - 2)]
+    lines = drawn(placed(*ranks, spares=(f"node{count - 1}",)), f"fake:nodes={count},devices=2").splitlines()
+    assert len(lines) == 1 + MOST + 1
+    assert lines[-2].startswith("node39")
+    assert lines[-1] == "… 6 more nodes: a:20,21, b:20,21, 6 free slots, 1 spare"
+
+
+def test_ranks_without_devices_of_their_own_are_on_places_for_processes() -> None:
+    """More ranks than devices: who computes on which is not known, so none is said to be free."""
+    placement = placed(*(bare("a", n, "node0", n) for n in range(2)), bare("b", 0, "node0", 2))
+    assert drawn(placement, "fake:nodes=1,devices=2,cpus=4") == (
+        "NODE   cpu 0  cpu 1  cpu 2  FREE\nnode0  a:0    a:1    b:0    1\n"
+    )
+
+
+def test_of_a_mask_for_a_role_a_rank_has_the_device_at_its_local_rank() -> None:
+    masks = placed(*(Assignment("a", n, "node0", n, n, ("0", "1")) for n in range(2)))
+    assert drawn(masks, "fake:nodes=1,devices=3") == (
+        "NODE   cuda 0  cuda 1  cuda 2  FREE\nnode0  a:0     a:1     ·       1\n"
+    )
+
+
+def test_devices_of_two_types_are_told_apart_by_what_the_role_names() -> None:
+    node = Node("n0", (0,), (Device("0", "H"), Device("0", "N", type="npu")))
+    placement = placed(on("a", 0, "n0", "0"), on("b", 0, "n0", "0"))
+    assert text(grid(placement, Inventory((node,)), {"b": "npu"})) == (
+        "NODE  cuda 0  npu 0  FREE\nn0    a:0     b:0    0\n"
+    )
+
+
+def test_a_long_name_of_a_device_is_cut() -> None:
+    index = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"
+    node = Node("n0", (0,), (Device(index, "H"),))
+    picture = grid(placed(Assignment("a", 0, "n0", 0, 0, (index,), None, (index,))), Inventory((node,)))
+    assert picture.columns == ("cuda GPU-5d5ba0d…",)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [
+        ([0], "0"),
+        ([1, 0], "0,1"),
+        ([0, 1, 2, 3], "0…3"),
+        ([0, 1, 2, 8, 10], "0…2,8,10"),
+        (range(0, 60, 2), "0,2,4,6,8,10,12,14,16,1…"),
+    ],
+)
+def test_ranks_are_told_by_their_runs(ranks: list[int], shown: str) -> None:
+    assert ranks_text(ranks) == shown
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "mixed.svg": lambda: svg(grid(MIXED, parse_fake(MIXED_NODES))),
+    "many.svg": lambda: svg(grid(many(12), parse_fake("fake:nodes=12,devices=2"))),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_svgs_look_as_they_did(name: str) -> None:
+    assert PICTURES[name]() == (FOLDER / name).read_text(encoding="utf-8")
+
+
+def test_svg_shows_any_name() -> None:
+    name = '<b>&amp;"\x1b'
+    picture = svg(grid(placed(on(name, 0, name, "0")), Inventory((Node(name, (0,), (Device("0", "H"),)),))))
+    texts = [each.text for each in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert '<b>&amp;"\\x1b' in texts
+    assert '<b>&amp;"\\x1b:0' in texts
+
+
+def test_nothing_is_drawn_outside_of_the_svg() -> None:
+    root = ElementTree.fromstring(PICTURES["mixed.svg"]())
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for each in root.iter("{http://www.w3.org/2000/svg}rect"):
+        x, y = float(each.get("x", 0)), float(each.get("y", 0))
+        assert x + float(each.attrib["width"]) <= width
+        assert y + float(each.attrib["height"]) <= height
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, picture in PICTURES.items():
+        (FOLDER / name).write_text(picture(), encoding="utf-8")

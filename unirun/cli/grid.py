@@ -1,0 +1,267 @@
+"""Nodes × slots with the ranks on them: what a plan looks like. A pure function of a placement and an inventory.
+
+A row is a node and a column a slot: every device, each processor's place that is in use on some node, and a column for
+ranks that need no slot. Of many nodes, rows that are alike but for the numbers of ranks are told in one line.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
+from unirun.collocation.slots import CPU
+
+WHOLE = 8
+"""Of so many nodes, each has a row of its own."""
+MOST = 40
+"""The most rows; what is on other nodes is summed up."""
+NO_TYPES: Mapping[str, str] = {}
+_NOWHERE = ("", "")
+
+Column = tuple[str, str]
+"""The type of a slot and its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Ranks of one role on one slot, each with `share` of it."""
+
+    role: str
+    ranks: tuple[int, ...]
+    share: float
+
+    @property
+    def text(self) -> str:
+        """``actor:0``; ``reward:0…3 0.25``."""
+        share = "" if self.share >= 1 else f" {self.share:.3g}"
+        return f"{self.role}:{ranks_text(self.ranks)}{share}"
+
+
+Cell = tuple[Tenant, ...] | None
+"""Who is on a slot; None where the node has no such slot, or it is not one to be free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One node; or several, of which the others are as the first but for the numbers of their ranks.
+
+    `free` are its free slots. `ranks` are, by role, those of the `others`.
+    """
+
+    node: str
+    cells: tuple[Cell, ...]
+    free: int
+    spare: bool
+    others: tuple[str, ...] = ()
+    ranks: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def note(self) -> str:
+        """What stands at the end of the row: the free slots, or that the node is held back."""
+        return "spare" if self.spare else str(self.free)
+
+    @property
+    def folded(self) -> str:
+        """The line for the others: ``n3…n17 as n2: actor:16…135``; empty when there are none."""
+        if not self.others:
+            return ""
+        first, last = self.others[0], self.others[-1]
+        names = first if len(self.others) == 1 else f"{first}…{last} ({len(self.others)} nodes)"
+        ranks = ", ".join(f"{role}:{ranks_text(each)}" for role, each in (self.ranks or {}).items())
+        return f"{names} as {self.node}{f': {ranks}' if ranks else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """All that a picture shows. `roles` are in the order of their colours; `rest` tells of nodes without a row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    roles: tuple[str, ...]
+    rest: str = ""
+
+
+def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str] = NO_TYPES) -> Grid:
+    """The picture of `placement` on `inventory`.
+
+    `types` has the type of device of roles that name one, by their names; where it is not there, it follows from the
+    mask of a worker.
+    """
+    given = any(place.own or place.devices for place in placement.assignments)
+    nodes = {node.name: node for node in inventory.nodes}
+    here: dict[str, dict[Column, dict[tuple[str, float], list[int]]]] = defaultdict(dict)
+    for place in placement.assignments:
+        for column in _columns_of(place, nodes[place.node], types.get(place.role), given):
+            tenants = here[place.node].setdefault(column, {})
+            tenants.setdefault((place.role, place.share), []).append(place.rank)
+    devices = dict.fromkeys(column for node in inventory.nodes for column in _devices(node)) if given else {}
+    used = dict.fromkeys(column for each in here.values() for column in each if column not in devices)
+    columns = (*devices, *sorted(used, key=lambda column: (column == _NOWHERE, *_by_number(column))))
+    spares = set(placement.spares)
+    rows = []
+    for node in inventory.nodes:
+        own = set(_devices(node)) if given else set()
+        cells = tuple(_cell(here[node.name].get(column), column in own) for column in columns)
+        free = _free(node, columns, cells, own)
+        rows.append(Row(node.name, cells, free, node.name in spares))
+    if len(rows) > WHOLE:
+        rows = [_fold([*group]) for _, group in groupby(rows, key=_look)]
+    names = tuple(
+        "no slot" if column == _NOWHERE else f"{column[0]} {_clip(column[1], 12)}" for column in columns
+    )
+    roles = tuple(dict.fromkeys(place.role for place in placement.assignments))
+    return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``0``, ``0,1``, ``0…3,8``: rising runs of three and more by their ends."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = (f"{run[0]}…{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return _clip(",".join(texts), 24)
+
+
+def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
+    """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
+
+    `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
+    """
+    painted = {
+        role: colours[number % len(colours)] if colours else 0 for number, role in enumerate(picture.roles)
+    }
+    first = max(len(row.node) for row in picture.rows) if picture.rows else 0
+    first = max(first, len("NODE"))
+    wide = [_width(name, [row.cells[n] for row in picture.rows]) for n, name in enumerate(picture.columns)]
+    lines: list[str] = []
+    for bank in _banks(wide, width - first - len("  spare")):
+        last = bank.stop == len(wide)
+        lines += [""] if lines else []
+        heads = (picture.columns[n].ljust(wide[n]) for n in bank)
+        lines.append("  ".join(("NODE".ljust(first), *heads, *(("FREE",) if last else ()))).rstrip())
+        for row in picture.rows:
+            lines += _row_lines(row, first, [wide[n] for n in bank], bank, painted, last=last)
+    return "".join(f"{line}\n" for line in (*lines, *((picture.rest,) if picture.rest else ())))
+
+
+def _columns_of(place: Assignment, node: Node, kind: str | None, given: bool) -> list[Column]:
+    """The slots of a rank. Where nobody was `given` devices, it has a place for one process."""
+    if not given:
+        return [_NOWHERE if place.slot < 0 else (CPU, str(place.slot))]
+    if place.devices is None:
+        return [(CPU, index) for index in place.own] or [_NOWHERE]
+    # Of a mask for a whole role, the device of this rank is that at its local rank.
+    at = place.local_rank if place.local_rank < len(place.devices) else 0
+    indices = place.own or place.devices[at : at + 1]
+    types = {device.index: device.type for device in reversed(node.devices)}
+    return [(kind or types[index], index) for index in indices] or [_NOWHERE]
+
+
+def _devices(node: Node) -> list[Column]:
+    return [(device.type, device.index) for device in accelerators(node)]
+
+
+def _by_number(column: Column) -> tuple[str, int, str]:
+    kind, index = column
+    return kind, int(index) if index.isdecimal() else 0, index
+
+
+def _cell(tenants: Mapping[tuple[str, float], Sequence[int]] | None, there: bool) -> Cell:
+    if tenants is None:
+        return () if there else None
+    return tuple(Tenant(role, tuple(ranks), share) for (role, share), ranks in tenants.items())
+
+
+def _free(node: Node, columns: Sequence[Column], cells: Sequence[Cell], own: set[Column]) -> int:
+    """The free devices of a node, or, when it has none to be free, its free processors."""
+    if own:
+        return sum(1 for cell in cells if cell == ())
+    used = sum(1 for column, cell in zip(columns, cells, strict=True) if cell and column != _NOWHERE)
+    return max(len(node.cpus) - used, 0)
+
+
+def _look(row: Row) -> object:
+    """Rows with equal looks differ by the numbers of ranks alone."""
+    cells = [
+        None if cell is None else [(each.role, len(each.ranks), each.share) for each in cell]
+        for cell in row.cells
+    ]
+    return cells, row.free, row.spare
+
+
+def _fold(rows: Sequence[Row]) -> Row:
+    first, *others = rows
+    if not others:
+        return first
+    return Row(
+        first.node, first.cells, first.free, first.spare, tuple(row.node for row in others), _ranks(others)
+    )
+
+
+def _ranks(rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+    """By role, the ranks on the nodes of `rows`."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        for tenant in (tenant for cell in row.cells for tenant in cell or ()):
+            found[tenant.role].update(tenant.ranks)
+        for role, ranks in (row.ranks or {}).items():
+            found[role].update(ranks)
+    return {role: tuple(sorted(ranks)) for role, ranks in found.items()}
+
+
+def _rest(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    sizes = [(row, 1 + len(row.others)) for row in rows]
+    number = sum(size for _, size in sizes)
+    spare = sum(size for row, size in sizes if row.spare)
+    free = sum(row.free * size for row, size in sizes if not row.spare)
+    ranks = [f"{role}:{ranks_text(each)}" for role, each in _ranks(rows).items()]
+    told = [*ranks, *([f"{free} free slots"] if free else []), *([f"{spare} spare"] if spare else [])]
+    return f"… {number} more nodes: {', '.join(told) or 'full'}"
+
+
+def _width(name: str, cells: Iterable[Cell]) -> int:
+    return max(len(name), *(len(tenant.text) for cell in cells for tenant in cell or ()), 1)
+
+
+def _banks(wide: Sequence[int], room: int) -> Iterator[range]:
+    """Columns that fit beside each other, one at the least."""
+    start = taken = 0
+    for number, width in enumerate(wide):
+        if number > start and taken + 2 + width > room:
+            yield range(start, number)
+            start, taken = number, 0
+        taken += 2 + width
+    yield range(start, len(wide))
+
+
+def _row_lines(
+    row: Row, first: int, wide: Sequence[int], bank: range, painted: Mapping[str, int], *, last: bool
+) -> Iterator[str]:
+    cells = [row.cells[n] for n in bank]
+    for line in range(max([1, *(len(cell or ()) for cell in cells)])):
+        words = [(row.node if line == 0 else "").ljust(first)]
+        for cell, width in zip(cells, wide, strict=True):
+            if cell is None or line >= max(len(cell), 1):
+                words.append(" " * width)
+            elif not cell:
+                words.append("·".ljust(width))
+            else:
+                word = cell[line].text.ljust(width)
+                code = painted[cell[line].role]
+                words.append(f"\x1b[{code}m{word}\x1b[0m" if code else word)
+        words += [row.note] if last and line == 0 else []
+        yield "  ".join(words).rstrip()
+    if row.folded and last:
+        yield row.folded
+
+
+def _clip(words: str, most: int) -> str:
+    return words if len(words) <= most else f"{words[: most - 1]}…"

@@ -1,0 +1,130 @@
+"""Nodes × slots as SVG. It brings its own background, so it is legible on a light and on a dark page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+
+from unirun.cli.grid import Cell, Grid, Tenant
+from unirun.graph.text import printable
+
+FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
+"""Pixels: the size of letters, from one line to the next, between cells, and around everything."""
+WIDE = 0.62
+"""The width of a letter of a monospaced font in parts of its size, with a little to spare."""
+
+_BACK, _INK, _FAINT, _FREE = "#ffffff", "#0f172a", "#475569", "#94a3b8"
+_FILLS = (
+    ("#a5f3fc", "#0e7490"),
+    ("#fde68a", "#b45309"),
+    ("#f5d0fe", "#a21caf"),
+    ("#bbf7d0", "#15803d"),
+    ("#bfdbfe", "#1d4ed8"),
+    ("#fecaca", "#b91c1c"),
+    ("#ddd6fe", "#6d28d9"),
+    ("#fed7aa", "#c2410c"),
+    ("#d9f99d", "#4d7c0f"),
+    ("#e2e8f0", "#334155"),
+)
+"""What fills the ranks of a role, and the line around them; for roles in their order."""
+
+
+def svg(picture: Grid) -> str:
+    """The picture: ranks in the colours of their roles, those that share a slot below each other, free slots dashed."""
+    return _Picture(picture).text()
+
+
+class _Picture:
+    """Everything that is measured before the first line is drawn."""
+
+    def __init__(self, picture: Grid) -> None:
+        self.picture = picture
+        self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
+        names = [row.node for row in picture.rows]
+        self.first = max((_measure(name) for name in ("NODE", *names)), default=0.0) + GAP
+        self.wide = [
+            max(
+                _measure(name),
+                *(_measure(each.text) for row in picture.rows for each in row.cells[n] or ()),
+                30.0,
+            )
+            + 12
+            for n, name in enumerate(picture.columns)
+        ]
+
+    def text(self) -> str:
+        """All of it, from the top."""
+        y = MARGIN + LINE
+        parts = [*self.head()]
+        for row in self.picture.rows:
+            tall = max([1, *(len(cell or ()) for cell in row.cells)]) * LINE
+            parts.append(_text(row.node, MARGIN, y + tall / 2, _INK))
+            parts += self.cells(row.cells, y, tall)
+            parts.append(_text(row.note, self.end(), y + tall / 2, _FAINT))
+            y += tall + GAP
+            if row.folded:
+                parts.append(_text(row.folded, MARGIN, y + LINE / 2, _FAINT))
+                y += LINE + GAP
+        if self.picture.rest:
+            parts.append(_text(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
+            y += LINE
+        lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
+        right = max(self.end() + _measure("spare"), *(MARGIN + _measure(line) for line in lines), 0.0)
+        width, height = math.ceil(right + MARGIN), math.ceil(y + MARGIN)
+        top = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" font-family="ui-monospace, DejaVu Sans Mono, monospace" '
+            f'font-size="{FONT:g}">'
+        )
+        back = f'<rect width="{width}" height="{height}" rx="10" fill="{_BACK}"/>'
+        return "\n".join([top, back, *parts, "</svg>"]) + "\n"
+
+    def left(self, column: int) -> float:
+        """Where a column begins."""
+        return MARGIN + self.first + sum(self.wide[:column]) + GAP * column
+
+    def end(self) -> float:
+        """Where the notes of rows begin."""
+        return self.left(len(self.wide)) + GAP
+
+    def head(self) -> Iterator[str]:
+        """The names of the columns."""
+        y = MARGIN + LINE / 2 - 2
+        yield _text("NODE", MARGIN, y, _FAINT)
+        for number, name in enumerate(self.picture.columns):
+            yield _text(name, self.left(number) + 6, y, _FAINT)
+        yield _text("FREE", self.end(), y, _FAINT)
+
+    def cells(self, cells: tuple[Cell, ...], y: float, tall: float) -> Iterator[str]:
+        """The slots of one node, each as tall as the row."""
+        for number, cell in enumerate(cells):
+            if cell is None:
+                continue
+            x, width = self.left(number), self.wide[number]
+            if not cell:
+                yield (
+                    f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{tall:g}" rx="4" fill="none" '
+                    f'stroke="{_FREE}" stroke-dasharray="3 3"/>'
+                )
+            for place, tenant in enumerate(cell):
+                part = tall / len(cell)
+                yield from self.tenant(tenant, x, y + place * part, width, part)
+
+    def tenant(self, tenant: Tenant, x: float, y: float, width: float, height: float) -> Iterator[str]:
+        """One role's ranks on a slot."""
+        fill, stroke = self.fills[tenant.role]
+        yield (
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
+            f'fill="{fill}" stroke="{stroke}"/>'
+        )
+        yield _text(tenant.text, x + 6, y + height / 2, _INK)
+
+
+def _measure(text: str) -> float:
+    return len(printable(text)) * FONT * WIDE
+
+
+def _text(text: str, x: float, y: float, fill: str) -> str:
+    place = f'x="{x:g}" y="{y:g}" dominant-baseline="central"'
+    return f'<text {place} fill="{fill}" xml:space="preserve">{escape(printable(text), quote=False)}</text>'
