@@ -6,7 +6,7 @@ import sys
 
 from unirun.errors import UnirunError
 
-SUBCOMMANDS = ("plan", "status", "logs", "stop", "ls", "gc", "stubs", "completion")
+SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "stubs", "completion")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,6 +19,7 @@ USAGE = """unirun [options] script.py [args]
        unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
        unirun plan …          show what would run where, start nothing
+       unirun graph …         show who calls whom, start nothing
        unirun status [JOB]    how a job stands          unirun ls      all jobs
        unirun logs [JOB]      what its workers wrote    unirun stop    end a job
        unirun gc [JOB…]       clear jobs that are over
