@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import repeat
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
@@ -21,6 +21,8 @@ from unirun.collocation.planning.shortage import checked, does_not_fit
 from unirun.collocation.planning.solve import bounds, crowds, most_cells, place
 from unirun.collocation.planning.survivors import Homes, Survivors
 from unirun.collocation.request import Request
+
+T = TypeVar("T")
 
 RELEASES = 4_000
 """How many nodes are looked at while it is searched which survivors have to move: (sets of them) × (nodes)."""
@@ -138,13 +140,16 @@ def _result(
     inventory: Inventory,
 ) -> Placement:
     new = [sum(cells[bundle] for cells in moved.placed) for bundle in range(len(problem.bundles))]
-    numbers = [_numbered(cells, number) for cells, number in zip(moved.homes, new, strict=True)]
     by_role: dict[str, list[Assignment | None]] = {}
     homes: list[list[str | None]] = []
-    for bundle, cells, order in zip(problem.bundles, moved.homes, numbers, strict=True):
-        homes.append([None if cell is None else cells[cell] for cell in order])
+    for bundle, cells, number in zip(problem.bundles, moved.homes, new, strict=True):
+        changes = _changes(cells, number)
+        total = len(cells) - cells.count(None) + number
+        homes.append(
+            _changed(cells, total, {to: None if of is None else cells[of] for to, of in changes.items()})
+        )
         for name in bundle.names:
-            by_role[name] = _stayed(survivors.by_role[name], bundle.ranks_of(name), order)
+            by_role[name] = _stayed(survivors.by_role[name], bundle.ranks_of(name), total, changes)
         _close_up(by_role, bundle.names, _left(survivors, bundle, cells))
     _join(problem, packer, moved, by_role, homes)
     counts = [Counter(cells) for cells in homes]
@@ -154,34 +159,42 @@ def _result(
     idle = [n.name for n in inventory.nodes if n.name in survivors.names and n.name not in taken]
     spares = tuple(idle[max(len(idle) - request.spares, 0) :])
     lost = crossing(request.weights, problem, there, [len(cells) for cells in homes])
-    full = {name: [each for each in ranks if each is not None] for name, ranks in by_role.items()}
+    # All have a place now.
+    full = cast(dict[str, list[Assignment]], by_role)
     return Placement(in_order(request, full), note(request, problem, len(used), spares, lost), spares, lost)
 
 
-def _numbered(homes: Sequence[str | None], new: int) -> list[int | None]:
-    """By its number then: the cell that has it now, None for a new one. Those that stay keep theirs, if they can."""
+def _changes(homes: Sequence[str | None], new: int) -> dict[int, int | None]:
+    """The numbers that change hands when `new` cells join: by number, the cell that takes it, None for a new one.
+
+    A role that shrinks gives up the numbers at its end, and who has them takes those that are missing.
+    """
     total = len(homes) - homes.count(None) + new
-    order = [None if node is None else cell for cell, node in enumerate(homes[:total])]
-    order += [None] * (total - len(order))
+    open_ = [cell for cell, node in enumerate(homes[:total]) if node is None]
+    open_ += range(len(homes), total)
     over = [cell for cell in range(total, len(homes)) if homes[cell] is not None]
-    if over:
-        open_ = (number for number, cell in enumerate(order) if cell is None)
-        # A role that shrinks gives up the numbers at its end, and who has them takes those that are missing.
-        for cell, number in zip(over, [*open_], strict=False):
-            order[number] = cell
-    return order
+    return dict.fromkeys(open_) | dict(zip(open_, over, strict=False))
 
 
-def _stayed(before: Sequence[Assignment], size: int, order: Sequence[int | None]) -> list[Assignment | None]:
-    """By rank: who stays, of a role with `size` ranks in a cell, when its cells are in `order`."""
-    found: list[Assignment | None] = [*before[: len(order) * size]]
-    found += [None] * (len(order) * size - len(found))
-    for number, cell in enumerate(order):
-        if cell != number:
-            for at in range(size):
-                rank = number * size + at
-                found[rank] = None if cell is None else replace(before[cell * size + at], rank=rank)
+def _changed(before: Sequence[T | None], total: int, changes: Mapping[int, T | None]) -> list[T | None]:
+    """The first `total` of `before`, with `changes` by their numbers."""
+    found: list[T | None] = [*before[:total]]
+    found += [None] * (total - len(found))
+    for number, each in changes.items():
+        found[number] = each
     return found
+
+
+def _stayed(
+    before: Sequence[Assignment], size: int, total: int, changes: Mapping[int, int | None]
+) -> list[Assignment | None]:
+    """By rank: who stays, of a role with `size` ranks in each of `total` cells."""
+    moves: dict[int, Assignment | None] = {}
+    for number, cell in changes.items():
+        for at in range(size):
+            rank = number * size + at
+            moves[rank] = None if cell is None else replace(before[cell * size + at], rank=rank)
+    return _changed(before, total * size, moves)
 
 
 def _left(survivors: Survivors, bundle: Bundle, homes: Sequence[str | None]) -> set[str]:

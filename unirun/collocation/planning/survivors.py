@@ -54,17 +54,15 @@ class Survivors:
             devices[node.name] = alike[names] if names in alike else alike.setdefault(names, frozenset(names))
         found: set[tuple[str, int]] = set()
         for stack in self.problem.stacks:
-            for role in stack.roles:
-                ranks = self.by_role[role.name]
-                if stack.device in (None, CPU):
-                    continue
-                kinds = set(zip(map(devices.get, map(_node, ranks)), map(_own, ranks), strict=True))
-                if any(there is not None and not there.issuperset(own) for there, own in kinds):
-                    found |= {
-                        (role.name, a.rank)
-                        for a in ranks
-                        if not devices.get(a.node, {*a.own}).issuperset(a.own)
-                    }
+            if stack.device in (None, CPU):
+                continue
+            # Collocated roles have the same slots: the first one's count for all.
+            name = stack.roles[0].name
+            ranks = self.by_role[name]
+            kinds = set(zip(map(devices.get, map(_node, ranks)), map(_own, ranks), strict=True))
+            if any(there is not None and not there.issuperset(own) for there, own in kinds):
+                gone = (a.rank for a in ranks if not devices.get(a.node, {*a.own}).issuperset(a.own))
+                found |= {(name, rank) for rank in gone}
         return frozenset(found)
 
     def _homes(self, bundle: Bundle, gone: Collection[tuple[str, int]]) -> Sequence[str | None]:
@@ -116,7 +114,6 @@ class Survivors:
         for bundle, cells in zip(self.problem.bundles, homes, strict=True):
             here = [(cell, node) for cell, node in enumerate(cells) if node in open_]
             for stack in bundle.stacks:
-                # Collocated roles have the same slots: the first one's count for all.
                 ranks = self.by_role[stack.roles[0].name]
                 for cell, node in here:
                     for each in ranks[cell * stack.ranks : (cell + 1) * stack.ranks]:
