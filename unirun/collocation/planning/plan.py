@@ -82,5 +82,5 @@ def note(request: Request, problem: Problem, nodes: int, spares: Sequence[str], 
     if spares:
         words.append(f"{join(spares)} held back")
     if total := sum(sorted(request.weights.values())):
-        words.append(f"of {total:.3g} bytes per step {lost:.3g} go between nodes")
+        words.append(f"{100 * lost / total:.0f} % of what roles exchange goes between nodes")
     return "; ".join(words)
