@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.contract.store.etcd_server import Servers
+from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.url import open_store
 
 from .harness import SOON, START, Unirun, command_in, eventually
 from .masters import Masters, Steady, calm
@@ -38,9 +40,25 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             folder.mkdir()
             servers = Servers(folder, 3)
             stack.callback(servers.stop)
+            settle(servers)
             return servers
 
         yield start
+
+
+def settle(servers: Servers) -> None:
+    """Wait until writes are quick: new members fill their logs first, for seconds on a busy disk."""
+    store = open_store(servers.url(prefix="/settle/"))
+    try:
+        quick = 0
+        deadline = time.monotonic() + START
+        while quick < 5:
+            assert time.monotonic() < deadline, "the cluster stays slow"
+            began = time.monotonic()
+            store.txn([], [Put("a", str(began))])
+            quick = quick + 1 if time.monotonic() - began < 0.2 else 0
+    finally:
+        store.close()
 
 
 def url(servers: Servers, timeout: float = 5) -> str:
