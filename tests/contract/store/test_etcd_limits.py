@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def test_a_server_that_is_full_or_takes_little_says_what_to_do(narrow: Servers) 
 
 
 def fill(store: Store) -> None:
-    for _ in range(50):
+    """Until the server notices: it looks at its size ten times a second."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         store.txn([], [Put("a", "x" * 100_000)])
 
 

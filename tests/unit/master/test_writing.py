@@ -136,6 +136,8 @@ def test_a_master_that_finds_the_job_ended_has_nothing_to_do(desk: Desk) -> None
         async with desk.writer.working(desk.over):
             pass
 
+    # What other tests have left is not told here.
+    gc.collect()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run(go())
