@@ -165,6 +165,10 @@ class Keeper:
             done = self._txn(write)
         except OutcomeUnknown:
             done = self._is_done(write) or self._txn(write)
+        except ValueError:
+            # No store takes such a write, so it was not sent and is not to be sent again.
+            self._open = None
+            raise
         if not done and not self._is_done(write):
             raise Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
         self._head, self._open = ValueIs(self._head_key, write.head), None

@@ -89,7 +89,7 @@ class MasterHandle:
         """Keep `version` as the latest of `channel` (of weights, of a data set), unless a higher one was kept.
 
         Returns the one that is kept, when it is in the store; it survives every process of the job. Raises
-        `UsageError` for a negative version, `StoreAway`.
+        `UsageError` for a negative version, `JobError` for a channel of none or more than 200 characters, `StoreAway`.
         """
         if version < 0:
             raise UsageError(f"version {version} of {channel!r} is negative", "count from 0")

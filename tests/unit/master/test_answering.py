@@ -71,3 +71,31 @@ def test_a_version_only_grows(store: MemoryStore) -> None:
 
 def test_what_is_no_version_is_told_to_who_asked(store: MemoryStore) -> None:
     assert answer(keeper(store), ask("commit_version", "w", "-1")).problem == "'-1' is no version"
+
+
+@pytest.mark.parametrize("wish", ["commit_version", "version"])
+@pytest.mark.parametrize("channel", ["", "x" * 201, "\udc80" * 300])
+def test_a_channel_that_no_store_takes_is_told_to_who_asked(
+    store: MemoryStore, wish: Wish, channel: str
+) -> None:
+    problem = answer(keeper(store), ask(wish, channel, "1")).problem
+    assert "is no channel: 1 to 200 characters" in problem
+
+
+@pytest.mark.parametrize("channel", ["/", "..", "a/b", "\N{SNOWMAN}" * 200, "\0"])
+def test_any_other_channel_is_one_of_its_own(store: MemoryStore, channel: str) -> None:
+    held = keeper(store)
+    assert answer(held, ask("commit_version", channel, "4")).data == "4"
+    assert answer(held, ask("version", channel)).data == "4"
+    assert answer(held, ask("version", "other")).data is None
+
+
+def test_a_version_beyond_64_bits_is_none(store: MemoryStore) -> None:
+    assert "is no version" in answer(keeper(store), ask("commit_version", "w", "9" * 5000)).problem
+
+
+@pytest.mark.parametrize("wrong", [ask("commit_version", "\udc80", "1"), ask("version", "\udc80")])
+def test_what_is_no_text_harms_nobody_else(store: MemoryStore, wrong: WorkerAsk) -> None:
+    held = keeper(store)
+    assert "cannot be done" in answer(held, wrong).problem
+    assert answer(held, ask("commit_version", "w", "1")).data == "1", "the next write goes on"
