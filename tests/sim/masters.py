@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from tests.sim.model import Node
+from tests.sim.node import Node
 from tests.sim.world import Clock, Pipe, Plan
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError
 from unirun.master import JobState, step

@@ -1,24 +1,19 @@
-"""The model of what is not pure: spawners with their processes, and the shells of agent and master."""
+"""The model of what is not pure: spawners with their processes, and the world that all share."""
 
 from __future__ import annotations
 
 import random
 import signal
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tests.sim.world import JOB, Clock, Habits, Pipe, Plan
-from unirun.errors import StoreError
-from unirun.launcher import core, events
+from tests.sim.world import Clock, Habits, Pipe, Plan
+from unirun.launcher import events
 from unirun.launcher.environment import FRESH, SpawnerKey
-from unirun.launcher.orders import Orders
-from unirun.launcher.standby import CHECK, PATIENCE
-from unirun.launcher.state import AgentState, holdings
-from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.keys import job_prefix
+from unirun.launcher.state import AgentState
 from unirun.rendezvous.store.protocol import Store
-from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
-from unirun.wire.reports import GroupFormed, Join, Metrics, Serving, WorkerError, WorkerExited
+from unirun.wire.messages import Hello, Message, View
+from unirun.wire.reports import GroupFormed, Metrics, Serving, WorkerError
 from unirun.wire.spawning import (
     Forked,
     Kill,
@@ -30,6 +25,9 @@ from unirun.wire.spawning import (
     StoreEnded,
     StoreOpened,
 )
+
+if TYPE_CHECKING:
+    from tests.sim.node import Led, Node
 
 Who = tuple[str, int, int]
 """Role, rank, incarnation."""
@@ -299,217 +297,3 @@ class Spawner:
         if self.node.spawners.get(self.key) is self:
             del self.node.spawners[self.key]
             self.node.apply(events.SpawnerDown(self.key, "its spawner was killed", self.world.clock.now))
-
-
-class Led(Protocol):
-    """What a node sees of a master's process."""
-
-    leads: bool
-    hangs: bool
-
-    def joined(self, join: Join, pipe: Pipe) -> None:
-        """The first message of an agent has arrived."""
-
-    def heard(self, node: str, message: Message) -> None:
-        """A message of an agent has arrived."""
-
-    def stream_ended(self, node: str, pipe: Pipe, reason: str) -> None:
-        """The stream of an agent has ended; `pipe` is the way back to it."""
-
-    def cut(self, node: str) -> None:
-        """What is on its way to an agent is lost."""
-
-
-LOOK_AGAIN = 0.1
-"""Coarser than in truth, so that a history has fewer turns."""
-
-
-class Node:
-    """The shell of one agent, as `unirun.launcher.agent` and `standby` are, without sockets and processes."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.alive = True
-        self.spawners: dict[SpawnerKey, Spawner] = {}
-        self.exits: list[Who] = []
-        self.client = world.client()
-        self.master: Led | None = None
-        self.to_master: Pipe | None = None
-        self._to_agent: Pipe | None = None
-        self._looking = False
-        self._since = self._not_before = 0.0
-        self.orders = Orders(JOB, world.plan.spec, name, "/", {})
-        keys = self.orders.spawners
-        self.state = AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
-        for key in keys:
-            self.spawners[key] = Spawner(self, key)
-
-    def join(self) -> None:
-        """Look for the first master."""
-        self._look_from_now()
-        self.world.clock.after(CHECK, self._check)
-
-    # the way to the master
-
-    def _look_from_now(self) -> None:
-        self._since = self.world.clock.now
-        if not self._looking:
-            self._looking = True
-            self._look()
-
-    def _look(self) -> None:
-        if not self.alive or self.master is not None:
-            self._looking = False
-            return
-        try:
-            leader = leader_of(self.client, job_prefix("sim"))
-            if leader is not None and leader.epoch >= self.state.epoch:
-                master = self.world.master_at(leader.address)
-                if not master.leads:
-                    self._start(leader.epoch)
-                elif not master.hangs:
-                    self._connect(master, leader.epoch)
-            elif self.world.clock.now > self._since + PATIENCE:
-                self._start(0)
-        except StoreError:
-            # The store is away; later.
-            pass
-        self.world.clock.after(LOOK_AGAIN, self._look)
-
-    def _check(self) -> None:
-        """Whether another leads, or the one that leads hangs."""
-        if not self.alive:
-            return
-        self.world.clock.after(CHECK, self._check)
-        if self.master is None:
-            return
-        try:
-            leader = leader_of(self.client, job_prefix("sim"))
-        except StoreError:
-            return
-        if leader is None:
-            self._start(0)
-        elif leader.epoch > self.state.epoch:
-            master = self.world.master_at(leader.address)
-            if master.leads and not master.hangs:
-                self._connect(master, leader.epoch)
-
-    def _start(self, deposing: int) -> None:
-        now = self.world.clock.now
-        if now >= self._not_before:
-            self._not_before = now + 1.0
-            delay = self.world.rng.uniform(0.2, 0.6)
-            self.world.clock.after(delay, lambda: self.world.start_master(deposing))
-
-    def _connect(self, master: Led, epoch: int) -> None:
-        self._disconnect("it follows another")
-        world, name = self.world, self.name
-        clock, rng, slow = world.clock, world.rng, world.plan.slow
-        self.apply(events.Led(epoch))
-        to_agent = Pipe(clock, rng, slow, lambda message: self._receive(epoch, message))
-        first = True
-
-        def arrived(message: Message) -> None:
-            nonlocal first
-            if first:
-                assert isinstance(message, Join)
-                first = False
-                master.joined(message, to_agent)
-            else:
-                master.heard(name, message)
-
-        self.master, self.to_master = master, Pipe(clock, rng, slow, arrived)
-        self._to_agent = to_agent
-        endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(world.plan.spec.roles)}
-        self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state)))
-
-    def _disconnect(self, reason: str) -> None:
-        master, pipe, back = self.master, self.to_master, self._to_agent
-        self.master = self.to_master = self._to_agent = None
-        if master is not None and pipe is not None and back is not None:
-            pipe.close(lambda error: master.stream_ended(self.name, back, f"{error}: {reason}"))
-
-    def cut_off(self) -> None:
-        """The stream breaks though both ends live, and what is on its way is lost."""
-        master = self.master
-        if master is not None and self.to_master is not None:
-            self.to_master.cut = True
-            master.cut(self.name)
-            self._disconnect("it was cut")
-            self._look_from_now()
-
-    def stream_ended(self, master: Led) -> None:
-        """A master's stream has ended."""
-        if self.alive and self.master is master:
-            self.master = self.to_master = self._to_agent = None
-            self._look_from_now()
-
-    def _receive(self, epoch: int, message: Message) -> None:
-        if not self.alive:
-            return
-        match message:
-            case StartRole():
-                self.apply(events.Order(epoch, self.orders.launch(message)))
-            case OpenStore():
-                self.apply(events.Order(epoch, self.orders.store(message, 5)))
-            case StopWorkers() | View() | ExitKept() | Shutdown():
-                self.apply(events.Order(epoch, message))
-            case _:
-                raise AssertionError(f"the master sent an agent {message}")
-
-    def apply(self, event: events.Event) -> None:
-        """One step of the real core, and its commands."""
-        if not self.alive:
-            return
-        before = self.state
-        self.state, commands = core.step(self.state, event)
-        self.world.checked_agent(self, before, event)
-        for command in commands:
-            self._carry_out(command)
-
-    def _carry_out(self, command: events.Command) -> None:
-        match command:
-            case events.ToMaster(message):
-                if isinstance(message, WorkerExited):
-                    self.exits.append((message.role, message.rank, message.incarnation))
-                if self.to_master is not None:
-                    self.to_master.send(message)
-            case events.ToSpawner(key, message):
-                if isinstance(message, Kill):
-                    self._check_kill(message)
-                if key in self.spawners:
-                    self.spawners[key].inbox.send(message)
-            case events.StartSpawner(key):
-                assert key not in self.spawners, "there is such a spawner already"
-                self.spawners[key] = Spawner(self, key)
-            case events.After(delay, event):
-                self.world.clock.after(delay, lambda: self.apply(event))
-            case events.KillGroups(pids):
-                self.world.kill_pids(pids)
-            case events.Leave():
-                self.die("it left")
-            case events.ToWorkers(View() as view):
-                for spawner in self.spawners.values():
-                    for number, process in spawner.processes.items():
-                        if process.alive and process.welcome and process.who[0] in self.state.in_place:
-                            spawner.sees(number, process, view)
-
-    def _check_kill(self, kill: Kill) -> None:
-        """A worker that can outlive its peers is killed for an order, for this agent's end, or for its own fault."""
-        worker = self.state.workers[kill.id]
-        if worker.role in self.state.in_place:
-            assert worker.sent is not None or worker.error is not None, f"{worker.who} is killed for a peer"
-
-    def die(self, reason: str) -> None:
-        """The agent ends; its workers end with it, and the master sees the end of the stream."""
-        if not self.alive:
-            return
-        self.alive = False
-        for spawner in self.spawners.values():
-            spawner.alive = False
-            for process in spawner.processes.values():
-                process.alive = False
-            for store in self.world.stores.values():
-                store.alive = store.alive and store.spawner is not spawner
-        self.world.trace(f"agent {self.name} is gone: {reason}")
-        self._disconnect(reason)

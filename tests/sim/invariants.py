@@ -1,0 +1,274 @@
+"""What must hold in every history, after each step and at its end."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.sim.masters import FencedStore, MasterModel
+from tests.sim.model import Process, StoreModel
+from tests.sim.node import Node
+from tests.sim.world import Clock, Plan
+from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS
+from unirun.launcher import events
+from unirun.launcher.state import AgentState
+from unirun.master import JobPhase, JobState, RolePhase, RoleState
+from unirun.master.context import changes, restore
+from unirun.master.events import Command, Event, Finish, ToAgent
+from unirun.master.keeper import read_context
+from unirun.master.state import JOB_ENDS, ROLE_ENDS
+from unirun.master.turn import VIEW_DELAY
+from unirun.wire.messages import Message, StartRole, StopWorkers, View
+from unirun.wire.reports import Join, WorkerExited
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+WRITES = 0.5
+"""Seconds that a few writes take at most."""
+
+DELAYS = 12.0
+"""Seconds that all messages of one exchange take at most."""
+
+
+class Invariants:
+    """The checks of a history; what they look at is made and moved on by `Simulation`."""
+
+    plan: Plan
+    clock: Clock
+    stores: dict[str, StoreModel]
+    opened: dict[str, int]
+    viewed: float
+    processes: list[Process]
+    troubled: float
+    store: FencedStore
+    state: JobState
+    finish: Finish | None
+    end: JobState | None
+    masters: list[MasterModel]
+    nodes: dict[str, Node]
+    _began: float
+    _orders_lost: bool
+
+    def trace(self, text: str) -> None:
+        """Note something for a failing seed."""
+        raise NotImplementedError
+
+    def _check_master(self, before: JobState, event: Event) -> None:
+        after = self.state
+        if before.phase in JOB_ENDS:
+            assert after == before, "a job that has ended has changed"
+        if before.verdict is not None:
+            assert after.verdict is not None
+            assert after.verdict.phase is before.verdict.phase, "the verdict has changed"
+        for name, role in after.roles.items():
+            old = before.roles[name]
+            if old.phase in ROLE_ENDS:
+                assert role == old, f"role {name} was {old.phase} and has changed"
+            if not isinstance(event, Join):
+                # A node that comes back may tell of several things at once.
+                assert role.restarts in (old.restarts, old.restarts + 1)
+                assert role.generation in (old.generation, old.generation + 1)
+                assert role.opened in (old.opened, role.generation)
+            assert role.restarts >= old.restarts
+            assert role.opened >= old.opened
+            if role.restart == "role":
+                # A rank of which an order was lost on the way has started less often.
+                assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost
+                assert role.generation <= role.restarts
+            for worker, earlier in zip(role.workers, old.workers, strict=True):
+                if isinstance(event, Join):
+                    continue
+                assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
+                if worker.incarnation != earlier.incarnation:
+                    joins = isinstance(event, WorkerExited) and (event.role, event.rank) == (
+                        name,
+                        worker.rank,
+                    )
+                    assert joins or isinstance(event, StoreOpened), f"{event} starts {name}:{worker.rank}"
+                    assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
+                    assert worker.generation > earlier.generation
+            if role.generation != old.generation and not isinstance(event, Join):
+                assert isinstance(event, WorkerExited | StoreEnded), f"{event} starts a generation of {name}"
+                assert event.role == name, f"{event} starts a new generation of {name}"
+        if after.phase is JobPhase.SUCCEEDED:
+            assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
+
+    def _check_reforming(self, before: JobState, event: Event) -> None:
+        """What befalls one worker of a role that lives on changes nothing for its peers."""
+        if self.state.phase is not JobPhase.RUNNING or not isinstance(event, WorkerExited | StoreEnded):
+            return
+        for name, role in self.state.roles.items():
+            if role.restart == "process":
+                hit = event.rank if isinstance(event, WorkerExited) and event.role == name else None
+                for worker, earlier in zip(role.workers, before.roles[name].workers, strict=True):
+                    assert worker == earlier or worker.rank == hit, f"{event} changes {name}:{worker.rank}"
+
+    def _check_news(self, before: JobState, event: Event, commands: list[Command]) -> None:
+        """Who died of itself is told of at once, who was told to end in a moment."""
+        views = [c.message for c in commands if isinstance(c, ToAgent) and isinstance(c.message, View)]
+        if views:
+            self.viewed = self.clock.now
+        if not isinstance(event, WorkerExited) or before.phase in JOB_ENDS or before.away:
+            return
+        worker = before.roles[event.role].workers[event.rank]
+        if not worker.live or worker.incarnation != event.incarnation or event.code == 0:
+            return
+        if event.cause in ("own", "doom"):
+            seen = [role.workers[event.rank] for role in views[0].roles if role.name == event.role]
+            lost = [("lost", event.incarnation)]
+            assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
+        else:
+            self.clock.after(VIEW_DELAY + WRITES, lambda at=self.clock.now: self._must_have_told(at))
+
+    def _must_have_told(self, since: float) -> None:
+        assert self.viewed >= since or self.state.phase in JOB_ENDS or self._troubled_since(since), "no news"
+
+    def _troubled_since(self, when: float) -> bool:
+        """Whether a master, or its way to the store, has been away since then."""
+        return self.troubled >= when or self.plan.unknown > 0 or self.plan.crashes > 0
+
+    def _watch_promptness(self, before: JobState) -> None:
+        """What has begun to end must have ended when its grace is over and the last message has arrived."""
+        soon = self.plan.spec.shutdown_timeout + DELAYS
+        now = self.clock.now
+        if self.state.phase is JobPhase.STOPPING and before.phase is not JobPhase.STOPPING:
+            self.clock.after(soon, lambda: self._must_be_over(now))
+        for name, role in self.state.roles.items():
+            between = (RolePhase.RESTARTING, RolePhase.REFORMING)
+            old = before.roles[name]
+            if role.phase in between and _stage(role) != _stage(old):
+                self.clock.after(soon, lambda old=role: self._must_have_restarted(old, now))
+
+    def _must_be_over(self, since: float) -> None:
+        assert self.state.phase in JOB_ENDS or self._troubled_since(since), "the job does not end"
+
+    def _must_have_restarted(self, old: RoleState, since: float) -> None:
+        role = self.state.roles[old.name]
+        if not self._troubled_since(since) and self.state.phase is JobPhase.RUNNING:
+            assert _stage(role) != _stage(old), f"{role.name} does not restart"
+
+    def _must_have_stores(self) -> None:
+        """Ranks of a role that runs can meet: the store of its generation is served.
+
+        Once no worker of the role is left on the node of its store, an end of the store goes unnoticed; and once a
+        worker has ended well, those that live on are not disturbed by it.
+        """
+        for role in self.state.roles.values():
+            if not self._hopeless and self.state.phase is JobPhase.RUNNING and role.live:
+                broken = [w.rank for w in role.workers if w.exit and not w.exit.ok]
+                assert not broken, f"{role.name} runs on without its ranks {broken}"
+                leader = self.plan.placement.of_role(role.name)[0].node
+                if all(worker.node != leader for worker in role.live):
+                    continue
+                if role.restart == "process" and any(worker.ended_well for worker in role.workers):
+                    continue
+                store = self.stores.get(role.name)
+                assert store is not None, f"no store was opened for {role.name}"
+                assert store.alive, f"the store of {role.name} is gone"
+                assert store.generation == role.generation, f"the store of {role.name} is an old one"
+                here = [p for p in self.processes if p.alive and p.who[0] == role.name]
+                assert {p.generation for p in here} == {role.generation}, f"{role.name} is not in one group"
+
+    def _check_order(self, before: JobState, event: Event, message: Message) -> None:
+        """A worker is stopped when its own role restarts or the job ends, never for another role."""
+        if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
+            assert isinstance(event, WorkerExited | Join)
+            assert isinstance(event, Join) or event.role == message.role
+            role = self.state.roles[message.role]
+            assert role.restart == "role" or role.phase is RolePhase.STOPPING, (
+                "a worker is stopped for its peer"
+            )
+        if isinstance(message, StartRole):
+            # A node that comes back may tell, too, that the job is over.
+            assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
+            assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
+            workers = before.roles[message.role].workers
+            ended = event.rank if isinstance(event, WorkerExited) else None
+            again = isinstance(event, Join)
+            assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
+        if isinstance(message, View):
+            assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)
+
+    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
+        """Check what must hold after a step of an agent's core."""
+        self.trace(f"{node.name}: {_brief(event)}")
+        state = node.state
+        if state.leaving and not before.leaving:
+            self.clock.after(DELAYS, lambda: self._must_have_left(node))
+        ranks = [(w.role, w.rank) for w in state.workers.values()]
+        assert len(set(ranks)) == len(ranks), f"two workers hold one rank: {ranks}"
+        assert len(set(node.exits)) == len(node.exits), f"{node.exits} tells one end twice"
+        for worker in state.workers.values():
+            who = worker.role, worker.rank, worker.incarnation
+            assert who not in node.exits, f"{who} has ended and is kept"
+            assert (worker.pid is not None) == (worker.phase is events.Phase.ALIVE)
+            assert worker.spawner in state.spawners, f"{who} waits for a spawner that is not there"
+            if worker.phase is events.Phase.QUEUED:
+                assert not state.spawners[worker.spawner], f"{who} waits for a spawner that is ready"
+        for store in state.stores.values():
+            ready = state.spawners.get(store.spawner)
+            assert state.leaving or store.ended or store.sent == ready, (
+                "a store waits for a spawner that is ready"
+            )
+
+    def _must_have_left(self, node: Node) -> None:
+        assert not node.alive, f"the agent of {node.name} does not leave"
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether nobody is left who could go on, or start somebody who can."""
+        here = (node for name, node in self.nodes.items() if name not in self.plan.absent)
+        return not any(node.alive for node in here) and not any(m.leads for m in self.masters)
+
+    def _check_end(self) -> None:
+        lives = [process.who for process in self.processes if process.alive]
+        assert not lives, f"{lives} live on"
+        joined = [node for name, node in self.nodes.items() if name not in self.plan.absent]
+        assert not any(node.alive for node in joined), "an agent has not left"
+        assert not any(master.leads for master in self.masters), "a master has not left"
+        self._check_history()
+        if self.finish is not None:
+            self._check_verdict(self.finish)
+
+    def _check_history(self) -> None:
+        """What was changed, one after the other, gives what is there."""
+        there: dict[str, str] = {}
+        changed = self.store.watch("", 0).changes(0.0)
+        assert isinstance(changed, tuple)
+        for change in changed:
+            if change.kind == "put":
+                there[change.key] = change.value
+            else:
+                del there[change.key]
+        assert there == {item.key: item.value for item in self.store.get_prefix("").items}
+        if self.end is not None:
+            end = restore(read_context(self.store, "sim"))
+            assert changes(self.end, end) == {} or changes(None, self.end) == changes(None, end)
+
+    def _check_verdict(self, finish: Finish) -> None:
+        phase, code = finish.verdict.phase, finish.verdict.code
+        assert phase in JOB_ENDS
+        end = self.end or self.state
+        statuses = {failure.exit.status for failure in end.failures}
+        if phase is JobPhase.SUCCEEDED:
+            assert code == 0
+        elif phase is JobPhase.STOPPED:
+            assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        else:
+            assert code in statuses | {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}, (
+                f"{code} of {statuses}"
+            )
+            assert code != 0
+            assert finish.verdict.report
+        if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:
+            assert any(r.restarts == end.role_spec(r.name).max_restarts > 0 for r in end.roles.values())
+        if code == EXIT_RENDEZVOUS and EXIT_RENDEZVOUS not in statuses:
+            assert self.plan.absent or self._troubled_since(self._began)
+
+
+def _stage(role: RoleState) -> tuple[RolePhase, int, int]:
+    return role.phase, role.generation, role.restarts
+
+
+def _brief(event: events.Event) -> str:
+    if isinstance(event, events.Launch):
+        return f"Launch({', '.join(f'{w.who}#{w.incarnation}' for w in event.workers)})"
+    return str(event)
