@@ -37,11 +37,11 @@ TORCH_MODULES = frozenset(
 )
 MAY_PRINT = frozenset(
     {
-        *(f"unirun.launcher.{name}" for name in ("worker", "child", "local")),
+        *(f"unirun.launcher.{name}" for name in ("worker", "child", "local", "standby")),
         *(f"unirun.master.{name}" for name in ("__main__", "writing")),
     }
 )
-"""Bootstraps, and a master whose store is away: what they have to say goes to the stderr of their process."""
+"""Bootstraps, a master whose store is away, an agent that can start no master: what they have to say goes to the stderr of their process."""
 
 MASTER_SHELLS = frozenset(f"unirun.master.{name}" for name in ("shell", "writing", "lead", "__main__"))
 """Streams, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""

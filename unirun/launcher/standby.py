@@ -95,9 +95,16 @@ class Standby:
         self._not_before = now + self._delay
         self._delay = min(2 * self._delay, MAX_DELAY)
         self._started = [popen for popen in self._started if popen.poll() is None]
+        try:
+            self._started.append(self._popen(deposing))
+        except OSError as error:
+            # No process or no descriptor left: the workers go on, and it is tried again.
+            print(f"unirun-agent: no master can be started: {error}", file=sys.stderr, flush=True)
+
+    def _popen(self, deposing: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "unirun.master", str(self._job.path), str(deposing)]
         with open(self._job.path / "master.log", "ab") as log:
-            popen = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -105,4 +112,3 @@ class Standby:
                 pass_fds=[self._lock],
                 start_new_session=True,
             )
-        self._started.append(popen)

@@ -335,3 +335,23 @@ def test_a_leader_that_hangs_is_waited_for(
 
     run(place, go)
     assert started.lines == []
+
+
+def test_a_master_that_cannot_be_started_is_tried_again(
+    place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An agent that has no descriptor left for a moment must not end the workers that it keeps."""
+    program = sys.executable
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(standby, "DELAY", 0.01)
+
+    async def go(watch: Standby) -> None:
+        search = asyncio.ensure_future(watch.next(1, PATIENCE))
+        while "no master can be started" not in capfd.readouterr().err:
+            await asyncio.sleep(0.005)
+        assert not search.done()
+        monkeypatch.setattr(sys, "executable", program)
+        await started.until(1)
+        search.cancel()
+
+    run(place, go)
