@@ -58,12 +58,11 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
 
 
 def plan_job(line: CommandLine) -> tuple[JobSpec, Placement, Inventory]:
-    """The spec that a command line describes, who sits where, and on what: this host, or what ``--inventory`` says.
+    """The spec that a command line describes, who sits where, and on what.
 
     Raises `SpecError`, `UsageError`, `PlacementError`.
     """
-    text = line.options.get("inventory")
-    inventory = _inventory(text) if text else local_inventory()
+    inventory = inventory_of(line)
     spec = job_spec(line, inventory)
     topology = local_topology(inventory) if spec.numa_binding else None
     graph = from_edges({role.name: role.count for role in spec.roles}, list(spec.edges))
@@ -71,7 +70,11 @@ def plan_job(line: CommandLine) -> tuple[JobSpec, Placement, Inventory]:
     return spec, placement, inventory
 
 
-def _inventory(text: str) -> Inventory:
+def inventory_of(line: CommandLine) -> Inventory:
+    """The nodes that ``--inventory`` describes; without it, this host. Raises `SpecError` or `UsageError`."""
+    text = line.options.get("inventory")
+    if text is None:
+        return local_inventory()
     if not is_fake(text):
         raise UsageError(f"--inventory {text!r} is none that is known", "write fake:nodes=4,devices=8,numa=2")
     return parse_fake(text)

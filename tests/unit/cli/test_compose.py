@@ -10,6 +10,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose
+from unirun.cli.compose import inventory_of
+from unirun.cli.options import parse
+from unirun.collocation import local_inventory, parse_fake
 from unirun.errors import SpecError, UsageError
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
 
@@ -563,3 +566,14 @@ def test_an_endpoint_may_be_v6_or_lack_its_port(compose: Compose) -> None:
     assert (spec.master_addr, spec.master_port) == ("::1", 29500)
     assert compose("--rdzv-endpoint", "localhost", "train.py").master_addr == "localhost"
     assert compose("--rdzv-endpoint", ":29500", "train.py").master_addr == "127.0.0.1"
+
+
+def test_nodes_are_those_of_the_option_or_this_host() -> None:
+    assert inventory_of(parse(["--inventory", "fake:nodes=2", "train.py"])) == parse_fake("fake:nodes=2")
+    assert inventory_of(parse(["train.py"])) == local_inventory()
+
+
+@pytest.mark.parametrize("text", ["", "nodes=2", "slurm"])
+def test_an_inventory_that_is_not_known_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match="--inventory .* is none that is known; write fake:"):
+        inventory_of(parse([f"--inventory={text}", "train.py"]))
