@@ -32,6 +32,7 @@ from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Address, Transport
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.wire.handshake import Token
+from unirun.wire.reports import CallCount, Calls
 
 KINDS = ("inproc", "socket", "torch")
 
@@ -302,7 +303,10 @@ class Stage:
         self.board = Board()
         self.me = Address("trainer0", 0, 0)
         self.transport = open_transport(kind, self.me, folder, self.token)
-        self.caller = Caller(self.me, self.board, self.transport, call_timeout=2 * SOON)
+        self.told: list[Calls] = []
+        self.caller = Caller(
+            self.me, self.board, self.transport, call_timeout=2 * SOON, tell=self.told.append
+        )
         self._players: list[Player] = []
 
     def player(self, main: Callable[..., None], me: Address, *arguments: Any) -> Player:
@@ -325,6 +329,12 @@ class Stage:
         """Another caller, in a process of its own."""
         places = [cast.place(rank) for rank in range(len(cast.players))]
         return self.player(call, Address("other999", 0, incarnation), places, script)
+
+    def counted(self, cast: Cast) -> dict[tuple[str, bool], CallCount]:
+        """What this caller has called of a role: by method, and whether nobody waits for it."""
+        self.caller.report()
+        counts = self.told[-1].counts if self.told else ()
+        return {(each.method, each.asynchronous): each for each in counts if each.role == cast.role}
 
     def close(self) -> None:
         """Everybody leaves."""

@@ -1,45 +1,131 @@
-"""``unirun graph …``: who calls whom, as a job's options or its file say. Starts nothing."""
+"""``unirun graph``: who calls whom, as a job's options or its file say, or as a job was seen to do. Starts nothing."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
 
-from unirun.cli.compose import job_spec
+from unirun.cli.compose import inventory_of, job_spec
 from unirun.cli.files import write_file
-from unirun.cli.options import parse
+from unirun.cli.options import Parser, parse
 from unirun.cli.optiontable import OUTPUT, Option
-from unirun.collocation import local_inventory, parse_fake
-from unirun.graph import Graph, dot, from_edges, mermaid, svg, tree, warnings
-from unirun.spec import JobSpec
-
-FORMATS: dict[str, Callable[[Graph], str]] = {"tree": tree, "mermaid": mermaid, "dot": dot, "svg": svg}
-FORMAT = Option(
-    ("--format",), "value", OUTPUT, "how the graph is drawn (default: tree)", "FORM", (*FORMATS,), pet=False
+from unirun.cli.stored import STORE_HELP, find_summary, opened, read_stored, store_to_ask
+from unirun.cli.tables import print_table
+from unirun.graph import (
+    Direction,
+    Edge,
+    Graph,
+    Kind,
+    Role,
+    declared,
+    dot,
+    mermaid,
+    svg,
+    tree,
+    warnings,
+    yaml,
 )
-FILE = Option(("-o", "--output"), "value", OUTPUT, "a file for the graph (default: print)", "FILE", pet=False)
+from unirun.observe.status import CallStatus, JobStatus, read_status
+from unirun.rendezvous.jobdir import find_job
+from unirun.sizes import show_size
+
+States = Mapping[str, str]
+FORMATS: dict[str, Callable[[Graph, States], str]] = {
+    "tree": tree,
+    "mermaid": mermaid,
+    "dot": dot,
+    "svg": svg,
+    "yaml": lambda graph, _states: yaml(graph),
+}
+FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: tree)"
+FILE_HELP = "a file for the graph (default: print)"
+FORMAT = Option(("--format",), "value", OUTPUT, FORMAT_HELP, "FORM", (*FORMATS,), pet=False)
+FILE = Option(("-o", "--output"), "value", OUTPUT, FILE_HELP, "FILE", pet=False)
 
 
 def main(argv: list[str]) -> int:
-    """Draw the graph of the job that `argv` describes. Returns 0. Raises `SpecError`, `UsageError`."""
+    """Draw the graph of the job that `argv` describes or names. Returns 0.
+
+    Raises `SpecError`, `UsageError`, `JobError`, `StoreError`.
+    """
+    parser = Parser(
+        prog="unirun graph",
+        usage="unirun graph [JOB] [--store URL] [--format FORM] [-o FILE]\n       unirun graph [options of unirun …]",
+        description="Who calls whom: in a job that runs or ran (by default the newest), or in one that is described.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser.add_argument("--store", help=STORE_HELP, metavar="URL")
+    parser.add_argument("--format", choices=(*FORMATS,), default="tree", help=FORMAT_HELP)
+    parser.add_argument("-o", "--output", help=FILE_HELP, metavar="FILE")
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        return 0
+    options, rest = parser.parse_known_args(argv)
+    if rest or _is_script(options.job):
+        return _described(argv)
+    return _seen(options.job, options.store, options.format, options.output)
+
+
+def _is_script(name: str | None) -> bool:
+    return name is not None and (name.endswith(".py") or os.path.exists(name))
+
+
+def _described(argv: list[str]) -> int:
     line = parse(argv, "unirun graph", (FORMAT, FILE))
-    fake = line.options.get("inventory")
-    graph = graph_of(job_spec(line, parse_fake(fake) if fake else local_inventory()))
+    graph = declared(job_spec(line, inventory_of(line)))
     for warning in warnings(graph):
         print(f"unirun: {warning}", file=sys.stderr)
-    picture = FORMATS[line.options.get("format", "tree")](graph)
-    if "output" in line.options:
-        write_file(line.options["output"], picture)
-    else:
-        sys.stdout.write(picture)
+    _show(graph, {}, line.options.get("format", "tree"), line.options.get("output"))
     return 0
 
 
-def graph_of(spec: JobSpec) -> Graph:
-    """The roles of `spec` and its edges; without any, a trainer calls each role of workloads. Raises `SpecError`."""
-    edges = [*spec.edges]
-    if not edges:
-        trainers = (role.name for role in spec.roles if role.entry.kind == "trainer")
-        workloads = [role.name for role in spec.roles if role.entry.kind == "workload"]
-        edges = [{"from": trainer, "to": workload} for trainer in trainers for workload in workloads]
-    return from_edges({role.name: role.count for role in spec.roles}, edges)
+def _seen(name: str | None, store: str | None, form: str, output: str | None) -> int:
+    """The graph of a job that runs or ran, and the figures of its calls."""
+    status = _status(name, store)
+    roles = tuple(Role(role.name, len(role.workers)) for role in status.roles)
+    graph = Graph(roles, tuple(_edge(call) for call in status.calls))
+    _show(graph, {role.name: role.phase for role in status.roles}, form, output)
+    if not status.calls:
+        print(f"unirun: job {status.run_id} has made no calls that unirun has seen", file=sys.stderr)
+    elif form == "tree" and output is None:
+        print()
+        print_table(["CALL", "CALLS", "EACH", "SENT", "RETURNED"], [_row(call) for call in status.calls])
+    return 0
+
+
+def _status(name: str | None, store: str | None) -> JobStatus:
+    url = store_to_ask(store, name)
+    if url is None:
+        return read_status(find_job(name))
+    with opened(url) as there:
+        return read_stored(there, find_summary(there, name).run_id).status
+
+
+def _edge(call: CallStatus) -> Edge:
+    kind, direction = cast(Kind, call.kind), cast(Direction, call.direction)
+    return Edge(call.source, call.target, call.method, kind, direction, call.asynchronous, call.weight)
+
+
+def _row(call: CallStatus) -> list[str]:
+    return [
+        str(_edge(call)),
+        str(call.calls),
+        f"{1000 * call.seconds / call.calls:.3g} ms",
+        show_size(call.bytes),
+        show_size(call.returned),
+    ]
+
+
+def _show(graph: Graph, states: States, form: str, output: str | None) -> None:
+    draw = FORMATS[form]
+    if form == "tree" and output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+        draw = partial(tree, colour=True)
+    picture = draw(graph, states)
+    if output is not None:
+        write_file(output, picture)
+    else:
+        sys.stdout.write(picture)

@@ -27,7 +27,8 @@ from unirun.master.telling import status_of
 from unirun.rendezvous import JobDir, create_job, started_at
 from unirun.rendezvous.store.url import store_url
 from unirun.spec import JobSpec
-from unirun.wire import listen, new_token
+from unirun.wire import new_token
+from unirun.wire.aio import listen
 
 
 def main(argv: Sequence[str]) -> int:

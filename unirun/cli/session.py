@@ -26,7 +26,8 @@ from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters
 from unirun.rendezvous.store.url import open_store
 from unirun.spec import JobSpec
-from unirun.wire import Stream, load_token
+from unirun.wire import load_token
+from unirun.wire.aio import Stream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 from unirun.wire.reports import Notice, WorkerStarted
 

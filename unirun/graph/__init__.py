@@ -10,27 +10,30 @@ from unirun.graph.instances import (
     sources_of,
     targets_of,
 )
-from unirun.graph.learn import CallReport, Observed, learn
+from unirun.graph.jobs import declared
+from unirun.graph.learn import Caller, LearnedEdge, added, learn, sound
 from unirun.graph.parts import Affected, affected, tight_parts, weights
 from unirun.graph.read import from_edges, read_edges
 from unirun.graph.scenarios import SCENARIOS
 from unirun.graph.svg import svg
-from unirun.graph.text import dot, mermaid, tree
+from unirun.graph.text import dot, mermaid, tree, yaml
 from unirun.graph.values import Direction, Edge, Graph, Kind, Role
 
 __all__ = [
     "SCENARIOS",
     "Affected",
-    "CallReport",
+    "Caller",
     "Direction",
     "Edge",
     "Graph",
     "Instance",
     "InstanceEdge",
     "Kind",
-    "Observed",
+    "LearnedEdge",
     "Role",
+    "added",
     "affected",
+    "declared",
     "dot",
     "faults",
     "from_edges",
@@ -40,6 +43,7 @@ __all__ = [
     "mermaid",
     "pair_count",
     "read_edges",
+    "sound",
     "sources_of",
     "svg",
     "targets_of",
@@ -47,4 +51,5 @@ __all__ = [
     "tree",
     "warnings",
     "weights",
+    "yaml",
 ]

@@ -1,140 +1,125 @@
 """The graph as it is: from what workers report of the calls that they make.
 
-Each worker counts its calls since it was started, so a report holds everything that the earlier ones did, and a restart
-begins again at zero. What was observed is therefore kept by worker and incarnation, and of two reports of one
-incarnation the greater counts. So reports may be lost, repeated, and merged in any order.
+Each worker counts its calls since it was started, so the last report of a process holds everything that the earlier
+ones did, and a restart begins again at zero: `added` keeps what the one before had called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median_low
 from typing import NamedTuple
 
-from unirun.graph.values import Direction, Edge, Graph, Kind, Role
+from unirun.graph.values import Direction, Edge, Kind
+from unirun.wire.reports import CallCount, Span
+
+Counts = tuple[CallCount, ...]
+
+MOST = 1 << 62
+"""No count of a process gets there; one that does was not counted."""
+
+
+class Caller(NamedTuple):
+    """One rank and what it has called."""
+
+    role: str
+    rank: int
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
-class CallReport:
-    """What one worker has called of one rank since it was started.
+class LearnedEdge:
+    """An edge that was seen. `calls` counts every rank that was called; `bytes` went there and `returned` came back;
+    `seconds` is how long the answers took, all of them together."""
 
-    `bytes` went there as arguments, `returned` came back as results; `seconds` is how long the worker waited for all
-    of the calls together. `incarnation` is the worker's own. A call that is not waited for is `asynchronous`.
-    """
-
-    source_role: str
-    target_role: str
-    method: str
+    edge: Edge
     calls: int
     bytes: int
-    seconds: float = 0.0
-    returned: int = 0
-    source_rank: int = 0
-    target_rank: int = 0
-    incarnation: int = 0
-    asynchronous: bool = False
+    returned: int
+    seconds: float
 
 
-class Pair(NamedTuple):
-    """One rank that calls a method of another."""
-
-    source_role: str
-    source_rank: int
-    target_role: str
-    target_rank: int
-    method: str
-    asynchronous: bool
+def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
+    """Those of `counts` that can be: of roles that there are, with as many `ranks`, and with figures that add up."""
+    return tuple(each for each in counts if _sound(each, ranks.get(each.role, 0)))
 
 
-class Counts(NamedTuple):
-    """Calls, bytes there, bytes back, seconds of waiting."""
-
-    calls: int = 0
-    bytes: int = 0
-    returned: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Everything that was reported; `Observed()` is nothing. By pair of ranks and by incarnation of the caller."""
-
-    counts: Mapping[tuple[Pair, int], Counts] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, reports: Iterable[CallReport]) -> Observed:
-        """What `reports` tell, whatever their order."""
-        found: dict[tuple[Pair, int], Counts] = {}
-        for each in reports:
-            ends = (each.source_role, each.source_rank, each.target_role, each.target_rank)
-            key = Pair(*ends, each.method, each.asynchronous), each.incarnation
-            new = Counts(each.calls, each.bytes, each.returned, each.seconds)
-            found[key] = _greater(found.get(key, Counts()), new)
-        return cls(found)
-
-    def __or__(self, other: Observed) -> Observed:
-        """What either tells: commutative, associative, and a report that both have counts once."""
-        found = dict(self.counts)
-        for key, counts in other.counts.items():
-            found[key] = _greater(found.get(key, Counts()), counts)
-        return Observed(found)
-
-    def totals(self) -> dict[Pair, Counts]:
-        """The sums over all incarnations."""
-        found: dict[Pair, Counts] = {}
-        for (pair, _), counts in sorted(self.counts.items()):
-            found[pair] = _added(found.get(pair, Counts()), counts)
-        return found
+def _sound(count: CallCount, ranks: int) -> bool:
+    figures = (count.calls, count.bytes, count.returned, count.seconds)
+    return (
+        all(0 <= each < MOST for each in figures)
+        and count.calls > 0 < len(count.ranks)
+        and all(0 <= span.first <= span.last < ranks for span in count.ranks)
+    )
 
 
-def learn(observed: Observed, counts: Mapping[str, int] | None = None, *, steps: int | None = None) -> Graph:
-    """The graph that was `observed`: an edge for each method that one role calls of another.
+def added(one: Counts, other: Counts) -> Counts:
+    """What two processes have called, of which the later one took the place of the other."""
+    found = {_what(each): each for each in one}
+    for each in other:
+        known = found.get(_what(each))
+        found[_what(each)] = each if known is None else _sum(known, each)
+    return tuple(found.values())
 
-    `counts` has the ranks of the roles, as far as they are known; others have as many as were seen. Weights are bytes
-    per step, of which there were `steps`; without it, as many as the median pair of ranks had calls, because most
-    methods are called once in a step. Kinds are guessed from who called whom: each rank one other → ``one_to_one``;
-    each target one source → ``broadcast`` if all got as many bytes a call (to 1 %), else ``scatter``; each source
-    one target → ``gather``; else ``all_to_all``.
+
+def learn(
+    callers: Iterable[Caller], ranks: Mapping[str, int], *, steps: int | None = None
+) -> tuple[LearnedEdge, ...]:
+    """The edges that were seen: one for each method that one role calls of another, in the order of `ranks`.
+
+    `ranks` has the number of ranks of every role. Weights are bytes per step, of which there were `steps`; without it,
+    as many as the median method had calls of each of its ranks, because most methods are called once in a step. Kinds
+    follow from who called whom: each rank one other, and as many ranks on both sides → ``one_to_one``; each target one
+    source → ``scatter`` if ranks got arguments of their own in one call, else ``broadcast``; each source one target →
+    ``gather``; else ``all_to_all``. An edge is asynchronous when all of its calls were.
     """
-    totals = {pair: each for pair, each in observed.totals().items() if each.calls > 0}
-    ranks = dict(counts or {})
-    for pair in totals:
-        for role, rank in ((pair.source_role, pair.source_rank), (pair.target_role, pair.target_rank)):
-            ranks[role] = max(ranks.get(role, 0), rank + 1)
-    made = steps or median_low([each.calls for each in totals.values()] or [1])
-    edges: dict[tuple[str, str, str], dict[Pair, Counts]] = {}
-    for pair, each in totals.items():
-        edges.setdefault((pair.source_role, pair.target_role, pair.method), {})[pair] = each
-    return Graph(
-        tuple(Role(name, count) for name, count in ranks.items()),
-        tuple(_edge(*names, pairs, made) for names, pairs in edges.items() if names[0] != names[1]),
+    seen: dict[tuple[str, str, str], dict[int, list[CallCount]]] = {}
+    for role, rank, counts in callers:
+        for each in sound(counts, ranks):
+            if each.role != role:
+                by_rank = seen.setdefault((role, each.role, each.method), {})
+                by_rank.setdefault(rank, []).append(each)
+    turns = [
+        sum(each.calls for each in counts) // _size(_union(counts))
+        for by_rank in seen.values()
+        for counts in by_rank.values()
+    ]
+    made = steps or max(median_low(turns or [1]), 1)
+    order = {name: number for number, name in enumerate(ranks)}
+    names = sorted(seen, key=lambda edge: (order[edge[0]], order[edge[1]], edge[2]))
+    return tuple(_learned(edge, seen[edge], ranks, made) for edge in names)
+
+
+def _learned(
+    names: tuple[str, str, str], by_rank: Mapping[int, list[CallCount]], ranks: Mapping[str, int], steps: int
+) -> LearnedEdge:
+    source, target, method = names
+    every = list(chain.from_iterable(by_rank[rank] for rank in sorted(by_rank)))
+    there, back = sum(each.bytes for each in every), sum(each.returned for each in every)
+    edge = Edge(
+        source,
+        target,
+        method,
+        _kind(by_rank, ranks[source], ranks[target]),
+        _direction(there, back),
+        all(each.asynchronous for each in every),
+        (there + back) / steps,
     )
+    calls, seconds = sum(each.calls for each in every), sum(each.seconds for each in every)
+    return LearnedEdge(edge, calls, there, back, seconds)
 
 
-def _edge(source: str, target: str, method: str, pairs: Mapping[Pair, Counts], steps: int) -> Edge:
-    there = sum(each.bytes for each in pairs.values())
-    back = sum(each.returned for each in pairs.values())
-    # Some callers may wait for what others send off: then it is waited for.
-    asynchronous = all(pair.asynchronous for pair in pairs)
-    return Edge(
-        source, target, method, _kind(pairs), _direction(there, back), asynchronous, (there + back) / steps
-    )
-
-
-def _kind(pairs: Mapping[Pair, Counts]) -> Kind:
-    targets: dict[int, set[int]] = {}
-    sources: dict[int, set[int]] = {}
-    for pair in pairs:
-        targets.setdefault(pair.source_rank, set()).add(pair.target_rank)
-        sources.setdefault(pair.target_rank, set()).add(pair.source_rank)
-    one_target = all(len(each) == 1 for each in targets.values())
-    one_source = all(len(each) == 1 for each in sources.values())
-    if one_target and one_source:
+def _kind(by_rank: Mapping[int, Sequence[CallCount]], sources: int, targets: int) -> Kind:
+    reached = [_union(counts) for counts in by_rank.values()]
+    one_target = all(_size(each) == 1 for each in reached)
+    one_source = sum(map(_size, reached)) == _size(_merged(chain.from_iterable(reached)))
+    if one_target and one_source and sources == targets:
         return "one_to_one"
-    if one_source:
-        sizes = [each.bytes / each.calls for each in pairs.values()]
-        return "broadcast" if max(sizes) <= 1.01 * min(sizes) else "scatter"
+    if one_source and sources <= targets:
+        split = any(each.split for counts in by_rank.values() for each in counts)
+        return "scatter" if split else "broadcast"
     return "gather" if one_target else "all_to_all"
 
 
@@ -145,19 +130,36 @@ def _direction(there: int, back: int) -> Direction:
     return "back" if there <= 0.1 * (there + back) else "both"
 
 
-def _greater(one: Counts, other: Counts) -> Counts:
-    return Counts(
-        max(one.calls, other.calls),
-        max(one.bytes, other.bytes),
-        max(one.returned, other.returned),
-        max(one.seconds, other.seconds),
+def _what(count: CallCount) -> tuple[str, str, bool]:
+    return count.role, count.method, count.asynchronous
+
+
+def _sum(one: CallCount, other: CallCount) -> CallCount:
+    return replace(
+        one,
+        calls=one.calls + other.calls,
+        bytes=one.bytes + other.bytes,
+        returned=one.returned + other.returned,
+        seconds=one.seconds + other.seconds,
+        ranks=_merged((*one.ranks, *other.ranks)),
+        split=one.split or other.split,
     )
 
 
-def _added(one: Counts, other: Counts) -> Counts:
-    return Counts(
-        one.calls + other.calls,
-        one.bytes + other.bytes,
-        one.returned + other.returned,
-        one.seconds + other.seconds,
-    )
+def _union(counts: Iterable[CallCount]) -> tuple[Span, ...]:
+    return _merged(chain.from_iterable(each.ranks for each in counts))
+
+
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same ranks, ascending and each once."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda each: (each.first, each.last)):
+        if found and span.first <= found[-1].last + 1:
+            found[-1] = Span(found[-1].first, max(found[-1].last, span.last))
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+def _size(spans: Iterable[Span]) -> int:
+    return sum(span.last - span.first + 1 for span in spans)

@@ -1,7 +1,8 @@
-"""Pictures that are texts: Mermaid, DOT, and a tree for a terminal."""
+"""Pictures that are texts: Mermaid, DOT, and a tree for a terminal; and edges as a job file has them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 
@@ -62,6 +63,24 @@ def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = 
         if role.name not in shown:
             lines.append(_tree_vertex(role, states, colour))
             lines += _branches(graph, role.name, states, colour, shown)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def yaml(graph: Graph) -> str:
+    """The edges of `graph` for a job file: whole bytes, and what is not said is as when nothing is said."""
+    lines = ["edges:"] if graph.edges else ["edges: []"]
+    for edge in graph.edges:
+        said = {
+            "from": edge.source,
+            "to": edge.target,
+            "invocation": edge.invocation or None,
+            "kind": edge.kind,
+            "direction": None if edge.direction == "forward" else edge.direction,
+            "async": edge.asynchronous or None,
+            "weight": round(edge.weight) or None,
+        }
+        # An object of JSON is one of YAML.
+        lines.append(f"  - {json.dumps({key: value for key, value in said.items() if value is not None})}")
     return "".join(f"{line}\n" for line in lines)
 
 

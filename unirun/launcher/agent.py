@@ -27,7 +27,8 @@ from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
-from unirun.wire import BACKLOG, Stream, accept, listen, load_token
+from unirun.wire import load_token
+from unirun.wire.aio import BACKLOG, Stream, accept, listen
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted

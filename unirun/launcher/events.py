@@ -8,7 +8,7 @@ from enum import StrEnum
 from unirun.launcher.environment import SpawnerKey
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Message, Shutdown, StopWorkers, View
-from unirun.wire.reports import Cause, Serving, WorkerError
+from unirun.wire.reports import CallCount, Cause, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
@@ -26,7 +26,7 @@ class Worker:
 
     `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
     for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
-    `generation` and `serving` are what it has said of itself.
+    `generation`, `serving` and `calls` are what it has said of itself.
     """
 
     id: int
@@ -43,6 +43,7 @@ class Worker:
     running: bool = False
     generation: int = 0
     serving: Serving | None = None
+    calls: tuple[CallCount, ...] = ()
     grace: float = 30.0
     doom: str = ""
 

@@ -19,10 +19,12 @@ from unirun.launcher.state import AgentState
 from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
 from unirun.wire.messages import Hello, Message
 from unirun.wire.reports import (
+    Calls,
     GroupFormed,
     Metrics,
     Notice,
     Serving,
+    WorkerCalls,
     WorkerError,
     WorkerFormed,
     WorkerMetrics,
@@ -51,6 +53,9 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
             return state, [ToMaster(_signed(worker, event.message))]
         case Metrics():
             return state, [ToMaster(_signed(worker, event.message))]
+        case Calls(counts):
+            state = state.with_worker(replace(worker, calls=counts))
+            return state, [ToMaster(_signed(worker, event.message))]
         case Ask(number, wish, name, data):
             ask = WorkerAsk(worker.role, worker.rank, worker.incarnation, number, wish, name, data)
             return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
@@ -75,7 +80,7 @@ def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
     return state, [ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation, generation))]
 
 
-def _signed(worker: Worker, message: Serving | GroupFormed | Metrics) -> Message:
+def _signed(worker: Worker, message: Serving | GroupFormed | Metrics | Calls) -> Message:
     """What a worker said, with who it is."""
     who = worker.role, worker.rank, worker.incarnation
     match message:
@@ -85,6 +90,8 @@ def _signed(worker: Worker, message: Serving | GroupFormed | Metrics) -> Message
             return WorkerFormed(*who, generation)
         case Metrics(values, time):
             return WorkerMetrics(*who, values, time)
+        case Calls(counts):
+            return WorkerCalls(*who, counts)
 
 
 def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:

@@ -13,7 +13,8 @@ import time
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import MasterGone, Masters
-from unirun.wire import Stream, Token
+from unirun.wire import Token
+from unirun.wire.aio import Stream
 
 LOOK_AGAIN = 0.03
 """Seconds between two looks for a master, as long as there is none."""

@@ -67,4 +67,5 @@ def held(worker: Worker) -> Held:
         generation=worker.generation,
         addresses=serving.addresses if serving else None,
         recoverable=serving is not None and serving.recoverable,
+        calls=worker.calls,
     )

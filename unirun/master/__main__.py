@@ -10,7 +10,7 @@ from pathlib import Path
 from unirun.errors import UnirunError
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
-from unirun.wire import listen
+from unirun.wire.aio import listen
 
 
 def main() -> int:

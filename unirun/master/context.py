@@ -10,8 +10,9 @@
     ranks/<n>          1 000 workers each, as columns, in the order of the roles and their ranks
     failures/<n>       8 failures each
     seen/<n>           250 workers each: pids and addresses, for who reads; a new master asks the agents
+    calls/<who>        what one rank has called, if anything
 
-Every decision is in all but the last, which is written now and then.
+Every decision is in all but the last two, which are written now and then.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 from unirun.collocation import Assignment, Placement
 from unirun.errors import StoreRefused
 from unirun.failover import Exit, Failure
+from unirun.graph import added
 from unirun.master.state import (
     ROLE_WORKS,
     JobPhase,
@@ -37,7 +39,7 @@ from unirun.master.state import (
     WorkerState,
 )
 from unirun.spec import JobSpec
-from unirun.wire.reports import Join
+from unirun.wire.reports import CallCount, Join, Span
 
 SCHEMA = 1
 
@@ -107,7 +109,8 @@ def changes(before: JobState | None, after: JobState) -> dict[str, str | None]:
 
 def observations(before: JobState | None, after: JobState) -> dict[str, str | None]:
     """The same for what is only of use to readers."""
-    return _blocks("seen", _SEEN, _workers(before), _workers(after), _seen)
+    old, new = _workers(before), _workers(after)
+    return _blocks("seen", _SEEN, old, new, _seen) | _calls(before, after)
 
 
 def restore(documents: Documents) -> JobState:
@@ -159,6 +162,7 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
             for row, place in zip(rows[at : at + role.count], places, strict=True)
         )
         at += role.count
+        workers = tuple(_with_calls(role.name, worker, documents) for worker in workers)
         roles[role.name] = RoleState(
             role.name, role.entry.kind, role.restart, workers, RolePhase(phase), generation, opened, restarts
         )
@@ -239,6 +243,36 @@ def _read_ranks(documents: Documents) -> Iterator[WorkerState]:
 
 def _seen(workers: Sequence[WorkerState]) -> Any:
     return [[worker.incarnation, worker.pid, dict(worker.addresses)] for worker in workers]
+
+
+def _calls(before: JobState | None, after: JobState) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for role in after.roles.values():
+        old = before.roles[role.name].workers if before else ()
+        if old is role.workers:
+            continue
+        for number, worker in enumerate(role.workers):
+            known = (old[number].calls, old[number].called) if old else ((), ())
+            if (worker.calls, worker.called) != known:
+                counts = [[dataclasses.asdict(c) for c in each] for each in (worker.calls, worker.called)]
+                found[f"calls/{role.name}/{worker.rank}"] = _json([worker.incarnation, *counts])
+    return found
+
+
+def _with_calls(role: str, worker: WorkerState, documents: Documents) -> WorkerState:
+    """What a rank has called was written of an earlier incarnation, perhaps."""
+    text = documents.get(f"calls/{role}/{worker.rank}")
+    if text is None:
+        return worker
+    incarnation, *both = json.loads(text)
+    calls, called = (tuple(_count(each) for each in counts) for counts in both)
+    if incarnation == worker.incarnation:
+        return replace(worker, calls=calls, called=called)
+    return replace(worker, called=added(called, calls))
+
+
+def _count(fields: dict[str, Any]) -> CallCount:
+    return CallCount(**{**fields, "ranks": tuple(Span(**span) for span in fields["ranks"])})
 
 
 def _agents(agents: Sequence[Join | None]) -> Any:

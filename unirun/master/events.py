@@ -12,6 +12,7 @@ from unirun.wire.reports import (
     Notice,
     Sample,
     SpawnerReady,
+    WorkerCalls,
     WorkerExited,
     WorkerFormed,
     WorkerMetrics,
@@ -58,6 +59,7 @@ Event = (
     | WorkerServing
     | WorkerFormed
     | WorkerMetrics
+    | WorkerCalls
     | WorkerExited
     | StoreOpened
     | StoreEnded

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
+from unirun.graph import affected, declared
 from unirun.master.ending import advance, stop_all
 from unirun.master.events import AgentLost, ToAgent, ToWatchers
 from unirun.master.formation import form_next, join
@@ -20,6 +21,7 @@ from unirun.master.state import (
     WorkerPhase,
     WorkerState,
 )
+from unirun.master.telling import learned
 from unirun.master.turn import Turn
 from unirun.wire.messages import ExitKept
 from unirun.wire.reports import Notice, WorkerExited
@@ -125,6 +127,8 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
         stop_all(turn, verdict, signal.SIGTERM, None)
         return
     turn.send(ToWatchers(Notice(source, decision.reason)))
+    if waiting := consequences(turn.state, role.name if decision.action == "restart_role" else source):
+        turn.record("affected", waiting)
     if decision.action == "join":
         join(turn, role)
         return
@@ -136,6 +140,18 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
     turn.put(role)
     turn.stop(role, signal.SIGTERM, turn.state.spec.shutdown_timeout)
     advance(turn, role)
+
+
+def consequences(state: JobState, failed: str) -> str:
+    """What others feel while `failed`, a role or one of its ranks, is away, in words; empty when nobody does.
+
+    Besides the edges that the spec has, those count that were seen.
+    """
+    graph = declared(state.spec)
+    known = {(edge.source, edge.target) for edge in graph.edges}
+    seen = [each.edge for each in learned(state) if (each.edge.source, each.edge.target) not in known]
+    others = affected(replace(graph, edges=(*graph.edges, *seen)), [failed])
+    return "; ".join(f"{each} {each.reason}" for each in others if each.side in ("upstream", "downstream"))
 
 
 def store_ended(turn: Turn, event: StoreEnded) -> None:

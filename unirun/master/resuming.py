@@ -27,7 +27,7 @@ from unirun.master.state import (
 )
 from unirun.master.turn import Turn, leader
 from unirun.wire.messages import StopWorkers
-from unirun.wire.reports import Held, Join, WorkerExited, WorkerStarted
+from unirun.wire.reports import Held, Join, WorkerCalls, WorkerExited, WorkerStarted
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 REJOIN_TIMEOUT = 15.0
@@ -56,7 +56,15 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
 def _unseen(role: RoleState) -> RoleState:
     """Of who lives only the order is known: how far it has come is for its agent to tell."""
     workers = tuple(
-        WorkerState(w.rank, w.node, w.incarnation, WorkerPhase.STARTING, generation=w.generation)
+        WorkerState(
+            w.rank,
+            w.node,
+            w.incarnation,
+            WorkerPhase.STARTING,
+            generation=w.generation,
+            calls=w.calls,
+            called=w.called,
+        )
         if w.live
         else w
         for w in role.workers
@@ -70,10 +78,13 @@ def bare(event: Join) -> Join:
     return replace(event, workers=(), stores=())
 
 
-def take_up(turn: Turn, event: Join) -> Iterator[WorkerExited | StoreOpened | StoreEnded]:
+def take_up(turn: Turn, event: Join) -> Iterator[WorkerCalls | WorkerExited | StoreOpened | StoreEnded]:
     """Take over how a node stands and order what is due there. Yields what it has to tell besides."""
     for role in list(turn.state.roles.values()):
         _take_up_role(turn, role, event)
+    for each in event.workers:
+        if each.calls:
+            yield WorkerCalls(each.role, each.rank, each.incarnation, each.calls)
     yield from (each.exit for each in event.workers if each.exit is not None)
     stores = {store.role: store for store in event.stores}
     for role in list(turn.state.roles.values()):
@@ -141,10 +152,7 @@ def adopt(turn: Turn, event: Join) -> None:
         if each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING:
             formed = max(role.opened, each.generation, each.incarnation)
             role = replace(role, generation=max(role.generation, formed), opened=formed)
-            started = WorkerState(
-                worker.rank, worker.node, each.incarnation, WorkerPhase.STARTING, generation=formed
-            )
-            turn.put(role.with_worker(started))
+            turn.put(role.with_worker(worker.ordered(each.incarnation, formed)))
 
 
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
@@ -166,4 +174,11 @@ def _never_started(worker: WorkerState) -> WorkerState:
     if worker.incarnation == 0:
         return WorkerState(worker.rank, worker.node)
     end = Exit(signal=signal.SIGTERM)
-    return WorkerState(worker.rank, worker.node, worker.incarnation - 1, WorkerPhase.EXITED, exit=end)
+    return WorkerState(
+        worker.rank,
+        worker.node,
+        worker.incarnation - 1,
+        WorkerPhase.EXITED,
+        exit=end,
+        called=worker.called,
+    )

@@ -30,8 +30,8 @@ from unirun.master.writing import Writer
 from unirun.observe import EventLog, MetricsLog
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
-from unirun.wire import BACKLOG, Stream, accept, load_token
-from unirun.wire.aio import frame_of
+from unirun.wire import load_token
+from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
 from unirun.wire.asking import WorkerAsk
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop, View
 from unirun.wire.reports import Join, Notice, Sample

@@ -9,8 +9,9 @@ from enum import StrEnum
 from unirun.collocation import Placement
 from unirun.errors import IllegalTransition
 from unirun.failover import Exit, Failure, brief
+from unirun.graph import added
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
-from unirun.wire.reports import Join
+from unirun.wire.reports import CallCount, Join
 
 
 class JobPhase(StrEnum):
@@ -64,7 +65,8 @@ class WorkerState:
     """One rank and the worker that holds it.
 
     `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
-    is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name.
+    is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
+    is what this worker has called, `called` what those before it had.
     """
 
     rank: int
@@ -77,6 +79,8 @@ class WorkerState:
     addresses: Mapping[str, str] = field(default_factory=dict)
     recoverable: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    calls: tuple[CallCount, ...] = ()
+    called: tuple[CallCount, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -89,9 +93,14 @@ class WorkerState:
         return self.exit is not None and self.exit.ok
 
     def ordered(self, incarnation: int, generation: int) -> WorkerState:
-        """The worker that is started at this rank: nothing is left of the one before."""
+        """The worker that is started at this rank: of the one before nothing is left but what it has called."""
         return WorkerState(
-            self.rank, self.node, incarnation, phase=WorkerPhase.STARTING, generation=generation
+            self.rank,
+            self.node,
+            incarnation,
+            phase=WorkerPhase.STARTING,
+            generation=generation,
+            called=added(self.called, self.calls),
         )
 
 
@@ -237,6 +246,11 @@ class JobState:
     def role_spec(self, name: str) -> RoleSpec:
         """The spec of a role."""
         return self.spec.role(name)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks of every role."""
+        return {role.name: len(role.workers) for role in self.roles.values()}
 
     @property
     def live(self) -> bool:

@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition
+from unirun.graph import sound
 from unirun.master.ending import end_if_over, settle, stop_all
 from unirun.master.events import (
     AgentLost,
@@ -29,6 +30,7 @@ from unirun.wire.reports import (
     Notice,
     Sample,
     SpawnerReady,
+    WorkerCalls,
     WorkerExited,
     WorkerFormed,
     WorkerMetrics,
@@ -72,6 +74,8 @@ def _handle(turn: Turn, event: Event) -> None:
             _formed(turn, event)
         case WorkerMetrics():
             _metrics(turn, event)
+        case WorkerCalls():
+            _calls(turn, event)
         case WorkerExited():
             exited(turn, event)
         case StoreOpened():
@@ -186,6 +190,14 @@ def _metrics(turn: Turn, event: WorkerMetrics) -> None:
     if found is not None:
         role, worker = found
         turn.put(role.with_worker(replace(worker, metrics={**worker.metrics, **event.values})))
+
+
+def _calls(turn: Turn, event: WorkerCalls) -> None:
+    """What came last holds all that came before. A worker that is gone may have said it as its last word."""
+    role = turn.role(event.role)
+    worker = role.workers[event.rank] if 0 <= event.rank < len(role.workers) else None
+    if worker is not None and worker.incarnation == event.incarnation:
+        turn.put(role.with_worker(replace(worker, calls=sound(event.counts, turn.state.sizes))))
 
 
 def _store_opened(turn: Turn, event: StoreOpened) -> None:

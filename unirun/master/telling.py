@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirun.failover import Failure
+from unirun.graph import Caller, LearnedEdge, added, learn
 from unirun.master.state import JOB_ENDS, JobState
-from unirun.observe import FAILURES, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
+from unirun.observe import FAILURES, CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
 from unirun.wire.messages import Ended, Message, RoleChanged
 from unirun.wire.reports import WorkerStarted
 
@@ -83,7 +84,19 @@ def status_of(
         trouble=trouble,
         failures=tuple(_failure(failure) for failure in state.failures[-FAILURES:]),
         failed=state.forgotten + len(state.failures),
+        calls=tuple(_call(edge) for edge in learned(state)),
     )
+
+
+def learned(state: JobState) -> tuple[LearnedEdge, ...]:
+    """The calls between roles that were seen so far."""
+    callers = (
+        Caller(role.name, worker.rank, added(worker.called, worker.calls))
+        for role in state.roles.values()
+        for worker in role.workers
+        if worker.calls or worker.called
+    )
+    return learn(callers, state.sizes)
 
 
 def summary_of(state: JobState) -> Summary:
@@ -97,6 +110,23 @@ def summary_of(state: JobState) -> Summary:
         ended=state.ended,
         code=state.verdict.code if state.verdict and state.phase in JOB_ENDS else None,
         roles={role.name: len(role.workers) for role in state.roles.values()},
+    )
+
+
+def _call(seen: LearnedEdge) -> CallStatus:
+    edge = seen.edge
+    return CallStatus(
+        source=edge.source,
+        target=edge.target,
+        method=edge.invocation,
+        kind=edge.kind,
+        direction=edge.direction,
+        asynchronous=edge.asynchronous,
+        weight=edge.weight,
+        calls=seen.calls,
+        bytes=seen.bytes,
+        returned=seen.returned,
+        seconds=seen.seconds,
     )
 
 

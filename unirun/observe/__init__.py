@@ -3,10 +3,19 @@
 from unirun.observe.events import EventLog, read_events
 from unirun.observe.index import Summary, read_index
 from unirun.observe.metrics import MetricsLog, read_metrics
-from unirun.observe.status import FAILURES, FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe.status import (
+    FAILURES,
+    CallStatus,
+    FailureStatus,
+    JobStatus,
+    RoleStatus,
+    WorkerStatus,
+    read_status,
+)
 
 __all__ = [
     "FAILURES",
+    "CallStatus",
     "EventLog",
     "FailureStatus",
     "JobStatus",

@@ -67,6 +67,27 @@ class FailureStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class CallStatus:
+    """The calls of one `method` that ranks of `source` make of ranks of `target`, as seen.
+
+    `kind`, `direction` and `weight`, in bytes per step, are those of the edge in the job's graph. `calls` counts every
+    rank that was called; `bytes` went there, `returned` came back; answers took `seconds`, all of them together.
+    """
+
+    source: str
+    target: str
+    method: str
+    kind: str
+    direction: str
+    asynchronous: bool
+    weight: float
+    calls: int
+    bytes: int
+    returned: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """One job. Times are seconds since the epoch; `code` is the exit code once it has ended.
 
@@ -86,6 +107,7 @@ class JobStatus:
     trouble: str = ""
     failures: tuple[FailureStatus, ...] = ()
     failed: int = 0
+    calls: tuple[CallStatus, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives an equal status back."""
@@ -99,7 +121,8 @@ class JobStatus:
             for role in data["roles"]
         )
         failures = tuple(FailureStatus(**failure) for failure in data.get("failures", ()))
-        return cls(**{**data, "roles": roles, "failures": failures})
+        calls = tuple(CallStatus(**call) for call in data.get("calls", ()))
+        return cls(**{**data, "roles": roles, "failures": failures, "calls": calls})
 
 
 def read_status(job: JobDir) -> JobStatus:

@@ -11,7 +11,8 @@ from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import Stream, Token, connect, load_token
+from unirun.wire import Token, load_token
+from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Appointed, Message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -106,8 +107,16 @@ class Session:
                 welcome = self._peers.welcome
                 timeout = welcome.call_timeout if welcome else 0.0
                 directory = PeerDirectory(self._peers, self.transport.name)
-                self._caller = Caller(self.me, directory, self.transport, call_timeout=timeout)
+                self._caller = Caller(
+                    self.me, directory, self.transport, call_timeout=timeout, tell=self._peers.tell
+                )
+                atexit.register(self._report)
             return self._caller
+
+    def _report(self) -> None:
+        """At the end of this process; a fork of it has called nothing."""
+        if self._caller is not None and self._pid == os.getpid():
+            self._caller.report()
 
     def role_group(self, role: str) -> RoleGroup:
         """The handle on all workers of a role."""

@@ -2,9 +2,10 @@
 
 ============  =======================================================================
 agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
-              WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerExited WorkerAsk
+              WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerCalls WorkerExited
+              WorkerAsk
 master→agent  Appointed OpenStore StartRole StopWorkers ExitKept View WorkerAnswer Shutdown
-worker→agent  Hello Serving GroupFormed Metrics Ask WorkerError
+worker→agent  Hello Serving GroupFormed Metrics Calls Ask WorkerError
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop
 master→CLI    WorkerStarted RoleChanged Notice Ended
@@ -20,6 +21,7 @@ from typing import Any
 
 from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
 from unirun.wire.reports import (
+    Calls,
     GroupFormed,
     Join,
     Metrics,
@@ -27,6 +29,7 @@ from unirun.wire.reports import (
     Sample,
     Serving,
     SpawnerReady,
+    WorkerCalls,
     WorkerError,
     WorkerExited,
     WorkerFormed,
@@ -233,6 +236,8 @@ Message = (
     | WorkerFormed
     | Metrics
     | WorkerMetrics
+    | Calls
+    | WorkerCalls
     | WorkerError
     | WorkerExited
     | Notice

@@ -101,6 +101,51 @@ class WorkerMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Ranks from `first` to `last`, both among them."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallCount:
+    """What a worker has called of one `method` of a `role` since it was started; `ranks` have answered.
+
+    `calls` counts every rank of a call to several. `bytes` went there as arguments, `returned` came back as results;
+    `seconds` is how long the answers took, all of them together. Nobody waits at once for an `asynchronous` call.
+    `split`: what went to one rank did not go to another.
+    """
+
+    role: str
+    method: str
+    calls: int
+    bytes: int
+    returned: int
+    seconds: float
+    ranks: tuple[Span, ...]
+    asynchronous: bool = False
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What a worker has called so far, method by method."""
+
+    counts: tuple[CallCount, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCalls:
+    """`Calls`, with the worker that said it."""
+
+    role: str
+    rank: int
+    incarnation: int
+    counts: tuple[CallCount, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerError:
     """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch)."""
 
@@ -135,7 +180,8 @@ class WorkerExited:
 class Held:
     """A worker as its agent holds it; `exit` tells how it has ended, until a master has kept that.
 
-    `generation` is the one it is in, as far as it has said; the other fields are as in `WorkerServing`.
+    `generation` is the one it is in, and `calls` what it has called, as far as it has said; the other fields are as in
+    `WorkerServing`.
     """
 
     role: str
@@ -147,6 +193,7 @@ class Held:
     addresses: dict[str, str] | None = None
     recoverable: bool = False
     exit: WorkerExited | None = None
+    calls: tuple[CallCount, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

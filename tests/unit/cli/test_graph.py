@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,6 +12,10 @@ from xml.etree import ElementTree
 import pytest
 
 from unirun.cli import main
+from unirun.graph.states import LOOKS
+from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
+from unirun.rendezvous import JobDir, create_job
+from unirun.wire import new_token
 
 LOOP = """
 script: train.py
@@ -57,6 +64,95 @@ def test_a_file_is_written(
     assert graph("--format", "svg", "-o", "job.svg", "--config", job_file(LOOP)) == 0
     assert capsys.readouterr().out == ""
     assert ElementTree.fromstring((scripts / "job.svg").read_text(encoding="utf-8")).tag.endswith("svg")
+
+
+def test_edges_for_a_job_file(capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]) -> None:
+    assert graph("--format", "yaml", "--config", job_file(LOOP)) == 0
+    edges = capsys.readouterr().out
+    path = job_file("script: train.py\nroles: {actor: 2, rollout: 4}\n" + edges)
+    assert graph("--config", path) == 0
+    assert capsys.readouterr().out == TREE
+
+
+CALL = CallStatus("actor", "rollout", "load", "broadcast", "forward", False, 5e6, 40, 50_000_000, 400, 0.5)
+STATUS = JobStatus(
+    "ppo-1",
+    "ppo",
+    "running",
+    "",
+    1.0,
+    None,
+    None,
+    tuple(
+        RoleStatus(
+            name, phase, 0, 0, 3, tuple(WorkerStatus(rank, phase, "n0", 0, None, "") for rank in range(2))
+        )
+        for name, phase in (("actor", "running"), ("rollout", "restarting"))
+    ),
+    calls=(CALL,),
+)
+
+
+@pytest.fixture
+def job(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
+    """A job of two actors that have called two rollouts."""
+    monkeypatch.setenv("UNIRUN_HOME", str(scripts / "home"))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    job, lock = create_job("ppo-1", new_token())
+    job.write_json(
+        job.state.name, dataclasses.replace(STATUS, phase="succeeded", ended=9.0, code=0).to_json()
+    )
+    os.close(lock)
+    return job
+
+
+@pytest.mark.parametrize("argv", [(), ("ppo-1",), ("ppo",)])
+def test_a_job_is_drawn_as_it_was_seen(
+    capsys: pytest.CaptureFixture[str], job: JobDir, argv: tuple[str, ...]
+) -> None:
+    assert graph(*argv) == 0
+    assert capsys.readouterr().out == (
+        "actor ×2  running\n"
+        "└─ load · broadcast · 5.0 MB → rollout ×2  restarting\n"
+        "\n"
+        "CALL                   CALLS  EACH     SENT     RETURNED\n"
+        "actor → rollout: load  40     12.5 ms  50.0 MB  400 B\n"
+    )
+
+
+def test_a_picture_of_a_job_has_the_colours_of_its_states(
+    capsys: pytest.CaptureFixture[str], job: JobDir, scripts: Path
+) -> None:
+    assert graph("ppo-1", "--format", "svg", "-o", "seen.svg") == 0
+    assert capsys.readouterr().out == ""
+    picture = (scripts / "seen.svg").read_text(encoding="utf-8")
+    assert LOOKS["running"].fill in picture
+    assert LOOKS["restarting"].fill in picture
+
+
+def test_what_was_seen_is_written_for_the_next_job(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
+    assert graph("ppo-1", "--format", "yaml") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[1].removeprefix("  - ")) == {
+        "from": "actor",
+        "to": "rollout",
+        "invocation": "load",
+        "kind": "broadcast",
+        "weight": 5_000_000,
+    }
+
+
+def test_a_job_that_has_called_nothing_says_so(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
+    quiet = dataclasses.replace(STATUS, phase="succeeded", ended=9.0, code=0, calls=())
+    job.write_json(job.state.name, quiet.to_json())
+    assert graph("ppo-1") == 0
+    output = capsys.readouterr()
+    assert output.out == "actor ×2  running\nrollout ×2  restarting\n"
+    assert output.err == "unirun: job ppo-1 has made no calls that unirun has seen\n"
+
+
+def test_a_job_that_there_is_not_is_one_line(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
+    assert graph("nobody") != 0
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_is_odd_is_said_beside_the_picture(

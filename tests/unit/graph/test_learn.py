@@ -4,54 +4,68 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.graph import CallReport, Edge, Observed, learn
+from unirun.graph import Caller, Edge, Graph, Role, added, from_edges, learn, sound, yaml
+from unirun.spec.yaml import load_job_file
+from unirun.wire.reports import CallCount, Span
+
+RANKS = {"a": 3, "b": 3, "c": 6}
 
 
-def calls(
-    pairs: list[tuple[int, int]], sizes: list[int] | None = None, steps: int = 10, returned: int = 0
-) -> Observed:
-    """Each of `pairs` calls once a step, with arguments of its size."""
-    return Observed.of(
-        CallReport(
-            "a",
-            "b",
-            "f",
-            steps,
-            steps * size,
-            returned=steps * returned,
-            source_rank=source,
-            target_rank=target,
-        )
-        for (source, target), size in zip(pairs, sizes or [100] * len(pairs), strict=True)
-    )
+def called(
+    role: str,
+    ranks: list[int],
+    method: str = "f",
+    *,
+    steps: int = 10,
+    size: int = 100,
+    back: int = 0,
+    asynchronous: bool = False,
+    split: bool = False,
+) -> CallCount:
+    """Each of `ranks` is called once a step, with `size` bytes and `back` for an answer."""
+    calls = steps * len(ranks)
+    spans = tuple(Span(rank, rank) for rank in ranks)
+    return CallCount(role, method, calls, calls * size, calls * back, 0.1 * calls, spans, asynchronous, split)
 
 
-def learned(observed: Observed) -> Edge:
-    (edge,) = learn(observed).edges
-    return edge
+def callers(pairs: list[tuple[int, int]], target: str = "b", *, split: bool = False) -> list[Caller]:
+    """Ranks of ``a`` that call ranks of `target`."""
+    sources = sorted({source for source, _ in pairs})
+    return [
+        Caller("a", source, (called(target, [t for s, t in pairs if s == source], split=split),))
+        for source in sources
+    ]
+
+
+def learned(seen: list[Caller], ranks: dict[str, int] = RANKS) -> Edge:
+    (found,) = learn(seen, ranks)
+    return found.edge
 
 
 @pytest.mark.parametrize(
-    ("pairs", "sizes", "kind"),
+    ("pairs", "counts", "split", "kind"),
     [
-        ([(0, 0)], [100], "one_to_one"),
-        ([(0, 0), (1, 1), (2, 2)], [100, 200, 300], "one_to_one"),
-        ([(0, 0), (0, 1), (0, 2)], [100, 100, 100], "broadcast"),
-        ([(0, 0), (0, 1), (0, 2)], [100, 120, 90], "scatter"),
-        ([(0, 0), (0, 1), (1, 2), (1, 3)], [100, 120, 90, 1], "scatter"),
-        ([(0, 0), (1, 0), (2, 0)], [100, 100, 100], "gather"),
-        ([*product(range(3), range(2))], [100] * 6, "all_to_all"),
+        ([(0, 0)], (1, 1), False, "one_to_one"),
+        ([(0, 0), (1, 1), (2, 2)], (3, 3), True, "one_to_one"),
+        ([(0, 0), (0, 1), (0, 2)], (1, 3), False, "broadcast"),
+        ([(0, 0), (0, 1), (0, 2)], (1, 3), True, "scatter"),
+        ([(0, 0)], (1, 3), False, "broadcast"),
+        ([(0, 0), (0, 1), (1, 2), (1, 3)], (2, 4), True, "scatter"),
+        ([(0, 0), (1, 0), (2, 0)], (3, 1), False, "gather"),
+        ([(0, 0), (1, 0), (2, 1), (3, 1)], (4, 2), True, "gather"),
+        ([*product(range(3), range(2))], (3, 2), False, "all_to_all"),
     ],
 )
 def test_the_kind_is_seen_from_who_calls_whom(
-    pairs: list[tuple[int, int]], sizes: list[int], kind: str
+    pairs: list[tuple[int, int]], counts: tuple[int, int], split: bool, kind: str
 ) -> None:
-    assert learned(calls(pairs, sizes)).kind == kind
+    assert learned(callers(pairs, split=split), dict(zip("ab", counts, strict=True))).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -59,92 +73,118 @@ def test_the_kind_is_seen_from_who_calls_whom(
     [(100, 0, "forward"), (100, 11, "forward"), (100, 20, "both"), (1, 100, "back"), (0, 0, "forward")],
 )
 def test_the_direction_is_where_the_bytes_go(there: int, back: int, direction: str) -> None:
-    assert learned(calls([(0, 0)], [there], returned=back)).direction == direction
+    seen = [Caller("a", 0, (called("b", [0], size=there, back=back),))]
+    assert learned(seen).direction == direction
 
 
 def test_the_weight_is_in_bytes_per_step_of_all_ranks() -> None:
-    observed = calls([(0, 0), (0, 1)], [100, 300], steps=7, returned=50)
-    assert learned(observed).weight == 500
-    assert learn(observed, steps=14).edges[0].weight == 250
+    seen = [Caller("a", 0, (called("b", [0, 1], size=200, back=50, steps=7),))]
+    assert learned(seen).weight == 500
+    assert learn(seen, RANKS, steps=14)[0].edge.weight == 250
 
 
 def test_a_method_that_is_called_often_weighs_what_it_moves_in_a_step() -> None:
-    once = [CallReport("t", role, "f", 5, 500) for role in ("a", "b")]
-    often = CallReport("t", "c", "g", 50, 5000)
-    assert {edge.target: edge.weight for edge in learn(Observed.of([*once, often])).edges} == {
-        "a": 100,
-        "b": 100,
-        "c": 1000,
-    }
-
-
-def test_a_restart_begins_at_zero_and_nothing_is_lost() -> None:
-    first = CallReport("a", "b", "f", 6, 600)
-    second = replace(first, calls=4, bytes=400, incarnation=1)
-    assert [each.calls for each in Observed.of([first, second]).totals().values()] == [10]
-
-
-def test_an_older_report_changes_nothing() -> None:
-    old, new = CallReport("a", "b", "f", 6, 600), CallReport("a", "b", "f", 9, 900)
-    assert Observed.of([new, old]) == Observed.of([old, new]) == Observed.of([new])
-
-
-def test_counts_are_those_of_the_job_or_what_was_seen() -> None:
-    observed = calls([(0, 0), (0, 3)])
-    assert [(role.name, role.count) for role in learn(observed).roles] == [("a", 1), ("b", 4)]
-    assert [(role.name, role.count) for role in learn(observed, {"b": 8, "c": 1}).roles] == [
-        ("b", 8),
-        ("c", 1),
-        ("a", 1),
+    often = called("c", [0], "g", steps=50)
+    seen = [Caller("a", 0, (called("b", [0], steps=5), called("b", [0], "h", steps=5), often))]
+    assert [(each.edge.invocation, each.edge.weight) for each in learn(seen, RANKS)] == [
+        ("f", 100),
+        ("h", 100),
+        ("g", 1000),
     ]
 
 
+def test_a_restart_begins_at_zero_and_nothing_is_lost() -> None:
+    first, second = called("b", [0, 1], steps=6), called("b", [1, 2], steps=4, split=True)
+    (both,) = added((first,), (second,))
+    assert (both.calls, both.bytes, both.ranks, both.split) == (20, 2000, (Span(0, 2),), True)
+    other = called("c", [0])
+    assert added((first,), (other,)) == (first, other)
+    assert added((), (first,)) == added((first,), ()) == (first,)
+
+
+def test_figures_are_those_of_all_ranks() -> None:
+    seen = callers([(0, 0), (1, 1)])
+    (found,) = learn(seen, RANKS)
+    assert (found.calls, found.bytes, found.returned) == (20, 2000, 0)
+    assert found.seconds == pytest.approx(2.0)
+
+
 def test_calls_that_nobody_waits_for_are_asynchronous() -> None:
-    cast = CallReport("a", "b", "f", 5, 0, asynchronous=True)
-    assert learned(Observed.of([cast])).asynchronous
-    assert not learned(Observed.of([cast, replace(cast, asynchronous=False, source_rank=1)])).asynchronous
+    cast = Caller("a", 0, (called("b", [0], asynchronous=True),))
+    assert learned([cast]).asynchronous
+    assert not learned([cast, Caller("a", 1, (called("b", [0]),))]).asynchronous
 
 
-def test_nothing_that_was_observed_is_a_graph_without_edges() -> None:
-    assert learn(Observed(), {"a": 2}).edges == ()
-    assert learn(Observed.of([CallReport("a", "b", "f", 0, 0)])).edges == ()
+def test_a_role_that_calls_itself_has_no_edge() -> None:
+    assert learn([Caller("a", 0, (called("a", [1]),))], RANKS) == ()
 
 
-ROLE = st.sampled_from("abc")
-RANK = st.integers(0, 2)
-COUNT = st.integers(0, 1000)
-REPORT = st.builds(
-    CallReport,
-    ROLE,
-    ROLE,
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"role": "nobody"},
+        {"calls": 0},
+        {"calls": -1},
+        {"bytes": 1 << 62},
+        {"returned": 10**400},
+        {"seconds": float("nan")},
+        {"seconds": float("inf")},
+        {"ranks": ()},
+        {"ranks": (Span(0, 3),)},
+        {"ranks": (Span(-1, 0),)},
+        {"ranks": (Span(2, 1),)},
+    ],
+)
+def test_counts_that_cannot_be_are_left_out(wrong: dict[str, object]) -> None:
+    right = called("b", [0])
+    assert sound([replace(right, **wrong), right], RANKS) == (right,)  # type: ignore[arg-type]
+
+
+def test_nothing_that_was_seen_is_no_edge() -> None:
+    assert learn([], RANKS) == ()
+
+
+COUNT = st.builds(
+    CallCount,
+    st.sampled_from("abc"),
     st.sampled_from("fg"),
-    COUNT,
-    COUNT,
+    st.integers(-1, 1000),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
     st.floats(0, 10),
-    COUNT,
-    RANK,
-    RANK,
-    RANK,
+    st.lists(st.builds(Span, st.integers(0, 5), st.integers(0, 5)), max_size=3).map(tuple),
+    st.booleans(),
     st.booleans(),
 )
-REPORTS = st.lists(REPORT, max_size=12)
+CALLERS = st.dictionaries(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 2)), st.lists(COUNT, max_size=4).map(tuple), max_size=6
+).map(lambda found: [Caller(role, rank, counts) for (role, rank), counts in found.items()])
 
 
-@given(REPORTS, REPORTS, REPORTS)
-def test_what_is_observed_may_be_merged_in_any_order(
-    one: list[CallReport], two: list[CallReport], three: list[CallReport]
+@given(CALLERS, st.integers())
+def test_what_is_learned_is_a_graph_whatever_came_first(seen: list[Caller], seed: int) -> None:
+    shuffled = Random(seed).sample(seen, len(seen))
+    found = learn(seen, RANKS)
+    assert [replace(each, seconds=0.0) for each in learn(shuffled, RANKS)] == [
+        replace(each, seconds=0.0) for each in found
+    ]
+    for each in found:
+        assert each.edge.weight >= 0
+        assert each.edge.source != each.edge.target
+        assert each.calls > 0
+    names = [(each.edge.source, each.edge.target, each.edge.invocation) for each in found]
+    assert len(set(names)) == len(names)
+
+
+@given(seen=CALLERS)
+def test_what_is_learned_can_be_written_into_a_job_file(
+    seen: list[Caller], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    a, b, c = Observed.of(one), Observed.of(two), Observed.of(three)
-    assert a | b == b | a
-    assert (a | b) | c == a | (b | c) == Observed.of([*one, *two, *three])
-    assert a | a == a | Observed() == a
-
-
-@given(REPORTS, st.randoms())
-def test_the_graph_does_not_depend_on_the_order_of_reports(reports: list[CallReport], random: object) -> None:
-    shuffled = [*reports]
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert learn(Observed.of(reports)) == learn(Observed.of(shuffled))
-    for edge in learn(Observed.of(reports)).edges:
-        assert edge.weight >= 0
-        assert edge.source != edge.target
+    edges = [each.edge for each in learn(seen, RANKS)]
+    file = tmp_path_factory.mktemp("learned") / "job.yaml"
+    # A graph of calls that wait for each other is one that a job cannot declare.
+    free = [replace(edge, asynchronous=True) for edge in edges]
+    graph = Graph(tuple(Role(name, count) for name, count in RANKS.items()), tuple(free))
+    file.write_text(yaml(graph))
+    again = from_edges(RANKS, load_job_file(str(file), ())["edges"])
+    assert again.edges == tuple(replace(edge, weight=float(round(edge.weight))) for edge in free)

@@ -15,7 +15,8 @@ from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import Token, listen, load_token, new_token
+from unirun.wire import Token, load_token, new_token
+from unirun.wire.aio import listen
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Appointed, Message

@@ -15,17 +15,8 @@ from pathlib import Path
 import pytest
 
 from unirun.errors import AuthError, ConnectionLost, FrameError, RendezvousError, WireError
-from unirun.wire import (
-    BlockingStream,
-    Stream,
-    accept,
-    connect,
-    encode,
-    encode_frame,
-    frames,
-    listen,
-    new_token,
-)
+from unirun.wire import BlockingStream, encode, encode_frame, frames, new_token
+from unirun.wire.aio import Stream, accept, connect, listen
 from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake
 from unirun.wire.messages import Message, Shutdown, Stop
 from unirun.wire.reports import Notice

@@ -12,21 +12,23 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import CallError, ChannelError, UsageError, WorkerLost
+from unirun.errors import CallError, ChannelError, WorkerLost
 from unirun.roles.calls.codec import dump
+from unirun.roles.calls.counting import CallBook
 from unirun.roles.calls.directory import Directory, Place
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import encode_address, encode_request
-from unirun.roles.calls.pending import Call, Invoked, Method, Peer, lost
-from unirun.roles.calls.policy import ANY, RANK0, Invocation
+from unirun.roles.calls.pending import Call, Invoked, Method, Peer, called_ranks, lost
+from unirun.roles.calls.policy import ANY, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Deadlines, Service
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport, own
+from unirun.wire.reports import Calls
 
 ERROR_GRACE = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
@@ -40,11 +42,20 @@ class Caller:
     """Makes calls from this process; one per process."""
 
     def __init__(
-        self, me: Address, directory: Directory, transport: Transport, *, call_timeout: float
+        self,
+        me: Address,
+        directory: Directory,
+        transport: Transport,
+        *,
+        call_timeout: float,
+        tell: Callable[[Calls], None] = lambda calls: None,
     ) -> None:
+        """`tell` hears now and then, and when `report` is called, what was called so far."""
         self._me = encode_address(me)
         self._directory, self._transport, self._call_timeout = directory, transport, call_timeout
         self._service = Service("unirun-calls")
+        self._book = CallBook(self._service, tell)
+        self.report = self._book.report
         self._lock = threading.Lock()
         self._peers: dict[Address, Peer] = {}
         self._broken: dict[str, int] = {}
@@ -61,18 +72,7 @@ class Caller:
 
         Raises `UsageError` for ranks that there are not.
         """
-        size, target = self._directory.size(role), options.target
-        if isinstance(target, int):
-            ranks = (target,)
-        elif not isinstance(target, str):
-            ranks = tuple(target)
-        elif ranks is None:
-            ranks = range(size)
-        if target == RANK0:
-            ranks = ranks[:1]
-        for rank in ranks:
-            if not 0 <= rank < size:
-                raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {size - 1}")
+        ranks = called_ranks(role, self._directory.size(role), options, ranks)
         seconds = self._call_timeout if options.timeout is None else options.timeout
         with self._lock:
             if seconds not in self._deadlines:
@@ -84,9 +84,10 @@ class Caller:
             ranks,
             workers=tuple(f"{role}:{rank}" for rank in ranks),
             bare=options.one,
-            chooses=target == ANY,
+            chooses=options.target == ANY,
             deadlines=self._deadlines[seconds],
             wire=name.encode(),
+            count=self._book.count(role, name, asynchronous=not options.blocking),
         )
 
     def invoke(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InvocationRef[Any]:
@@ -109,7 +110,9 @@ class Caller:
         ref: InvocationRef[Any] = InvocationRef(
             method.name, workers, bare=method.bare, post=options.post_func, sharding=shares.sharding
         )
-        invoked = Invoked(ref, method, parcels, options.retries)
+        if len(parcels) > 1 or method.chooses:
+            method.count.split = True
+        invoked = Invoked(ref, method, parcels, options.retries, time.monotonic())
         invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(ranks)]
         if options.blocking and len(ranks) == 1:
             invoked.patience = method.deadlines.seconds
@@ -259,6 +262,9 @@ class Caller:
         peer.breaks = 0
         peer.acks.append(call.seq)
         if peer.calls.pop(call.seq, None) is call:
+            invoked = call.invocation
+            took = time.monotonic() - invoked.began
+            invoked.method.count.add(call.rank, invoked.parcel(call.index).size, parcel.size, took)
             self._settle(call, parcel)
         if parcel.size >= LARGE:
             self._service.soon(partial(self._ack, peer))
@@ -371,12 +377,12 @@ class Caller:
         invoked.method.deadlines.drop(invoked)
         self._forget(invoked)
         invoked.ref.finish()
-        _untie(invoked)
+        invoked.untie()
 
     def _expire(self, invoked: Invoked) -> None:
         self._forget(invoked)
         invoked.ref.expire(invoked.method.deadlines.seconds)
-        _untie(invoked)
+        invoked.untie()
 
     def _forget(self, invoked: Invoked) -> None:
         """Answers that still come are acked and dropped."""
@@ -385,9 +391,3 @@ class Caller:
         for call in invoked.calls:
             if call.peer is not None:
                 call.peer.calls.pop(call.seq, None)
-
-
-def _untie(invoked: Invoked) -> None:
-    """Calls and their invocation name each other, and the ref has the results: so that their memory is free as soon as
-    the user lets go of it, and not when Python looks for circles."""
-    invoked.calls.clear()

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unirun.errors import WorkerLost
+from unirun.errors import UsageError, WorkerLost
+from unirun.roles.calls.counting import Count
 from unirun.roles.calls.envelope import MAX_ACKS
-from unirun.roles.calls.policy import Invocation
+from unirun.roles.calls.policy import RANK0, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Deadlines
 from unirun.roles.transport.protocol import Address, Channel, Parcel
@@ -32,6 +33,7 @@ class Method:
     chooses: bool
     deadlines: Deadlines[Invoked]
     wire: bytes
+    count: Count
 
 
 @dataclass(eq=False, slots=True)
@@ -48,13 +50,15 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Invoked:
-    """An invocation that is under way. `parcels`: one for all calls, or one for each. `patience`: how many seconds its
-    caller will do nothing but wait for its only call, as long as that was not sent."""
+    """An invocation that is under way since `began`, on the clock of `time.monotonic`. `parcels`: one for all calls, or
+    one for each. `patience`: how many seconds its caller will do nothing but wait for its only call, as long as that
+    was not sent."""
 
     ref: InvocationRef[Any]
     method: Method
     parcels: Sequence[Parcel]
     retries: int
+    began: float
     calls: list[Call] = field(default_factory=list)
     failing: bool = False
     attempt: int = 0
@@ -63,6 +67,11 @@ class Invoked:
     def parcel(self, index: int) -> Parcel:
         """What the call at `index` sends."""
         return self.parcels[index if len(self.parcels) > 1 else 0]
+
+    def untie(self) -> None:
+        """Calls and their invocation name each other, and the ref has the results: so that their memory is free as soon
+        as the user lets go of it, and not when Python looks for circles."""
+        self.calls.clear()
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +95,26 @@ class Peer:
         if not self.acks:
             return []
         return [self.acks.popleft() for _ in range(min(len(self.acks), MAX_ACKS))]
+
+
+def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int] | None) -> Sequence[int]:
+    """Who may be called of a role with `size` ranks: `ranks` come before the target in `options`.
+
+    Raises `UsageError` for ranks that there are not.
+    """
+    target = options.target
+    if isinstance(target, int):
+        ranks = (target,)
+    elif not isinstance(target, str):
+        ranks = tuple(target)
+    elif ranks is None:
+        ranks = range(size)
+    if target == RANK0:
+        ranks = ranks[:1]
+    for rank in ranks:
+        if not 0 <= rank < size:
+            raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {size - 1}")
+    return ranks
 
 
 def lost(worker: str, reason: str) -> WorkerLost:

@@ -1,0 +1,69 @@
+"""Every call that was answered is counted, with what went there and what came back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.contract.stage import Stage
+from unirun.errors import WorkerLost
+from unirun.roles import shard
+from unirun.wire.reports import Span
+
+MB = 1_000_000
+
+
+def test_a_call_of_all_counts_each_rank(stage: Stage) -> None:
+    cast = stage.role(3)
+    cast.group.echo(1)
+    cast.group.echo(2)
+    count = stage.counted(cast)["echo", False]
+    assert (count.calls, count.ranks, count.split) == (6, (Span(0, 2),), False)
+    assert count.seconds > 0
+
+
+def test_bytes_are_those_of_tensors_there_and_back(stage: Stage) -> None:
+    cast = stage.role(2)
+    cast.group[1].echo(torch.zeros(MB, dtype=torch.uint8))
+    count = stage.counted(cast)["echo", False]
+    assert count.ranks == (Span(1, 1),)
+    assert MB <= count.bytes < 1.01 * MB
+    assert MB <= count.returned < 1.01 * MB
+
+
+def test_what_is_split_is_seen(stage: Stage) -> None:
+    cast = stage.role(2)
+    cast.group.echo(shard([1, 2, 3]))
+    assert stage.counted(cast)["echo", False].split
+
+
+def test_a_call_that_goes_to_any_rank_is_a_part_of_the_work(stage: Stage) -> None:
+    cast = stage.role(2)
+    for _ in range(4):
+        cast.group.anyone()
+    count = stage.counted(cast)["anyone", False]
+    assert (count.calls, count.ranks, count.split) == (4, (Span(0, 1),), True)
+
+
+def test_what_nobody_waits_for_is_counted_apart_when_it_is_answered(stage: Stage) -> None:
+    cast = stage.role(2)
+    ref = cast.group.call_async("hold", "later")
+    assert stage.counted(cast) == {}
+    cast.open("later")
+    ref.result()
+    assert stage.counted(cast)["hold", True].calls == 2
+
+
+def test_an_error_is_an_answer_too(stage: Stage) -> None:
+    cast = stage.role(1)
+    with pytest.raises(ValueError, match="no"):
+        cast.group.fail("ValueError", "no")
+    assert stage.counted(cast)["fail", False].calls == 1
+
+
+@pytest.mark.processes
+def test_a_call_that_is_lost_is_none(stage: Stage) -> None:
+    cast = stage.role(1)
+    with pytest.raises(WorkerLost):
+        cast.group.die()
+    assert stage.counted(cast) == {}
