@@ -68,6 +68,7 @@ class Draft:
     groups: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     """Other groups of roles, each with its key in a job file."""
     spares: Any = None
+    exclude_nodes: tuple[Any, ...] = ()
     edges: tuple[Any, ...] = ()
     transport: Any = None
     call_timeout: Any = None
@@ -109,6 +110,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         "collocations": groups,
         **others,
         "spares": draft.spares,
+        "exclude_nodes": [*draft.exclude_nodes],
         "edges": [*draft.edges],
         "transport": draft.transport,
         "call_timeout": draft.call_timeout,

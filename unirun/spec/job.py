@@ -85,8 +85,9 @@ class JobSpec:
     free port; a number is taken by the first role. `sample_interval` is how often workers' memory and
     processor time are read; exits are seen at once, whatever it is. `collocations` are groups of roles that share
     devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
-    and `isolations` of roles that never share a NUMA node. `spares` nodes are held back. `edges` say which role calls
-    which (`unirun.graph`). `call_timeout` is how long a call between roles may take, and `transport` what carries it.
+    and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those called
+    `exclude_nodes` are not used. `edges` say which role calls which (`unirun.graph`). `call_timeout` is how long a call
+    between roles may take, and `transport` what carries it.
     """
 
     name: str
@@ -111,6 +112,7 @@ class JobSpec:
     separations: tuple[tuple[str, ...], ...] = ()
     isolations: tuple[tuple[str, ...], ...] = ()
     spares: int = 0
+    exclude_nodes: tuple[str, ...] = ()
     edges: tuple[Any, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "torch"
@@ -156,6 +158,7 @@ class JobSpec:
             "primary": tuple(data["primary"]),
             "preload": tuple(data["preload"]),
             "signals": tuple(data["signals"]),
+            "exclude_nodes": tuple(data["exclude_nodes"]),
             "edges": tuple(data["edges"]),
             **{key: tuple(tuple(group) for group in data[key]) for key in GROUPS},
         }

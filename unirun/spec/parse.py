@@ -36,6 +36,7 @@ JOB_KEYS = (
     "primary",
     *GROUPS,
     "spares",
+    "exclude_nodes",
     "edges",
     "call_timeout",
     "transport",
@@ -99,6 +100,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         "log": _log(read, data.get("log")),
         **groups,
         "spares": read.integer(data.get("spares"), "spares", 0, 0),
+        "exclude_nodes": _node_names(read, data.get("exclude_nodes")),
         "edges": _edges(read, data.get("edges")),
         "call_timeout": read.seconds(data.get("call_timeout"), "call_timeout", 1800.0, 0.001),
         "transport": read.choice(data.get("transport"), "transport", ("torch", "socket"), "torch"),
@@ -123,6 +125,15 @@ def _groups(read: Reader, key: str, value: Any, roles: Sequence[RoleSpec]) -> tu
             read.fault(where, f"expected a list of roles, found {group!r}", "write [[a, b]]")
     read.faults += group_faults(key, groups, roles)
     return tuple(groups)
+
+
+def _node_names(read: Reader, value: Any) -> tuple[str, ...]:
+    """Names of hosts, each once. Whether there are such nodes is not known here."""
+    names = tuple(dict.fromkeys(read.texts(value, "exclude_nodes")))
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}", name):
+            read.fault("exclude_nodes", f"{name!r} is no name of a node", "name each one: [node3, node7]")
+    return names
 
 
 def _edges(read: Reader, value: Any) -> tuple[Any, ...]:

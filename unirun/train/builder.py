@@ -108,6 +108,10 @@ class _JobMethods(Generic[J]):
         """Nodes that are held back."""
         return self._say(spares=num)
 
+    def exclude_nodes(self, *names: str) -> J:
+        """Nodes that the job shall not use; several calls add up."""
+        return self._say(exclude_nodes=(*self._described.draft.exclude_nodes, *names))
+
     def edge(
         self,
         source: str,
@@ -259,6 +263,8 @@ class RLJobBuilder(_RLMethods):
 def _check_places(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
     """Whether the ranks find places on so many nodes. Raises `SpecError`."""
     spec = parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
+    # What the nodes are called is not known here, and those that are looked at have names as good as any.
+    spec = replace(spec, exclude_nodes=())
     graph = from_edges({role.name: role.count for role in spec.roles}, mapping["edges"])
     try:
         place(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), weights=weights(graph))

@@ -178,6 +178,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         event_log=draw(st.sampled_from(["null", "console"])),
         log=draw(logs),
         collocations=collocations,
+        exclude_nodes=tuple(draw(st.lists(st.sampled_from(["node3", "n-7.rack_2"]), unique=True))),
         call_timeout=draw(seconds),
         transport=draw(st.sampled_from(["torch", "socket"])),
     )
@@ -295,6 +296,18 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest
 def test_a_folder_with_a_main_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "__main__.py").touch()
     assert parse_job({"script": str(tmp_path)}, count_slots=count, run_id="x").roles[0].entry.kind == "script"
+
+
+def test_nodes_that_are_not_used_are_named_once() -> None:
+    data = {"module": "m", "exclude_nodes": ["node3", "gpu-a_1.rack7.example", "node3"]}
+    spec = parse_job(data, count_slots=count, run_id="x")
+    assert spec.exclude_nodes == ("node3", "gpu-a_1.rack7.example")
+
+
+@pytest.mark.parametrize("name", ["", "node1,node2", "node[1-3]", "node 1", "-n", "x" * 300])
+def test_what_cannot_be_the_name_of_a_node_is_told(name: str) -> None:
+    with pytest.raises(SpecError, match="exclude_nodes: .* is no name of a node; name each one"):
+        parse_job({"module": "m", "exclude_nodes": [name]}, count_slots=count, run_id="x")
 
 
 def test_a_missing_program_is_told() -> None:

@@ -415,6 +415,7 @@ def test_whatever_is_said_gives_a_job_or_faults_and_nothing_else(
 class TestPlaces:
     def test_are_what_a_job_file_says_of_them(self) -> None:
         builder = whole().node_num(3).with_separation("ACTOR", "rollout").spares(1)
+        builder.exclude_nodes("gpu7", "gpu9").exclude_nodes("gpu12")
         builder.workload("rollout", "algo", "Rollout").total(4).per_node(4).slots(2).devices(
             0, 1, 2, 3, 4, 5, 6, 7
         )
@@ -426,6 +427,7 @@ class TestPlaces:
         assert file["host_collocations"] == [["actor", "reward"]]
         assert file["isolations"] == [["rollout", "reward"]]
         assert file["spares"] == 1
+        assert file["exclude_nodes"] == ["gpu7", "gpu9", "gpu12"]
         assert file["roles"]["rollout"] | {"slots": 2, "devices": [*range(8)]} == file["roles"]["rollout"]
         assert file["roles"]["reward"] | {"slots": 0.5, "per_group": 2} == file["roles"]["reward"]
         assert file["edges"] == [
@@ -442,6 +444,11 @@ class TestPlaces:
     def test_of_roles_that_there_are_not_are_told_in_the_builders_words(self) -> None:
         found = faults(whole().with_separation("actor", "rollouts").with_isolation("actor"))
         assert {fault.where for fault in found} == {"with_separation[0]", "with_isolation[0]"}
+
+    def test_that_are_excluded_have_names(self) -> None:
+        (fault,) = faults(whole().exclude_nodes("gpu7,gpu9"))
+        assert fault.where == "exclude_nodes"
+        assert whole().exclude_nodes("node0").build(), "who excludes one counts on others"
 
     def test_and_edges_are_checked(self) -> None:
         (fault,) = faults(whole().edge("actor", "actors"))
