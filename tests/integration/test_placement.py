@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from .harness import Unirun
 
 Script = Callable[..., Path]
@@ -24,11 +26,14 @@ def told(out: str) -> dict[tuple[str, str], tuple[list[str | None], list[int]]]:
     return {who: (values, cpus) for who, values, cpus in found}
 
 
-def test_two_devices_that_two_roles_share(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cuda", "null"])
+def test_two_devices_that_two_roles_share(
+    unirun: Unirun, script: Script, tmp_path: Path, device: str
+) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
         f"script: {script(TELL)}\n"
-        "roles: {actor: {count: 2, device: cuda}, critic: {count: 2, device: cuda}}\n"
+        f"roles: {{actor: {{count: 2, device: {device}}}, critic: {{count: 2, device: {device}}}}}\n"
         "collocations: [[actor, critic]]\n"
     )
     result = unirun("-q", "--config", job, "--inventory", "fake:devices=2")

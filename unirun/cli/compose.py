@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from unirun.collocation import (
     local_topology,
     parse_fake,
     place,
+    unknown_nodes,
 )
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.graph import from_edges, weights
@@ -58,12 +60,14 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
 
 
 def plan_job(line: CommandLine) -> tuple[JobSpec, Placement, Inventory]:
-    """The spec that a command line describes, who sits where, and on what.
+    """The spec that a command line describes, who sits where, and on what; what looks like a slip goes to stderr.
 
     Raises `SpecError`, `UsageError`, `PlacementError`.
     """
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
+    for warning in unknown_nodes(spec, inventory):
+        print(f"unirun: {warning}", file=sys.stderr)
     topology = local_topology(inventory) if spec.numa_binding else None
     graph = from_edges({role.name: role.count for role in spec.roles}, list(spec.edges))
     spec, placement = place(spec, inventory, topology=topology, weights=weights(graph))
@@ -207,6 +211,8 @@ def options_to_job(
         job["primary"] = list(_items(options["primary"]))
     if "preload" in options:
         job["preload"] = list(_items(options["preload"]))
+    if "exclude" in options:
+        job["exclude_nodes"] = _items(options["exclude"])
     if roles:
         job["roles"] = roles
     _plain(options, job)

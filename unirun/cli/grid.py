@@ -18,7 +18,6 @@ WHOLE = 8
 """Of so many nodes, each has a row of its own."""
 MOST = 40
 """The most rows; what is on other nodes is summed up."""
-NO_TYPES: Mapping[str, str] = {}
 _NOWHERE = ("", "")
 
 Column = tuple[str, str]
@@ -48,20 +47,21 @@ Cell = tuple[Tenant, ...] | None
 class Row:
     """One node; or several, of which the others are as the first but for the numbers of their ranks.
 
-    `free` are its free slots. `ranks` are, by role, those of the `others`.
+    `free` are its free slots; a node that is no part of the job is `aside`: ``spare`` or ``excluded``. `ranks` are, by
+    role, those of the `others`.
     """
 
     node: str
     cells: tuple[Cell, ...]
     free: int
-    spare: bool
+    aside: str = ""
     others: tuple[str, ...] = ()
     ranks: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def note(self) -> str:
-        """What stands at the end of the row: the free slots, or that the node is held back."""
-        return "spare" if self.spare else str(self.free)
+        """What stands at the end of the row: the free slots, or why there are no ranks."""
+        return self.aside or str(self.free)
 
     @property
     def folded(self) -> str:
@@ -84,29 +84,27 @@ class Grid:
     rest: str = ""
 
 
-def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str] = NO_TYPES) -> Grid:
+def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -> Grid:
     """The picture of `placement` on `inventory`.
 
-    `types` has the type of device of roles that name one, by their names; where it is not there, it follows from the
-    mask of a worker.
+    `types` has the type of the slots of each role (`unirun.collocation.slot_types`).
     """
-    given = any(place.own or place.devices for place in placement.assignments)
-    nodes = {node.name: node for node in inventory.nodes}
+    given = any(place.own for place in placement.assignments)
     here: dict[str, dict[Column, dict[tuple[str, float], list[int]]]] = defaultdict(dict)
     for place in placement.assignments:
-        for column in _columns_of(place, nodes[place.node], types.get(place.role), given):
+        for column in _columns_of(place, types.get(place.role, CPU), given):
             tenants = here[place.node].setdefault(column, {})
             tenants.setdefault((place.role, place.share), []).append(place.rank)
     devices = dict.fromkeys(column for node in inventory.nodes for column in _devices(node)) if given else {}
     used = dict.fromkeys(column for each in here.values() for column in each if column not in devices)
     columns = (*devices, *sorted(used, key=lambda column: (column == _NOWHERE, *_by_number(column))))
-    spares = set(placement.spares)
+    aside = dict.fromkeys(placement.spares, "spare") | dict.fromkeys(placement.excluded, "excluded")
     rows = []
     for node in inventory.nodes:
         own = set(_devices(node)) if given else set()
         cells = tuple(_cell(here[node.name].get(column), column in own) for column in columns)
         free = _free(node, columns, cells, own)
-        rows.append(Row(node.name, cells, free, node.name in spares))
+        rows.append(Row(node.name, cells, free, aside.get(node.name, "")))
     if len(rows) > WHOLE:
         rows = [_fold([*group]) for _, group in groupby(rows, key=_look)]
     names = tuple(
@@ -139,8 +137,9 @@ def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str
     first = max(len(row.node) for row in picture.rows) if picture.rows else 0
     first = max(first, len("NODE"))
     wide = [_width(name, [row.cells[n] for row in picture.rows]) for n, name in enumerate(picture.columns)]
+    notes = max(len(note) for note in ("FREE", *(row.note for row in picture.rows)))
     lines: list[str] = []
-    for bank in _banks(wide, width - first - len("  spare")):
+    for bank in _banks(wide, width - first - 2 - notes):
         last = bank.stop == len(wide)
         lines += [""] if lines else []
         heads = (picture.columns[n].ljust(wide[n]) for n in bank)
@@ -150,17 +149,11 @@ def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str
     return "".join(f"{line}\n" for line in (*lines, *((picture.rest,) if picture.rest else ())))
 
 
-def _columns_of(place: Assignment, node: Node, kind: str | None, given: bool) -> list[Column]:
+def _columns_of(place: Assignment, kind: str, given: bool) -> list[Column]:
     """The slots of a rank. Where nobody was `given` devices, it has a place for one process."""
     if not given:
         return [_NOWHERE if place.slot < 0 else (CPU, str(place.slot))]
-    if place.devices is None:
-        return [(CPU, index) for index in place.own] or [_NOWHERE]
-    # Of a mask for a whole role, the device of this rank is that at its local rank.
-    at = place.local_rank if place.local_rank < len(place.devices) else 0
-    indices = place.own or place.devices[at : at + 1]
-    types = {device.index: device.type for device in reversed(node.devices)}
-    return [(kind or types[index], index) for index in indices] or [_NOWHERE]
+    return [(kind, index) for index in place.own] or [_NOWHERE]
 
 
 def _devices(node: Node) -> list[Column]:
@@ -192,7 +185,7 @@ def _look(row: Row) -> object:
         None if cell is None else [(each.role, len(each.ranks), each.share) for each in cell]
         for cell in row.cells
     ]
-    return cells, row.free, row.spare
+    return cells, row.note
 
 
 def _fold(rows: Sequence[Row]) -> Row:
@@ -200,7 +193,7 @@ def _fold(rows: Sequence[Row]) -> Row:
     if not others:
         return first
     return Row(
-        first.node, first.cells, first.free, first.spare, tuple(row.node for row in others), _ranks(others)
+        first.node, first.cells, first.free, first.aside, tuple(row.node for row in others), _ranks(others)
     )
 
 
@@ -220,10 +213,12 @@ def _rest(rows: Sequence[Row]) -> str:
         return ""
     sizes = [(row, 1 + len(row.others)) for row in rows]
     number = sum(size for _, size in sizes)
-    spare = sum(size for row, size in sizes if row.spare)
-    free = sum(row.free * size for row, size in sizes if not row.spare)
-    ranks = [f"{role}:{ranks_text(each)}" for role, each in _ranks(rows).items()]
-    told = [*ranks, *([f"{free} free slots"] if free else []), *([f"{spare} spare"] if spare else [])]
+    counts = {
+        "free slots": sum(row.free * size for row, size in sizes if not row.aside),
+        **{why: sum(size for row, size in sizes if row.aside == why) for why in ("spare", "excluded")},
+    }
+    told = [f"{role}:{ranks_text(each)}" for role, each in _ranks(rows).items()]
+    told += [f"{count} {what}" for what, count in counts.items() if count]
     return f"… {number} more nodes: {', '.join(told) or 'full'}"
 
 

@@ -70,7 +70,8 @@ class _Picture:
             parts.append(_text(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
             y += LINE
         lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
-        right = max(self.end() + _measure("spare"), *(MARGIN + _measure(line) for line in lines), 0.0)
+        notes = max(_measure(note) for note in ("FREE", *(row.note for row in self.picture.rows)))
+        right = max(self.end() + notes, *(MARGIN + _measure(line) for line in lines))
         width, height = math.ceil(right + MARGIN), math.ceil(y + MARGIN)
         top = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

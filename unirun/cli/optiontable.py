@@ -130,6 +130,7 @@ OURS: tuple[Option, ...] = (
         "fake:K=V,…",
         pet=False,
     ),
+    Option(("--exclude",), "list", NODES, "nodes that are not used", "NODE[,NODE]", pet=False),
     Option(
         ("-d", "--detach"),
         "flag",

@@ -18,7 +18,7 @@ from unirun.cli.gridsvg import svg
 from unirun.cli.options import parse
 from unirun.cli.optiontable import OUTPUT, Option
 from unirun.cli.tables import print_table
-from unirun.collocation import Placement
+from unirun.collocation import Placement, slot_types
 from unirun.launcher.environment import worker_env
 from unirun.rendezvous.jobdir import JobDir, jobs_root
 from unirun.spec import JobSpec, RoleSpec
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     line = parse(argv, "unirun plan", (JSON, SVG))
     spec, placement, inventory = plan_job(line)
     rows = plan_rows(spec, placement)
-    types = {role.name: role.device for role in spec.roles if role.device}
+    types = slot_types(spec, inventory)
     if "svg" in line.options:
         write_file(line.options["svg"], svg(grid(placement, inventory, types)))
     if line.options.get("json"):
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
             "spec": spec.to_json(),
             "note": placement.note,
             "spares": placement.spares,
+            "excluded": placement.excluded,
             "crossing": placement.crossing,
             "workers": rows,
         }
@@ -89,7 +90,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
         port = spec.master_port if index == 0 else 0
         places = placement.of_role(role.name)
         for place in places:
-            member = Member(place.rank, place.local_rank, 0, place.devices)
+            member = Member(place.rank, place.local_rank, 0, place.devices, place.cpus, place.share)
             endpoint = f"{spec.master_addr}:{port}"
             order = StartRole(role.name, 0, 0, role.count, len(places), 0, 1, endpoint, (member,))
             rows.append(
@@ -121,5 +122,12 @@ def command_of(role: RoleSpec) -> str:
 
 def _short_env(env: dict[str, str]) -> str:
     """The variables that tell workers apart; --json has all of them."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "CUDA_VISIBLE_DEVICES",
+        "UNIRUN_DEVICE_SHARE",
+        "OMP_NUM_THREADS",
+    )
     return " ".join(f"{name}={env[name]}" for name in names if name in env)

@@ -1,6 +1,6 @@
 """What there is (the inventory) and who sits where (the placement)."""
 
-from unirun.collocation.devices import DeviceType, device_types, register_device_type
+from unirun.collocation.devices import DeviceType, device_types
 from unirun.collocation.fake import is_fake, parse_fake
 from unirun.collocation.host import local_inventory, local_topology
 from unirun.collocation.inventory import (
@@ -14,8 +14,7 @@ from unirun.collocation.inventory import (
     count_slots,
 )
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.placing import place
-from unirun.collocation.planner import plan_placement
+from unirun.collocation.placing import place, slot_types, unknown_nodes
 
 __all__ = [
     "MIG",
@@ -35,6 +34,6 @@ __all__ = [
     "local_topology",
     "parse_fake",
     "place",
-    "plan_placement",
-    "register_device_type",
+    "slot_types",
+    "unknown_nodes",
 ]

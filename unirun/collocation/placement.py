@@ -35,14 +35,16 @@ class Assignment:
 class Placement:
     """Every rank of a job with its place; `note` says in words what was decided, and why.
 
-    `spares` are nodes held back, in the order of the inventory. `crossing` is what goes from node to node, in bytes
-    per step, when every rank of a role talks as much with every rank of the other.
+    `spares` are nodes held back, and `excluded` those that the job shall not use, in the order of the inventory.
+    `crossing` is what goes from node to node, in bytes per step, when every rank of a role talks as much with every
+    rank of the other.
     """
 
     assignments: tuple[Assignment, ...]
     note: str
     spares: tuple[str, ...] = ()
     crossing: float = 0.0
+    excluded: tuple[str, ...] = ()
 
     def of_role(self, role: str) -> tuple[Assignment, ...]:
         """The assignments of `role` in rank order."""

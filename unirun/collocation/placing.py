@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fractions import Fraction
+from functools import cache, partial
 
 from unirun.collocation.inventory import Inventory, Node, accelerators
-from unirun.collocation.numa import Topology
+from unirun.collocation.numa import Topology, near_cpus
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planner import plan_placement
 from unirun.collocation.planning import plan
+from unirun.collocation.quiet import Quiet, quiet
 from unirun.collocation.request import Request, RoleRequest
-from unirun.collocation.slots import CPU
+from unirun.collocation.slots import CPU, slots_of
 from unirun.spec import JobSpec, RoleSpec
+
+Cpus = tuple[int, ...] | None
+"""The processors that a worker is bound to; None for no binding."""
 
 
 def place(
@@ -25,44 +30,94 @@ def place(
 ) -> tuple[JobSpec, Placement]:
     """Who sits where, and the job with the ranks that there is room for. Raises `PlacementError`.
 
-    A job that says nothing of places runs on the first node, as under torchrun (`plan_placement`). `weights` are bytes
-    per step between roles (`unirun.graph.weights`).
+    A job that says nothing of places and has one node runs as under torchrun (`unirun.collocation.quiet`). `weights`
+    are bytes per step between roles (`unirun.graph.weights`). With ``numa_binding``, `topology` says which processors
+    of the first node are near which of its devices.
     """
-    if len(inventory.nodes) == 1 and not _says_where(spec):
-        return spec, plan_placement(spec, inventory, topology)
+    alone = _alone(spec, inventory)
     placement = plan(request_of(spec, inventory, weights or {}), inventory)
-    nodes = {node.name: node for node in inventory.nodes}
-    bound = {role.name for role in spec.roles if role.device == CPU}
-    assignments = tuple(
-        replace(a, cpus=_processors(nodes[a.node], a)) if a.role in bound else a
-        for a in placement.assignments
-    )
-    placement = replace(placement, assignments=assignments)
+    cpus_of = _binding(spec, inventory, topology)
+    assignments = []
+    for each in placement.assignments:
+        seen = alone.seen(each) if alone else each
+        # LOCAL_RANK is 0 in all of them then: a mask for the whole role would put them on one device.
+        mask = seen.own if spec.virtual_local_rank and seen.devices is not None else seen.devices
+        assignments.append(replace(seen, devices=mask, cpus=cpus_of(seen)))
+    unwanted = _unwanted(spec, inventory)
+    excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
+    words = [alone.note(spec) if alone else placement.note]
+    words += [f"{', '.join(excluded)} excluded"] if excluded else []
+    placement = replace(placement, assignments=tuple(assignments), note="; ".join(words), excluded=excluded)
     roles = tuple(replace(role, count=len(placement.of_role(role.name))) for role in spec.roles)
     return replace(spec, roles=roles), placement
 
 
 def request_of(spec: JobSpec, inventory: Inventory, weights: Mapping[tuple[str, str], float]) -> Request:
-    """What the planner is asked for. A role that names no type of device has what the nodes have; a trainer, none."""
-    found = [device.type for node in inventory.nodes for device in accelerators(node)]
-    usual = found[0] if found else CPU
-    return Request(
-        roles=tuple(_role_request(role, usual) for role in spec.roles),
+    """What the planner is asked for."""
+    types = slot_types(spec, inventory)
+    request = Request(
+        roles=tuple(_role_request(role, types.get(role.name)) for role in spec.roles),
         collocated=spec.collocations,
         together=spec.host_collocations,
         apart=spec.separations,
         isolated=spec.isolations,
         weights=weights,
         spares=spec.spares,
+        tainted=_unwanted(spec, inventory),
     )
+    alone = _alone(spec, inventory)
+    return alone.asked(request) if alone else request
 
 
-def _role_request(role: RoleSpec, usual: str) -> RoleRequest:
+def unknown_nodes(spec: JobSpec, inventory: Inventory) -> list[str]:
+    """What to tell of the names in ``exclude_nodes`` that no node has.
+
+    They are no fault, because a list of nodes that are to be avoided lasts longer than the nodes that one job gets. But
+    with a slip of the pen the node that was meant is in use.
+    """
+    usable = [node.name for node in _usable(spec, inventory)]
+    told = []
+    for name in sorted({*spec.exclude_nodes} - _unwanted(spec, inventory)):
+        close = get_close_matches(name, usable, n=1)
+        told.append(
+            f"no node is called {name}, so it is not excluded"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
+    return told
+
+
+def slot_types(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
+    """By role, the type of its slots: the one that it names, else that of the nodes. Trainers are not in it."""
+    usual = _usual(_usable(spec, inventory))
+    return {role.name: role.device or usual for role in spec.roles if role.entry.kind != "trainer"}
+
+
+def _usual(nodes: Sequence[Node]) -> str:
+    """The type of the first device that there is."""
+    return next((device.type for node in nodes for device in accelerators(node)), CPU)
+
+
+def _alone(spec: JobSpec, inventory: Inventory) -> Quiet | None:
+    nodes = _usable(spec, inventory)
+    return quiet(spec, nodes, _usual(nodes))
+
+
+def _usable(spec: JobSpec, inventory: Inventory) -> list[Node]:
+    unwanted = _unwanted(spec, inventory)
+    return [node for node in inventory.nodes if node.name not in unwanted]
+
+
+def _unwanted(spec: JobSpec, inventory: Inventory) -> frozenset[str]:
+    """The nodes that are excluded, without names of nodes that there are not."""
+    return frozenset(spec.exclude_nodes).intersection(node.name for node in inventory.nodes)
+
+
+def _role_request(role: RoleSpec, device: str | None) -> RoleRequest:
     return RoleRequest(
         name=role.name,
         count=role.count,
         least=role.count if role.least is None else role.least,
-        device=None if role.entry.kind == "trainer" else role.device or usual,
+        device=device,
         slots=Fraction(role.slots).limit_denominator(1000),
         per_node=role.per_node,
         per_group=role.per_group,
@@ -70,20 +125,33 @@ def _role_request(role: RoleSpec, usual: str) -> RoleRequest:
     )
 
 
-def _says_where(spec: JobSpec) -> bool:
-    return bool(
-        spec.host_collocations
-        or spec.separations
-        or spec.isolations
-        or spec.spares
-        or any(
-            role.device or role.slots != 1 or role.per_group or role.devices or role.least is not None
-            for role in spec.roles
-        )
-    )
+def _binding(spec: JobSpec, inventory: Inventory, topology: Topology | None) -> Callable[[Assignment], Cpus]:
+    """Which processors a rank is bound to, by its place: those that it has asked for, or those near its devices."""
+    nodes = {node.name: node for node in inventory.nodes}
+    pinned = {role.name for role in spec.roles if role.device == CPU}
+    types = slot_types(spec, inventory)
+    first = inventory.nodes[0]
+    near = None
+    if spec.numa_binding and topology is not None:
+        near = cache(partial(near_cpus, spec.numa_binding, topology=topology))
+
+    def cpus_of(place: Assignment) -> Cpus:
+        if place.role in pinned:
+            return _processors(nodes[place.node], place)
+        type = types.get(place.role, CPU)
+        if near is None or type == CPU or place.node != first.name:
+            return None
+        devices = place.own
+        if not devices:
+            # With fewer devices than ranks they are taken in turn.
+            there = slots_of(first, type)
+            devices = (there[place.slot % len(there)].index,)
+        return tuple(sorted({cpu for device in devices for cpu in near(device)}))
+
+    return cpus_of
 
 
-def _processors(node: Node, place: Assignment) -> tuple[int, ...] | None:
+def _processors(node: Node, place: Assignment) -> Cpus:
     """The processors that belong to the places of a rank: a place is one of them, shared when there are more ranks."""
     if not node.cpus or not place.own:
         return None

@@ -555,6 +555,14 @@ class TestAWrongFile:
             compose("--config", "latin.yaml")
 
 
+def test_nodes_that_are_excluded_replace_those_of_the_file(compose: Compose, job_file: JobFile) -> None:
+    job = ("--config", job_file("{script: train.py, exclude_nodes: [old]}"))
+    assert compose(*job).exclude_nodes == ("old",)
+    assert compose(*job, "exclude_nodes=[a,b]").exclude_nodes == ("a", "b")
+    named = compose("--exclude", "node3,node7", "--exclude", "node9", *job)
+    assert named.exclude_nodes == ("node3", "node7", "node9")
+
+
 def test_an_id_is_made_of_the_scripts_name(compose: Compose, scripts: Path) -> None:
     (scripts / "my script.v2.py").touch()
     assert compose("my script.v2.py").run_id.startswith("my-script-v2-")

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from unirun.cli.grid import MOST, WHOLE, grid, ranks_text, text
+from unirun.cli.grid import MOST, WHOLE, Grid, grid, ranks_text, text
 from unirun.cli.gridsvg import svg
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
 
@@ -32,12 +32,20 @@ def bare(role: str, rank: int, node: str, slot: int) -> Assignment:
     return Assignment(role, rank, node, slot, rank)
 
 
-def placed(*assignments: Assignment, spares: tuple[str, ...] = ()) -> Placement:
-    return Placement(assignments, "", spares)
+def placed(
+    *assignments: Assignment, spares: tuple[str, ...] = (), excluded: tuple[str, ...] = ()
+) -> Placement:
+    return Placement(assignments, "", spares, excluded=excluded)
+
+
+def picture_of(placement: Placement, inventory: str) -> Grid:
+    """Who has a mask is on CUDA devices, who has none on processors."""
+    types = {each.role: "cuda" if each.devices else "cpu" for each in placement.assignments}
+    return grid(placement, parse_fake(inventory), types)
 
 
 def drawn(placement: Placement, inventory: str, width: int = 110) -> str:
-    return text(grid(placement, parse_fake(inventory)), width=width)
+    return text(picture_of(placement, inventory), width=width)
 
 
 MIXED = placed(
@@ -90,8 +98,15 @@ def test_slots_that_do_not_fit_are_below() -> None:
     )
 
 
+def test_nodes_that_are_not_used_are_told_apart() -> None:
+    idle = placed(on("a", 0, "node0", "0"), spares=("node2",), excluded=("node1",))
+    assert drawn(idle, "fake:nodes=3,devices=1") == (
+        "NODE   cuda 0  FREE\nnode0  a:0     0\nnode1  ·       excluded\nnode2  ·       spare\n"
+    )
+
+
 def test_a_role_has_one_colour() -> None:
-    lines = text(grid(MIXED, parse_fake(MIXED_NODES)), colours=(31, 32)).splitlines()
+    lines = text(picture_of(MIXED, MIXED_NODES), colours=(31, 32)).splitlines()
     assert lines[1].startswith("node0  \x1b[31mactor:0 0.5 \x1b[0m  \x1b[31mactor:1 0.5 \x1b[0m  ·")
     assert lines[2].startswith("       \x1b[32mcritic:0 0.5\x1b[0m")
     plain = [re.sub("\x1b\\[\\d*m", "", line).rstrip() for line in lines]
@@ -110,7 +125,7 @@ def test_nodes_that_are_alike_are_told_in_one_line() -> None:
 
 def test_few_nodes_are_all_drawn() -> None:
     nodes = tuple(Node(f"n{n}", (0,), (Device("0", "H"),)) for n in range(WHOLE))
-    picture = grid(placed(*(on("a", n, f"n{n}", "0") for n in range(WHOLE))), Inventory(nodes))
+    picture = grid(placed(*(on("a", n, f"n{n}", "0") for n in range(WHOLE))), Inventory(nodes), {"a": "cuda"})
     assert [row.folded for row in picture.rows] == [""] * WHOLE
 
 
@@ -118,10 +133,11 @@ def test_nodes_beyond_the_most_are_summed_up() -> None:
     """Each node differs from the one before: nothing can be folded."""
     count = MOST + 6
     ranks = [on("ab"[n % 2], n // 2, f"node{n:02}", "0") for n in range(count - 2)]
-    lines = drawn(placed(*ranks, spares=(f"node{count - 1}",)), f"fake:nodes={count},devices=2").splitlines()
+    placement = placed(*ranks, spares=(f"node{count - 1}",), excluded=(f"node{count - 2}",))
+    lines = drawn(placement, f"fake:nodes={count},devices=2").splitlines()
     assert len(lines) == 1 + MOST + 1
     assert lines[-2].startswith("node39")
-    assert lines[-1] == "… 6 more nodes: a:20,21, b:20,21, 6 free slots, 1 spare"
+    assert lines[-1] == "… 6 more nodes: a:20,21, b:20,21, 4 free slots, 1 spare, 1 excluded"
 
 
 def test_ranks_without_devices_of_their_own_are_on_places_for_processes() -> None:
@@ -132,17 +148,16 @@ def test_ranks_without_devices_of_their_own_are_on_places_for_processes() -> Non
     )
 
 
-def test_of_a_mask_for_a_role_a_rank_has_the_device_at_its_local_rank() -> None:
-    masks = placed(*(Assignment("a", n, "node0", n, n, ("0", "1")) for n in range(2)))
-    assert drawn(masks, "fake:nodes=1,devices=3") == (
-        "NODE   cuda 0  cuda 1  cuda 2  FREE\nnode0  a:0     a:1     ·       1\n"
-    )
+def test_one_role_that_sees_all_devices_is_on_those_of_its_local_ranks() -> None:
+    seen = placed(*(Assignment("a", n, "node0", n, n, own=(str(n),)) for n in range(2)))
+    picture = grid(seen, parse_fake("fake:nodes=1,devices=3"), {"a": "cuda"})
+    assert text(picture) == "NODE   cuda 0  cuda 1  cuda 2  FREE\nnode0  a:0     a:1     ·       1\n"
 
 
 def test_devices_of_two_types_are_told_apart_by_what_the_role_names() -> None:
     node = Node("n0", (0,), (Device("0", "H"), Device("0", "N", type="npu")))
     placement = placed(on("a", 0, "n0", "0"), on("b", 0, "n0", "0"))
-    assert text(grid(placement, Inventory((node,)), {"b": "npu"})) == (
+    assert text(grid(placement, Inventory((node,)), {"a": "cuda", "b": "npu"})) == (
         "NODE  cuda 0  npu 0  FREE\nn0    a:0     b:0    0\n"
     )
 
@@ -150,7 +165,9 @@ def test_devices_of_two_types_are_told_apart_by_what_the_role_names() -> None:
 def test_a_long_name_of_a_device_is_cut() -> None:
     index = "GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"
     node = Node("n0", (0,), (Device(index, "H"),))
-    picture = grid(placed(Assignment("a", 0, "n0", 0, 0, (index,), None, (index,))), Inventory((node,)))
+    picture = grid(
+        placed(Assignment("a", 0, "n0", 0, 0, (index,), None, (index,))), Inventory((node,)), {"a": "cuda"}
+    )
     assert picture.columns == ("cuda GPU-5d5ba0d…",)
 
 
@@ -169,8 +186,8 @@ def test_ranks_are_told_by_their_runs(ranks: list[int], shown: str) -> None:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "mixed.svg": lambda: svg(grid(MIXED, parse_fake(MIXED_NODES))),
-    "many.svg": lambda: svg(grid(many(12), parse_fake("fake:nodes=12,devices=2"))),
+    "mixed.svg": lambda: svg(picture_of(MIXED, MIXED_NODES)),
+    "many.svg": lambda: svg(picture_of(many(12), "fake:nodes=12,devices=2")),
 }
 
 
@@ -181,7 +198,8 @@ def test_the_svgs_look_as_they_did(name: str) -> None:
 
 def test_svg_shows_any_name() -> None:
     name = '<b>&amp;"\x1b'
-    picture = svg(grid(placed(on(name, 0, name, "0")), Inventory((Node(name, (0,), (Device("0", "H"),)),))))
+    nodes = Inventory((Node(name, (0,), (Device("0", "H"),)),))
+    picture = svg(grid(placed(on(name, 0, name, "0")), nodes, {name: "cuda"}))
     texts = [each.text for each in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
     assert '<b>&amp;"\\x1b' in texts
     assert '<b>&amp;"\\x1b:0' in texts

@@ -41,10 +41,42 @@ def test_the_picture_is_written_as_svg(capsys: pytest.CaptureFixture[str], scrip
 def test_programs_are_told_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--json", *TWO) == 0
     whole = json.loads(capsys.readouterr().out)
-    assert {*whole} == {"spec", "note", "spares", "crossing", "workers"}
-    assert (whole["spares"], whole["crossing"]) == ([], 0.0)
+    assert {*whole} == {"spec", "note", "spares", "excluded", "crossing", "workers"}
+    assert (whole["spares"], whole["excluded"], whole["crossing"]) == ([], [], 0.0)
     assert [(each["own"], each["share"], each["numa"]) for each in whole["workers"]] == [
         (["0"], 1.0, 0),
         (["1"], 1.0, 0),
         (["0"], 1.0, 0),
     ]
+
+
+def test_what_a_worker_has_of_a_device_is_told(capsys: pytest.CaptureFixture[str], scripts: Path) -> None:
+    (scripts / "job.yaml").write_text("{script: train.py, roles: {a: 1, b: 1}, collocations: [[a, b]]}")
+    assert plan("--inventory", "fake:devices=1", "--config", "job.yaml") == 0
+    assert capsys.readouterr().out.count("CUDA_VISIBLE_DEVICES=0 UNIRUN_DEVICE_SHARE=0.5 OMP") == 2
+
+
+def test_excluded_nodes_are_seen_and_names_that_no_node_has_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nodes = ("--inventory", "fake:nodes=3,devices=2", "--roles", "a=2,b=1")
+    assert plan(*nodes, "--exclude", "node1,nod2", "train.py") == 0
+    seen = capsys.readouterr()
+    assert "2 nodes in use; node1 excluded\n" in seen.out
+    assert "node1  ·       ·       excluded\n" in seen.out
+    assert seen.err == "unirun: no node is called nod2, so it is not excluded; did you mean node2?\n"
+
+
+def test_the_picture_of_one_role_has_the_devices_of_its_local_ranks(scripts: Path) -> None:
+    assert plan("--inventory", "fake:devices=3", "--roles", "a=2", "--svg", "plan.svg", "train.py") == 0
+    picture = (scripts / "plan.svg").read_text(encoding="utf-8")
+    assert "cuda 2" in picture
+    assert "cpu 0" not in picture
+
+
+def test_a_job_that_needs_more_nodes_than_one_does_not_fit(
+    capsys: pytest.CaptureFixture[str], scripts: Path
+) -> None:
+    (scripts / "job.yaml").write_text("{script: train.py, roles: {a: {count: 4, per_node: 2}}}")
+    assert plan("--inventory", "fake:devices=0", "--config", "job.yaml") == 3
+    assert "a per_node 4 fits" in capsys.readouterr().err

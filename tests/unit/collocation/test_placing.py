@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from unirun.collocation import Inventory, parse_fake, place, plan_placement
+from tests.unit.collocation.checking import check
+from unirun.collocation import (
+    Assignment,
+    Device,
+    Inventory,
+    Node,
+    Placement,
+    parse_fake,
+    place,
+    slot_types,
+    unknown_nodes,
+)
+from unirun.collocation.numa import Cpu, Topology
 from unirun.collocation.placing import request_of
+from unirun.collocation.planning import plan
 from unirun.errors import PlacementError
 from unirun.spec import Entry, JobSpec, RoleSpec
 
 ENTRY = Entry("script", "a.py")
+TRAINER = RoleSpec("trainer", 1, Entry("trainer", "ppo:T"))
 
 
 def job(*roles: RoleSpec, **more: Any) -> JobSpec:
@@ -24,13 +41,223 @@ def role(name: str, count: int, **more: Any) -> RoleSpec:
     return RoleSpec(name, count, more.pop("entry", ENTRY), **more)
 
 
+def ranks(**counts: int) -> list[RoleSpec]:
+    """Roles that say nothing but how many ranks they have."""
+    return [role(name, count) for name, count in counts.items()]
+
+
 def hosts(text: str) -> Inventory:
     return parse_fake(f"fake:{text}")
 
 
-def test_a_job_that_says_nothing_of_places_runs_as_under_torchrun() -> None:
-    spec, inventory = job(role("actor", 2), role("rollout", 2)), hosts("devices=4")
-    assert place(spec, inventory) == (spec, plan_placement(spec, inventory))
+def masks(placement: Placement) -> dict[str, list[tuple[str, ...] | None]]:
+    found: dict[str, list[tuple[str, ...] | None]] = {}
+    for each in placement.assignments:
+        found.setdefault(each.role, []).append(each.devices)
+    return found
+
+
+counts = st.dictionaries(st.sampled_from(["actor", "rollout", "critic"]), st.integers(1, 5), min_size=1)
+
+
+class TestAJobThatSaysNothingOfPlacesOnOneNode:
+    """It runs as under torchrun, whatever its roles."""
+
+    @given(counts, st.integers(0, 12), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+    def test_has_a_place_for_every_rank(
+        self, counts: dict[str, int], devices: int, numas: int, virtual: bool, trained: bool, shared: bool
+    ) -> None:
+        roles = [*ranks(**counts), *([TRAINER] if trained else [])]
+        shared = shared and len(counts) > 1 and len({*counts.values()}) == 1
+        groups = (tuple(counts),) if shared else ()
+        spec = job(*roles, virtual_local_rank=virtual, collocations=groups)
+        inventory = hosts(f"cpus=4,devices={devices},numa={numas}")
+        same, placement = place(spec, inventory)
+        assert same == spec
+        assert place(spec, inventory) == (spec, placement), "planning is deterministic"
+        assert [(a.role, a.rank, a.local_rank) for a in placement.assignments] == [
+            (each.name, rank, rank) for each in roles for rank in range(each.count)
+        ], "all ranks, once, roles and ranks in order"
+        assert placement.nodes == ("node0",)
+        seats = [a for a in placement.assignments if a.role != "trainer"]
+        needed = counts[next(iter(counts))] if shared else sum(counts.values())
+        assert [a.slot for a in seats] == [*range(needed)] * (len(counts) if shared else 1)
+        assert all((a.slot, a.own, a.devices) == (-1, (), None) for a in placement.of_role("trainer"))
+        given_out = [a for a in seats if a.devices is not None]
+        assert bool(given_out) == (devices >= needed and (len(roles) > 1 or virtual))
+        assert given_out in ([], seats), "all masks or none"
+        for each in given_out:
+            assert each.devices
+            assert each.devices[0 if virtual else each.local_rank] == str(each.slot), (
+                "cuda:LOCAL_RANK is its own"
+            )
+            assert each.share == (1 / len(counts) if shared else 1)
+        if given_out:
+            check(request_of(spec, inventory, {}), placement, inventory.nodes)
+
+    def test_with_one_role_lets_every_worker_see_all_devices(self) -> None:
+        _, placement = place(job(*ranks(actor=4)), hosts("devices=8,numa=4"))
+        assert masks(placement) == {"actor": [None] * 4}
+        assert placement.note == "one role: every worker sees all devices and chooses by LOCAL_RANK"
+        assert [(a.own, a.numa) for a in placement.assignments] == [
+            (("0",), 0),
+            (("1",), 0),
+            (("2",), 1),
+            (("3",), 1),
+        ]
+
+    def test_gives_roles_devices_of_their_own(self) -> None:
+        _, placement = place(job(*ranks(actor=2, rollout=1)), hosts("devices=8"))
+        assert masks(placement) == {"actor": [("0", "1"), ("0", "1")], "rollout": [("2",)]}
+        assert placement.note == "3 of 8 devices of node0 are in use, one per rank"
+
+    def test_gives_out_no_devices_when_there_are_too_few(self) -> None:
+        _, placement = place(job(*ranks(actor=2, rollout=2)), hosts("devices=3"))
+        assert masks(placement) == {"actor": [None] * 2, "rollout": [None] * 2}
+        assert placement.note == "4 ranks on 3 devices: CUDA_VISIBLE_DEVICES is left as it is"
+        assert {(a.own, a.share, a.numa) for a in placement.assignments} == {((), 1.0, -1)}
+
+    def test_with_a_virtual_local_rank_shows_each_worker_its_own_device(self) -> None:
+        _, placement = place(job(*ranks(actor=3), virtual_local_rank=True), hosts("devices=4"))
+        assert masks(placement) == {"actor": [("0",), ("1",), ("2",)]}
+        assert [a.local_rank for a in placement.assignments] == [0, 1, 2], (
+            "filters can still tell ranks apart"
+        )
+
+    def test_has_places_for_processes_where_there_are_no_devices(self) -> None:
+        inventory = Inventory((Node("host", (0, 1, 2, 3)),))
+        _, placement = place(job(*ranks(actor=2)), inventory)
+        assert placement.assignments == (
+            Assignment("actor", 0, "host", 0, 0, own=("0",), numa=0),
+            Assignment("actor", 1, "host", 1, 1, own=("1",), numa=0),
+        )
+        assert placement.note == "host has no accelerator: a slot is a place for one process"
+
+    def test_is_given_no_parts_of_gpus(self) -> None:
+        node = Node("host", (0,), (Device("0", "H", type="mig"), Device("1", "H")))
+        _, placement = place(job(*ranks(actor=1, critic=1)), Inventory((node,)))
+        assert placement.note == "2 ranks on 1 devices: CUDA_VISIBLE_DEVICES is left as it is"
+
+    def test_gives_a_trainer_no_device(self) -> None:
+        _, placement = place(job(*ranks(actor=2), TRAINER), hosts("devices=2"))
+        assert masks(placement) == {"actor": [("0", "1"), ("0", "1")], "trainer": [None]}
+        assert [a.slot for a in placement.assignments] == [0, 1, -1]
+
+    def test_shares_out_devices_between_roles_that_are_collocated(self) -> None:
+        spec = job(*ranks(actor=2, critic=1, rollout=2), collocations=(("rollout", "actor"),))
+        _, placement = place(spec, hosts("devices=3"))
+        pair = ("0", "1")
+        assert masks(placement) == {"actor": [pair, pair], "critic": [("2",)], "rollout": [pair, pair]}
+        assert [(a.role, a.slot, a.own, a.share) for a in placement.assignments] == [
+            ("actor", 0, ("0",), 0.5),
+            ("actor", 1, ("1",), 0.5),
+            ("critic", 2, ("2",), 1.0),
+            ("rollout", 0, ("0",), 0.5),
+            ("rollout", 1, ("1",), 0.5),
+        ]
+        note = "3 of 3 devices of node0 are in use, one per rank, rollout and actor share theirs"
+        assert placement.note == note
+        _, crowded = place(spec, hosts("devices=2"))
+        assert crowded.note == "3 ranks on 2 devices: CUDA_VISIBLE_DEVICES is left as it is"
+
+    def test_does_not_fit_when_a_role_must_be_spread(self) -> None:
+        with pytest.raises(PlacementError, match="actor per_node 4 fits") as caught:
+            place(job(role("actor", 4, per_node=2), role("critic", 2)), hosts("devices=0"))
+        error = caught.value
+        assert (error.exit_code, error.role, error.needed, error.available) == (3, "actor", 4, 2)
+        assert error.constraint == "actor per_node 2"
+        assert place(job(role("actor", 4, per_node=4)), hosts("devices=0"))
+
+    @pytest.mark.parametrize("counts", [{"a": 1000}, {"a": 380}, dict.fromkeys("abcdefgh", 125)])
+    def test_is_planned_at_once(self, counts: dict[str, int]) -> None:
+        spec, inventory = job(*ranks(**counts)), hosts("cpus=64")
+        seconds = []
+        for _ in range(3):
+            began = time.process_time()
+            place(spec, inventory)
+            seconds.append(time.process_time() - began)
+        assert min(seconds) < 0.1
+
+    def test_is_planned_again_as_it_was_planned(self) -> None:
+        """What the planner is asked for is all that it takes: nothing else decides about devices."""
+        spec, inventory = job(*ranks(actor=2, critic=1)), hosts("devices=4")
+        _, placement = place(spec, inventory)
+        assert plan(request_of(spec, inventory, {}), inventory).assignments == placement.assignments
+
+
+class TestProcessorsNearADevice:
+    """``numa_binding``, on four processors in two NUMA nodes with a device each."""
+
+    TOPOLOGY = Topology(
+        tuple(Cpu(cpu, cpu // 2, 0, (cpu,), (cpu,)) for cpu in range(4)), {"0": 0, "1": 1, "2": 1}
+    )
+
+    def bound(self, spec: JobSpec, devices: int, topology: Topology | None = TOPOLOGY) -> list[object]:
+        _, placement = place(spec, hosts(f"cpus=4,devices={devices}"), topology=topology)
+        return [a.cpus for a in placement.assignments]
+
+    def test_follow_local_ranks_where_one_role_sees_all_devices(self) -> None:
+        assert self.bound(job(*ranks(actor=2), numa_binding="node"), 2) == [(0, 1), (2, 3)]
+
+    def test_follow_devices_that_are_given_to_ranks_but_not_a_trainer(self) -> None:
+        spec = job(*ranks(actor=1, critic=1), TRAINER, numa_binding="node")
+        assert self.bound(spec, 2) == [(0, 1), (2, 3), None]
+
+    def test_are_taken_in_turn_where_there_are_fewer_devices_than_ranks(self) -> None:
+        assert self.bound(job(*ranks(actor=3), numa_binding="node"), 2) == [(0, 1), (2, 3), (0, 1)]
+
+    def test_are_those_of_all_devices_of_a_rank(self) -> None:
+        spec = job(role("actor", 1, slots=2.0), role("judge", 1, device="cpu"), numa_binding="node")
+        assert self.bound(spec, 2) == [(0, 1, 2, 3), (0,)], "who has asked for processors has those"
+
+    def test_bind_nobody_else(self) -> None:
+        assert self.bound(job(*ranks(actor=2)), 2) == [None, None]
+        assert self.bound(job(*ranks(actor=2), numa_binding="node"), 2, topology=None) == [None, None]
+        assert self.bound(job(*ranks(actor=2), numa_binding="node"), 0) == [None, None]
+
+    def test_of_other_nodes_than_the_first_are_not_known(self) -> None:
+        inventory = hosts("nodes=2,cpus=4,devices=1")
+        _, placement = place(job(*ranks(actor=2), numa_binding="node"), inventory, topology=self.TOPOLOGY)
+        assert [a.cpus for a in placement.assignments] == [(0, 1), None]
+
+
+class TestNodesThatAreExcluded:
+    def test_have_no_ranks_and_are_named(self) -> None:
+        spec = job(*ranks(actor=4), exclude_nodes=("node1",), spares=1)
+        _, placement = place(spec, hosts("nodes=4,devices=2"))
+        assert placement.nodes == ("node0", "node2")
+        assert (placement.spares, placement.excluded) == (("node3",), ("node1",))
+        assert placement.note == "2 nodes in use; node3 held back; node1 excluded"
+
+    def test_may_leave_one_where_the_job_runs_as_under_torchrun(self) -> None:
+        spec = job(*ranks(actor=4), exclude_nodes=("node0",))
+        _, placement = place(spec, hosts("nodes=2,devices=3"))
+        assert (placement.nodes, masks(placement)) == (("node1",), {"actor": [None] * 4})
+        assert placement.note == (
+            "4 ranks on 3 devices: CUDA_VISIBLE_DEVICES is left as it is; node0 excluded"
+        )
+
+    def test_do_not_say_which_devices_there_are(self) -> None:
+        gpus, bare = Node("gpus", (0,), (Device("0", "H"),)), Node("bare", (0,))
+        spec = job(*ranks(actor=2), exclude_nodes=("gpus",))
+        assert slot_types(spec, Inventory((gpus, bare))) == {"actor": "cpu"}
+        _, placement = place(spec, Inventory((gpus, bare)))
+        assert placement.note == "bare has no accelerator: a slot is a place for one process; gpus excluded"
+
+    def test_are_missing_when_all_of_them_are_excluded(self) -> None:
+        with pytest.raises(PlacementError, match="room for 0") as caught:
+            place(job(*ranks(actor=1), exclude_nodes=("node0",)), hosts("devices=2"))
+        assert caught.value.exit_code == 3
+
+    def test_are_looked_for_by_their_names(self) -> None:
+        spec = job(*ranks(actor=1), exclude_nodes=("node0", "nod1", "elsewhere"))
+        inventory = hosts("nodes=3,devices=1")
+        assert unknown_nodes(spec, inventory) == [
+            "no node is called elsewhere, so it is not excluded",
+            "no node is called nod1, so it is not excluded; did you mean node1?",
+        ]
+        assert place(spec, inventory)[1].excluded == ("node0",), "a name of yesterday's node is no fault"
+        assert not unknown_nodes(job(*ranks(actor=1), exclude_nodes=("node0",)), inventory)
 
 
 def test_all_that_a_job_says_is_asked_for() -> None:
@@ -38,11 +265,12 @@ def test_all_that_a_job_says_is_asked_for() -> None:
         role("actor", 4, per_node=2, slots=0.5),
         role("rollout", 8, least=2, slots=2.0, per_group=4, devices=("0", "1")),
         role("judge", 1, device="cpu"),
-        role("trainer", 1, entry=Entry("trainer", "ppo:T")),
+        TRAINER,
         host_collocations=(("actor", "judge"),),
         separations=(("actor", "rollout"),),
         isolations=(("rollout", "judge"),),
         spares=1,
+        exclude_nodes=("node3", "node33"),
     )
     request = request_of(spec, hosts("nodes=4,devices=8"), {("actor", "rollout"): 5.0})
     actor, rollout, judge, trainer = request.roles
@@ -52,6 +280,7 @@ def test_all_that_a_job_says_is_asked_for() -> None:
     assert (request.together, request.apart) == (spec.host_collocations, spec.separations)
     assert (request.isolated, request.spares) == (spec.isolations, 1)
     assert request.weights == {("actor", "rollout"): 5.0}
+    assert request.tainted == {"node3"}, "of other nodes the planner knows nothing"
 
 
 def test_as_many_ranks_as_there_is_room_for_are_the_jobs() -> None:
@@ -69,15 +298,10 @@ def test_ranks_on_processors_are_bound_to_their_own() -> None:
     assert [a.cpus for a in crowded.assignments] == [(0,), (1,), (0,), (1,)]
 
 
-def test_roles_that_share_devices_have_a_part_of_each() -> None:
-    spec = job(
-        role("actor", 2, device="cuda"), role("critic", 2, device="cuda"), collocations=(("actor", "critic"),)
-    )
-    _, placement = place(spec, hosts("devices=2"))
-    assert {(a.role, a.rank, a.own, a.share) for a in placement.assignments} == {
-        (name, rank, (str(rank),), 0.5) for name in ("actor", "critic") for rank in (0, 1)
-    }
-    assert {a.devices for a in placement.assignments} == {("0", "1")}
+def test_a_virtual_local_rank_shows_each_worker_its_own_devices_wherever_it_is() -> None:
+    spec = job(*ranks(actor=4), virtual_local_rank=True)
+    _, placement = place(spec, hosts("nodes=2,devices=2"))
+    assert masks(placement) == {"actor": [("0",), ("1",), ("0",), ("1",)]}
 
 
 def test_a_type_that_no_node_has_does_not_fit() -> None:
