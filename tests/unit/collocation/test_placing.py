@@ -81,11 +81,16 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
         assert placement.nodes == ("node0",)
         seats = [a for a in placement.assignments if a.role != "trainer"]
         needed = counts[next(iter(counts))] if shared else sum(counts.values())
-        assert [a.slot for a in seats] == [*range(needed)] * (len(counts) if shared else 1)
+        slots = [a.slot for a in seats[:needed]]
+        assert [a.slot for a in seats] == slots * (len(counts) if shared else 1), "who shares, shares by rank"
+        assert len({*slots}) == needed, "others have slots of their own"
         assert all((a.slot, a.own, a.devices) == (-1, (), None) for a in placement.of_role("trainer"))
         given_out = [a for a in seats if a.devices is not None]
         assert bool(given_out) == (devices >= needed and (len(roles) > 1 or virtual))
         assert given_out in ([], seats), "all masks or none"
+        assert given_out or slots == [*range(needed)], (
+            "where there are no devices to choose, places are in turn"
+        )
         for each in given_out:
             assert each.devices
             assert each.devices[0 if virtual else each.local_rank] == str(each.slot), (
