@@ -71,3 +71,25 @@ def test_nodes_that_are_not_there_can_be_planned_and_not_started(
     assert "2 nodes, and this version starts on one" in started.err
     crowded = unirun("plan", "--config", job, "--inventory", "fake:nodes=1,devices=8")
     assert crowded.code == 3, "two roles that must be apart do not fit one node"
+
+
+XPUS = """
+from unirun.collocation import Device, DeviceType
+
+XPU = DeviceType("xpu", lambda: tuple(Device(str(n), "X", type="xpu") for n in range(4)), "XPU_MASK")
+"""
+
+
+def test_devices_of_a_type_that_a_package_adds(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+    package = tmp_path / "site"
+    info = package / "xpus-1.0.dist-info"
+    info.mkdir(parents=True)
+    (package / "xpus.py").write_text(XPUS)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xpus\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[unirun.device_types]\nxpu = xpus:XPU\n")
+    tell = script("import os; print(os.environ['ROLE_NAME'], os.environ['XPU_MASK'], flush=True)")
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "XPU_MASK": "1,2,3"}
+    result = unirun("-q", "--roles", "actor=2,rollout=1", tell, env=env)
+    assert result.code == 0, result.err
+    assert result.lines == ["actor 1,2", "actor 1,2", "rollout 3"]

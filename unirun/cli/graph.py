@@ -24,6 +24,7 @@ from unirun.graph import (
     dot,
     mermaid,
     svg,
+    tight_parts,
     tree,
     warnings,
     yaml,
@@ -79,8 +80,16 @@ def _described(argv: list[str]) -> int:
     graph = declared(job_spec(line, inventory_of(line)))
     for warning in warnings(graph):
         print(f"unirun: {warning}", file=sys.stderr)
-    _show(graph, {}, line.options.get("format", "tree"), line.options.get("output"))
+    form, output = line.options.get("format", "tree"), line.options.get("output")
+    _show(graph, {}, form, output)
+    if graph.edges and form == "tree" and output is None:
+        print(f"\nplaced near each other: {_parts(graph)}")
     return 0
+
+
+def _parts(graph: Graph) -> str:
+    """The units of scheduling, as ``trainer + actor, reward``."""
+    return ", ".join(" + ".join(part) for part in tight_parts(graph))
 
 
 def _seen(name: str | None, store: str | None, form: str, output: str | None) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,22 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
     for index, role in enumerate(spec.roles):
         port = spec.master_port if index == 0 else 0
         places = placement.of_role(role.name)
+        there = Counter(place.node for place in places)
+        group_ranks = {node: number for number, node in enumerate(there)}
         for place in places:
             member = Member(place.rank, place.local_rank, 0, place.devices, place.cpus, place.share)
-            endpoint = f"{spec.master_addr}:{port}"
-            order = StartRole(role.name, 0, 0, role.count, len(places), 0, 1, endpoint, (member,))
+            order = StartRole(
+                role=role.name,
+                generation=0,
+                restarts=0,
+                world_size=role.count,
+                local_world_size=there[place.node],
+                group_rank=group_ranks[place.node],
+                group_world_size=len(there),
+                endpoint=f"{spec.master_addr}:{port}",
+                members=(member,),
+                mask=placement.masks.get(role.name, ""),
+            )
             rows.append(
                 {
                     **dataclasses.asdict(place),

@@ -1,17 +1,24 @@
 """The types of devices that a role can ask for, and how those of this host are found.
 
-NVML is asked directly, so no torch and no CUDA context.
+NVML is asked directly, so no torch and no CUDA context. A package adds a type of its own by an entry point of the group
+``unirun.device_types`` that names a `DeviceType`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
 from unirun.collocation.inventory import MIG, Device
+from unirun.errors import UsageError
+
+GROUP = "unirun.device_types"
+"""Of entry points."""
 
 Discover = Callable[[], tuple[Device, ...]]
 
@@ -20,7 +27,9 @@ Discover = Callable[[], tuple[Device, ...]]
 class DeviceType:
     """A type of device: how those of this host are found, and the variable that says which of them a process sees.
 
-    `mask_variable` is None where there is none.
+    `discover` is called in every process that looks at its host's inventory: it returns the devices, each with `name`
+    as its type, and none where there is no driver. `mask_variable` (``ZE_AFFINITY_MASK``) limits them when it is set,
+    and is set for workers; None where there is none.
     """
 
     name: str
@@ -28,21 +37,33 @@ class DeviceType:
     mask_variable: str | None
 
 
-def register_device_type(name: str, discover: Discover, mask_variable: str | None) -> None:
-    """Make `name` a type that roles can ask for. Raises ValueError for a name that is taken.
-
-    `discover` is called in every process that looks at its host's inventory: it returns the devices, each with
-    `name` as its type, and none where there is no driver. `mask_variable` (``ZE_AFFINITY_MASK``) limits them when it
-    is set, and is set for workers.
-    """
-    if name in _TYPES:
-        raise ValueError(f"there is a device type {name!r} already")
-    _TYPES[name] = DeviceType(name, discover, mask_variable)
-
-
+@cache
 def device_types() -> Mapping[str, DeviceType]:
-    """All types by name, in the order in which they were registered."""
-    return MappingProxyType(_TYPES)
+    """All types by name: unirun's, then those that installed packages add, by their names.
+
+    Raises `UsageError` for a package whose type cannot be used.
+    """
+    found = {kind.name: kind for kind in _TYPES}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        found[entry.name] = _load(entry, found)
+    return MappingProxyType(found)
+
+
+def _load(entry: EntryPoint, known: Mapping[str, DeviceType]) -> DeviceType:
+    package = entry.dist.name if entry.dist else "a package"
+    try:
+        kind = entry.load()
+    except Exception as error:
+        raise UsageError(
+            f"the device type {entry.name!r} of {package} cannot be loaded: {error!r}", f"mend {package}"
+        ) from error
+    if entry.name in known:
+        raise UsageError(f"{package} adds a device type {entry.name!r}, which is there", "remove one of them")
+    if not isinstance(kind, DeviceType) or kind.name != entry.name:
+        raise UsageError(
+            f"{entry.value} of {package} is no DeviceType called {entry.name!r}", f"mend {package}"
+        )
+    return kind
 
 
 def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
@@ -171,7 +192,4 @@ def _text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-_TYPES: dict[str, DeviceType] = {
-    "cpu": DeviceType("cpu", tuple, None),
-    "cuda": DeviceType("cuda", nvml_devices, "CUDA_VISIBLE_DEVICES"),
-}
+_TYPES = (DeviceType("cpu", tuple, None), DeviceType("cuda", nvml_devices, "CUDA_VISIBLE_DEVICES"))

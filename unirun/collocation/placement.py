@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Placement:
 
     `spares` are nodes held back, and `excluded` those that the job shall not use, in the order of the inventory.
     `crossing` is what goes from node to node, in bytes per step, when every rank of a role talks as much with every
-    rank of the other.
+    rank of the other. `masks` has, by role, the variable that shows a worker its devices (``CUDA_VISIBLE_DEVICES``);
+    roles whose devices have none are not in it.
     """
 
     assignments: tuple[Assignment, ...]
@@ -45,6 +47,7 @@ class Placement:
     spares: tuple[str, ...] = ()
     crossing: float = 0.0
     excluded: tuple[str, ...] = ()
+    masks: Mapping[str, str] = field(default_factory=dict)
 
     def of_role(self, role: str) -> tuple[Assignment, ...]:
         """The assignments of `role` in rank order."""

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache, partial
 
+from unirun.collocation.devices import device_types
 from unirun.collocation.inventory import Inventory, Node, accelerators
 from unirun.collocation.numa import Topology, near_cpus
 from unirun.collocation.placement import Assignment, Placement
@@ -47,9 +48,21 @@ def place(
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
     words = [alone.note(spec) if alone else placement.note]
     words += [f"{', '.join(excluded)} excluded"] if excluded else []
-    placement = replace(placement, assignments=tuple(assignments), note="; ".join(words), excluded=excluded)
+    placement = replace(
+        placement,
+        assignments=tuple(assignments),
+        note="; ".join(words),
+        excluded=excluded,
+        masks=_masks(spec, inventory),
+    )
     roles = tuple(replace(role, count=len(placement.of_role(role.name))) for role in spec.roles)
     return replace(spec, roles=roles), placement
+
+
+def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
+    known = device_types()
+    types = {role: known[type] for role, type in slot_types(spec, inventory).items() if type in known}
+    return {role: type.mask_variable for role, type in types.items() if type.mask_variable is not None}
 
 
 def request_of(spec: JobSpec, inventory: Inventory, weights: Mapping[tuple[str, str], float]) -> Request:

@@ -111,11 +111,12 @@ def worker_env(
         "UNIRUN_INCARNATION": str(member.incarnation),
         "UNIRUN_SOCKET": str(job.agent_socket),
     }
-    own_mask = "CUDA_VISIBLE_DEVICES" in {**spec.env, **role.env}
-    if member.devices is not None and role.auto_visible_device and not own_mask:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(member.devices)
-        # The numbers are NVML's, which are in this order; CUDA's own puts the fastest first.
-        env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    own_mask = order.mask in {**spec.env, **role.env}
+    if member.devices is not None and order.mask and role.auto_visible_device and not own_mask:
+        env[order.mask] = ",".join(member.devices)
+        if order.mask == "CUDA_VISIBLE_DEVICES":
+            # The numbers are NVML's, which are in this order; CUDA's own puts the fastest first.
+            env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if member.share < 1:
         env["UNIRUN_DEVICE_SHARE"] = f"{member.share:.6g}"
         if "CUDA_MPS_PIPE_DIRECTORY" in env:

@@ -41,7 +41,7 @@ from unirun.master.state import (
 from unirun.spec import JobSpec
 from unirun.wire.reports import CallCount, Join, Span
 
-SCHEMA = 1
+SCHEMA = 2
 
 _PIECE = 200_000
 """Bytes, as the documents are in ASCII."""
@@ -147,7 +147,7 @@ def observed(state: JobState, documents: Documents) -> JobState:
 
 def _restored(job: dict[str, Any], documents: Documents) -> JobState:
     spec = JobSpec.from_json(json.loads("".join(_numbered("spec", documents))))
-    placement = Placement(tuple(_read_places(documents)), job["note"])
+    placement = Placement(tuple(_read_places(documents)), job["note"], masks=job["masks"])
     rows = list(_read_ranks(documents))
     _hold(len(rows) == len(placement.assignments) == sum(role.count for role in spec.roles), "ranks")
     roles = {}
@@ -200,6 +200,7 @@ def _of_job(state: JobState) -> dict[str, Any]:
         "ended": state.ended,
         "logs": state.logs,
         "note": state.placement.note,
+        "masks": dict(state.placement.masks),
         "asked_to_stop": state.asked_to_stop,
         "forgotten": state.forgotten,
         "verdict": dataclasses.asdict(state.verdict) if state.verdict else None,

@@ -107,5 +107,6 @@ def _start(turn: Turn, role: RoleState, ranks: Collection[int]) -> None:
             group_world_size=len(nodes),
             endpoint=address,
             members=members,
+            mask=turn.state.placement.masks.get(role.name, ""),
         )
         turn.send(ToAgent(node, order))

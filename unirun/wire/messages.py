@@ -90,7 +90,10 @@ class OpenStore:
 
 @dataclass(frozen=True, slots=True)
 class StartRole:
-    """Start these workers of a role for a generation of its process group; those that are not named live on."""
+    """Start these workers of a role for a generation of its process group; those that are not named live on.
+
+    `mask` is the variable that shows them their devices; empty when there is none.
+    """
 
     role: str
     generation: int
@@ -101,6 +104,7 @@ class StartRole:
     group_world_size: int
     endpoint: str
     members: tuple[Member, ...]
+    mask: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,10 @@ edges:
   - {from: actor, to: rollout, invocation: load, kind: broadcast, async: true, weight: 2GB}
   - "rollout -> actor: update"
 """
-TREE = "actor ×2\n└─ load · broadcast · 2.0 GB ⇢ rollout ×4\n   └─ update · all_to_all → actor ×2 (above)\n"
+TREE = (
+    "actor ×2\n└─ load · broadcast · 2.0 GB ⇢ rollout ×4\n   └─ update · all_to_all → actor ×2 (above)\n"
+    "\nplaced near each other: actor + rollout\n"
+)
 
 
 def graph(*argv: str) -> int:
@@ -45,7 +48,10 @@ def test_a_tree_is_drawn_of_the_edges(
 
 def test_a_trainer_without_edges_calls_every_role(capsys: pytest.CaptureFixture[str]) -> None:
     assert graph("--roles", "actor=1@ppo:Actor,rollout=2@ppo:Rollout", "--trainer", "ppo:PPOTrainer") == 0
-    assert capsys.readouterr().out == ("trainer ×1\n├─ one_to_one → actor ×1\n└─ scatter → rollout ×2\n")
+    assert capsys.readouterr().out == (
+        "trainer ×1\n├─ one_to_one → actor ×1\n└─ scatter → rollout ×2\n"
+        "\nplaced near each other: actor + rollout + trainer\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_what_is_odd_is_said_beside_the_picture(
     assert graph("--config", path) == 0
     output = capsys.readouterr()
     assert output.err.startswith("unirun: role c has no edge")
-    assert output.out == "a ×1\n└─ one_to_one → b ×1\nc ×1\n"
+    assert output.out == "a ×1\n└─ one_to_one → b ×1\nc ×1\n\nplaced near each other: a + b, c\n"
 
 
 def test_every_fault_is_told(capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]) -> None:

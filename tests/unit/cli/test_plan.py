@@ -50,6 +50,25 @@ def test_programs_are_told_all_of_it(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
+def test_workers_find_their_node_among_those_of_their_role(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ("--inventory", "fake:nodes=2,devices=3")
+    assert plan("--json", *nodes, "--roles", "a=2,b=4", "train.py") == 0
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    workers = json.loads(capsys.readouterr().out)["workers"]
+    seen = {
+        (each["role"], each["rank"]): (each["node"], [int(each["env"][name]) for name in names])
+        for each in workers
+    }
+    assert seen == {
+        ("a", 0): ("node0", [0, 2, 0, 1]),
+        ("a", 1): ("node0", [1, 2, 0, 1]),
+        ("b", 0): ("node0", [0, 1, 0, 2]),
+        ("b", 1): ("node1", [0, 3, 1, 2]),
+        ("b", 2): ("node1", [1, 3, 1, 2]),
+        ("b", 3): ("node1", [2, 3, 1, 2]),
+    }
+
+
 def test_what_a_worker_has_of_a_device_is_told(capsys: pytest.CaptureFixture[str], scripts: Path) -> None:
     (scripts / "job.yaml").write_text("{script: train.py, roles: {a: 1, b: 1}, collocations: [[a, b]]}")
     assert plan("--inventory", "fake:devices=1", "--config", "job.yaml") == 0

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from unirun.collocation import Device, device_types, local_inventory, register_device_type
-from unirun.collocation.devices import _TYPES, nvml_devices
+from unirun.collocation import Device, device_types, local_inventory
+from unirun.collocation.devices import nvml_devices
 from unirun.collocation.inventory import NEARNESS
+from unirun.errors import UsageError
 
 
 class NVMLError(Exception):
@@ -151,11 +155,37 @@ def test_nvml_is_left_as_it_was_found() -> None:
     assert nvml.open == 0
 
 
-def test_others_can_add_a_type_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unirun.collocation.devices._TYPES", dict(_TYPES))
-    register_device_type(
-        "xpu", lambda: (Device("0", "X", type="xpu"), Device("1", "X", type="xpu")), "XPU_MASK"
-    )
+XPU = """
+from unirun.collocation import Device, DeviceType
+
+def look():
+    return tuple(Device(str(n), "X", type="xpu") for n in range(2))
+
+XPU = DeviceType("xpu", look, "XPU_MASK")
+BROKEN = None
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Installs a package with an entry point: ``install("xpu = xpus:XPU")``."""
+
+    def install(entry: str) -> None:
+        (tmp_path / "xpus.py").write_text(XPU)
+        info = tmp_path / "xpus-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: xpus\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[unirun.device_types]\n{entry}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        device_types.cache_clear()
+
+    yield install
+    device_types.cache_clear()
+    sys.modules.pop("xpus", None)
+
+
+def test_a_package_can_add_a_type_of_device(install: Callable[[str], None]) -> None:
+    install("xpu = xpus:XPU")
     assert [*device_types()] == ["cpu", "cuda", "xpu"]
     assert device_types()["xpu"].mask_variable == "XPU_MASK"
 
@@ -167,10 +197,21 @@ def test_others_can_add_a_type_of_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert devices(XPU_MASK="1") == [("xpu", "1")]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_a_type_that_is_there_is_not_replaced(name: str) -> None:
-    with pytest.raises(ValueError, match=f"device type '{name}' already"):
-        register_device_type(name, tuple, None)
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("cuda = xpus:XPU", "adds a device type 'cuda', which is there"),
+        ("ypu = xpus:XPU", "no DeviceType called 'ypu'"),
+        ("xpu = xpus:BROKEN", "no DeviceType called 'xpu'"),
+        ("xpu = xpus:MISSING", "cannot be loaded: AttributeError"),
+        ("xpu = nowhere:XPU", "cannot be loaded: ModuleNotFoundError"),
+    ],
+)
+def test_a_package_that_is_broken_is_named(install: Callable[[str], None], entry: str, words: str) -> None:
+    install(entry)
+    with pytest.raises(UsageError, match=words) as caught:
+        device_types()
+    assert "xpus" in str(caught.value)
 
 
 def test_what_nvml_is_asked_for_is_in_its_binding() -> None:

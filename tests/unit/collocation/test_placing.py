@@ -315,3 +315,9 @@ def test_a_type_that_no_node_has_does_not_fit() -> None:
     elsewhere = replace(role("actor", 1), device="tpu")
     with pytest.raises(PlacementError, match="tpu"):
         place(job(elsewhere), hosts("devices=1"))
+
+
+def test_workers_are_shown_their_devices_by_the_variable_of_their_type() -> None:
+    spec = job(role("actor", 1), role("judge", 1, device="cpu"), TRAINER)
+    assert place(spec, hosts("devices=2"))[1].masks == {"actor": "CUDA_VISIBLE_DEVICES"}
+    assert place(spec, hosts("devices=2,type=npu"))[1].masks == {}, "nobody here knows that type"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,15 @@ ORDER = StartRole(
     group_world_size=2,
     endpoint="10.0.0.1:29500",
     members=(),
+    mask="CUDA_VISIBLE_DEVICES",
 )
 MEMBER = Member(rank=3, local_rank=1, incarnation=2)
 
 
-def env_of(job: JobSpec, member: Member = MEMBER, **inherited: str) -> dict[str, str]:
-    return worker_env(job, ORDER, member, JOB, "n1", inherited)
+def env_of(
+    job: JobSpec, member: Member = MEMBER, order: StartRole = ORDER, **inherited: str
+) -> dict[str, str]:
+    return worker_env(job, order, member, JOB, "n1", inherited)
 
 
 def test_torchruns_contract_and_our_own() -> None:
@@ -148,6 +152,14 @@ class TestTheDeviceMask:
     def test_is_the_users_when_the_user_says_so(self) -> None:
         job = spec(env={"CUDA_VISIBLE_DEVICES": "7"})
         assert env_of(job, self.MASKED)["CUDA_VISIBLE_DEVICES"] == "7"
+
+    def test_devices_of_another_type_have_a_mask_of_their_own(self) -> None:
+        env = env_of(spec(), self.MASKED, replace(ORDER, mask="ZE_AFFINITY_MASK"))
+        assert env["ZE_AFFINITY_MASK"] == "4,5"
+        assert not [name for name in env if name.startswith("CUDA")]
+
+    def test_a_type_without_a_mask_leaves_the_environment_alone(self) -> None:
+        assert env_of(spec(), self.MASKED, replace(ORDER, mask="")) == env_of(spec())
 
 
 class TestTheKeyOfASpawner:
