@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from unirun.collocation.devices import device_types
+from unirun.collocation.devices import DeviceType, device_types
 from unirun.collocation.inventory import Device, Inventory, Node, NumaNode, visible
 from unirun.collocation.limits import cgroup_limits, least, slurm_devices, slurm_limits
 from unirun.collocation.numa import Topology, parse_cpu_list, read_topology
@@ -17,7 +17,7 @@ from unirun.collocation.numa import Topology, parse_cpu_list, read_topology
 def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     """This host, as far as its control groups, Slurm and masks such as ``CUDA_VISIBLE_DEVICES`` let it be used."""
     environ = os.environ if environ is None else environ
-    devices = local_devices(environ)
+    devices = local_devices(environ, device_types().values())
     return Inventory((read_node(socket.gethostname(), os.sched_getaffinity(0), devices, environ),))
 
 
@@ -29,10 +29,10 @@ def local_topology(inventory: Inventory) -> Topology:
     return replace(found, device_numa=found.device_numa | known)
 
 
-def local_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """The devices of every type that `environ` leaves; a type's own mask goes before what Slurm says."""
+def local_devices(environ: Mapping[str, str], types: Iterable[DeviceType]) -> tuple[Device, ...]:
+    """The devices of `types` that `environ` leaves; a type's own mask goes before what Slurm says."""
     found: list[Device] = []
-    for kind in device_types().values():
+    for kind in types:
         devices = kind.discover()
         mask = environ.get(kind.mask_variable) if kind.mask_variable else None
         if mask is None and kind.name == "cuda":
@@ -86,13 +86,13 @@ def thin(cpus: Sequence[int], count: int, nodes: Sequence[Sequence[int]]) -> tup
     parts: dict[int, list[int]] = {}
     for cpu in cpus:
         parts.setdefault(home.get(cpu, -1), []).append(cpu)
-    # The n-th of a node's processors has its turn when that share of all is taken.
-    turns = sorted(
-        ((turn + 0.5) / len(part), number, cpu)
-        for number, part in parts.items()
-        for turn, cpu in enumerate(part)
+    # By largest remainder (Hamilton), which gives every node its share, up or down to a whole processor.
+    shares = {number: divmod(len(part) * count, len(cpus)) for number, part in parts.items()}
+    left = count - sum(whole for whole, _ in shares.values())
+    more = sorted(shares, key=lambda number: (-shares[number][1], number))[:left]
+    return tuple(
+        sorted(cpu for number, part in parts.items() for cpu in part[: shares[number][0] + (number in more)])
     )
-    return tuple(sorted(cpu for _, _, cpu in turns[:count]))
 
 
 def _numa_cpus(root: Path) -> dict[int, tuple[int, ...]]:
