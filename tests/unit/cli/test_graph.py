@@ -11,11 +11,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.unit.master.job import Job
 from unirun.cli import main
 from unirun.graph.states import LOOKS
+from unirun.master.keeper import Keeper
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.election import campaign
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
+from unirun.wire.reports import CallCount, Span, WorkerCalls
 
 LOOP = """
 script: train.py
@@ -154,6 +160,25 @@ def test_a_job_that_has_called_nothing_says_so(capsys: pytest.CaptureFixture[str
     output = capsys.readouterr()
     assert output.out == "actor ×2  running\nrollout ×2  restarting\n"
     assert output.err == "unirun: job ppo-1 has made no calls that unirun has seen\n"
+
+
+def test_a_job_of_another_host_is_drawn_from_its_store(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen = CallCount("rollout", "load", 8, 4000, 0, 0.1, (Span(0, 1),))
+    state = Job({"actor": 1, "rollout": 2}).running().on(WorkerCalls("actor", 0, 0, (seen,))).state
+    url = f"sqlite:{tmp_path / 'shared.db'}"
+    store = open_store(url)
+    term = campaign(store, job_prefix("job-1"), "unix:/x", "far", 7, ttl=60)
+    assert term is not None
+    keeper = Keeper(store, "job-1", term)
+    keeper.create(state)
+    keeper.note(state, None, state)
+    store.close()
+    assert graph("--store", url) == 0
+    assert capsys.readouterr().out.startswith(
+        "actor ×1  running\n└─ load · broadcast · 1.0 kB → rollout ×2  running\n"
+    )
 
 
 def test_a_job_that_there_is_not_is_one_line(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
