@@ -225,9 +225,13 @@ def test_results_that_come_too_late_are_let_go_too(stage: Stage) -> None:
     ref = cast.group.call_async("hold_briefly", "late")
     assert isinstance(ref.exception(SOON), TimeoutError)
     cast[0].open("late")
-    cast.group.echo()
-    cast.group.echo()
-    assert cast.kept() == [1]
+
+    def only_the_latest_is_kept() -> bool:
+        # Answers may overtake each other; each call takes along the acks of those that came before it.
+        cast.group.echo()
+        return cast.kept() == [1]
+
+    eventually(only_the_latest_is_kept, "the late result is let go")
 
 
 def test_a_worker_plays_for_several_callers_at_once(stage: Stage) -> None:

@@ -19,6 +19,7 @@ from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.state import MemoryState
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.mail import await_end
 from unirun.roles.transport.protocol import Address
 from unirun.roles.workload import BaseWorkload
 
@@ -109,5 +110,6 @@ class _Player:
         self._dispatcher.stop()
         self._dispatcher.close()
         self._transport.close()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:
+            await_end(self._thread)
             self._workload.teardown()

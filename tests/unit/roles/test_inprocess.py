@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -60,3 +62,23 @@ def test_an_error_of_a_workload_comes_out_with_its_origin() -> None:
     cause = raised.value.__cause__
     assert isinstance(cause, unirun.RemoteTraceback)
     assert cause.worker.startswith("adder:")
+
+
+class Busy(Sum):
+    def fit(self) -> Any:
+        refs = [self.RG_ADDER.call_async("add", self.x) for _ in range(20)]
+        return [self.RG_ADDER.later(), *(ref.result() for ref in refs)][0]
+
+
+class Later(Adder):
+    async def later(self) -> int:
+        return self.rank
+
+
+@pytest.mark.parametrize("trainer", [Busy, Broken])
+def test_no_thread_is_left_that_could_outlive_the_interpreter(trainer: type[BaseTrainer]) -> None:
+    """A thread that frees a tensor while the interpreter ends aborts the process, after the right result."""
+    before = set(threading.enumerate())
+    with contextlib.suppress(KeyError):
+        assert run_in_process(trainer, {"adder": (Later, 2)}) == [0, 1]
+    assert set(threading.enumerate()) <= before

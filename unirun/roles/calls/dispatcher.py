@@ -16,6 +16,7 @@ from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
+from unirun.roles.transport.mail import await_end
 from unirun.roles.transport.protocol import Address, Inbox, Parcel, Reply, own
 
 DESCRIBE = "__describe__"
@@ -71,6 +72,7 @@ class Dispatcher:
         self._disturbed = 0
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._looping: threading.Thread | None = None
 
     @property
     def kept(self) -> int:
@@ -162,6 +164,7 @@ class Dispatcher:
             pool.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
+            await_end(self._looping)
 
     def _run(self, run: _Run, caught: type[BaseException] = Exception) -> None:
         before = self._disturbed
@@ -226,7 +229,8 @@ class Dispatcher:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="unirun-async", daemon=True).start()
+            self._looping = threading.Thread(target=self._loop.run_forever, name="unirun-async", daemon=True)
+            self._looping.start()
         return self._loop
 
 

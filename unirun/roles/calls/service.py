@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
+from unirun.roles.transport.mail import await_end
+
 T = TypeVar("T")
 
 
@@ -44,6 +46,7 @@ class Service:
         with self._news:
             self._closed = True
             self._news.notify()
+        await_end(self._thread)
 
     def _work(self) -> None:
         while (action := self._next()) is not None:

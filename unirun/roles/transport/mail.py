@@ -6,6 +6,19 @@ import queue
 import threading
 from collections.abc import Callable
 
+FAREWELL = 1.0
+"""Seconds that a thread has to end: more than one needs that has nothing to do."""
+
+
+def await_end(thread: threading.Thread | None) -> None:
+    """Wait for a thread that was told to end, unless it is this one; no longer than `FAREWELL` for one that is busy.
+
+    One that is still there when the interpreter ends, and frees a tensor, takes the process with it ("terminate called
+    without an active exception").
+    """
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(FAREWELL)
+
 
 class Mail:
     """Starts its thread with the first delivery."""
@@ -29,6 +42,7 @@ class Mail:
         """End the thread after what it has been given."""
         if self._thread is not None:
             self._queue.put(None)
+            await_end(self._thread)
 
     def _deliver(self) -> None:
         while (delivery := self._queue.get()) is not None:
