@@ -7,24 +7,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from unirun.cli.options import CommandLine, from_environment
-from unirun.collocation import (
-    Inventory,
-    Placement,
-    count_slots,
-    is_fake,
-    local_inventory,
-    local_topology,
-    parse_fake,
-    place,
-    unknown_nodes,
-)
+from unirun.cli.options import CommandLine, from_environment, items
+from unirun.collocation import Inventory, count_slots
 from unirun.errors import Fault, SpecError, UsageError
-from unirun.graph import from_edges, weights
 from unirun.spec import JobSpec, parse_job
 from unirun.spec.read import nearest
 from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
@@ -59,31 +47,6 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     return spec
 
 
-def plan_job(line: CommandLine) -> tuple[JobSpec, Placement, Inventory]:
-    """The spec that a command line describes, who sits where, and on what; what looks like a slip goes to stderr.
-
-    Raises `SpecError`, `UsageError`, `PlacementError`.
-    """
-    inventory = inventory_of(line)
-    spec = job_spec(line, inventory)
-    for warning in unknown_nodes(spec, inventory):
-        print(f"unirun: {warning}", file=sys.stderr)
-    topology = local_topology(inventory) if spec.numa_binding else None
-    graph = from_edges({role.name: role.count for role in spec.roles}, list(spec.edges))
-    spec, placement = place(spec, inventory, topology=topology, weights=weights(graph))
-    return spec, placement, inventory
-
-
-def inventory_of(line: CommandLine) -> Inventory:
-    """The nodes that ``--inventory`` describes; without it, this host. Raises `SpecError` or `UsageError`."""
-    text = line.options.get("inventory")
-    if text is None:
-        return local_inventory()
-    if not is_fake(text):
-        raise UsageError(f"--inventory {text!r} is none that is known", "write fake:nodes=4,devices=8,numa=2")
-    return parse_fake(text)
-
-
 def _defaults(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
     """What ``PET_*`` says where the command line says nothing: a flag replaces its variable, right or wrong.
 
@@ -98,8 +61,8 @@ def _defaults(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
 def _names(line: CommandLine, file: Mapping[str, Any]) -> dict[str, Any]:
     """The roles that flags and file name, to tell whether there is a place for ``PET_ROLE``."""
     roles = file.get("roles")
-    items = _items(line.options.get("roles", ()))
-    flags = [item.partition("@")[0].partition("=")[0] for item in items]
+    given = items(line.options.get("roles", ()))
+    flags = [item.partition("@")[0].partition("=")[0] for item in given]
     return dict.fromkeys([*flags, *(roles if isinstance(roles, Mapping) else ())])
 
 
@@ -193,7 +156,7 @@ def options_to_job(
     job: dict[str, Any] = {}
     roles: dict[str, dict[str, Any]] = {}
     faults: list[Fault] = []
-    for item in _items(options.get("roles", ())):
+    for item in items(options.get("roles", ())):
         _add_role(item, roles, faults)
     if "role" in options:
         if roles or known:
@@ -208,11 +171,11 @@ def options_to_job(
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.environment(options.get("env", ()))
     if "primary" in options:
-        job["primary"] = list(_items(options["primary"]))
+        job["primary"] = list(items(options["primary"]))
     if "preload" in options:
-        job["preload"] = list(_items(options["preload"]))
+        job["preload"] = list(items(options["preload"]))
     if "exclude" in options:
-        job["exclude_nodes"] = _items(options["exclude"])
+        job["exclude_nodes"] = items(options["exclude"])
     if roles:
         job["roles"] = roles
     _plain(options, job)
@@ -221,10 +184,6 @@ def options_to_job(
     if faults:
         raise SpecError(faults)
     return job
-
-
-def _items(values: Any) -> list[str]:
-    return [item.strip() for value in values for item in value.split(",") if item.strip()]
 
 
 def _add_role(item: str, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
@@ -322,7 +281,7 @@ def _plain(options: Mapping[str, Any], job: dict[str, Any]) -> None:
         if option in options:
             job[key] = options[option]
     if "signals_to_handle" in options:
-        job["signals"] = _items([options["signals_to_handle"]])
+        job["signals"] = items([options["signals_to_handle"]])
 
 
 def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
@@ -350,7 +309,7 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
             job["master_addr"] = options[option]
     if "master_port" in options:
         job["master_port"] = options["master_port"]
-    for item in _items([options.get("rdzv_conf", "")]):
+    for item in items([options.get("rdzv_conf", "")]):
         key, equals, value = item.partition("=")
         if not equals or key not in ("join_timeout", "timeout"):
             raise UsageError(

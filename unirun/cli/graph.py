@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from unirun.cli.compose import inventory_of, job_spec
+from unirun.cli.compose import job_spec
 from unirun.cli.files import write_file
 from unirun.cli.options import Parser, parse
 from unirun.cli.optiontable import OUTPUT, Option
+from unirun.cli.planned import inventory_of
 from unirun.cli.stored import STORE_HELP, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import print_table
 from unirun.graph import (

@@ -18,6 +18,8 @@ WHOLE = 8
 """Of so many nodes, each has a row of its own."""
 MOST = 40
 """The most rows; what is on other nodes is summed up."""
+ASIDE = ("spare", "excluded", "lost")
+"""Why a node has no ranks."""
 _NOWHERE = ("", "")
 
 Column = tuple[str, str]
@@ -47,7 +49,7 @@ Cell = tuple[Tenant, ...] | None
 class Row:
     """One node; or several, of which the others are as the first but for the numbers of their ranks.
 
-    `free` are its free slots; a node that is no part of the job is `aside`: ``spare`` or ``excluded``. `ranks` are, by
+    `free` are its free slots; a node that is no part of the job is `aside`, one of `ASIDE`. `ranks` are, by
     role, those of the `others`.
     """
 
@@ -98,7 +100,8 @@ def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -
     devices = dict.fromkeys(column for node in inventory.nodes for column in _devices(node)) if given else {}
     used = dict.fromkeys(column for each in here.values() for column in each if column not in devices)
     columns = (*devices, *sorted(used, key=lambda column: (column == _NOWHERE, *_by_number(column))))
-    aside = dict.fromkeys(placement.spares, "spare") | dict.fromkeys(placement.excluded, "excluded")
+    nodes_aside = zip(ASIDE, (placement.spares, placement.excluded, placement.lost), strict=True)
+    aside = {node: why for why, nodes in nodes_aside for node in nodes}
     rows = []
     for node in inventory.nodes:
         own = set(_devices(node)) if given else set()
@@ -215,7 +218,7 @@ def _rest(rows: Sequence[Row]) -> str:
     number = sum(size for _, size in sizes)
     counts = {
         "free slots": sum(row.free * size for row, size in sizes if not row.aside),
-        **{why: sum(size for row, size in sizes if row.aside == why) for why in ("spare", "excluded")},
+        **{why: sum(size for row, size in sizes if row.aside == why) for why in ASIDE},
     }
     told = [f"{role}:{ranks_text(each)}" for role, each in _ranks(rows).items()]
     told += [f"{count} {what}" for what, count in counts.items() if count]

@@ -7,7 +7,7 @@ its ``PET_*`` variable.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,3 +157,8 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         else:
             found[option.dest] = [value] if option.kind == "list" else value
     return found
+
+
+def items(values: Iterable[str]) -> list[str]:
+    """What stands between the commas of all `values`."""
+    return [item.strip() for value in values for item in value.split(",") if item.strip()]

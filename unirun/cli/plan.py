@@ -8,16 +8,18 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unirun.cli.compose import plan_job
 from unirun.cli.console import COLOURS
 from unirun.cli.files import write_file
 from unirun.cli.grid import grid, text
 from unirun.cli.gridsvg import svg
-from unirun.cli.options import parse
+from unirun.cli.options import items, parse
 from unirun.cli.optiontable import OUTPUT, Option
+from unirun.cli.planned import plan_job
 from unirun.cli.tables import print_table
 from unirun.collocation import Placement, slot_types
 from unirun.launcher.environment import worker_env
@@ -27,14 +29,20 @@ from unirun.wire.messages import Member, StartRole
 
 JSON = Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False)
 SVG = Option(("--svg",), "value", OUTPUT, "a file for a picture of nodes, slots and ranks", "FILE", pet=False)
+LOST_HELP = "what the plan would be after the loss of these nodes, and who would move"
+LOST = Option(("--lost",), "list", OUTPUT, LOST_HELP, "NODE[,NODE]", pet=False)
 
 
 def main(argv: list[str]) -> int:
     """Print the plan of the job that `argv` describes. Returns 0."""
-    line = parse(argv, "unirun plan", (JSON, SVG))
-    spec, placement, inventory = plan_job(line)
+    line = parse(argv, "unirun plan", (JSON, SVG, LOST))
+    planned = before = plan_job(line)
+    if lost := items(line.options.get("lost", ())):
+        planned = before.without(lost)
+    spec, placement, inventory = planned.spec, planned.placement, planned.inventory
     rows = plan_rows(spec, placement)
     types = slot_types(spec, inventory)
+    moved = moves(before.placement, placement, types)
     if "svg" in line.options:
         write_file(line.options["svg"], svg(grid(placement, inventory, types)))
     if line.options.get("json"):
@@ -43,6 +51,8 @@ def main(argv: list[str]) -> int:
             "note": placement.note,
             "spares": placement.spares,
             "excluded": placement.excluded,
+            "lost": placement.lost,
+            "moved": [dataclasses.asdict(each) for each in moved],
             "crossing": placement.crossing,
             "workers": rows,
         }
@@ -57,6 +67,12 @@ def main(argv: list[str]) -> int:
         width = shutil.get_terminal_size().columns if terminal else 110
         picture = grid(placement, inventory, types)
         print(f"\n{text(picture, colours=colours, width=width)}")
+    if lost:
+        print(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move:")
+        print_table(
+            ["WORKER", "FROM", "TO"], [[each.worker, each.before, each.after or "nowhere"] for each in moved]
+        )
+        print()
     names = ("role", "rank", "node", "slot")
     table = [
         [
@@ -69,6 +85,35 @@ def main(argv: list[str]) -> int:
     ]
     print_table(["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND", "ENV"], table)
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A worker that is elsewhere `after` than `before`, each as ``node0 cuda 1``; empty for no place."""
+
+    worker: str
+    before: str
+    after: str
+
+
+def moves(before: Placement, after: Placement, types: Mapping[str, str]) -> list[Move]:
+    """Who is on another node or on other slots, and who has no place any more. `types`: of the slots, by role."""
+    was, now = _places(before, types), _places(after, types)
+    return [
+        Move(worker, was[worker], now.get(worker, "")) for worker in was if was[worker] != now.get(worker)
+    ]
+
+
+def _places(placement: Placement, types: Mapping[str, str]) -> dict[str, str]:
+    """``node0 cuda 1,2`` by worker; the node alone for one that needs no slot."""
+    return {
+        f"{a.role}:{a.rank}": f"{a.node} {types[a.role]} {','.join(a.own)}" if a.own else a.node
+        for a in placement.assignments
+    }
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _calls(spec: JobSpec) -> list[str]:

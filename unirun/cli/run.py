@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from unirun.cli.compose import plan_job
 from unirun.cli.console import Console
 from unirun.cli.options import CommandLine, parse
+from unirun.cli.planned import plan_job
 from unirun.cli.processes import Processes, masters_words
 from unirun.cli.session import Session
 from unirun.cli.stored import anchored
@@ -34,7 +34,8 @@ from unirun.wire.aio import listen
 def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
-    spec, placement, _ = plan_job(line)
+    planned = plan_job(line)
+    spec, placement = planned.spec, planned.placement
     if len(placement.nodes) > 1:
         raise PlacementError(
             f"the job has ranks on {len(placement.nodes)} nodes, and this version starts on one",

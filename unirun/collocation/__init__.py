@@ -14,7 +14,7 @@ from unirun.collocation.inventory import (
     count_slots,
 )
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.placing import place, slot_types, unknown_nodes
+from unirun.collocation.placing import place, place_again, slot_types, unknown_nodes
 
 __all__ = [
     "MIG",
@@ -34,6 +34,7 @@ __all__ = [
     "local_topology",
     "parse_fake",
     "place",
+    "place_again",
     "slot_types",
     "unknown_nodes",
 ]

@@ -36,7 +36,8 @@ class Assignment:
 class Placement:
     """Every rank of a job with its place; `note` says in words what was decided, and why.
 
-    `spares` are nodes held back, and `excluded` those that the job shall not use, in the order of the inventory.
+    `spares` are nodes held back, `excluded` those that the job shall not use, and `lost` those that it had, in the
+    order of the inventory.
     `crossing` is what goes from node to node, in bytes per step, when every rank of a role talks as much with every
     rank of the other. `masks` has, by role, the variable that shows a worker its devices (``CUDA_VISIBLE_DEVICES``);
     roles whose devices have none are not in it.
@@ -47,6 +48,7 @@ class Placement:
     spares: tuple[str, ...] = ()
     crossing: float = 0.0
     excluded: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
     masks: Mapping[str, str] = field(default_factory=dict)
 
     def of_role(self, role: str) -> tuple[Assignment, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -12,7 +12,7 @@ from unirun.collocation.devices import device_types
 from unirun.collocation.inventory import Inventory, Node, accelerators
 from unirun.collocation.numa import Topology, near_cpus
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning import plan
+from unirun.collocation.planning import plan, replan
 from unirun.collocation.quiet import Quiet, quiet
 from unirun.collocation.request import Request, RoleRequest
 from unirun.collocation.slots import CPU, slots_of
@@ -35,8 +35,33 @@ def place(
     are bytes per step between roles (`unirun.graph.weights`). With ``numa_binding``, `topology` says which processors
     of the first node are near which of its devices.
     """
+    return _as_jobs(spec, inventory, topology, plan(request_of(spec, inventory, weights or {}), inventory))
+
+
+def place_again(
+    spec: JobSpec,
+    inventory: Inventory,
+    previous: Placement,
+    lost: Iterable[str],
+    *,
+    topology: Topology | None = None,
+    weights: Mapping[tuple[str, str], float] | None = None,
+) -> tuple[JobSpec, Placement]:
+    """The same after the nodes `lost`: who need not move stays as in `previous` (`unirun.collocation.planning.replan`).
+
+    Raises `PlacementError` when those that are left are too few.
+    """
+    gone = frozenset((*lost, *previous.lost))
+    placement = replan(request_of(spec, inventory, weights or {}), inventory, previous, gone)
+    names = tuple(node.name for node in inventory.nodes if node.name in gone)
+    return _as_jobs(spec, inventory, topology, replace(placement, lost=names))
+
+
+def _as_jobs(
+    spec: JobSpec, inventory: Inventory, topology: Topology | None, placement: Placement
+) -> tuple[JobSpec, Placement]:
+    """What a planner has found, with all that follows from it for workers."""
     alone = _alone(spec, inventory)
-    placement = plan(request_of(spec, inventory, weights or {}), inventory)
     cpus_of = _binding(spec, inventory, topology)
     assignments = []
     for each in placement.assignments:
@@ -48,6 +73,7 @@ def place(
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
     words = [alone.note(spec) if alone else placement.note]
     words += [f"{', '.join(excluded)} excluded"] if excluded else []
+    words += [f"{', '.join(placement.lost)} lost"] if placement.lost else []
     placement = replace(
         placement,
         assignments=tuple(assignments),

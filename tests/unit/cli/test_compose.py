@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose
-from unirun.cli.compose import inventory_of
+from unirun.cli.planned import inventory_of
 from unirun.cli.options import parse
 from unirun.collocation import local_inventory, parse_fake
 from unirun.errors import SpecError, UsageError

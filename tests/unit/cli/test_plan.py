@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,9 @@ def test_the_picture_is_written_as_svg(capsys: pytest.CaptureFixture[str], scrip
 def test_programs_are_told_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--json", *TWO) == 0
     whole = json.loads(capsys.readouterr().out)
-    assert {*whole} == {"spec", "note", "spares", "excluded", "crossing", "workers"}
+    assert {*whole} == {"spec", "note", "spares", "excluded", "lost", "moved", "crossing", "workers"}
     assert (whole["spares"], whole["excluded"], whole["crossing"]) == ([], [], 0.0)
+    assert (whole["lost"], whole["moved"]) == ([], [])
     assert [(each["own"], each["share"], each["numa"]) for each in whole["workers"]] == [
         (["0"], 1.0, 0),
         (["1"], 1.0, 0),
@@ -84,6 +86,50 @@ def test_excluded_nodes_are_seen_and_names_that_no_node_has_are_told(
     assert "2 nodes in use; node1 excluded\n" in seen.out
     assert "node1  ·       ·       excluded\n" in seen.out
     assert seen.err == "unirun: no node is called nod2, so it is not excluded; did you mean node2?\n"
+
+
+class TestALoss:
+    @pytest.fixture
+    def job(self, scripts: Path) -> tuple[str, ...]:
+        roles = "{a: {count: 4, device: cuda}, b: {count: '1:2', device: cuda}, c: {count: 1, device: cpu}}"
+        text = f"{{script: train.py, roles: {roles}, separations: [[a, b]], spares: 1}}"
+        (scripts / "job.yaml").write_text(text)
+        return "--inventory", "fake:nodes=4,devices=2,cpus=4", "--config", "job.yaml"
+
+    def test_shows_who_would_move_and_where_to(
+        self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
+    ) -> None:
+        assert plan(*job, "--lost", "node1") == 0
+        out = capsys.readouterr().out
+        assert "; node1 lost\n" in out
+        assert re.search(r"^node1 .* lost$", out, re.MULTILINE)
+        moved = out.partition("2 ranks of 7 would move:\n")[2].splitlines()
+        assert [line.split() for line in moved[:4]] == [
+            ["WORKER", "FROM", "TO"],
+            ["a:2", "node1", "cuda", "0", "node3", "cuda", "0"],
+            ["a:3", "node1", "cuda", "1", "node3", "cuda", "1"],
+            [],
+        ]
+
+    def test_of_more_nodes_leaves_the_least_that_a_role_needs(
+        self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
+    ) -> None:
+        assert plan("--json", *job, "--lost", "node0,node3") == 3
+        assert plan("--json", *job, "--lost", "node3", "--lost", "node1", "roles.a.count=2") == 0
+        whole = json.loads(capsys.readouterr().out)
+        assert whole["lost"] == ["node1", "node3"]
+        assert {each["worker"] for each in whole["moved"]} <= {"a:0", "a:1", "b:0", "b:1", "c:0"}
+        assert {row["node"] for row in whole["workers"]} <= {"node0", "node2"}
+
+    def test_of_a_spare_moves_nobody(self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]) -> None:
+        assert plan(*job, "--lost", "node3") == 0
+        assert "0 ranks of 7 would move" in capsys.readouterr().out
+
+    def test_of_a_node_that_there_is_not_is_a_slip(
+        self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
+    ) -> None:
+        assert plan(*job, "--lost", "node9x") == 2
+        assert "--lost: no node is called 'node9x'" in capsys.readouterr().err
 
 
 def test_the_picture_of_one_role_has_the_devices_of_its_local_ranks(scripts: Path) -> None:

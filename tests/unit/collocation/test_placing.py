@@ -20,6 +20,7 @@ from unirun.collocation import (
     Placement,
     parse_fake,
     place,
+    place_again,
     slot_types,
     unknown_nodes,
 )
@@ -263,6 +264,53 @@ class TestNodesThatAreExcluded:
         ]
         assert place(spec, inventory)[1].excluded == ("node0",), "a name of yesterday's node is no fault"
         assert not unknown_nodes(job(*ranks(actor=1), exclude_nodes=("node0",)), inventory)
+
+
+class TestAfterALoss:
+    @given(st.integers(1, 4), st.integers(1, 4), st.data())
+    def test_only_who_was_there_moves_when_there_is_room(
+        self, actors: int, rollouts: int, data: st.DataObject
+    ) -> None:
+        nodes = hosts("nodes=6,devices=2,cpus=4")
+        spec, before = place(
+            job(
+                role("actor", 2 * actors, slots=0.5, device="cuda"),
+                role("rollout", rollouts, device="cuda", per_node=1),
+                role("judge", 1, device="cpu"),
+                spares=1,
+            ),
+            nodes,
+        )
+        gone = data.draw(st.sampled_from(before.nodes))
+        _, after = place_again(spec, nodes, before, [gone])
+        assert after.lost == (gone,)
+        assert gone not in after.nodes
+        assert after.masks == before.masks
+        left = [node for node in nodes.nodes if node.name != gone]
+        check(request_of(spec, nodes, {}), after, left)
+        stayed = zip(before.assignments, after.assignments, strict=True)
+        assert all(was == now for was, now in stayed if was.node != gone)
+
+    def test_losses_add_up(self) -> None:
+        nodes = hosts("nodes=4,devices=2")
+        spec, placement = place(job(role("actor", 2, device="cuda"), spares=1), nodes)
+        for number in range(3):
+            spec, placement = place_again(spec, nodes, placement, [f"node{number}"])
+        assert placement.lost == ("node0", "node1", "node2")
+        assert placement.nodes == ("node3",)
+        assert placement.note.endswith("node0, node1, node2 lost")
+
+    def test_who_moves_is_bound_to_processors_there(self) -> None:
+        nodes = hosts("nodes=2,cpus=4")
+        spec, placement = place(job(role("judge", 2, device="cpu"), spares=1), nodes)
+        _, after = place_again(spec, nodes, placement, ["node0"])
+        assert [(each.node, each.cpus) for each in after.assignments] == [("node1", (0,)), ("node1", (1,))]
+
+    def test_with_too_few_nodes_nothing_is_placed(self) -> None:
+        nodes = hosts("nodes=2,devices=2")
+        spec, placement = place(job(role("actor", 4, device="cuda")), nodes)
+        with pytest.raises(PlacementError, match="actor"):
+            place_again(spec, nodes, placement, ["node1"])
 
 
 def test_all_that_a_job_says_is_asked_for() -> None:

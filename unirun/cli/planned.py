@@ -1,0 +1,79 @@
+"""From a command line to a job with its places."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unirun.cli.compose import job_spec
+from unirun.cli.options import CommandLine
+from unirun.collocation import (
+    Inventory,
+    Placement,
+    is_fake,
+    local_inventory,
+    local_topology,
+    parse_fake,
+    place,
+    place_again,
+    unknown_nodes,
+)
+from unirun.collocation.numa import Topology
+from unirun.errors import UsageError
+from unirun.graph import declared, weights
+from unirun.spec import JobSpec
+from unirun.spec.read import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """A job, its nodes, and who sits where."""
+
+    spec: JobSpec
+    inventory: Inventory
+    placement: Placement
+
+    def without(self, lost: Sequence[str]) -> PlannedJob:
+        """The job when nodes are `lost`. Raises `UsageError` for a node that there is not, `PlacementError`."""
+        names = [node.name for node in self.inventory.nodes]
+        for name in lost:
+            if name not in names:
+                raise UsageError(f"--lost: no node is called {name!r}", nearest(name, names))
+        spec, placement = place_again(
+            self.spec,
+            self.inventory,
+            self.placement,
+            lost,
+            topology=_topology(self.spec, self.inventory),
+            weights=weights(declared(self.spec)),
+        )
+        return PlannedJob(spec, self.inventory, placement)
+
+
+def plan_job(line: CommandLine) -> PlannedJob:
+    """The job that a command line describes, with who sits where; what looks like a slip goes to stderr.
+
+    Raises `SpecError`, `UsageError`, `PlacementError`.
+    """
+    inventory = inventory_of(line)
+    spec = job_spec(line, inventory)
+    for warning in unknown_nodes(spec, inventory):
+        print(f"unirun: {warning}", file=sys.stderr)
+    topology = _topology(spec, inventory)
+    spec, placement = place(spec, inventory, topology=topology, weights=weights(declared(spec)))
+    return PlannedJob(spec, inventory, placement)
+
+
+def _topology(spec: JobSpec, inventory: Inventory) -> Topology | None:
+    return local_topology(inventory) if spec.numa_binding else None
+
+
+def inventory_of(line: CommandLine) -> Inventory:
+    """The nodes that ``--inventory`` describes; without it, this host. Raises `SpecError` or `UsageError`."""
+    text = line.options.get("inventory")
+    if text is None:
+        return local_inventory()
+    if not is_fake(text):
+        raise UsageError(f"--inventory {text!r} is none that is known", "write fake:nodes=4,devices=8,numa=2")
+    return parse_fake(text)
