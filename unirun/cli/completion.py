@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from unirun.cli import SUBCOMMANDS
 from unirun.cli.options import Parser
-from unirun.cli.optiontable import OPTIONS
+from unirun.cli.optiontable import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
+
+EVERY = (*OPTIONS, *PLAN_OPTIONS, *GRAPH_OPTIONS)
 
 _BASH = """# unirun completion for bash: source <(unirun completion bash)
 _unirun() {{
@@ -18,6 +20,12 @@ _unirun() {{
       local jobs=$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
       [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$jobs" -- "$cur"))
       return ;;
+    graph)
+      if [[ $COMP_CWORD -eq 2 && $cur != -* ]]; then
+        local seen=$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
+        COMPREPLY=($(compgen -W "$seen" -- "$cur") $(compgen -f -- "$cur"))
+        return
+      fi ;;
   esac
   case $prev in
 {choices}
@@ -46,6 +54,9 @@ _unirun() {{
       jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
       compadd -a jobs
       return ;;
+    graph)
+      jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
+      (( CURRENT == 3 )) && compadd -a jobs ;;
   esac
   if [[ $PREFIX == -* ]]; then
     _describe option options
@@ -71,17 +82,17 @@ def bash() -> str:
     """The script for bash."""
     choices = "\n".join(
         f'    {"|".join(o.names)}) COMPREPLY=($(compgen -W "{" ".join(o.choices)}" -- "$cur")); return ;;'
-        for o in OPTIONS
+        for o in EVERY
         if o.choices
     )
-    names = " ".join(name for option in OPTIONS for name in option.names)
+    names = " ".join(name for option in EVERY for name in option.names)
     return _BASH.format(choices=choices, options=f"{names} --help", commands=" ".join(SUBCOMMANDS))
 
 
 def zsh() -> str:
     """The script for zsh."""
     rows = []
-    for option in OPTIONS:
+    for option in EVERY:
         text = option.help.replace("'", "").replace(":", "\\:")
         rows.append(f"    '{option.names[-1]}:{text}'")
     return _ZSH.format(options="\n".join(rows), commands=" ".join(SUBCOMMANDS))

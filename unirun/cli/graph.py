@@ -11,7 +11,7 @@ from typing import cast
 from unirun.cli.compose import job_spec
 from unirun.cli.files import write_file
 from unirun.cli.options import Parser, parse
-from unirun.cli.optiontable import OUTPUT, Option
+from unirun.cli.optiontable import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
 from unirun.cli.planned import inventory_of
 from unirun.cli.stored import STORE_HELP, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import print_table
@@ -35,17 +35,13 @@ from unirun.rendezvous.jobdir import find_job
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
-FORMATS: dict[str, Callable[[Graph, States], str]] = {
+DRAWN: dict[str, Callable[[Graph, States], str]] = {
     "tree": tree,
     "mermaid": mermaid,
     "dot": dot,
     "svg": svg,
     "yaml": lambda graph, _states: yaml(graph),
 }
-FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: tree)"
-FILE_HELP = "a file for the graph (default: print)"
-FORMAT = Option(("--format",), "value", OUTPUT, FORMAT_HELP, "FORM", (*FORMATS,), pet=False)
-FILE = Option(("-o", "--output"), "value", OUTPUT, FILE_HELP, "FILE", pet=False)
 
 
 def main(argv: list[str]) -> int:
@@ -61,7 +57,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    parser.add_argument("--format", choices=(*FORMATS,), default="tree", help=FORMAT_HELP)
+    parser.add_argument("--format", choices=FORMATS, default="tree", help=FORMAT_HELP)
     parser.add_argument("-o", "--output", help=FILE_HELP, metavar="FILE")
     if "-h" in argv or "--help" in argv:
         parser.print_help()
@@ -77,7 +73,7 @@ def _is_script(name: str | None) -> bool:
 
 
 def _described(argv: list[str]) -> int:
-    line = parse(argv, "unirun graph", (FORMAT, FILE))
+    line = parse(argv, "unirun graph", GRAPH_OPTIONS)
     graph = declared(job_spec(line, inventory_of(line)))
     for warning in warnings(graph):
         print(f"unirun: {warning}", file=sys.stderr)
@@ -131,7 +127,7 @@ def _row(call: CallStatus) -> list[str]:
 
 
 def _show(graph: Graph, states: States, form: str, output: str | None) -> None:
-    draw = FORMATS[form]
+    draw = DRAWN[form]
     if form == "tree" and output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
         draw = partial(tree, colour=True)
     picture = draw(graph, states)

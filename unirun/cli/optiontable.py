@@ -256,3 +256,20 @@ OPTIONS = OURS + TORCHRUN
 TORCHRUN_ONLY = frozenset(option.dest for option in TORCHRUN)
 
 GROUPS = (RUN, ROLES, NODES, LIFE, START, OUTPUT)
+
+LOST_HELP = "what the plan would be after the loss of these nodes, and who would move"
+PLAN_OPTIONS = (
+    Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False),
+    Option(("--svg",), "value", OUTPUT, "a file for a picture of nodes, slots and ranks", "FILE", pet=False),
+    Option(("--lost",), "list", OUTPUT, LOST_HELP, "NODE[,NODE]", pet=False),
+)
+"""Of ``unirun plan``, besides all others."""
+
+FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: tree)"
+FILE_HELP = "a file for the graph (default: print)"
+FORMATS = ("tree", "mermaid", "dot", "svg", "yaml")
+GRAPH_OPTIONS = (
+    Option(("--format",), "value", OUTPUT, FORMAT_HELP, "FORM", FORMATS, pet=False),
+    Option(("-o", "--output"), "value", OUTPUT, FILE_HELP, "FILE", pet=False),
+)
+"""Of ``unirun graph``, besides all others."""

@@ -18,7 +18,7 @@ from unirun.cli.files import write_file
 from unirun.cli.grid import grid, text
 from unirun.cli.gridsvg import svg
 from unirun.cli.options import items, parse
-from unirun.cli.optiontable import OUTPUT, Option
+from unirun.cli.optiontable import PLAN_OPTIONS
 from unirun.cli.planned import plan_job
 from unirun.cli.tables import print_table
 from unirun.collocation import Placement, slot_types
@@ -27,15 +27,10 @@ from unirun.rendezvous.jobdir import JobDir, jobs_root
 from unirun.spec import JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
 
-JSON = Option(("--json",), "flag", OUTPUT, "the plan for programs", pet=False)
-SVG = Option(("--svg",), "value", OUTPUT, "a file for a picture of nodes, slots and ranks", "FILE", pet=False)
-LOST_HELP = "what the plan would be after the loss of these nodes, and who would move"
-LOST = Option(("--lost",), "list", OUTPUT, LOST_HELP, "NODE[,NODE]", pet=False)
-
 
 def main(argv: list[str]) -> int:
     """Print the plan of the job that `argv` describes. Returns 0."""
-    line = parse(argv, "unirun plan", (JSON, SVG, LOST))
+    line = parse(argv, "unirun plan", PLAN_OPTIONS)
     planned = before = plan_job(line)
     if lost := items(line.options.get("lost", ())):
         planned = before.without(lost)

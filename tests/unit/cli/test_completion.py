@@ -21,6 +21,8 @@ def test_bash_completes_options_choices_and_subcommands() -> None:
     assert complete("unirun", "--max") == {"--max-restarts"}
     assert complete("unirun", "--start-method", "") == {"fork", "exec", "spawn", "forkserver"}
     assert complete("unirun", "--transport", "") == {"torch", "socket"}
+    assert complete("unirun", "graph", "--format", "") == {"tree", "mermaid", "dot", "svg", "yaml"}
+    assert complete("unirun", "plan", "--los") == {"--lost"}
     assert set(SUBCOMMANDS) <= complete("unirun", "")
     assert {name for option in OPTIONS for name in option.names} <= complete("unirun", "-")
 
