@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import directory_of, may_be_there, opened
-from unirun.cli.tables import age, print_table, size
+from unirun.cli.tables import age, print_table
 from unirun.errors import JobError, StoreError, UnirunError, UsageError
 from unirun.observe.index import Summary, read_index
 from unirun.observe.status import ENDED, read_status
@@ -22,6 +22,7 @@ from unirun.rendezvous.jobdir import JobDir, all_jobs
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
+from unirun.sizes import show_size
 
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -218,8 +219,8 @@ def _show(removed: Sequence[tuple[Remains, int]], *, dry: bool, as_json: bool) -
         return
     now = time.time()
     if removed:
-        rows = [[r.run_id, r.phase, f"{age(now - r.ended)} ago", size(freed)] for r, freed in removed]
+        rows = [[r.run_id, r.phase, f"{age(now - r.ended)} ago", show_size(freed)] for r, freed in removed]
         print_table(["JOB", "STATE", "ENDED", "SIZE"], rows)
     count = f"{len(removed)} job{'s' * (len(removed) != 1)}"
-    total = size(sum(freed for _, freed in removed))
+    total = show_size(sum(freed for _, freed in removed))
     print(f"{count} would be removed, {total}" if dry else f"{count} removed, {total} freed")

@@ -48,13 +48,3 @@ def age(seconds: float) -> str:
 def megabytes(size: int | None) -> str:
     """A size in MB; nothing when it is not known."""
     return "" if size is None else f"{size / 1e6:.0f} MB"
-
-
-def size(count: int) -> str:
-    """A number of bytes as people read it: 512 B, 12.3 kB, 4.0 MB, 1.2 GB."""
-    if count < 1000:
-        return f"{count} B"
-    power = 1
-    while count >= 999_950 * 1000 ** (power - 1) and power < 4:
-        power += 1
-    return f"{count / 1000**power:.1f} {'kMGT'[power - 1]}B"
