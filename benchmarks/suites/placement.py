@@ -1,8 +1,9 @@
 """What it costs to decide who sits where: on ten thousand nodes with eight GPUs, all of them in use.
 
-Five roles, of which two pairs share slots and two are apart, with weights between them: 120 000 ranks on 80 000 slots.
-Everything is in one thread and waits for nothing, so processor time is what it takes; that does not depend on what
-else the machine does. The memory is that of a process which does nothing else.
+NVLink joins the GPUs in pairs, of which a node has two near each of its two NUMA nodes. Five roles, of which two pairs
+share slots and two are apart, with weights between them: 120 000 ranks on 80 000 slots. Everything is in one thread and
+waits for nothing, so processor time is what it takes; that does not depend on what else the machine does. The memory is
+that of a process which does nothing else.
 """
 
 from __future__ import annotations
@@ -48,10 +49,22 @@ def inventory(nodes: int) -> Inventory:
             Node(
                 f"node-{number:05}",
                 tuple(range(64)),
-                tuple(Device(str(slot), "GPU", numa=slot * 2 // SLOTS) for slot in range(SLOTS)),
+                tuple(
+                    Device(str(slot), "GPU", numa=slot * 2 // SLOTS, links=links(slot))
+                    for slot in range(SLOTS)
+                ),
             )
             for number in range(nodes)
         )
+    )
+
+
+def links(slot: int) -> tuple[tuple[str, str], ...]:
+    """How near the other devices of a node are to that in `slot`."""
+    return tuple(
+        (str(peer), "nvlink" if peer // 2 == slot // 2 else "numa" if peer // 4 == slot // 4 else "system")
+        for peer in range(SLOTS)
+        if peer != slot
     )
 
 

@@ -9,9 +9,15 @@ from unirun.errors import Fault, SpecError
 from unirun.sizes import parse_size
 
 PREFIX = "fake:"
-_KEYS = ("nodes", "devices", "numa", "cpus", "memory", "type", "name")
-_NUMBERS = {"nodes": (1, 1, 100_000), "devices": (0, 0, 1024), "numa": (1, 1, 1024), "cpus": (64, 1, 4096)}
-"""The default, the least and the most of each."""
+_KEYS = ("nodes", "devices", "nvlink", "numa", "cpus", "memory", "type", "name")
+_NUMBERS = {
+    "nodes": (1, 1, 100_000),
+    "devices": (0, 0, 1024),
+    "nvlink": (0, 1, 1024),
+    "numa": (1, 1, 1024),
+    "cpus": (64, 1, 4096),
+}
+"""The default, the least and the most of each. Without ``nvlink`` it is as many as a NUMA node has."""
 _NAMES = {"type": ("cuda", r"(?!cpu$)[a-z][a-z0-9_]{0,31}"), "name": ("node", r"[A-Za-z][A-Za-z0-9.-]{0,31}")}
 """The default and the form of each. Processors are no devices: ``cpus`` has their number."""
 _WHOSE = {"type": "devices", "name": "nodes"}
@@ -30,7 +36,8 @@ def parse_fake(text: str) -> Inventory:
     Keys, all but the first for each node: ``nodes`` (1), ``devices`` (0), ``numa`` nodes (1) over which processors,
     devices and memory are spread evenly, ``cpus`` (64), ``memory`` (512GB), ``type`` of the devices (cuda), ``name``
     (node), to which the node's number is added: ``node0``, or ``node00`` when there are more than ten. Devices have
-    80 GiB; NVLink joins those of one NUMA node.
+    80 GiB. NVLink joins so many consecutive ones as ``nvlink`` says: 2 for bridges between pairs, ``devices`` for
+    NVSwitch, 1 for none; without it, those of one NUMA node.
     """
     faults: list[Fault] = []
     values = _pairs(text.removeprefix(PREFIX), faults)
@@ -67,7 +74,9 @@ def _pairs(text: str, faults: list[Fault]) -> dict[str, str]:
 
 def _number(key: str, values: dict[str, str], faults: list[Fault]) -> int:
     default, least, most = _NUMBERS[key]
-    text = values.get(key, str(default))
+    text = values.get(key)
+    if text is None:
+        return default
     if re.fullmatch(r"[0-9]{1,9}", text) and least <= int(text) <= most:
         return int(text)
     faults.append(Fault(f"{PREFIX}{key}", f"expected a whole number from {least} to {most}, found {text!r}"))
@@ -93,7 +102,7 @@ def _size(text: str | None, faults: list[Fault]) -> int:
 
 def _inventory(numbers: dict[str, int], names: dict[str, str], memory: int) -> Inventory:
     count, numa, cpus = numbers["nodes"], numbers["numa"], tuple(range(numbers["cpus"]))
-    devices = _devices(numbers["devices"], numa, names["type"])
+    devices = _devices(numbers["devices"], numa, numbers["nvlink"], names["type"])
     nodes = tuple(NumaNode(n, tuple(_part(len(cpus), n, numa)), memory // numa) for n in range(numa))
     digits = len(str(count - 1))
     # Nodes are alike, so they have their devices in common: ten thousand of them are made in a moment.
@@ -111,16 +120,27 @@ def _inventory(numbers: dict[str, int], names: dict[str, str], memory: int) -> I
     )
 
 
-def _devices(count: int, numa: int, kind: str) -> tuple[Device, ...]:
-    devices: list[Device] = []
-    for number in range(numa):
-        here = _part(count, number, numa)
-        for index in here:
-            near = dict.fromkeys(here, "nvlink")
-            links = tuple((str(peer), near.get(peer, "system")) for peer in range(count) if peer != index)
-            pci = f"{index:04x}:00:00.0"
-            devices.append(Device(str(index), f"fake {kind}", pci, kind, _DEVICE_MEMORY, "", number, links))
-    return tuple(devices)
+def _devices(count: int, numa: int, nvlink: int, kind: str) -> tuple[Device, ...]:
+    homes = [number for number in range(numa) for _ in _part(count, number, numa)]
+    islands = [index // nvlink for index in range(count)] if nvlink else homes
+
+    def nearness(one: int, other: int) -> str:
+        if islands[one] == islands[other]:
+            return "nvlink"
+        return "numa" if homes[one] == homes[other] else "system"
+
+    return tuple(
+        Device(
+            index=str(index),
+            name=f"fake {kind}",
+            pci=f"{index:04x}:00:00.0",
+            type=kind,
+            memory=_DEVICE_MEMORY,
+            numa=home,
+            links=tuple((str(peer), nearness(index, peer)) for peer in range(count) if peer != index),
+        )
+        for index, home in enumerate(homes)
+    )
 
 
 def _part(count: int, number: int, parts: int) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, pairwise, product
 from math import gcd
@@ -16,18 +16,35 @@ Nodes = Mapping[str, tuple[str, ...]]
 """By role: the node of each rank."""
 
 
-def hosts(*devices: int, numas: int = 1, cpus: int = 16) -> Inventory:
-    """Hosts ``n0``, ``n1``, … with so many GPUs each, in equal parts near their NUMA nodes."""
+def hosts(
+    *devices: int, numas: int = 1, cpus: int = 16, nvlink: Callable[[int, int], object] | None = None
+) -> Inventory:
+    """Hosts ``n0``, ``n1``, … with so many GPUs each, in equal parts near their NUMA nodes.
+
+    NVLink joins those for which `nvlink`, of the index and the number of all, is the same.
+    """
     return Inventory(
         tuple(
             Node(
                 f"n{number}",
                 tuple(range(cpus)),
-                tuple(Device(str(i), "H", "", numa=i * numas // count) for i in range(count)),
+                tuple(
+                    Device(str(i), "H", "", numa=i * numas // count, links=_links(i, count, nvlink))
+                    for i in range(count)
+                ),
             )
             for number, count in enumerate(devices)
         )
     )
+
+
+def _links(
+    index: int, count: int, nvlink: Callable[[int, int], object] | None
+) -> tuple[tuple[str, str], ...]:
+    if nvlink is None:
+        return ()
+    peers = [peer for peer in range(count) if peer != index and nvlink(peer, count) == nvlink(index, count)]
+    return tuple((str(peer), "nvlink") for peer in peers)
 
 
 def gpu(name: str, count: int, least: int | None = None, **more: object) -> RoleRequest:

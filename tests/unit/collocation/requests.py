@@ -22,6 +22,7 @@ def inventories(draw: st.DrawFn, most: int = 3) -> Inventory:
     return hosts(
         *draw(st.lists(st.sampled_from([4, 4, 3, 2, 2, 1, 0]), min_size=1, max_size=most)),
         numas=draw(st.sampled_from([1, 2])),
+        nvlink=draw(st.sampled_from([None, None, lambda i, _: i // 2, lambda i, n: i % (n // 2 or 1)])),
     )
 
 

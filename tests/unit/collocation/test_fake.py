@@ -24,6 +24,17 @@ def test_devices_and_processors_are_spread_over_the_numa_nodes() -> None:
     assert node.devices[3].links == (("0", "system"), ("1", "system"), ("2", "system"), ("4", "nvlink"))
 
 
+def test_nvlink_joins_as_many_as_are_asked_for() -> None:
+    def links(text: str) -> list[str]:
+        (node,) = parse_fake(f"fake:devices=4,numa=2,{text}").nodes
+        return [near for _, near in node.devices[1].links]
+
+    assert links("nvlink=1") == ["numa", "system", "system"]
+    assert links("nvlink=2") == ["nvlink", "system", "system"]
+    assert links("nvlink=3") == ["nvlink", "nvlink", "system"], "across NUMA nodes too"
+    assert links("nvlink=8") == ["nvlink"] * 3
+
+
 def test_a_node_with_one_numa_node_has_none_to_tell_of() -> None:
     assert parse_fake("fake:").nodes[0].numa == ()
 
@@ -42,6 +53,7 @@ def test_a_text_that_asks_for_such_nodes_begins_with_fake() -> None:
     ("text", "faults"),
     [
         ("fake:nodes=0", ["fake:nodes: expected a whole number from 1 to 100000, found '0'"]),
+        ("fake:nvlink=0", ["fake:nvlink: expected a whole number from 1 to 1024, found '0'"]),
         ("fake:node=4", ["fake:node: unknown key"]),
         ("fake:nodes", ["fake:nodes: it has no value"]),
         ("fake:nodes=", ["fake:nodes: it has no value"]),
@@ -61,7 +73,7 @@ def test_every_fault_is_named(text: str, faults: list[str]) -> None:
     assert [fault.startswith(each) for fault, each in zip(found, faults, strict=True)] == [True] * len(faults)
 
 
-KEY = st.sampled_from(["nodes", "devices", "numa", "cpus", "memory", "type", "name", "", "x"])
+KEY = st.sampled_from(["nodes", "devices", "nvlink", "numa", "cpus", "memory", "type", "name", "", "x"])
 PART = st.tuples(KEY, st.sampled_from(["=", "==", ""]), st.integers(-1, 20).map(str) | st.text(max_size=6))
 
 

@@ -2,7 +2,9 @@
 
 `problem` brings a request into the form in which it is solved, `faults` finds what is wrong with it. `packing` says
 what fits on a node, `merit` how good it is there; `exact` and `fill` choose for all nodes, `solve` between the two.
-`layout` gives ranks their slots. `plan` and `replan` are what others call; `shortage` explains when they cannot.
+On which slots of a node ranks are is a search on a `board`: `islands` are slots that are alike in what they are near
+to, `pools` says how near sets of them are, and `near` chooses. `layout` gives ranks their slots. `plan` and `replan`
+are what others call; `shortage` explains when they cannot.
 """
 
 from unirun.collocation.planning.plan import plan

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from unirun.collocation.planning.packing import Packer, Room
+from unirun.collocation.planning.board import Room
+from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.problem import Cells
 
 WORK = 150_000

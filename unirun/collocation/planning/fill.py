@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, permutations
 from typing import NamedTuple
 
+from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.merit import Merit
-from unirun.collocation.planning.packing import Packer, Room
+from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.problem import Cells, Problem
 
 ORDERS = 24

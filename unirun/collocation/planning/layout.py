@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from unirun.collocation.placement import Assignment
-from unirun.collocation.planning.packing import Packer, Room
+from unirun.collocation.planning.board import Room
+from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.problem import Cells, Problem
 from unirun.collocation.slots import CPU
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.collocation.planning.packing import Room
+from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.problem import Cells, Problem
 
 FINE = 10**9

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-from unirun.collocation.planning.problem import Cells, Problem, Stack
+from unirun.collocation.planning.board import Board, Item, Ranks, Room, search
+from unirun.collocation.planning.near import Near, near_items
+from unirun.collocation.planning.pools import splits
+from unirun.collocation.planning.problem import Cells, Problem
+from unirun.collocation.slots import CPU
 
 STEPS = 20_000
 """After so many steps a packing counts as impossible. Only a node with many shares of odd sizes gets there."""
-
-LEVELS = (0, 1, 2)
-"""What is tried in turn: whole groups near one NUMA node, then whole ranks, then anything."""
-
-
-class Place(NamedTuple):
-    """A slot of a node: `number` among those of its type, its index there (`name`), what is free, who has the rest."""
-
-    type: str
-    number: int
-    name: str
-    numa: int
-    free: int
-    users: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Room:
-    """What nodes of one kind have left. `held` are the cells that are there already and stay.
-
-    Rooms are compared by identity: there are few, and they are asked for often.
-    """
-
-    places: tuple[Place, ...]
-    held: Cells
-
-
-class Item(NamedTuple):
-    """Ranks of a stack that are placed at once: one, or a group. `near`: all its places are on one NUMA node."""
-
-    stack: int
-    places: int
-    units: int
-    near: bool
-
 
 Packing = list[list[tuple[int, ...]]]
 """By stack, and for each of its ranks on the node: its places, as positions in `Room.places`."""
@@ -89,77 +55,76 @@ class Packer:
             free = self._free[room] = free_units(room)
         if any(units > free.get(type, 0) for type, units in need.items()):
             return False
-        return self._countable or self._search(room, cells, LEVELS[-1]) is not None
+        return self._countable or self._anywhere(room, self._ranks(cells)) is not None
 
     def pack(self, room: Room, cells: Cells) -> Packing:
-        """The places of `cells`, which fit: ranks, then groups, are near one NUMA node whenever all can be."""
-        if self._countable and all(stack.width < 2 and stack.group == 1 for stack in self._stacks):
-            return self._in_turn(room, cells)
-        for level in LEVELS:
-            found = self._search(room, cells, level)
-            if found is not None:
-                return found
-        raise ValueError("these cells do not fit")
+        """The places of `cells`, which fit: near each other as far as `near` says, which never decides what fits."""
+        ranks = self._ranks(cells)
+        choice = self._may_choose(room)
+        if self._countable and not choice:
+            return self._in_turn(room, ranks)
+        items = near_items(self._problem, ranks)
+        found = Near(self._problem, room, items).search() if choice else None
+        if found is None:
+            items, found = self._items(ranks), self._anywhere(room, ranks)
+        if found is None:
+            raise ValueError("these cells do not fit")
+        return self._by_stack(ranks, zip(items, found, strict=True))
 
-    def _in_turn(self, room: Room, cells: Cells) -> Packing:
-        """One free slot after the other: all that it takes where a rank has one, and any will do."""
+    def _may_choose(self, room: Room) -> bool:
+        """Whether it matters which of the free slots are taken: where they differ in what they are near to."""
+        islands: dict[str, set[int]] = {}
+        for place in room.places:
+            if place.free:
+                islands.setdefault(place.type, set()).add(place.island)
+        return any(
+            stack.device is not None
+            and len(islands.get(stack.device, ())) > 1
+            and (stack.device != CPU or stack.width > 1 or stack.group > 1)
+            for stack in self._stacks
+        )
+
+    def _in_turn(self, room: Room, ranks: Sequence[int]) -> Packing:
+        """One free slot after the other: all that it takes where any will do."""
         free = {
             type: iter([at for at, p in enumerate(room.places) if p.type == type and p.free])
             for type in self._problem.types
         }
         return [
             [
-                () if stack.device is None else (next(free[stack.device]),)
-                for _ in range(stack.ranks * cells[home])
+                () if stack.device is None else tuple(next(free[stack.device]) for _ in range(stack.width))
+                for _ in range(number)
             ]
-            for stack, home in zip(self._stacks, self._home, strict=True)
+            for stack, number in zip(self._stacks, ranks, strict=True)
         ]
 
-    def _search(self, room: Room, cells: Cells, level: int) -> Packing | None:
-        items = self._items(cells, level)
-        board = _Board(self._problem, self._stacks, room)
-        # One iterator over the candidates of each item that is placed, instead of recursion: nodes may have a thousand.
-        trail: list[Iterator[tuple[int, ...]]] = []
-        chosen: list[tuple[int, ...]] = []
-        steps = 0
-        while len(chosen) < len(items):
-            if len(trail) == len(chosen):
-                item = items[len(chosen)]
-                # Of equal items the later one has no earlier places, so no order of them is tried twice.
-                same = bool(chosen) and items[len(chosen) - 1] == item
-                trail.append(iter(board.candidates(item, chosen[-1][0] if same and item.places else 0)))
-            steps += 1
-            places = next(trail[-1], None) if steps <= STEPS else None
-            if places is not None:
-                board.take(items[len(chosen)], places)
-                chosen.append(places)
-                continue
-            trail.pop()
-            if not trail or steps > STEPS:
-                return None
-            board.give_back(items[len(chosen) - 1], chosen.pop())
-        return self._by_stack(items, chosen)
+    def _ranks(self, cells: Cells) -> list[int]:
+        """By stack: how many ranks `cells` have."""
+        return [cells[home] * stack.ranks for stack, home in zip(self._stacks, self._home, strict=True)]
 
-    def _items(self, cells: Cells, level: int) -> list[Item]:
-        items: list[Item] = []
-        for number, stack in enumerate(self._stacks):
-            ranks = cells[self._home[number]] * stack.ranks
-            whole = stack.width > 0 and stack.units == self._problem.unit
-            grouped = stack.group if level == 0 and whole else 1
-            near = level < 2 and stack.width * grouped > 1
-            items += [Item(number, stack.width * grouped, stack.units, near)] * (ranks // grouped)
-        # What has the fewest choices first, then the largest.
-        return sorted(
-            items,
-            key=lambda i: (self._stacks[i.stack].only is None, -i.places * i.units, i.stack),
+    def _anywhere(self, room: Room, ranks: Sequence[int]) -> list[Ranks] | None:
+        """Places for one rank after the other, wherever they may be."""
+        items = self._items(ranks)
+        board = Board(self._problem, room)
+        return search(
+            board, items, lambda number, start: _candidates(self._problem, board, items[number], start), STEPS
         )
 
-    def _by_stack(self, items: Sequence[Item], chosen: Sequence[tuple[int, ...]]) -> Packing:
-        found: list[list[tuple[int, ...]]] = [[] for _ in self._stacks]
-        for item, places in sorted(zip(items, chosen, strict=True), key=lambda pair: pair[1]):
-            width = self._stacks[item.stack].width
-            ranks = [places[at : at + width] for at in range(0, len(places), width)] if width else [()]
-            found[item.stack] += ranks
+    def _items(self, ranks: Sequence[int]) -> list[Item]:
+        items = [
+            Item(number, 1, stack.width, stack.units)
+            for number, stack in enumerate(self._stacks)
+            for _ in range(ranks[number] if stack.width else 0)
+        ]
+        # What has the fewest choices first, then the largest.
+        return sorted(items, key=lambda i: (self._stacks[i.stack].only is None, -i.width * i.units, i.stack))
+
+    def _by_stack(self, ranks: Sequence[int], chosen: Iterable[tuple[Item, Ranks]]) -> Packing:
+        found: Packing = [
+            [] if stack.width else [()] * number for stack, number in zip(self._stacks, ranks, strict=True)
+        ]
+        for item, places in sorted(chosen, key=lambda pair: pair[1]):
+            found[item.stack] += places
         return found
 
 
@@ -171,98 +136,20 @@ def free_units(room: Room) -> dict[str, int]:
     return found
 
 
-class _Board:
-    """The places of a room while items are put on them."""
-
-    def __init__(self, problem: Problem, stacks: Sequence[Stack], room: Room) -> None:
-        self._problem, self._stacks, self._places = problem, stacks, room.places
-        self._free = [place.free for place in room.places]
-        self._users = [dict.fromkeys(place.users, 1) for place in room.places]
-        lists = [(number, stack.only) for number, stack in enumerate(stacks) if stack.only is not None]
-        # Places of one kind can stand for each other, as long as as much is free of them and the same stacks use them.
-        self._kinds = [
-            (place.numa, tuple(number for number, only in lists if place.name in only))
-            for place in room.places
-        ]
-
-    def take(self, item: Item, places: Sequence[int]) -> None:
-        for place in places:
-            self._free[place] -= item.units
-            self._users[place][item.stack] = self._users[place].get(item.stack, 0) + 1
-
-    def give_back(self, item: Item, places: Sequence[int]) -> None:
-        for place in places:
-            self._free[place] += item.units
-            self._users[place][item.stack] -= 1
-            if not self._users[place][item.stack]:
-                del self._users[place][item.stack]
-
-    def candidates(self, item: Item, start: int) -> list[tuple[int, ...]]:
-        """Where `item` may be, the best first. Its first place is `start` or a later one."""
-        if item.places == 0:
-            return [()]
-        stack = self._stacks[item.stack]
-        foes = self._problem.isolated[item.stack]
-        taken = self._numa_of(foes) if foes else frozenset()
-        others = self._problem.distinct[item.stack]
-        usable = [
+def _candidates(problem: Problem, board: Board, item: Item, start: int) -> Iterator[Ranks]:
+    """Where a rank may be. Of places that can stand for each other only the first are tried."""
+    kinds: dict[object, list[int]] = {}
+    for at in board.usable(item, start):
+        numa = board.places[at].numa if any(problem.isolated) else 0
+        kinds.setdefault((numa, board.lists[at], board.free[at], tuple(sorted(board.users[at]))), []).append(
             at
-            for at, place in enumerate(self._places)
-            if place.type == stack.device
-            and self._free[at] >= item.units
-            and (stack.only is None or place.name in stack.only)
-            and place.numa not in taken
-            and others.isdisjoint(self._users[at])
-        ]
-        if item.places == 1:
-            return self._singles([at for at in usable if at >= start], item)
-        return self._several(usable, item, start)
-
-    def _numa_of(self, stacks: frozenset[int]) -> frozenset[int]:
-        return frozenset(
-            place.numa
-            for place, users in zip(self._places, self._users, strict=True)
-            if not stacks.isdisjoint(users)
         )
-
-    def _singles(self, usable: Sequence[int], item: Item) -> list[tuple[int, ...]]:
-        seen: dict[object, int] = {}
-        for at in usable:
-            kind = (self._kinds[at], self._free[at], tuple(sorted(self._users[at])))
-            seen.setdefault(kind, at)
+    if item.width == 1:
         # A share goes where least is left, a whole slot where it comes first.
-        order = sorted(seen.values(), key=lambda at: (self._free[at], at))
-        return [(at,) for at in order]
-
-    def _several(self, usable: Sequence[int], item: Item, start: int) -> list[tuple[int, ...]]:
-        kinds: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for at in usable:
-            kinds.setdefault(self._kinds[at], []).append(at)
-        pools = [kinds[kind] for kind in sorted(kinds)]
-        room: dict[int, int] = {}
-        for kind, pool in kinds.items():
-            room[kind[0]] = room.get(kind[0], 0) + len(pool)
-        if item.near:
-            wholes = [numa for numa in sorted(room) if room[numa] >= item.places]
-            parts = [[kinds[kind] for kind in sorted(kinds) if kind[0] == numa] for numa in wholes]
-        else:
-            parts = [pools]
-        found = []
-        for part in parts:
-            for split in _splits(item.places, [len(pool) for pool in part]):
-                places = [at for pool, number in zip(part, split, strict=True) for at in pool[:number]]
-                chosen = tuple(sorted(places))
-                numas = {self._places[at].numa for at in chosen}
-                if chosen[0] >= start:
-                    found.append((len(numas), sum(room[numa] for numa in numas), chosen))
-        return [chosen for _, _, chosen in sorted(found)]
-
-
-def _splits(total: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All ways to take `total` from pools that have `limits`."""
-    if sum(limits) < total:
+        for at in sorted((pool[0] for pool in kinds.values()), key=lambda at: (board.free[at], at)):
+            yield ((at,),)
         return
-    *first, last = limits
-    for head in product(*(range(min(limit, total), -1, -1) for limit in first)):
-        if 0 <= total - sum(head) <= last:
-            yield (*head, total - sum(head))
+    pools = list(kinds.values())
+    for split in splits(item.width, [len(pool) for pool in pools]):
+        places = [at for pool, number in zip(pools, split, strict=True) for at in pool[:number]]
+        yield (tuple(sorted(places)),)

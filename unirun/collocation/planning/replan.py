@@ -12,8 +12,9 @@ from typing import NamedTuple, TypeVar, cast
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.layout import Before, seated, seating
-from unirun.collocation.planning.packing import Packer, Room
+from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.plan import crossing, in_order, note
 from unirun.collocation.planning.problem import Bundle, Cells, Problem
 from unirun.collocation.planning.rooms import Rooms

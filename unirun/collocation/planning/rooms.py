@@ -7,11 +7,14 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from unirun.collocation.inventory import Node
-from unirun.collocation.planning.packing import Place, Room
+from unirun.collocation.planning.board import Place, Room
+from unirun.collocation.planning.islands import Steps, islands
 from unirun.collocation.planning.problem import Cells, Problem
 from unirun.collocation.slots import CPU, slots_of
 
-_alike = attrgetter("type", "index", "numa")
+_type = attrgetter("type")
+_ALIKE = tuple(map(attrgetter, ("type", "index", "numa", "links")))
+"""What devices of nodes that are alike have in common."""
 
 
 class Taken(NamedTuple):
@@ -36,33 +39,60 @@ class Rooms:
         """The rooms of empty `nodes`, in their order."""
         accelerators = any(type != CPU for type in self._problem.types)
         cpus = CPU in self._problem.types
-        found = []
+        found: list[Room] = []
+        last: object = None
+        room: Room | None = None
         for node in nodes:
-            devices = tuple(map(_alike, node.devices)) if accelerators else ()
-            kind = (devices, (node.cpus, node.numa) if cpus else ())
-            room = self._empty.get(kind)
+            # Node after node is alike mostly, and to see that is less work than to look it up.
+            kind = (
+                tuple([tuple(map(each, node.devices)) for each in _ALIKE]) if accelerators else (),
+                (node.cpus, node.numa) if cpus else (),
+            )
+            if kind != last:
+                last, room = kind, self._empty.get(kind)
             if room is None:
-                room = self._empty[kind] = Room(self._places(node), self._none)
+                room = self._empty[kind] = self._empty_room(node)
             found.append(room)
         return found
 
-    def _places(self, node: Node) -> tuple[Place, ...]:
-        return tuple(
-            Place(type, number, slot.index, slot.numa, self._problem.unit)
-            for type in self._problem.types
-            for number, slot in enumerate(slots_of(node, type, self._crowd))
-        )
+    def _empty_room(self, node: Node) -> Room:
+        places: list[Place] = []
+        steps: dict[str, Steps] = {}
+        for type in self._problem.types:
+            slots = slots_of(node, type, self._crowd)
+            of, steps[type] = islands(slots, [device for device in node.devices if device.type == type])
+            places += [
+                Place(type, number, slot.index, slot.numa, island, self._problem.unit)
+                for number, (slot, island) in enumerate(zip(slots, of, strict=True))
+            ]
+        return Room(tuple(places), steps, self._none)
 
-    def left(self, room: Room, held: Cells, taken: Sequence[Taken] | None) -> Room:
-        """`room`, when the cells `held` are there, on the slots `taken`; with None, there is nothing left of it."""
+    def units(self, nodes: Iterable[Node]) -> list[tuple[int, ...]]:
+        """What empty `nodes` have of each type of slots, in the order of `Problem.types`: far less work than rooms."""
+        found = []
+        known: dict[object, tuple[int, ...]] = {}
+        for node in nodes:
+            kind = (tuple(map(_type, node.devices)), len(node.cpus))
+            units = known.get(kind)
+            if units is None:
+                slots = (slots_of(node, type, self._crowd) for type in self._problem.types)
+                units = known[kind] = tuple(len(each) * self._problem.unit for each in slots)
+            found.append(units)
+        return found
+
+    def left(self, room: Room, held: Cells, taken: Sequence[Taken]) -> Room:
+        """`room`, when the cells `held` are there, on the slots `taken`."""
         if not any(held):
             return room
-        kind = (room, held, None if taken is None else tuple(taken))
+        kind = (room, held, tuple(taken))
         left = self._used.get(kind)
         if left is None:
-            places = () if taken is None else tuple(_less(room.places, taken))
-            left = self._used[kind] = Room(places, held)
+            left = self._used[kind] = Room(tuple(_less(room.places, taken)), room.steps, held)
         return left
+
+    def full(self, held: Cells) -> Room:
+        """A room in which nothing is left beside the cells `held`."""
+        return self._used.setdefault(held, Room((), {}, held))
 
 
 def _less(places: Iterable[Place], taken: Iterable[Taken]) -> Iterator[Place]:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from unirun.collocation.inventory import Node
+from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.exact import Choices, best, choices, reachable
 from unirun.collocation.planning.fill import fill
 from unirun.collocation.planning.merit import Merit
-from unirun.collocation.planning.packing import Packer, Room
+from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.problem import Cells, Problem
 from unirun.collocation.planning.rooms import Rooms
 from unirun.collocation.slots import CPU

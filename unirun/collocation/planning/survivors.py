@@ -6,13 +6,13 @@ A hundred thousand ranks stand where a few move: whole columns of them are looke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby, repeat
 from operator import attrgetter
 
 from unirun.collocation.inventory import Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.packing import Room, free_units
+from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.problem import Bundle, Cells, Problem
 from unirun.collocation.planning.rooms import Rooms, Taken
 from unirun.collocation.slots import CPU
@@ -94,18 +94,22 @@ class Survivors:
         """
         counts = [Counter(cells) for cells in homes]
         names = [node.name for node in nodes]
-        helds = zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True)
-        kinds = list(zip(rooms.of(nodes), helds, strict=True))
-        demands = [bundle.demand() for bundle in self.problem.bundles]
-        full = {kind: rooms.left(*kind, None) for kind in set(kinds) if not _may_have(kind, demands, wanted)}
+        helds: Iterable[Cells] = zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True)
+        kinds = list(zip(rooms.units(nodes), helds, strict=True))
+        full = {
+            (units, held): rooms.full(held)
+            for units, held in set(kinds)
+            if not _may_have(self.problem, units, held, wanted)
+        }
         found = list(map(full.get, kinds))
         open_: dict[str, list[Taken]] = {
             name: [] for name, room in zip(names, found, strict=True) if room is None
         }
         self._take(homes, open_)
+        empty = iter(rooms.of(node for node in nodes if node.name in open_))
         return [
-            room or rooms.left(*kind, open_[name])
-            for name, room, kind in zip(names, found, kinds, strict=True)
+            room or rooms.left(next(empty), held, open_[name])
+            for name, room, (_, held) in zip(names, found, kinds, strict=True)
         ]
 
     def _take(self, homes: Homes, open_: Mapping[str, list[Taken]]) -> None:
@@ -124,13 +128,11 @@ class Survivors:
                 number += 1
 
 
-def _may_have(
-    kind: tuple[Room, Cells], demands: Sequence[Mapping[str, int]], wanted: Collection[int]
-) -> bool:
-    """Whether there are as many free slots as one cell takes."""
-    room, held = kind
-    left = free_units(room)
-    for number, demand in zip(held, demands, strict=True):
-        for type, units in demand.items():
-            left[type] = left.get(type, 0) - number * units
-    return any(all(left.get(type, 0) >= units for type, units in demands[b].items()) for b in wanted)
+def _may_have(problem: Problem, units: Sequence[int], held: Cells, wanted: Collection[int]) -> bool:
+    """Whether a node that has `units` of each type, and `held` of them in use, has enough left for a cell."""
+    demands = [bundle.demand() for bundle in problem.bundles]
+    left = {
+        type: there - sum(number * demand.get(type, 0) for number, demand in zip(held, demands, strict=True))
+        for type, there in zip(problem.types, units, strict=True)
+    }
+    return any(all(left[type] >= need for type, need in demands[bundle].items()) for bundle in wanted)
