@@ -57,6 +57,8 @@ def _sound(count: CallCount, ranks: int) -> bool:
 
 def added(one: Counts, other: Counts) -> Counts:
     """What two processes have called, of which the later one took the place of the other."""
+    if not one or not other:
+        return one or other
     found = {_what(each): each for each in one}
     for each in other:
         known = found.get(_what(each))
@@ -69,7 +71,7 @@ def learn(
 ) -> tuple[LearnedEdge, ...]:
     """The edges that were seen: one for each method that one role calls of another, in the order of `ranks`.
 
-    `ranks` has the number of ranks of every role. Weights are bytes per step, of which there were `steps`; without it,
+    `ranks` has the number of ranks of every role; all counts are `sound`. Weights are bytes per step, of which there were `steps`; without it,
     as many as the median method had calls of each of its ranks, because most methods are called once in a step. Kinds
     follow from who called whom: each rank one other, and as many ranks on both sides → ``one_to_one``; each target one
     source → ``scatter`` if ranks got arguments of their own in one call, else ``broadcast``; each source one target →
@@ -77,7 +79,7 @@ def learn(
     """
     seen: dict[tuple[str, str, str], dict[int, list[CallCount]]] = {}
     for role, rank, counts in callers:
-        for each in sound(counts, ranks):
+        for each in counts:
             if each.role != role:
                 by_rank = seen.setdefault((role, each.role, each.method), {})
                 by_rank.setdefault(rank, []).append(each)
@@ -146,7 +148,9 @@ def _sum(one: CallCount, other: CallCount) -> CallCount:
     )
 
 
-def _union(counts: Iterable[CallCount]) -> tuple[Span, ...]:
+def _union(counts: Sequence[CallCount]) -> tuple[Span, ...]:
+    if len(counts) == 1 and len(counts[0].ranks) == 1:
+        return counts[0].ranks
     return _merged(chain.from_iterable(each.ranks for each in counts))
 
 

@@ -127,7 +127,10 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
         stop_all(turn, verdict, signal.SIGTERM, None)
         return
     turn.send(ToWatchers(Notice(source, decision.reason)))
-    if waiting := consequences(turn.state, role.name if decision.action == "restart_role" else source):
+    # Of many that die at once, what follows from the first is told.
+    whole = role.phase is RolePhase.RUNNING
+    failed = role.name if decision.action == "restart_role" else source
+    if whole and (waiting := consequences(turn.state, failed)):
         turn.record("affected", waiting)
     if decision.action == "join":
         join(turn, role)

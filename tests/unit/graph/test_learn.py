@@ -158,7 +158,7 @@ COUNT = st.builds(
 )
 CALLERS = st.dictionaries(
     st.tuples(st.sampled_from("abc"), st.integers(0, 2)), st.lists(COUNT, max_size=4).map(tuple), max_size=6
-).map(lambda found: [Caller(role, rank, counts) for (role, rank), counts in found.items()])
+).map(lambda found: [Caller(role, rank, sound(counts, RANKS)) for (role, rank), counts in found.items()])
 
 
 @given(CALLERS, st.integers())

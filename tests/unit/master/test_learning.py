@@ -148,6 +148,12 @@ class TestAFailure:
         assert "trainer:0 waits for actor:0 (trainer → actor)" in found.records
         assert "logger:0 what it sends to actor:0 is lost (logger ⇢ actor: note)" in found.records
 
+    def test_that_follows_at_once_is_not_told_again(self) -> None:
+        """Of ten thousand that die together each would name nearly the same."""
+        found = job().exits("actor", 0, by=KILL)
+        assert "affected" in found.records
+        assert "affected" not in found.exits("actor", 1, by=KILL).records
+
     def test_that_nobody_feels_is_told_alone(self) -> None:
         found = job().exits("logger", 0, by=KILL).on(WorkerRunning("actor", 0, 0, 0))
         assert "affected" not in found.records
