@@ -36,3 +36,10 @@ def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
     numa_of = {cpu: numa.id for numa in node.numa for cpu in numa.cpus}
     numas = [numa_of.get(cpu, 0) for cpu in node.cpus] or [0]
     return tuple(Slot(node.name, CPU, str(number), numa) for number, numa in enumerate(numas * crowd))
+
+
+def number_of_slots(node: Node, type: str, crowd: int = 1) -> int:
+    """How many `slots_of` has."""
+    if type != CPU:
+        return sum(device.type == type for device in node.devices)
+    return max(len(node.cpus), 1) * crowd

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, event, given, settings
 
-from tests.unit.collocation.checking import gpu, hosts
+from tests.unit.collocation.checking import counts_of, gpu, hosts
 from tests.unit.collocation.requests import inventories, requests
-from unirun.collocation.inventory import Inventory
-from unirun.collocation.placement import Placement
+from unirun.collocation import parse_fake
+from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning import plan, replan
+from unirun.collocation.planning.offers import Trials
+from unirun.collocation.planning.shortage import shortages
 from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
@@ -28,16 +31,16 @@ def error(request: Request, inventory: Inventory) -> PlacementError:
 def test_too_few_slots() -> None:
     found = error(Request((gpu("actor", 8), gpu("rollout", 4))), hosts(4, 4))
     assert (found.role, found.needed, found.available, found.constraint) == ("actor", 8, 4, "slots")
-    assert found.nearest == ("actor=4",)
+    assert found.nearest == ("actor=4", "adding 1 node")
     assert str(found) == (
         "actor needs room for 8 ranks and there is room for 4 besides the other roles "
-        "(slots; 12 cuda slots are needed, 8 are there, 2 nodes); actor=4 fits"
+        "(12 cuda slots are needed, 8 are there, 2 nodes with 4 each); actor=4 fits, or adding 1 node"
     )
 
 
 def test_collocated_roles_shrink_together() -> None:
     request = Request((gpu("actor", 8), gpu("rollout", 8)), collocated=(("actor", "rollout"),))
-    assert error(request, hosts(4)).nearest == ("actor=4, rollout=4",)
+    assert error(request, hosts(4)).nearest == ("actor=4, rollout=4", "adding 1 node")
 
 
 @pytest.mark.parametrize(
@@ -48,12 +51,20 @@ def test_collocated_roles_shrink_together() -> None:
             Request((gpu("actor", 4, per_group=4),)),
             hosts(2, 2),
             "actor per_group 4",
-            "without per_group of actor",
+            "actor per_group 2",
         ),
         (Request((gpu("actor", 2, devices=("0",)),)), hosts(2), "actor devices 0", "any device for actor"),
-        (Request((gpu("actor", 2, slots=Fraction(4)),)), hosts(4), "actor slots 4", "actor slots 2"),
+        (
+            Request((gpu("actor", 3, per_group=3),)),
+            hosts(2, 2),
+            "actor per_group 3",
+            "without per_group of actor",
+        ),
+        (Request((gpu("actor", 1, slots=Fraction(8)),)), hosts(4, 4), "actor slots 8", "actor slots 4"),
+        (Request((gpu("actor", 2, slots=Fraction(4)),)), hosts(4), "slots", "actor=1"),
+        (Request((gpu("actor", 3, slots=Fraction(2, 3)),)), hosts(2), "actor slots 0.667", "actor slots 0.5"),
         (Request(PAIR[:1], spares=2), hosts(2, 2), "spares 2", "spares 1"),
-        (Request(PAIR[:1], tainted=frozenset({"n0"})), hosts(2), "tainted n0", "node n0 untainted"),
+        (Request(PAIR[:1], tainted=frozenset({"n0"})), hosts(2), "excluded n0", "not excluding n0"),
         (
             Request(PAIR, apart=(("actor", "rollout"),)),
             hosts(4),
@@ -70,7 +81,7 @@ def test_collocated_roles_shrink_together() -> None:
             Request((gpu("actor", 3), gpu("rollout", 2)), together=(("actor", "rollout"),)),
             hosts(3, 3),
             "together actor and rollout",
-            "without keeping on one node actor and rollout",
+            "without keeping actor and rollout on one node",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
@@ -86,8 +97,8 @@ def test_the_constraint_that_binds_is_named(
 def test_all_shortages_that_do_not_depend_on_each_other() -> None:
     found = error(Request((gpu("actor", 4, devices=("0",)), gpu("rollout", 9))), hosts(4, 4))
     assert [fault.where for fault in found.faults] == ["actor", "rollout"]
-    assert "rollout=8 would fit alone" in str(found)
-    assert found.nearest == (), "no single change is enough"
+    assert "alone rollout=8 fits" in str(found)
+    assert found.nearest == ("actor=2, rollout=5 and any device for actor", "adding 2 nodes")
 
 
 def test_a_type_of_device_that_no_node_has() -> None:
@@ -172,20 +183,156 @@ def test_what_is_left_is_too_little_to_plan_again() -> None:
         replan(request, inventory, before, frozenset({"n0"}))
 
 
+def test_nothing_is_left_at_all() -> None:
+    request, inventory = Request((gpu("actor", 4),)), hosts(2, 2)
+    before = plan(request, inventory)
+    with pytest.raises(
+        PlacementError, match="there is room for 0 .4 cuda slots are needed, 0 are there, no node is left"
+    ):
+        replan(request, inventory, before, frozenset({"n0", "n1"}))
+
+
+def with_more(inventory: Inventory, node: Node, number: int) -> Inventory:
+    """With so many copies of `node` behind the others."""
+    return Inventory((*inventory.nodes, *(replace(node, name=f"more{n}") for n in range(number))))
+
+
+def check_offers(request: Request, inventory: Inventory) -> PlacementError:
+    """Every change that is named makes the job fit."""
+    found, trials = error(request, inventory), Trials(inventory)
+    offers = shortages(request, trials)[0].offers
+    assert found.nearest == tuple(offer.text for offer in offers)
+    for offer in offers:
+        there = with_more(inventory, trials.usual(offer.request), offer.more)
+        placed = counts_of(plan(offer.request, there))
+        assert all(role.least <= placed.get(role.name, 0) for role in offer.request.roles)
+        assert offer.more or offer.request != request
+    return found
+
+
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
-@given(requests(), inventories())
-def test_fewer_ranks_that_are_offered_do_fit(request: Request, inventory: Inventory) -> None:
+@given(requests(elastic=True, most=6), inventories())
+def test_whatever_does_not_fit_something_near_it_does(request: Request, inventory: Inventory) -> None:
     try:
         plan(request, inventory)
-    except PlacementError as found:
-        offers = [offer for offer in found.nearest if "=" in offer]
-        assume(offers)
-        for offer in offers:
-            counts = {name: int(count) for name, count in (part.split("=") for part in offer.split(", "))}
-            roles = tuple(
-                replace(r, count=counts.get(r.name, r.count), least=counts.get(r.name, r.least))
-                for r in request.roles
-            )
-            assert isinstance(plan(replace(request, roles=roles), inventory), Placement)
+    except PlacementError:
+        found = check_offers(request, inventory)
+        event(found.constraint.split()[0])
+        assert found.role in [role.name for role in request.roles]
+        assert 0 <= found.available < found.needed
+        types = {device.type for node in inventory.nodes for device in node.devices}
+        assert found.nearest or not {role.device for role in request.roles} <= {*types, "cpu", None}
     else:
         assume(False)
+
+
+def large(**counts: int) -> tuple[RoleRequest, ...]:
+    return tuple(gpu(name, count) for name, count in counts.items())
+
+
+APART = (("actor", "rollout"),)
+HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "request_", "constraint", "nearest"),
+    [
+        ("nodes=1000", Request(large(actor=8001)), "slots", "actor=8000"),
+        ("nodes=1000", Request(large(actor=6000, rollout=3000)), "slots", "actor=5000"),
+        ("nodes=100", Request(large(actor=401, rollout=400), apart=APART), "slots", "actor=400"),
+        (
+            "nodes=100",
+            Request(large(actor=399, rollout=401), apart=APART),
+            "apart actor and rollout",
+            "without separating actor and rollout",
+        ),
+        (
+            "nodes=500",
+            Request((gpu("actor", 1600, per_group=16),)),
+            "actor per_group 16",
+            "actor per_group 8",
+        ),
+        ("nodes=500", Request((gpu("actor", 1600, per_node=16),)), "actor per_node 16", "actor per_node 8"),
+        (
+            "nodes=100",
+            Request((gpu("actor", 50, slots=Fraction(16)),)),
+            "actor slots 16",
+            "actor slots 8",
+        ),
+        ("nodes=1000", Request((gpu("actor", 16001, slots=HALF),)), "slots", "actor=16000"),
+        (
+            "nodes=1000",
+            Request((gpu("actor", 8001, slots=2 * THIRD), gpu("rollout", 4000, slots=THIRD))),
+            "actor slots 0.667",
+            "actor slots 0.5",
+        ),
+        (
+            "nodes=1,devices=64",
+            Request(large(actor=30, rollout=30), isolated=APART),
+            "isolated actor and rollout",
+            "without isolating actor and rollout",
+        ),
+        ("nodes=1000", Request(large(actor=4000, rollout=4000), spares=1), "spares 1", "spares 0"),
+        ("nodes=1000", Request(large(actor=4000, rollout=3981), spares=5), "spares 5", "spares 2"),
+        ("nodes=4", Request(large(actor=4), spares=5), "spares 5", "spares 3"),
+        (
+            "nodes=1000",
+            Request(large(actor=8000), tainted=frozenset(f"node{number:03}" for number in range(40))),
+            "excluded node000, node001, node002, …",
+            "not excluding 40 of the nodes",
+        ),
+        (
+            "nodes=1000",
+            Request(large(actor=4001, rollout=3000), together=APART),
+            "together actor and rollout",
+            "without keeping actor and rollout on one node",
+        ),
+        ("nodes=100", Request((gpu("actor", 2000, 900),)), "slots", "actor=800:2000"),
+        (
+            "nodes=2000",
+            Request(
+                large(**{f"role{n}": 1601 for n in range(10)}), apart=(tuple(f"role{n}" for n in range(10)),)
+            ),
+            "slots",
+            "role0=1528",
+        ),
+        (
+            "nodes=10",
+            Request((gpu("actor", 90), gpu("rollout", 80, per_group=16))),
+            "slots",
+            "actor=40, rollout=40 and rollout per_group 8",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_large_jobs_are_told_what_would_fit(
+    nodes: str, request_: Request, constraint: str, nearest: str
+) -> None:
+    """Beyond a complete search. The time is that of the whole, which is a tenth of it where nothing else runs."""
+    inventory = parse_fake(f"fake:devices=8,{nodes}" if "devices" not in nodes else f"fake:{nodes}")
+    began = time.process_time()
+    error(request_, inventory)
+    assert time.process_time() - began < 2
+    found = check_offers(request_, inventory)
+    assert (found.constraint, found.nearest[0]) == (constraint, nearest)
+
+
+def test_that_roles_together_could_be_cut_into_smaller_parts() -> None:
+    request = Request(large(actor=4001, rollout=3000), together=APART)
+    assert check_offers(request, parse_fake("fake:nodes=1000,devices=8")).nearest == (
+        "without keeping actor and rollout on one node",
+        "actor=4000",
+    )
+
+
+def test_several_constraints_that_stand_in_the_way_together() -> None:
+    request = Request(large(a=2, b=2, c=2), apart=(("a", "b"), ("b", "c")), isolated=(("a", "c"),))
+    found = check_offers(request, hosts(8))
+    assert found.constraint == "apart a and b, apart b and c, isolated a and c"
+    assert found.nearest[0].endswith("without isolating a and c")
+
+
+def test_what_kind_of_node_is_missing_where_they_differ() -> None:
+    found = check_offers(Request(large(actor=21)), hosts(4, 8, 8))
+    assert found.nearest == ("actor=20", "adding 1 node like n1")
+    assert "20 are there, 3 nodes with at most 8 each" in str(found)

@@ -4,7 +4,7 @@
 what fits on a node, `merit` how good it is there; `exact` and `fill` choose for all nodes, `solve` between the two.
 On which slots of a node ranks are is a search on a `board`: `islands` are slots that are alike in what they are near
 to, `pools` says how near sets of them are, and `near` chooses. `layout` gives ranks their slots. `plan` and `replan`
-are what others call; `shortage` explains when they cannot.
+are what others call; `shortage` explains when they cannot, with `offers` of `changes` that would fit.
 """
 
 from unirun.collocation.planning.plan import plan

@@ -8,8 +8,8 @@ nearly full and constraints bind; only `exact` can tell.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, permutations
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, permutations
 from typing import NamedTuple
 
 from unirun.collocation.planning.board import Room
@@ -37,21 +37,38 @@ def fill(
     packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Cells, merit: Merit
 ) -> list[Run] | None:
     """The best of what the rules find for `counts`, or None when none of them places all."""
+    found = list(_by_rules(packer, problem, rooms, counts, merit))
+    if found:
+        return max(found, key=lambda runs: sum(r.number * merit.value(r.room, r.cells) for r in runs))
+    return next(_by_orders(packer, problem, rooms, counts), None)
+
+
+def fillable(packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Cells, merit: Merit) -> bool:
+    """Whether `fill` finds anything; the first that is found is enough."""
+    ways = chain(_by_rules(packer, problem, rooms, counts, merit), _by_orders(packer, problem, rooms, counts))
+    return next(ways, None) is not None
+
+
+def _by_rules(
+    packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Cells, merit: Merit
+) -> Iterator[list[Run]]:
     kinds = list(Counter(rooms).items())
     light = [number for number, bundle in enumerate(problem.bundles) if bundle.light]
     heavy = tuple(0 if bundle.light else count for bundle, count in zip(problem.bundles, counts, strict=True))
-    found = []
     for rule in _rules(problem, merit):
         runs = _fill(packer, kinds, heavy, rule)
         for bundle in light:
             runs = _attach(packer, runs, bundle, counts[bundle], merit) if runs is not None else None
         if runs is not None:
-            found.append(runs)
-    if found:
-        return max(found, key=lambda runs: sum(r.number * merit.value(r.room, r.cells) for r in runs))
-    return next(
-        (runs for order in _orders(problem) if (runs := _fill(packer, kinds, counts, _in_turn(order)))), None
-    )
+            yield runs
+
+
+def _by_orders(packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Cells) -> Iterator[list[Run]]:
+    kinds = list(Counter(rooms).items())
+    for order in _orders(problem):
+        runs = _fill(packer, kinds, counts, _in_turn(order))
+        if runs is not None:
+            yield runs
 
 
 def _rules(problem: Problem, merit: Merit) -> Iterable[Rule]:
@@ -72,13 +89,13 @@ def _rules(problem: Problem, merit: Merit) -> Iterable[Rule]:
 def _chain(problem: Problem) -> tuple[int, ...]:
     """The bundle that talks most, then always the one that talks most with those before it."""
     rest = list(range(len(problem.bundles)))
-    chain: list[int] = []
+    order: list[int] = []
     while rest:
-        chain.append(
-            max(rest, key=lambda b: (sum(problem.gains[b][c] for c in chain), sum(problem.gains[b]), -b))
+        order.append(
+            max(rest, key=lambda b: (sum(problem.gains[b][c] for c in order), sum(problem.gains[b]), -b))
         )
-        rest.remove(chain[-1])
-    return tuple(chain)
+        rest.remove(order[-1])
+    return tuple(order)
 
 
 def _orders(problem: Problem) -> Iterable[tuple[int, ...]]:

@@ -103,7 +103,7 @@ class Packer:
         return [cells[home] * stack.ranks for stack, home in zip(self._stacks, self._home, strict=True)]
 
     def _anywhere(self, room: Room, ranks: Sequence[int]) -> list[Ranks] | None:
-        """Places for one rank after the other, wherever they may be."""
+        """Places for the items of `_items`, wherever they may be."""
         items = self._items(ranks)
         board = Board(self._problem, room)
         return search(
@@ -111,11 +111,13 @@ class Packer:
         )
 
     def _items(self, ranks: Sequence[int]) -> list[Item]:
-        items = [
-            Item(number, 1, stack.width, stack.units)
-            for number, stack in enumerate(self._stacks)
-            for _ in range(ranks[number] if stack.width else 0)
-        ]
+        """What is placed at once: all ranks that have their slots to themselves, and each that shares one."""
+        items: list[Item] = []
+        for number, stack in enumerate(self._stacks):
+            whole = stack.units == self._problem.unit
+            if stack.width and ranks[number]:
+                item = Item(number, ranks[number] if whole else 1, stack.width, stack.units)
+                items += [item] if whole else [item] * ranks[number]
         # What has the fewest choices first, then the largest.
         return sorted(items, key=lambda i: (self._stacks[i.stack].only is None, -i.width * i.units, i.stack))
 
@@ -137,19 +139,19 @@ def free_units(room: Room) -> dict[str, int]:
 
 
 def _candidates(problem: Problem, board: Board, item: Item, start: int) -> Iterator[Ranks]:
-    """Where a rank may be. Of places that can stand for each other only the first are tried."""
+    """Where an item may be. Of places that can stand for each other only the first are tried."""
+    shares = item.units < problem.unit
     kinds: dict[object, list[int]] = {}
     for at in board.usable(item, start):
         numa = board.places[at].numa if any(problem.isolated) else 0
-        kinds.setdefault((numa, board.lists[at], board.free[at], tuple(sorted(board.users[at]))), []).append(
-            at
-        )
-    if item.width == 1:
-        # A share goes where least is left, a whole slot where it comes first.
-        for at in sorted((pool[0] for pool in kinds.values()), key=lambda at: (board.free[at], at)):
+        users = (board.free[at], *sorted(board.users[at])) if shares else ()
+        kinds.setdefault((numa, board.lists[at], users), []).append(at)
+    pools = list(kinds.values())
+    if shares:
+        # Where least is left.
+        for at in sorted((pool[0] for pool in pools), key=lambda at: (board.free[at], at)):
             yield ((at,),)
         return
-    pools = list(kinds.values())
-    for split in splits(item.width, [len(pool) for pool in pools]):
-        places = [at for pool, number in zip(pools, split, strict=True) for at in pool[:number]]
-        yield (tuple(sorted(places)),)
+    for split in splits(item.ranks * item.width, [len(pool) for pool in pools]):
+        places = sorted(at for pool, number in zip(pools, split, strict=True) for at in pool[:number])
+        yield tuple(tuple(places[at : at + item.width]) for at in range(0, len(places), item.width))

@@ -10,11 +10,15 @@ from unirun.collocation.inventory import Node
 from unirun.collocation.planning.board import Place, Room
 from unirun.collocation.planning.islands import Steps, islands
 from unirun.collocation.planning.problem import Cells, Problem
-from unirun.collocation.slots import CPU, slots_of
+from unirun.collocation.slots import CPU, number_of_slots, slots_of
 
 _type = attrgetter("type")
 _ALIKE = tuple(map(attrgetter, ("type", "index", "numa", "links")))
-"""What devices of nodes that are alike have in common."""
+
+
+def devices_of(node: Node) -> tuple[object, ...]:
+    """What the devices of a node are to the planner: the same where nodes are alike."""
+    return tuple([tuple(map(each, node.devices)) for each in _ALIKE])
 
 
 class Taken(NamedTuple):
@@ -27,10 +31,13 @@ class Taken(NamedTuple):
 
 
 class Rooms:
-    """Makes rooms, one for all nodes that are alike. `crowd` is how many processes a processor may have."""
+    """Makes rooms, one for all nodes that are alike. `crowd` is how many processes a processor may have.
 
-    def __init__(self, problem: Problem, crowd: int) -> None:
-        self._problem, self._crowd = problem, crowd
+    With `counted`, a room has one place of each type with all that is free: enough where no more than numbers counts.
+    """
+
+    def __init__(self, problem: Problem, crowd: int, counted: bool = False) -> None:
+        self._problem, self._crowd, self._counted = problem, crowd, counted
         self._empty: dict[object, Room] = {}
         self._used: dict[object, Room] = {}
         self._none: Cells = (0,) * len(problem.bundles)
@@ -40,13 +47,17 @@ class Rooms:
         accelerators = any(type != CPU for type in self._problem.types)
         cpus = CPU in self._problem.types
         found: list[Room] = []
+        before: Node | None = None
         last: object = None
         room: Room | None = None
         for node in nodes:
+            if node is before and room is not None:
+                found.append(room)
+                continue
             # Node after node is alike mostly, and to see that is less work than to look it up.
-            kind = (
-                tuple([tuple(map(each, node.devices)) for each in _ALIKE]) if accelerators else (),
-                (node.cpus, node.numa) if cpus else (),
+            before, kind = (
+                node,
+                (devices_of(node) if accelerators else (), (node.cpus, node.numa) if cpus else ()),
             )
             if kind != last:
                 last, room = kind, self._empty.get(kind)
@@ -56,6 +67,9 @@ class Rooms:
         return found
 
     def _empty_room(self, node: Node) -> Room:
+        if self._counted:
+            counts = zip(self._problem.types, self._units(node), strict=True)
+            return Room(tuple(Place(type, 0, "", 0, 0, units) for type, units in counts), {}, self._none)
         places: list[Place] = []
         steps: dict[str, Steps] = {}
         for type in self._problem.types:
@@ -75,10 +89,14 @@ class Rooms:
             kind = (tuple(map(_type, node.devices)), len(node.cpus))
             units = known.get(kind)
             if units is None:
-                slots = (slots_of(node, type, self._crowd) for type in self._problem.types)
-                units = known[kind] = tuple(len(each) * self._problem.unit for each in slots)
+                units = known[kind] = self._units(node)
             found.append(units)
         return found
+
+    def _units(self, node: Node) -> tuple[int, ...]:
+        return tuple(
+            self._problem.unit * number_of_slots(node, type, self._crowd) for type in self._problem.types
+        )
 
     def left(self, room: Room, held: Cells, taken: Sequence[Taken]) -> Room:
         """`room`, when the cells `held` are there, on the slots `taken`."""

@@ -1,42 +1,35 @@
-"""Why a request does not fit, and what would: found by planning it again with one thing changed."""
+"""Why a request does not fit, and what would, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import Any
+from itertools import chain, islice
 
 from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.planning.faults import GROUPS, request_faults
-from unirun.collocation.planning.packing import Packer
-from unirun.collocation.planning.problem import Cells, Problem, compile_request
-from unirun.collocation.planning.solve import possible
-from unirun.collocation.planning.wording import both, join
+from unirun.collocation.planning.changes import changes, part_of, with_part, without_a_constraint
+from unirun.collocation.planning.faults import request_faults
+from unirun.collocation.planning.offers import Offer, Trials, offer
+from unirun.collocation.planning.problem import Problem, compile_request
+from unirun.collocation.planning.wording import both, join, some
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
 
-UNDONE = {
-    "apart": "without separating",
-    "isolated": "without isolating",
-    "together": "without keeping on one node",
-    "collocated": "without collocating",
-}
 OFFERS = 4
 """So many changes are named; more would not be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """One thing that does not fit. Counts are ranks of `role`."""
+    """What stands in the way. Counts are ranks of `role`; each of the `offers` fits."""
 
     role: str
     needed: int
     available: int
     constraint: str
     problem: str
-    nearest: tuple[str, ...]
+    offers: tuple[Offer, ...]
 
 
 def usable(request: Request, inventory: Inventory) -> tuple[tuple[Node, ...], tuple[str, ...]]:
@@ -66,159 +59,154 @@ def checked(request: Request) -> Problem:
 def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:
     """The error for a request without faults for which no placement was found.
 
-    It has what one change would make fit; else, as it takes several, what stands in the way of each role by itself.
+    It has what one change would make fit; when that is not enough, what stands in the way of each role by itself, and
+    several changes that do.
     """
-    whole = _explain(request, inventory)
-    if whole.nearest:
-        return _error(whole, f"{'; '.join(f'{each} fits' for each in whole.nearest)}")
-    problem, _ = compile_request(request)
-    alone = [_only(request, bundle.names) for bundle in problem.bundles] if len(problem.bundles) > 1 else []
-    short = [_explain(each, inventory) for each in alone if not _fits(each, inventory)]
-    if not short:
-        return _error(whole, "use more nodes")
-    faults = tuple(
-        Fault(each.role, each.problem, f"{each.nearest[0]} would fit alone" if each.nearest else "")
-        for each in short
-    )
-    return _error(replace(short[0], problem="\n".join(map(str, faults)), nearest=()), "", faults)
-
-
-def _error(shortage: Shortage, remedy: str, faults: tuple[Fault, ...] = ()) -> PlacementError:
+    trials = Trials(inventory)
+    whole, *alone = shortages(request, trials)
+    remedy = _remedy(whole.offers) or _no_remedy(request, trials)
+    faults = [Fault(each.role, each.problem, _remedy(each.offers[:1], "alone ")) for each in alone]
+    if faults and whole.offers:
+        remedy = f"for all roles {remedy}"
     return PlacementError(
-        shortage.problem,
+        "\n".join(map(str, faults)) or whole.problem,
         remedy,
-        role=shortage.role,
-        needed=shortage.needed,
-        available=shortage.available,
-        constraint=shortage.constraint,
-        nearest=shortage.nearest,
-        faults=faults or (Fault(shortage.role, shortage.problem, remedy),),
+        role=whole.role,
+        needed=whole.needed,
+        available=whole.available,
+        constraint=whole.constraint,
+        nearest=tuple(each.text for each in whole.offers),
+        faults=tuple(faults) or (Fault(whole.role, whole.problem, remedy),),
     )
 
 
-def _only(request: Request, names: Sequence[str]) -> Request:
-    """`request`, with the roles called `names` and no others."""
-
-    def kept(groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-        cut = (tuple(name for name in group if name in names) for group in groups)
-        return tuple(group for group in cut if len(group) > 1)
-
-    return replace(
-        request,
-        roles=tuple(role for role in request.roles if role.name in names),
-        collocated=kept(request.collocated),
-        together=kept(request.together),
-        apart=kept(request.apart),
-        isolated=kept(request.isolated),
-        weights={},
-    )
+def shortages(request: Request, trials: Trials) -> list[Shortage]:
+    """What stands in the way of `request`; when no single change is enough, then of the roles that do not fit alone."""
+    whole = _shortage(request, trials)
+    alone: list[tuple[Request, Shortage]] = []
+    if not whole.offers:
+        problem, _ = compile_request(request)
+        parts = [part_of(request, bundle.names) for bundle in problem.bundles if len(problem.bundles) > 1]
+        alone = [(part, _shortage(part, trials)) for part in parts if not trials.fit(part)]
+        first = alone[0][1] if len(alone) > 1 else whole
+        whole = replace(first, offers=tuple(_several(request, trials, alone)))
+    more = trials.more(request)
+    if more is not None:
+        whole = replace(whole, offers=(*whole.offers[: OFFERS - 1], more))
+    return [whole, *(each for _, each in alone if len(alone) > 1)]
 
 
-def _fits(request: Request, inventory: Inventory) -> bool:
-    if request_faults(request):
-        return False
-    problem, faults = compile_request(request)
-    nodes, _ = usable(request, inventory)
-    return not faults and possible(problem, nodes, Packer(problem))
-
-
-def _explain(request: Request, inventory: Inventory) -> Shortage:
+def _shortage(request: Request, trials: Trials) -> Shortage:
     problem, _ = compile_request(request)
-    counts = dict(_fewer(request, problem, inventory))
-    others = [(what, offer) for what, offer, change in _changes(request) if _fits(change, inventory)]
-    # What is short of room needs the most slots, unless one constraint alone is in the way.
-    bundle = max(counts, key=lambda b: (counts[b] > 0, -_missing(problem, counts, b), b), default=0)
-    role = problem.bundles[bundle].stacks[0].roles[0]
-    ranks = problem.bundles[bundle].stacks[0].ranks
-    needed, available = problem.bundles[bundle].least * ranks, counts.get(bundle, 0) * ranks
-    fewer = [
-        join(
-            f"{role.name}={counts[b] * stack.ranks}"
-            for stack in problem.bundles[b].stacks
-            for role in stack.roles
-        )
-        for b in sorted(counts, key=lambda b: (_missing(problem, counts, b), b))
-        if counts[b]
-    ]
-    nearest = tuple([*(offer for _, offer in others), *fewer][:OFFERS])
-    constraint = others[0][0] if others else "slots"
+    counts = trials.counts(request)
+    lacking = any(need > there for _, need, there in _slots(request, problem, trials))
+    fewer = trials.fewer(request, counts)
+    if lacking:
+        # It does not matter then where ranks are, only how much they take.
+        others = (each for role in request.roles for each in trials.narrower(request, role))
+        found = chain(trials.room(request), islice(fewer, OFFERS // 2), others)
+    else:
+        found = chain(trials.room(request), trials.loosened(request), fewer)
+    offers = tuple(islice(found, OFFERS))
+    constraint = (
+        offers[0].binds if offers and offers[0].binds else "slots" if lacking else _groups(request, trials)
+    )
+    bundle = _short(problem, counts, offers)
+    stack = problem.bundles[bundle].stacks[0]
+    role = stack.roles[0]
+    needed, available = problem.bundles[bundle].least * stack.ranks, counts[bundle] * stack.ranks
+    least = "at least " if role.least < role.count else ""
     besides = " besides the other roles" if len(problem.bundles) > 1 else ""
-    said = f"{role.name} needs room for {needed} ranks and there is room for {available}{besides}"
-    slots = _slots_said(request, problem, inventory)
-    return Shortage(role.name, needed, available, constraint, f"{said} ({constraint}; {slots})", nearest)
+    said = (
+        f"{role.name} needs room for {least}{some(needed, 'rank')} and there is room for {available}{besides}"
+    )
+    why = "" if constraint == "slots" else f"{constraint}; "
+    said = f"{said} ({why}{_slots_said(request, problem, trials)})"
+    return Shortage(role.name, needed, available, constraint, said, offers)
 
 
-def _missing(problem: Problem, counts: dict[int, int], bundle: int) -> int:
-    each = problem.bundles[bundle]
-    return (each.least - counts[bundle]) * each.ranks
+def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Offer]) -> int:
+    """The bundle to name: that of the role whose constraint is in the way, else that for which the least is missing."""
+
+    def missing(bundle: int) -> int:
+        return (problem.bundles[bundle].least - counts[bundle]) * problem.bundles[bundle].ranks
+
+    for number, bundle in enumerate(problem.bundles):
+        if offers and offers[0].role in bundle.names:
+            return number
+    return max(range(len(counts)), key=lambda b: (missing(b) > 0, counts[b] > 0, -missing(b), -b))
 
 
-def _slots_said(request: Request, problem: Problem, inventory: Inventory) -> str:
-    """``16 cuda slots are needed, 8 are there``."""
-    nodes, spares = usable(request, inventory)
-    said = []
+def _groups(request: Request, trials: Trials) -> str:
+    """The groups that are in the way together; ``slots`` when they are not."""
+    free = replace(request, collocated=(), together=(), apart=(), isolated=())
+    return join(change.binds for change in changes(request, free)) if trials.fit(free) else "slots"
+
+
+def _several(request: Request, trials: Trials, alone: Sequence[tuple[Request, Shortage]]) -> Iterator[Offer]:
+    """One offer of several changes: what each role needs alone, and fewer ranks; else without constraints as well."""
+    changed = request
+    for part, shortage in alone:
+        if shortage.offers:
+            changed = with_part(changed, part, shortage.offers[0].request)
+    for each in chain([changed], without_a_constraint(changed), _ever_less(changed)):
+        found = each if trials.fit(each) else trials.smaller(each)
+        if found is not None:
+            yield offer(request, found)
+            return
+    # Then there are more roles than slots.
+    *_, free = [changed, *_ever_less(changed)]
+    more = trials.more(free)
+    if more is not None and free != request:
+        rest = offer(request, free)
+        yield replace(rest, text=both([rest.text, more.text]), more=more.more)
+
+
+def _ever_less(request: Request) -> Iterator[Request]:
+    """`request` without its first constraint, without the first two, and so on."""
+    less = next(without_a_constraint(request), None)
+    while less is not None:
+        yield less
+        less = next(without_a_constraint(less), None)
+
+
+def _slots(request: Request, problem: Problem, trials: Trials) -> Iterator[tuple[str, int, int]]:
+    """By type of device: how many are needed at least, and how many there are."""
+    nodes = trials.nodes(request)
     for type in problem.types:
-        if type == CPU:
-            continue
-        need = sum(bundle.least * bundle.demand().get(type, 0) for bundle in problem.bundles)
-        there = sum(device.type == type for node in nodes for device in node.devices)
-        said.append(f"{-(-need // problem.unit)} {type} slots are needed, {there} are there")
-    held = f", {len(spares)} held back" if spares else ""
-    tainted = f", {len(request.tainted)} tainted" if request.tainted else ""
-    return join([*said, f"{len(nodes)} nodes{held}{tainted}"])
+        if type != CPU:
+            need = sum(bundle.least * bundle.demand().get(type, 0) for bundle in problem.bundles)
+            there = sum(device.type == type for node in nodes for device in node.devices)
+            yield type, -(-need // problem.unit), there
 
 
-def _fewer(request: Request, problem: Problem, inventory: Inventory) -> Iterator[tuple[int, int]]:
-    """By bundle: with how many cells of it the request would fit, 0 if with none."""
-    nodes, _ = usable(request, inventory)
-    packer = Packer(problem)
-    least = tuple(bundle.least for bundle in problem.bundles)
+def _slots_said(request: Request, problem: Problem, trials: Trials) -> str:
+    """``9 cuda slots are needed, 8 are there, 2 nodes with 4 each, 1 held back``."""
+    nodes = trials.nodes(request)
+    slots = list(_slots(request, problem, trials))
+    said = [
+        f"{some(need, f'{type} slot')} {'is' if need == 1 else 'are'} needed, {there} are there"
+        for type, need, there in slots
+    ]
+    there = some(len(nodes), "node") if nodes else "no node is left"
+    if len(slots) == 1 and nodes:
+        sizes = {sum(device.type == slots[0][0] for device in node.devices) for node in nodes}
+        there += (
+            f" with {'at most ' if len(sizes) > 1 else ''}{max(sizes)}{' each' if len(nodes) > 1 else ''}"
+        )
+    held = trials.held(request)
+    unused = {"held back": held, "excluded": len(request.tainted)}
+    return join([*said, there, *(f"{number} {why}" for why, number in unused.items() if number)])
 
-    def with_cells(bundle: int, cells: int) -> Cells:
-        return (*least[:bundle], cells, *least[bundle + 1 :])
 
-    for bundle, count in enumerate(least):
-        low, high = 0, count
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = possible(problem, nodes, packer, with_cells(bundle, middle))
-            low, high = (middle, high) if fits else (low, middle)
-        yield bundle, low
+def _remedy(offers: Sequence[Offer], where: str = "") -> str:
+    """``actor=4 fits, or without separating actor and rollout, or adding 1 node``; empty without offers."""
+    first, *others = [each.text for each in offers] or [""]
+    return ", or ".join([f"{where}{first} fits", *others]) if first else ""
 
 
-def _changes(request: Request) -> Iterator[tuple[str, str, Request]]:
-    """Each with one constraint less: what it is, how that is said, and the request without it."""
-    for kind in GROUPS[::-1]:
-        groups = getattr(request, kind)
-        for group in groups:
-            rest: Any = {kind: tuple(other for other in groups if other is not group)}
-            yield f"{kind} {both(group)}", f"{UNDONE[kind]} {both(group)}", replace(request, **rest)
-    for at, role in enumerate(request.roles):
-        before, after = request.roles[:at], request.roles[at + 1 :]
-        if role.per_node is not None:
-            divisors = [
-                each for each in range(1, role.count + 1) if role.count % each == 0 and each != role.per_node
-            ]
-            for each in sorted(divisors, key=lambda each: abs(each - (role.per_node or 0))):
-                other = replace(role, per_node=each)
-                offer = f"{role.name} per_node {each}"
-                yield (
-                    f"{role.name} per_node {role.per_node}",
-                    offer,
-                    replace(request, roles=(*before, other, *after)),
-                )
-        for slots in range(int(role.slots) - 1, 0, -1):
-            changed = replace(request, roles=(*before, replace(role, slots=Fraction(slots)), *after))
-            yield f"{role.name} slots {role.slots}", f"{role.name} slots {slots}", changed
-        if role.per_group is not None:
-            other = replace(role, per_group=None)
-            changed = replace(request, roles=(*before, other, *after))
-            yield f"{role.name} per_group {role.per_group}", f"without per_group of {role.name}", changed
-        if role.devices is not None:
-            other = replace(role, devices=None)
-            changed = replace(request, roles=(*before, other, *after))
-            yield f"{role.name} devices {join(role.devices)}", f"any device for {role.name}", changed
-    for spares in range(request.spares - 1, -1, -1):
-        yield f"spares {request.spares}", f"spares {spares}", replace(request, spares=spares)
-    for name in sorted(request.tainted):
-        yield f"tainted {name}", f"node {name} untainted", replace(request, tainted=request.tainted - {name})
+def _no_remedy(request: Request, trials: Trials) -> str:
+    """What to do when no change is enough."""
+    problem, _ = compile_request(request)
+    none = [type for type in problem.types if not trials.most(type)]
+    return f"use nodes with {both(none)} devices" if none else "use more nodes, or larger ones"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from unirun.collocation.inventory import Node
 from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.exact import Choices, best, choices, reachable
-from unirun.collocation.planning.fill import fill
+from unirun.collocation.planning.fill import fill, fillable
 from unirun.collocation.planning.merit import Merit
 from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.problem import Cells, Problem
@@ -60,13 +60,20 @@ def crowds(problem: Problem, nodes: Sequence[Node]) -> Iterator[int]:
             yield crowd
 
 
-def possible(problem: Problem, nodes: Sequence[Node], packer: Packer, least: Cells | None = None) -> bool:
-    """Whether the `least` cells (else what the roles must have) find a place on empty `nodes`."""
-    counts = least or tuple(bundle.least for bundle in problem.bundles)
-    return any(
-        place(problem, packer, Rooms(problem, crowd).of(nodes), counts) is not None
-        for crowd in crowds(problem, nodes)
-    )
+def feasibility(problem: Problem, nodes: Sequence[Node]) -> Callable[[Cells], bool]:
+    """Answers whether so many cells of each bundle find a place on empty `nodes`."""
+    packer = Packer(problem)
+    # What does not fit with the most processes per processor does not with fewer.
+    *_, most = crowds(problem, nodes)
+    rooms = Rooms(problem, most, counted=problem.countable).of(nodes)
+
+    def fits(counts: Cells) -> bool:
+        few = choices(packer, rooms, counts)
+        if few is not None:
+            return counts in reachable(rooms, few, counts)
+        return fillable(packer, problem, rooms, counts, Merit(problem, counts, len(rooms)))
+
+    return fits
 
 
 def bounds(problem: Problem) -> tuple[Cells, Cells]:
@@ -125,7 +132,7 @@ def _feasible(
         return reachable(rooms, small, most).__contains__
 
     def fits(counts: Cells) -> bool:
-        if fill(packer, problem, rooms, counts, Merit(problem, counts, len(rooms))) is not None:
+        if fillable(packer, problem, rooms, counts, Merit(problem, counts, len(rooms))):
             return True
         few = choices(packer, rooms, counts)
         return few is not None and counts in reachable(rooms, few, counts)

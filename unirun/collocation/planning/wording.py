@@ -14,3 +14,8 @@ def both(words: Iterable[object]) -> str:
     """``a, b and c``."""
     *first, last = [str(word) for word in words]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def some(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
