@@ -82,11 +82,14 @@ def _add(group: Any, option: Option) -> None:
 def parse(argv: Sequence[str], prog: str = "unirun", extra: Sequence[Option] = ()) -> CommandLine:
     """Take `argv` apart. Raises `UsageError`. ``--help`` prints and leaves."""
     own, rest = _split([*argv], (*OPTIONS, *extra))
-    options = vars(build_parser(prog, extra).parse_args(own))
     overrides: list[str] = []
-    if "config" in options:
-        while rest and rest[0] != "--" and "=" in rest[0] and not rest[0].startswith("-"):
+    if any(word.startswith("--config=") for word in own):
+        while rest and "=" in rest[0] and not rest[0].startswith("-"):
             overrides.append(rest.pop(0))
+            # Options may stand behind overrides, too: what is the script's comes after the script, or after ``--``.
+            more, rest = _split(rest, (*OPTIONS, *extra))
+            own += more
+    options = vars(build_parser(prog, extra).parse_args(own))
     script = rest.pop(0) if rest and rest[0] != "--" else None
     if rest and rest[0] == "--":
         rest.pop(0)

@@ -191,6 +191,17 @@ class TestWhatFollows:
         line = parse(["--config", "job.yaml", "a=1", "--", "b=2", "--c"])
         assert (line.overrides, line.script, line.args) == (("a=1",), None, ("b=2", "--c"))
 
+    def test_a_config_may_be_options_between_overrides(self) -> None:
+        line = parse(
+            ["--config", "job.yaml", "a=1", "-d", "b=2", "--max-restarts", "3", "train.py", "--lr", "1"]
+        )
+        assert (line.overrides, line.script, line.args) == (("a=1", "b=2"), "train.py", ("--lr", "1"))
+        assert (line.options["detach"], line.options["max_restarts"]) == (True, ["3"])
+
+    def test_an_override_that_is_an_unknown_option_is_told(self) -> None:
+        with pytest.raises(UsageError, match="--exclud"):
+            parse(["--config", "job.yaml", "a=1", "--exclusive", "n1"])
+
     def test_without_a_config_an_equals_sign_means_nothing(self) -> None:
         assert parse(["a=1", "b"]).script == "a=1"
 
