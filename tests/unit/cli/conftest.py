@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,11 @@ HOST = Inventory((Node("host", cpus=(0, 1, 2, 3)),))
 GPUS = Inventory((Node("host", cpus=(0, 1), devices=tuple(Device(str(i), "H", "") for i in range(8))),))
 
 Compose = Callable[..., JobSpec]
+
+
+def same(one: JobSpec, two: JobSpec) -> bool:
+    """Equal but for the id, which is new each time."""
+    return dataclasses.replace(one, run_id="x") == dataclasses.replace(two, run_id="x")
 
 
 @pytest.fixture(autouse=True)
