@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations, combinations_with_replacement, pairwise, product
 from math import gcd
@@ -266,10 +266,11 @@ def _choices(request: Request, node: Node, role: RoleRequest, rank: int) -> Iter
     yield from combinations(indices, max(1, int(role.slots)))
 
 
-def may_stay(request: Request, before: Placement, lost: frozenset[str], targets: Sequence[Node]) -> bool:
-    """Whether there are places on `targets` for the ranks of `lost` nodes when all others stay where they are."""
-    stay = [a for a in before.assignments if a.node not in lost]
-    gone = [a for a in before.assignments if a.node in lost]
+def may_stay(
+    request: Request, before: Placement, gone: Collection[Assignment], targets: Sequence[Node]
+) -> bool:
+    """Whether there are places on `targets` for the ranks that are `gone` when all others stay where they are."""
+    stay = [a for a in before.assignments if a not in gone]
     roles = {role.name: role for role in request.roles}
     part = shares(request)
     for chosen in product(targets, repeat=len(gone)):

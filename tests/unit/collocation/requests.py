@@ -53,6 +53,20 @@ def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Request:
 
 
 @st.composite
+def spread(draw: st.DrawFn, request: Request) -> Request:
+    """`request` with more constraints, if they can be: its plans are placements of `request` with ranks far apart."""
+    names = [role.name for role in request.roles]
+    for pair in combinations(names, 2):
+        if draw(st.booleans()):
+            request = _if_sound(request, apart=(*request.apart, pair))
+    for at, role in enumerate(request.roles):
+        if role.per_node is None and draw(st.booleans()):
+            roles = (*request.roles[:at], replace(role, per_node=1), *request.roles[at + 1 :])
+            request = _if_sound(request, roles=roles)
+    return request
+
+
+@st.composite
 def _roles(draw: st.DrawFn, name: str, size: int, elastic: bool) -> RoleRequest:
     # Often the same count, so that roles can be collocated.
     count = draw(st.sampled_from([size, size, 1, 2, 3]))

@@ -1,4 +1,7 @@
-"""Plans, drawn: a line per node, a column per slot, ranks by the letter of their role."""
+"""Plans, drawn: a line per node, a column per slot, ranks by the letter of their role.
+
+The first are the three strategies of the DLRover proposal for a unified control plane, and their combinations.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,38 @@ def test_all_three_at_once() -> None:
         apart=(("critic", "Reward"),),
     )
     assert drawn(request, hosts(3, 3, 3)) == ["n0 a0r0 a1r1 c0", "n1 a2r2 a3r3 c1", "n2 R0 R1 -"]
+
+
+def test_reinforcement_learning_on_whole_nodes_with_all_strategies() -> None:
+    """NVLink joins four devices of eight. Prefill and decode are apart, as such roles are for inference."""
+    nodes = hosts(8, 8, 8, numas=2, nvlink=lambda index, _: index // 4)
+    roles = (
+        *(gpu("actor", 8), gpu("ref", 8), gpu("critic", 4), gpu("Reward", 4)),
+        *(gpu("prefill", 4), gpu("decode", 4)),
+    )
+    request = Request(
+        roles,
+        collocated=(("actor", "ref"),),
+        together=(("critic", "Reward"),),
+        apart=(("prefill", "decode"),),
+    )
+    assert drawn(request, nodes) == [
+        "n0 a0r0 a1r1 a2r2 a3r3 | d0 d1 d2 d3",
+        "n1 a4r4 a5r5 c0 c1 | R0 R1 p0 p1",
+        "n2 a6r6 a7r7 c2 c3 | R2 R3 p2 p3",
+    ]
+    heavy = replace(
+        request,
+        collocated=(("actor", "ref"), ("critic", "Reward")),
+        together=(),
+        apart=(("prefill", "decode"), ("actor", "critic")),
+        weights={("actor", "decode"): 9.0, ("prefill", "decode"): 2.0},
+    )
+    assert drawn(heavy, nodes) == [
+        "n0 a0r0 a1r1 a2r2 a3r3 | p0 p1 p2 p3",
+        "n1 a4r4 a5r5 a6r6 a7r7 | d0 d1 d2 d3",
+        "n2 c0R0 c1R1 c2R2 c3R3 | - - - -",
+    ]
 
 
 def test_isolated_roles_share_a_host_and_no_numa_node() -> None:
