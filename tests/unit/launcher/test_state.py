@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.launcher.test_core import KILL, TERM, TORCH, Agent, launch, store
+from tests.unit.launcher.agent import KILL, TERM, TORCH, Agent, launch, store
 from unirun.launcher.events import Abandon, FromWorker, Leave, Led, Order, ToMaster, ToSpawner
 from unirun.launcher.state import holdings
 from unirun.wire.messages import ExitKept, Hello, Message, RoleView, Shutdown, StopWorkers, View

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.master.documents import applied, kept, many
 from tests.unit.master.job import Job
-from tests.unit.master.test_context import Walk, applied, kept, many
 from tests.unit.master.unsteady import Fault, UnsteadyStore
+from tests.unit.master.walk import Walk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.failover import Exit, Failure
 from unirun.master.context import changes, observations, observed, restore

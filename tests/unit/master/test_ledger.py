@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.master.job import TERM, Job
-from tests.unit.master.test_context import Walk
+from tests.unit.master.walk import Walk
 from unirun.master.context import urgent
 from unirun.master.events import Command, Record
 from unirun.master.ledger import Ledger

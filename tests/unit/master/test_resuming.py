@@ -3,108 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
+from tests.unit.master.documents import written
 from tests.unit.master.job import KILL, TERM, Job
-from tests.unit.master.test_context import Walk, written
-from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition
+from tests.unit.master.takeover import TWO, end, join, kinds, rejoin, starts, take_over
+from unirun.errors import IllegalTransition
 from unirun.master import JobPhase, WorkerPhase
 from unirun.master.context import restore
-from unirun.master.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent
+from unirun.master.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.master.resuming import REJOIN_TIMEOUT, resume
-from unirun.master.state import JOB_ENDS, ROLE_ENDS, ROLE_WORKS, JobState, WorkerState
 from unirun.wire.messages import ExitKept, OpenStore, StartRole, Stop, StopWorkers, View
-from unirun.wire.reports import Cause, Held, HeldStore, Join, WorkerError, WorkerExited, WorkerStarted
+from unirun.wire.reports import HeldStore, Join, WorkerError, WorkerStarted
 from unirun.wire.spawning import StoreEnded, StoreOpened
-
-Who = tuple[str, int, int]
-
-TWO = ("n0", "n1")
-
-
-def take_over(job: Job) -> list[Command]:
-    """The job's master dies, and another loads what is in the store. Returns what is done at once."""
-    job.now += 2.0
-    job.state, commands = resume(restore(written(job.state)), job.now)
-    job.state.check()
-    return commands
-
-
-def held(state: JobState, worker: WorkerState, role: str) -> Held:
-    """The worker as its agent holds it."""
-    up = worker.phase in (WorkerPhase.RUNNING, WorkerPhase.SERVING)
-    addresses = dict(worker.addresses) if worker.phase is WorkerPhase.SERVING else None
-    recoverable = bool(worker.recoverable)
-    who = role, worker.rank, worker.incarnation
-    return Held(*who, worker.pid, up, worker.generation, addresses, recoverable)
-
-
-def join(
-    job: Job,
-    before: JobState,
-    node: str = "n0",
-    *,
-    lost: Collection[Who] = (),
-    lost_stores: Collection[str] = (),
-    ended: Iterable[WorkerExited] = (),
-    stores: Iterable[HeldStore] = (),
-) -> Job:
-    """An agent finds the new master. It holds what was ordered `before`, but what was `lost`; some have `ended`."""
-    exits = {(end.role, end.rank, end.incarnation): end for end in ended}
-    workers = [
-        held(before, worker, role.name)
-        for role in before.roles.values()
-        for worker in role.live
-        if worker.node == node and (role.name, worker.rank, worker.incarnation) not in lost
-    ]
-    workers = [replace(w, exit=exits.pop((w.role, w.rank, w.incarnation), None)) for w in workers]
-    workers += [Held(*who, exit=end) for who, end in exits.items()]
-    given = {store.role: store for store in stores}
-    its_stores = [
-        given.get(role.name) or HeldStore(role.name, role.generation, role.opened == role.generation)
-        for role in before.roles.values()
-        if role.workers[0].node == node and role.name not in lost_stores
-    ]
-    endpoints = dict(before.agents[node].endpoints)
-    return job.on(Join(node, 1, node, endpoints, tuple(workers), tuple(its_stores)))
-
-
-def rejoin(job: Job, **more: object) -> Job:
-    """The only node finds the new master."""
-    before = job.state
-    take_over(job)
-    return join(job, before, **more)  # type: ignore[arg-type]
-
-
-def end(
-    role: str,
-    rank: int,
-    code: int | None = 1,
-    by: int | None = None,
-    *,
-    incarnation: int = 0,
-    sent: int | None = None,
-    cause: Cause = "own",
-) -> WorkerExited:
-    return WorkerExited(role, rank, incarnation, 200.0, None if by else code, by, cause, sent)
-
-
-def starts(job: Job) -> list[tuple[str, int, list[tuple[int, int]]]]:
-    """Who is ordered: role, generation, ranks with their incarnations."""
-    return [
-        (o.role, o.generation, [(m.rank, m.incarnation) for m in o.members]) for o in job.orders(StartRole)
-    ]
-
-
-def kinds(job: Job, node: str | None = None) -> list[type]:
-    return [
-        type(c.message) for c in job.commands if isinstance(c, ToAgent) and (node is None or c.node == node)
-    ]
 
 
 class TestTakingOver:
@@ -320,99 +233,3 @@ class TestAnEndThatNoMasterHasHeardOf:
         gone = StoreEnded("actor", 0, 200.0, "it was killed")
         rejoin(job, stores=[HeldStore("actor", 0, True, gone)])
         assert OpenStore("actor", 1) in job.orders(OpenStore)
-
-
-class TestANodeOfSeveral:
-    @pytest.fixture
-    def job(self) -> Job:
-        return Job({"actor": 4}, nodes=TWO, restarts={"actor": 1}).running()
-
-    def test_that_is_back_first_is_told_nothing_until_all_are(self, job: Job) -> None:
-        before = job.state
-        take_over(job)
-        join(job, before, "n0", lost=[("actor", 0, 0)])
-        assert kinds(job) == []
-        join(job, before, "n1", lost=[("actor", 3, 0)])
-        assert kinds(job, "n1") == [View, StartRole]
-        assert kinds(job, "n0") == [View, StartRole]
-        assert starts(job) == [("actor", 0, [(0, 0)]), ("actor", 0, [(3, 0)])]
-
-    def test_may_tell_of_a_failure_before_the_others_are_back(self, job: Job) -> None:
-        before = job.state
-        take_over(job)
-        join(job, before, "n0", ended=[end("actor", 0, 1)])
-        assert job.phases() == {"actor": "restarting"}
-        join(job, before, "n1")
-        assert StopWorkers("actor", (1, 3), TERM, 30.0) in job.orders(StopWorkers)
-        for rank in (1, 2, 3):
-            job.exits("actor", rank, by=TERM, asked=TERM)
-        assert [ranks for _, _, ranks in starts(job)] == [[(0, 1), (2, 1)], [(1, 1), (3, 1)]]
-
-    def test_that_does_not_come_back_ends_the_job(self, job: Job) -> None:
-        before = job.state
-        take_over(job)
-        join(job, before, "n0")
-        job.on(RejoinTimedOut())
-        assert job.orders(StopWorkers) == [StopWorkers("actor", (0, 2), TERM, 30.0)]
-        job.obey()
-        assert job.state.phase is JobPhase.FAILED
-        assert job.finish is not None
-        assert "n1 is gone: it did not join the new master within 15 s" in job.finish.verdict.report
-
-    def test_that_does_not_come_back_to_a_job_that_ends_is_part_of_that(self, job: Job) -> None:
-        before = job.on(Stop(TERM, "enough")).state
-        take_over(job)
-        join(job, before, "n0")
-        job.obey()
-        assert job.end is None
-        assert job.on(RejoinTimedOut()).end == (143, "enough")
-
-    def test_that_never_had_joined_may_fail_the_launch(self) -> None:
-        job = Job({"actor": 2}, nodes=TWO).on(Join("n0", 1, "n0", {"actor": "h:1"}))
-        take_over(job)
-        job.on(Join("n0", 1, "n0", {"actor": "h:1"}), JoinTimedOut())
-        assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
-
-    def test_is_not_awaited_any_more_when_all_are_back(self, job: Job) -> None:
-        before = job.state
-        take_over(job)
-        for node in TWO:
-            join(job, before, node)
-        assert job.on(RejoinTimedOut()).commands == []
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 2**32), st.integers(3, 80), st.booleans())
-def test_wherever_a_master_dies_what_was_decided_stands_and_nothing_is_done_twice(
-    seed: int, length: int, some_orders_are_lost: bool
-) -> None:
-    walk = Walk(seed)
-    before = walk.states(length)[-1]
-    assume(before.phase not in JOB_ENDS)
-    job = walk.job
-    live = [(r.name, w.rank, w.incarnation) for r in before.roles.values() for w in r.live]
-    fresh = [
-        (r.name, w.rank, w.incarnation)
-        for r in before.roles.values()
-        for w in r.live
-        if w.phase is WorkerPhase.STARTING
-    ]
-    lost = fresh if some_orders_are_lost else []
-    take_over(job)
-    ordered: list[Who] = []
-    for node in sorted(before.agents):
-        join(job, before, node, lost=lost)
-        ordered += [(o.role, m.rank, m.incarnation) for o in job.orders(StartRole) for m in o.members]
-    assert len(set(ordered)) == len(ordered)
-    assert not set(ordered) & (set(live) - set(lost)), "one that lives is started again"
-    works = {role.name for role in before.roles.values() if role.phase in ROLE_WORKS}
-    away = [role.name for role in before.roles.values() if role.generation > role.opened]
-    assert {who for who in lost if who[0] in works and who[0] not in away} <= set(ordered), "one is forgotten"
-    for role in job.state.roles.values():
-        old = before.roles[role.name]
-        if old.phase in ROLE_ENDS:
-            assert role.phase is old.phase
-        if not lost:
-            assert (role.generation, role.opened, role.restarts) == (old.generation, old.opened, old.restarts)
-            assert [w.exit for w in role.workers] == [w.exit for w in old.workers]
-    assert len(job.state.failures) == len(before.failures)

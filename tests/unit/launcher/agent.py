@@ -1,0 +1,96 @@
+"""An agent under test: events go in, and what they lead to can be asked for."""
+
+from __future__ import annotations
+
+import signal
+
+from unirun.launcher.core import step
+from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.events import (
+    Command,
+    Event,
+    FromSpawner,
+    FromWorker,
+    Instruction,
+    Launch,
+    Order,
+    Store,
+    ToMaster,
+    ToSpawner,
+    Worker,
+)
+from unirun.launcher.state import AgentState
+from unirun.wire.messages import Hello, Message
+from unirun.wire.spawning import (
+    Forked,
+    Preloaded,
+    ServeStore,
+    Spawn,
+)
+
+TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
+
+
+TORCH: SpawnerKey = (("OMP_NUM_THREADS", "1"),)
+
+
+OTHER: SpawnerKey = (("OMP_NUM_THREADS", "2"),)
+
+
+def spawn(number: int, role: str, rank: int, kind: str = "script") -> Spawn:
+    return Spawn(number, f"{role}:{rank}", kind, "a.py", (), False, {}, "/", "/o", "/e")
+
+
+def worker(
+    number: int, role: str, rank: int, *, key: SpawnerKey = TORCH, incarnation: int = 0, kind: str = "script"
+) -> Worker:
+    return Worker(number, role, rank, incarnation, key, spawn(number, role, rank, kind))
+
+
+def launch(
+    role: str = "actor", count: int = 2, *, first: int = 1, incarnation: int = 0, **more: object
+) -> Launch:
+    workers = tuple(worker(first + r, role, r, incarnation=incarnation, **more) for r in range(count))  # type: ignore[arg-type]
+    return Launch(workers)
+
+
+def store(role: str = "actor", generation: int = 0, key: SpawnerKey = TORCH) -> Store:
+    return Store(key, ServeStore(role, generation, 9))
+
+
+class Agent:
+    """An agent under test."""
+
+    def __init__(self, **state: object) -> None:
+        self.state = AgentState("n0", **state)  # type: ignore[arg-type]
+        self.commands: list[Command] = []
+
+    def on(self, *events: Event | Instruction) -> Agent:
+        """Apply events; what a master wants comes from the term 1."""
+        self.commands = []
+        for event in events:
+            event = Order(1, event) if isinstance(event, Instruction) else event
+            self.state, commands = step(self.state, event)
+            self.commands += commands
+        return self
+
+    def spawner(self, *messages: Message, key: SpawnerKey = TORCH) -> Agent:
+        return self.on(*(FromSpawner(key, message) for message in messages))
+
+    def alive(self, count: int = 2) -> Agent:
+        """Workers of role actor, with processes, in the user's code."""
+        self.on(store(), launch(count=count)).spawner(Preloaded(1.0))
+        for number in range(1, count + 1):
+            self.spawner(Forked(number, 100 + number))
+            self.on(FromWorker(number, Hello("actor", number - 1, 0, 100 + number, True)))
+        return self
+
+    def told(self, kind: type) -> list:
+        return [c.message for c in self.commands if isinstance(c, ToMaster) and isinstance(c.message, kind)]
+
+    def sent(self, kind: type, key: SpawnerKey = TORCH) -> list:
+        chosen = [c for c in self.commands if isinstance(c, ToSpawner) and c.key == key]
+        return [c.message for c in chosen if isinstance(c.message, kind)]
+
+    def has(self, kind: type) -> bool:
+        return any(isinstance(c, kind) for c in self.commands)

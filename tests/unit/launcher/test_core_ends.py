@@ -1,0 +1,199 @@
+"""The agent's decisions when something ends: a stop, its own leaving, a store or a spawner that dies."""
+
+from __future__ import annotations
+
+from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
+from unirun.launcher.core import LOST_GRACE
+from unirun.launcher.environment import FRESH
+from unirun.launcher.events import (
+    Abandon,
+    After,
+    GraceOver,
+    KillGroups,
+    Launch,
+    Leave,
+    SpawnerDown,
+    StartSpawner,
+    ToMaster,
+    ToSpawner,
+)
+from unirun.wire.messages import Shutdown, StopWorkers
+from unirun.wire.reports import (
+    Notice,
+    WorkerExited,
+)
+from unirun.wire.spawning import (
+    Forked,
+    Kill,
+    Preloaded,
+    Reaped,
+    ServeStore,
+    Spawn,
+    StoreEnded,
+    StoreOpened,
+)
+
+
+class TestAStop:
+    def test_is_term_then_kill(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
+        assert agent.sent(Kill) == [Kill(1, TERM), Kill(2, TERM)]
+        assert [c for c in agent.commands if isinstance(c, After)] == [
+            After(5.0, GraceOver(1)),
+            After(5.0, GraceOver(2)),
+        ]
+        agent.spawner(Reaped(1, 1.0, None, TERM))
+        assert [(e.cause, e.sent) for e in agent.told(WorkerExited)] == [("order", TERM)]
+        agent.on(GraceOver(1), GraceOver(2))
+        assert agent.sent(Kill) == [Kill(2, KILL)]
+        assert "did not end in its grace period" in agent.told(Notice)[0].text
+        assert agent.spawner(Reaped(2, 2.0, None, KILL)).told(WorkerExited)[0].sent == KILL
+
+    def test_with_kill_waits_for_nothing(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (1,), KILL, 0.0))
+        assert agent.commands == [ToSpawner(TORCH, Kill(2, KILL))]
+
+    def test_that_comes_again_sends_no_second_signal_and_may_leave_less_time(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0))
+        agent.on(StopWorkers("actor", (0,), TERM, 1.0))
+        assert agent.commands == [After(1.0, GraceOver(1))]
+        assert agent.on(StopWorkers("actor", (0,), INT, 1.0)).sent(Kill) == [Kill(1, INT)]
+
+    def test_of_a_worker_that_was_killed_does_nothing(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), KILL, 0.0))
+        assert agent.on(StopWorkers("actor", (0,), TERM, 5.0)).commands == []
+        assert agent.spawner(Reaped(1, 1.0, None, KILL)).told(WorkerExited)[0].sent == KILL
+
+    def test_of_a_worker_that_waits_for_its_spawner_needs_no_signal(self) -> None:
+        agent = Agent(spawners={TORCH: False}).on(launch(), StopWorkers("actor", (0,), TERM, 5.0))
+        assert agent.told(WorkerExited) == [
+            WorkerExited("actor", 0, 0, 0.0, None, TERM, "order", TERM, note="it had not started")
+        ]
+        assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [2]
+
+    def test_of_a_worker_that_is_being_forked_follows_its_order(self) -> None:
+        agent = Agent(spawners={TORCH: True}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
+        orders = [c.message for c in agent.commands if isinstance(c, ToSpawner)]
+        assert orders == [spawn(1, "actor", 0), Kill(1, TERM)]
+        assert agent.spawner(Forked(1, 101)).state.workers[1].sent == TERM
+
+    def test_of_a_rank_that_is_not_here_does_nothing(self) -> None:
+        assert Agent().alive().on(StopWorkers("rollout", (0, 7), TERM, 5.0)).commands == []
+
+
+class TestLeaving:
+    def test_without_workers_is_immediate(self) -> None:
+        assert Agent(spawners={TORCH: False}).on(Shutdown()).commands == [Leave()]
+
+    def test_at_the_jobs_end_kills(self) -> None:
+        agent = Agent().alive().on(Shutdown())
+        assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
+        assert not agent.has(Leave)
+        assert agent.spawner(Reaped(1, 1.0, None, 9), Reaped(2, 1.0, None, 9)).commands[-1] == Leave()
+
+    def test_without_a_master_gives_a_short_grace(self) -> None:
+        agent = Agent().alive(1).on(Abandon("gone"))
+        assert agent.commands == [ToSpawner(TORCH, Kill(1, TERM)), After(LOST_GRACE, GraceOver(1))]
+        assert LOST_GRACE < 1.0
+
+    def test_drops_what_has_not_started(self) -> None:
+        agent = Agent(spawners={TORCH: False}).on(launch(), Abandon("gone"))
+        assert len(agent.told(WorkerExited)) == 2
+        assert agent.commands[-1] == Leave()
+
+
+class TestAStoreThatDies:
+    def test_makes_its_role_fail_as_nobody_could_come_late(self) -> None:
+        agent = Agent().alive().spawner(StoreEnded("actor", 0, 5.0, "its process was killed"))
+        assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
+        (end,) = agent.spawner(Reaped(1, 6.0, None, KILL)).told(WorkerExited)
+        assert (end.cause, end.sent) == ("doom", None)
+        assert end.note == "the store of its role is gone: its process was killed"
+
+    def test_is_of_no_interest_to_workers_that_are_told_to_end_or_to_other_roles(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
+        agent.spawner(StoreEnded("actor", 0, 5.0, "x"), StoreEnded("rollout", 0, 5.0, "x"))
+        assert agent.commands == [ToMaster(StoreEnded("actor", 0, 5.0, "x"))]
+
+    def test_before_they_are_ordered_makes_workers_fail_too(self) -> None:
+        agent = Agent(spawners={TORCH: True}).on(store()).spawner(StoreEnded("actor", 0, 5.0, "x"))
+        agent.on(launch(count=1))
+        assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [Spawn, Kill]
+        assert agent.state.workers[1].cause == "doom"
+        agent = Agent(spawners={TORCH: True, OTHER: False}).on(store())
+        agent.spawner(StoreEnded("actor", 0, 5.0, "x")).on(launch(count=1, key=OTHER))
+        assert [e.note for e in agent.told(WorkerExited)] == ["the store of its role is gone: x"]
+
+    def test_is_told_to_the_master_and_leaves_workers_alone_that_can_meet_in_another(self) -> None:
+        agent = Agent(in_place=frozenset({"actor"})).alive()
+        assert agent.spawner(StoreEnded("actor", 0, 5.0, "x")).commands == [
+            ToMaster(StoreEnded("actor", 0, 5.0, "x"))
+        ]
+        agent.on(store(generation=1)).spawner(StoreOpened("actor", 1))
+        assert agent.commands == [ToMaster(StoreOpened("actor", 1))]
+        assert agent.spawner(StoreEnded("actor", 0, 5.0, "late")).commands == []
+
+    def test_is_ordered_anew_from_the_spawner_that_is_ready_by_then(self) -> None:
+        agent = Agent(in_place=frozenset({"actor"})).alive().on(SpawnerDown(TORCH, "x", 5.0))
+        assert agent.told(StoreEnded) == [StoreEnded("actor", 0, 5.0, "x")]
+        agent.on(store(generation=1), store(generation=2))
+        assert [c.key for c in agent.commands if isinstance(c, StartSpawner)] == [TORCH]
+        assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == [ServeStore("actor", 2, 9)]
+
+    def test_is_not_opened_any_more_by_an_agent_that_leaves(self) -> None:
+        assert Agent().alive().on(Shutdown(), store(generation=1)).sent(ServeStore) == []
+
+
+class TestASpawnerThatDies:
+    def test_takes_its_workers_with_it(self) -> None:
+        agent = Agent().alive().on(SpawnerDown(TORCH, "its spawner was killed", 5.0))
+        assert agent.commands[0] == KillGroups((101, 102))
+        assert [(e.signal, e.sent, e.note) for e in agent.told(WorkerExited)] == [
+            (KILL, None, "its spawner was killed")
+        ] * 2
+        assert agent.state.workers == {}
+        assert TORCH not in agent.state.spawners
+
+    def test_is_started_again_when_it_is_needed(self) -> None:
+        agent = Agent().alive().on(SpawnerDown(TORCH, "x", 5.0))
+        agent.on(store(generation=1), launch(first=5, incarnation=1))
+        assert agent.has(StartSpawner)
+        assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [5, 6]
+
+    def test_before_it_was_ready_makes_its_workers_fail(self) -> None:
+        agent = Agent(spawners={TORCH: False}).on(launch(), SpawnerDown(TORCH, "cannot import x", 5.0))
+        assert [(e.code, e.signal, e.note) for e in agent.told(WorkerExited)] == [
+            (1, None, "cannot import x")
+        ] * 2
+
+    def test_leaves_the_workers_of_others_alone(self) -> None:
+        rollout = Launch((worker(9, "rollout", 0, key=OTHER),))
+        agent = Agent(spawners={TORCH: True, OTHER: True}).on(launch(), rollout, store("rollout", key=OTHER))
+        agent.on(SpawnerDown(TORCH, "x", 5.0))
+        assert [*agent.state.workers] == [9]
+        assert agent.sent(Kill, OTHER) == []
+
+    def test_takes_roles_with_it_whose_store_it_served(self) -> None:
+        """A role of fresh interpreters has its store in a spawner that has torch."""
+        agent = (
+            Agent(spawners={TORCH: True, FRESH: True})
+            .on(launch(key=FRESH), store())
+            .spawner(Forked(1, 101), key=FRESH)
+        )
+        agent.on(SpawnerDown(TORCH, "it was killed", 5.0))
+        assert agent.sent(Kill, FRESH) == [Kill(1, KILL), Kill(2, KILL)]
+        (end,) = agent.spawner(Reaped(1, 6.0, None, 9), key=FRESH).told(WorkerExited)
+        assert end.cause == "doom"
+        assert end.note == "the store of its role is gone: it was killed"
+
+    def test_takes_roles_with_it_whose_store_it_should_have_served(self) -> None:
+        agent = Agent(spawners={TORCH: False, FRESH: False}).on(launch(key=FRESH), store())
+        agent.on(SpawnerDown(TORCH, "cannot import torch", 5.0))
+        assert [e.note for e in agent.told(WorkerExited)] == [
+            "the store of its role is gone: cannot import torch"
+        ] * 2
+        assert agent.state.stores["actor"].ended is not None
+        assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == []
+
+    def test_while_leaving_is_the_end(self) -> None:
+        assert Agent().alive().on(Shutdown(), SpawnerDown(TORCH, "x", 1.0)).commands[-1] == Leave()

@@ -1,0 +1,131 @@
+"""Whatever holds of an agent for any order of events."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.unit.launcher.agent import KILL, OTHER, TERM, TORCH, Agent, store, worker
+from unirun.launcher.environment import FRESH
+from unirun.launcher.events import (
+    Abandon,
+    After,
+    Event,
+    FromSpawner,
+    FromWorker,
+    Launch,
+    Leave,
+    LinkClosed,
+    Phase,
+    SpawnerDown,
+    ToMaster,
+)
+from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
+from unirun.wire.reports import (
+    WorkerExited,
+)
+from unirun.wire.spawning import (
+    Forked,
+    Preloaded,
+    Reaped,
+    SpawnFailed,
+    StoreEnded,
+)
+
+
+class RandomHistory:
+    """A spawner and a master that are always within their rights, and do anything in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.agent = Agent(spawners={TORCH: False, OTHER: False}, in_place=frozenset({"rollout"}))
+        self.ids = 0
+        self.incarnations: dict[tuple[str, int], int] = {}
+        self.launched: set[tuple[str, int, int]] = set()
+        self.ended: list[tuple[str, int, int]] = []
+        self.timers: list[Event] = []
+        self.left = False
+
+    def feed(self, event: Event) -> None:
+        if isinstance(event, Launch):
+            for one in event.workers:
+                self.incarnations[one.role, one.rank] = one.incarnation
+                self.launched.add((one.role, one.rank, one.incarnation))
+        self.agent.on(event)
+        for command in self.agent.commands:
+            if isinstance(command, ToMaster) and isinstance(command.message, WorkerExited):
+                self.ended.append((command.message.role, command.message.rank, command.message.incarnation))
+            elif isinstance(command, After):
+                self.timers.append(command.event)
+            elif isinstance(command, Leave):
+                assert not self.agent.state.workers, "it leaves workers behind"
+                self.left = True
+        self.check()
+
+    def check(self) -> None:
+        assert len(set(self.ended)) == len(self.ended), "an end is told twice"
+        alive = {(w.role, w.rank, w.incarnation) for w in self.agent.state.workers.values()}
+        assert not alive & set(self.ended), "a worker has ended and is kept"
+        assert alive | set(self.ended) == self.launched, "a worker was forgotten"
+
+    def launch(self) -> Launch | None:
+        role = self.rng.choice(["actor", "rollout"])
+        ranks = [r for r in range(3) if self.agent.state.find(role, r) is None]
+        if not ranks:
+            return None
+        key = self.rng.choice([TORCH, OTHER, FRESH])
+        workers = []
+        for rank in ranks:
+            self.ids += 1
+            incarnation = self.incarnations.get((role, rank), -1) + 1
+            workers.append(worker(self.ids, role, rank, key=key, incarnation=incarnation))
+        return Launch(tuple(workers))
+
+    def next_event(self) -> Event | None:
+        rng, state = self.rng, self.agent.state
+        forking = [w for w in state.workers.values() if w.phase is Phase.FORKING]
+        alive = [w for w in state.workers.values() if w.phase is Phase.ALIVE]
+        choices: list[Event | None] = [
+            self.launch() if rng.random() < 0.3 else None,
+            StopWorkers(rng.choice(["actor", "rollout"]), (0, 2), rng.choice([TERM, KILL]), 1.0),
+            View(()),
+            store(rng.choice(["actor", "rollout"]), rng.randrange(3), rng.choice([TORCH, OTHER])),
+        ]
+        for role, kept in state.stores.items():
+            if kept.sent:
+                end = StoreEnded(role, kept.request.generation - rng.randrange(2), 1.0, "gone")
+                choices.append(FromSpawner(kept.spawner, end))
+        choices += [FromSpawner(key, Preloaded(1.0)) for key, ready in state.spawners.items() if not ready]
+        choices += [SpawnerDown(key, "down", 1.0) for key in state.spawners if rng.random() < 0.1]
+        if forking:
+            one = rng.choice(forking)
+            choices.append(FromSpawner(one.spawner, Forked(one.id, 1000 + one.id)))
+            choices.append(FromSpawner(one.spawner, SpawnFailed(one.id, 1.0, "no")))
+        if alive:
+            one = rng.choice(alive)
+            choices.append(FromSpawner(one.spawner, Reaped(one.id, 1.0, rng.choice([0, 1]), None)))
+            choices += [FromWorker(one.id, Hello(one.role, one.rank, 0, 1, True)), LinkClosed(one.id)]
+        if self.timers:
+            choices.append(self.timers.pop(rng.randrange(len(self.timers))))
+        return rng.choice(choices)
+
+    def run(self) -> None:
+        for _ in range(150):
+            event = self.next_event()
+            if event is not None:
+                self.feed(event)
+        self.feed(self.rng.choice([Shutdown(), Abandon("gone")]))
+        late = self.launch()
+        if late is not None:
+            self.feed(late)
+        for one in list(self.agent.state.workers.values()):
+            self.feed(FromSpawner(one.spawner, Reaped(one.id, 2.0, None, 9)))
+        assert self.left, "it does not leave"
+        assert set(self.ended) == self.launched
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_in_any_order_each_worker_ends_once_and_the_agent_leaves_when_none_is_left(block: int) -> None:
+    for seed in range(block * 50, block * 50 + 50):
+        RandomHistory(seed).run()

@@ -1,0 +1,81 @@
+"""A job to which anything happens that can, for tests of what holds in every history."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from tests.unit.master.job import KILL, TERM, Job
+from unirun.master.events import AgentLost, Event, ViewDue
+from unirun.master.state import JOB_ENDS, JobState, Owner
+from unirun.wire.messages import OpenStore, Stop
+from unirun.wire.reports import (
+    Join,
+    Notice,
+    WorkerError,
+    WorkerExited,
+    WorkerFormed,
+    WorkerMetrics,
+    WorkerRunning,
+    WorkerServing,
+    WorkerStarted,
+)
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+
+class Walk:
+    """A job to which anything happens that can."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.job = Job(
+            {"actor": 3, "trainer": 1, "reward": 2},
+            kinds={"actor": "workload", "trainer": "trainer"},
+            restarts={"actor": 30, "trainer": 2, "reward": 20},
+            primary=("trainer",),
+            nodes=("n0", "n1"),
+            stores_open=False,
+        )
+        owner = self.rng.choice([None, Owner("host", 7, 99)])
+        self.job.state = replace(self.job.state, uid="0a1b", owner=owner)
+        self.stores: list[StoreOpened] = []
+
+    def states(self, steps: int) -> list[JobState]:
+        """The states one after another, from the first."""
+        found = [self.job.state]
+        for node in ("n0", "n1"):
+            endpoints = dict.fromkeys(self.job.state.roles, f"{node}:1")
+            found.append(self.do(Join(node, 1, node, endpoints)))
+        while self.job.state.phase not in JOB_ENDS and len(found) < steps:
+            found.append(self.do(self.event()))
+        return found
+
+    def do(self, event: Event) -> JobState:
+        self.job.on(event)
+        self.stores += [StoreOpened(o.role, o.generation) for o in self.job.orders(OpenStore)]
+        return self.job.state
+
+    def event(self) -> Event:
+        rng, state = self.rng, self.job.state
+        role = rng.choice(list(state.roles.values()))
+        worker = rng.choice(role.workers)
+        who = role.name, worker.rank, worker.incarnation
+        if rng.random() < 0.02:
+            return rng.choice([Stop(TERM, "enough", rng.choice([None, 1.0])), AgentLost("n1", "gone")])
+        if self.stores and rng.random() < 0.3:
+            return self.stores.pop(0)
+        told: list[Event] = [ViewDue(), Notice("n0", "hm"), StoreEnded(role.name, role.generation, 1.0, "x")]
+        if worker.live:
+            told += 4 * [WorkerStarted(worker.node, *who, 100), WorkerRunning(*who, role.opened)]
+            told += 4 * [WorkerServing(*who, {"socket": "a"}, True), WorkerFormed(*who, role.opened)]
+            told += [WorkerMetrics(*who, {"loss": 0.5}, 1.0), self.exit(who), self.exit(who)]
+        return rng.choice(told)
+
+    def exit(self, who: tuple[str, int, int]) -> WorkerExited:
+        rng = self.rng
+        error = rng.choice([None, WorkerError("ValueError: ü\udcff\x00", "Traceback …\n", 5.0)])
+        code, by = rng.choice([(0, None), (1, None), (None, KILL), (None, TERM)])
+        stopping = self.job.state.roles[who[0]].phase in ("stopping", "restarting")
+        if stopping:
+            return WorkerExited(*who, 6.0, None, TERM, "order", TERM)
+        return WorkerExited(*who, 6.0, code, by, "own", None, error, "a note", "the end")
