@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.contract.store.etcd_server import Servers
 
-from .harness import Unirun, command_in
+from .harness import EXEC, Running, Script, Unirun, command_in, eventually
+from .serving import SERVE
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def unirun(tmp_path: Path) -> Iterator[Unirun]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[..., Path]:
+def script(tmp_path: Path) -> Script:
     """Writes a worker's script: ``script("print(1)")``."""
 
     def write(text: str, name: str = "train.py") -> Path:
@@ -31,6 +32,17 @@ def script(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def running(unirun: Unirun, script: Script) -> Running:
+    """A job in the foreground that runs until it is told to end."""
+    job = unirun.start(
+        *EXEC, "--roles", "actor=2,rollout=1", "--max-restarts", "actor=1", "--rdzv-id", "mine", script(SERVE)
+    )
+    job.lines(r"line (\w+ \d)", 3)
+    eventually(lambda: {role["phase"] for role in unirun.status()["roles"]} == {"running"}, "all ranks run")
+    return job
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,14 @@ SOON = 20.0
 UNIRUN = str(Path(sys.executable).with_name("unirun"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SCRIPTS = Path(__file__).parent / "scripts"
+ENVIRON = SCRIPTS / "environ.py"
+"""A worker that prints what it finds around it."""
+
+EXEC = ("--start-method", "exec")
+"""Each worker is an interpreter of its own: who needs no torch does not wait for its import."""
+
+Script = Callable[..., Path]
+"""The fixture `script`: it writes a worker's script and tells where it is."""
 
 
 def eventually(look: Callable[[], T], what: str, within: float = SOON) -> T:
@@ -186,9 +194,21 @@ class Unirun:
         **popen: Any,
     ) -> Running:
         """Start it in a session of its own, so that signals reach it alone."""
+        return self.start_program([UNIRUN, *map(str, args)], env=env, cwd=cwd, read=read, **popen)
+
+    def start_program(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        read: bool = True,
+        **popen: Any,
+    ) -> Running:
+        """Start another program that has this home, likewise."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(
-            [UNIRUN, *map(str, args)],
+            command,
             cwd=cwd or self.root,
             env=self.environment(env),
             start_new_session=True,

@@ -6,15 +6,13 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .harness import SOON, Unirun, alive, gone
+from .harness import EXEC, SOON, Script, Unirun, alive, gone
 
-Script = Callable[..., Path]
-EXEC = ("--start-method", "exec")
 ROLES = ("--roles", "actor=1,rollout=1")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ import pytest
 from unirun.rendezvous import JobDir
 from unirun.train.handle import JobHandle
 
-from .harness import SOON, START, Unirun, alive, eventually
+from .harness import SOON, START, Script, Unirun, alive, eventually
 from .masters import Masters
 
 pytestmark = pytest.mark.timeout(240)
 
-Script = Callable[..., Path]
 
 TELLING = """
     import os, pathlib, time

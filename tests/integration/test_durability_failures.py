@@ -5,13 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
-from .harness import START, Running, Unirun, eventually
+from .harness import START, Running, Script, Unirun, eventually
 from .masters import Masters, Steady
-
-Script = Callable[..., Path]
 
 WAITING = """
     import os, pathlib, time

@@ -17,10 +17,7 @@ from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
 
-from .harness import SOON, Result, Unirun, eventually
-
-EXEC = ("--start-method", "exec")
-"""No worker comes so far that it would need torch."""
+from .harness import EXEC, SOON, Result, Unirun, eventually
 
 WITHIN = 12.0
 """Seconds, on a busy machine, until the cause is told, besides what the store's timeout takes."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,6 @@ from .masters import Masters, Steady, calm
 
 pytestmark = pytest.mark.timeout(240)
 
-Script = Callable[..., Path]
 
 LEASE = 6.0
 """Seconds that a master which hangs still counts as the one that leads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from .masters import Masters, Steady, calm, said
 
 pytestmark = pytest.mark.timeout(300)
 
-Script = Callable[..., Path]
 
 KILLS = 50
 WHILE_IT_STARTS = 4

@@ -7,14 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from .harness import START, TORCHRUN, Unirun, alive
-
-Script = Callable[..., Path]
+from .harness import START, TORCHRUN, Script, Unirun, alive
 
 COLLECTIVES = """
     import torch, torch.distributed as dist, unirun

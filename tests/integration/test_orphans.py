@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from .harness import SOON, Running, Unirun, alive, eventually, gone
-
-Script = Callable[..., Path]
+from .harness import SOON, Running, Script, Unirun, alive, eventually, gone
 
 LIMIT = 1.0
 """Seconds that a worker may outlive the part that was killed."""

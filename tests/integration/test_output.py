@@ -9,15 +9,12 @@ import re
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .harness import SOON, START, Unirun, eventually, gone
-
-Script = Callable[..., Path]
-EXEC = ("--start-method", "exec")
+from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
 
 
 class TestLogFiles:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from .harness import Unirun
-
-Script = Callable[..., Path]
+from .harness import Script, Unirun
 
 TELL = """
     import os

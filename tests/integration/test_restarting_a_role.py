@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from .harness import SOON, Unirun, alive, eventually, gone
-
-Script = Callable[..., Path]
+from .harness import SOON, Script, Unirun, alive, eventually, gone
 
 WAITING = """
     import os, signal, sys

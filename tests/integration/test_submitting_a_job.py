@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -63,17 +62,8 @@ def program(unirun: Unirun, script: Callable[..., Path], tmp_path: Path) -> Prog
         script(PPO, "code/ppo.py")
         parts = [PPO, MAIN, statements] if one_file else [MAIN, statements]
         path = script("".join(map(textwrap.dedent, parts)), "code/ppo.py" if one_file else "code/main.py")
-        process = subprocess.Popen(
-            [sys.executable, "-u", str(path)],
-            cwd=tmp_path,
-            env=unirun.environment({"TMPDIR": str(tmp_path / "temporary")}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        unirun.started.append(Running(unirun, process, read=True))
-        return unirun.started[-1]
+        temporary = {"TMPDIR": str(tmp_path / "temporary")}
+        return unirun.start_program([sys.executable, "-u", str(path)], env=temporary)
 
     return start
 

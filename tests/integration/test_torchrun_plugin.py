@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,16 +79,7 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
             *(f"--nnodes={nodes}", f"--nproc-per-node={workers}", f"--max-restarts={restarts}"),
             *(str(training), str(tmp_path), *args),
         ]
-        process = subprocess.Popen(
-            command,
-            env=unirun.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        unirun.started.append(Running(unirun, process, read=True))
-        return unirun.started[-1]
+        return unirun.start_program(command)
 
     return start
 

@@ -1,0 +1,89 @@
+"""``status``, ``ls``, ``stop`` and ``gc`` of jobs that are seen by their store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .harness import EXEC, Script, Unirun, eventually
+from .serving import QUICK, SERVE, end_well
+
+
+class TestByTheStore:
+    """From another shell, which has no access to the job's directory."""
+
+    @pytest.fixture
+    def url(self, unirun: Unirun) -> str:
+        return f"sqlite:{unirun.root / 'shared.db'}"
+
+    @pytest.fixture
+    def elsewhere(self, tmp_path: Path) -> Unirun:
+        root = tmp_path / "elsewhere"
+        root.mkdir()
+        return Unirun(root)
+
+    def test_a_job_is_seen_through_the_death_of_its_master(
+        self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
+    ) -> None:
+        job = unirun.start(*EXEC, "--store", url, "--rdzv-id", "mine", "--role", "a", script(SERVE))
+        job.lines("line")
+
+        def seen() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(elsewhere("status", "mi", "--store", url, "--json").out)
+            return found
+
+        eventually(lambda: seen()["phase"] == "running", "the store has it")
+        first = seen()["leader"]
+        assert (first["epoch"], first["host"]) == (1, socket.gethostname())
+        os.kill(first["pid"], signal.SIGKILL)
+        second = eventually(lambda: (s := seen())["epoch"] == 2 and s["leader"], "another has written")
+        assert second["pid"] != first["pid"]
+        assert unirun.status()["epoch"] == 2
+        (row,) = elsewhere("ls", env={"UNIRUN_STORE": url}, within=QUICK).out.splitlines()[1:]
+        assert row.split()[0:2] == ["mine", "running"]
+        assert row.endswith(f"  {socket.gethostname()}:{second['pid']}")
+        for command in ("stop", "logs"):
+            refused = elsewhere(command, "mine", "--store", url, within=QUICK)
+            assert (refused.code, f"runs on host {socket.gethostname()}" in refused.err) == (2, True)
+        end_well(unirun, job)
+        ended = seen()
+        assert (ended["phase"], ended["code"], ended["leader"]) == ("succeeded", 0, None)
+
+    def test_a_job_is_cleared_when_it_is_over_and_not_before(
+        self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
+    ) -> None:
+        job = unirun.start(
+            *EXEC, "--store", url, "--rdzv-id", "mine", "--log-dir", unirun.root / "logs", script(SERVE)
+        )
+        job.lines("line")
+        for command in (unirun, elsewhere):
+            refused = command("gc", "mine", "--store", url)
+            assert (refused.code, "job mine is running" in refused.err) == (2, True), refused.err
+        end_well(unirun, job)
+        unirun(*EXEC, "--store", url, "--rdzv-id", "mine2", script(""))
+        assert "0 jobs removed" in unirun("gc", within=QUICK).out
+        cleared = unirun("gc", "mine", within=QUICK)
+        assert (cleared.code, "1 job removed" in cleared.out) == (0, True), cleared.err
+        assert unirun.job_dir().name == "mine2"
+        assert [*(unirun.root / "logs").iterdir()] == []
+        (row,) = elsewhere("ls", "--store", url).out.splitlines()[1:]
+        assert row.startswith("mine2  succeeded")
+        assert "1 job removed" in elsewhere("gc", "--store", url, "--older-than", "0s").out
+        assert len(elsewhere("ls", "--store", url).out.splitlines()) == 1
+
+    def test_a_relative_path_means_the_same_file_in_every_directory(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        started = unirun("-d", *EXEC, "--store", "sqlite:relative.db", script(SERVE))
+        assert started.code == 0, started.err
+        eventually(lambda: unirun.status()["roles"][0]["phase"] == "running", "the rank runs")
+        folder = unirun.root / "folder"
+        folder.mkdir()
+        assert unirun("stop", cwd=folder).code == 0
+        assert [*folder.iterdir()] == []

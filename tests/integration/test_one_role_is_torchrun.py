@@ -1,0 +1,92 @@
+"""A script of one role runs as under torchrun, and without any launcher."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+from .harness import ENVIRON, START, TORCHRUN, Script, Unirun
+
+
+class TestOneRoleIsTorchrun:
+    def test_a_script_without_roles_runs_as_the_role_default(self, unirun: Unirun) -> None:
+        result = unirun("--standalone", "--nproc-per-node", 2, ENVIRON, "--reduce")
+        assert (result.code, [row["sum"] for row in result.rows]) == (0, [3, 3]), result.err
+        assert {row["role"] for row in result.rows} == {"default"}
+
+    def test_the_role_can_be_named_and_one_worker_has_no_prefix(self, unirun: Unirun) -> None:
+        result = unirun("--role", "learner", "--no-python", "/bin/sh", "-c", "echo $ROLE_NAME")
+        assert (result.code, result.out) == (0, "learner\n"), result.err
+
+    def test_the_same_script_gives_the_same_result_under_torchrun(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            """
+            import os, torch, torch.distributed as dist
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            @record
+            def main():
+                dist.init_process_group("gloo")
+                torch.manual_seed(dist.get_rank())
+                value = torch.randn(3)
+                dist.all_reduce(value)
+                rank, local = dist.get_rank(), os.environ["LOCAL_RANK"]
+                print(f"result {rank} {local} {dist.get_world_size()} {value.tolist()}\\n", end="", flush=True)
+                dist.destroy_process_group()
+
+            main()
+            """
+        )
+        ours = unirun("--nproc-per-node", 2, train)
+        assert ours.code == 0, ours.err
+        theirs = subprocess.run(
+            [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(train)],
+            env=unirun.environment(),
+            capture_output=True,
+            text=True,
+            timeout=START,
+            check=True,
+        )
+        assert ours.lines == sorted(line for line in theirs.stdout.splitlines() if line.startswith("result"))
+
+    def test_variables_of_torchrun_are_taken(self, unirun: Unirun) -> None:
+        result = unirun(
+            *("--start-method", "exec", ENVIRON), env={"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "2"}
+        )
+        assert (result.code, len(result.rows)) == (0, 3), result.err
+        assert {row["env"]["TORCHELASTIC_MAX_RESTARTS"] for row in result.rows} == {"2"}
+
+    def test_the_port_and_the_id_can_be_chosen(self, unirun: Unirun) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        result = unirun("--master-port", port, "--rdzv-id", "mine", "--start-method", "exec", ENVIRON)
+        assert result.code == 0, result.err
+        env = result.rows[0]["env"]
+        assert (env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == (str(port), "mine")
+
+    def test_a_virtual_local_rank_is_0_everywhere(self, unirun: Unirun) -> None:
+        result = unirun("--virtual-local-rank", "--nproc-per-node", 2, "--start-method", "exec", ENVIRON)
+        assert [(row["rank"], row["env"]["LOCAL_RANK"]) for row in result.rows] == [(0, "0"), (1, "0")], (
+            result.err
+        )
+
+
+class TestWithoutALauncher:
+    def test_init_gives_one_role_with_one_rank_under_plain_python(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            "import unirun; c = unirun.init(); print(c.role, c.rank, c.world_size, dict(c.config), c.generation)"
+        )
+        done = subprocess.run(
+            [sys.executable, str(train)],
+            env=unirun.environment(),
+            capture_output=True,
+            text=True,
+            timeout=START,
+        )
+        assert (done.returncode, done.stdout) == (0, "default 0 1 {} 0\n"), done.stderr
