@@ -111,7 +111,9 @@ class TestTheDoor:
         assert house.requests.empty()
 
     @pytest.mark.parametrize(
-        "noise", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(ANSWER_SIZE), bytes(1 << 20)]
+        "noise",
+        [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(ANSWER_SIZE), bytes(1 << 20)],
+        ids=["nothing", "a zero", "http", "an answer's length", "a megabyte"],
     )
     def test_noise_is_hung_up_on(self, house: House, noise: bytes) -> None:
         with house.knock() as sock:
