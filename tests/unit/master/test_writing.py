@@ -184,15 +184,21 @@ class TestAStoreThatIsAway:
         assert desk.troubles == ["it is away; decisions wait until it can be written", *desk.troubles[1:]]
         assert desk.troubles[-1] == desk.writer.trouble == ""
 
-    def test_holds_everything_back_but_the_end_that_somebody_wants(self, desk: Desk) -> None:
-        away = threading.Event()
+    @pytest.fixture
+    def back(self, desk: Desk) -> threading.Event:
+        """The store is away until this is set."""
+        back = threading.Event()
 
         def refuse() -> None:
-            if not away.is_set():
+            if not back.is_set():
                 desk.store.faults.append("away")
 
         desk.store.interfere = refuse
+        return back
 
+    def test_holds_everything_back_but_the_end_that_somebody_wants(
+        self, desk: Desk, back: threading.Event
+    ) -> None:
         async def go() -> None:
             async with desk.writer.working(desk.over):
                 one = desk.decides("one")
@@ -201,11 +207,46 @@ class TestAStoreThatIsAway:
                 assert desk.done == []
                 stop = desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
                 assert desk.done == [one, two, stop]
-                away.set()
+                back.set()
                 await desk.until(lambda: desk.writer.trouble == "")
 
         run(go())
         assert stored(desk).phase is JobPhase.STOPPING
+
+    def test_holds_an_end_back_that_nobody_wants_until_it_has_been_away_for_long(
+        self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                one = desk.decides("one")
+                end = desk.steps("end", desk.job.exits("actor", 1, 1).state)
+                await desk.until(lambda: desk.writer.trouble != "")
+                tried = desk.store.asked
+                await desk.until(lambda: desk.store.asked > tried + 3)
+                assert desk.done == []
+                monkeypatch.setattr(writing, "END_PATIENCE", 0.0)
+                await desk.until(lambda: desk.done == [one, end])
+                back.set()
+                await desk.until(lambda: desk.writer.trouble == "")
+
+        run(go())
+        assert len(desk.done) == 2, "it was done once"
+        assert stored(desk).phase is JobPhase.STOPPING
+
+    def test_holds_back_what_is_no_end_however_long_it_has_been_away(
+        self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(writing, "END_PATIENCE", 0.0)
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                record = desk.decides("one")
+                await desk.until(lambda: desk.store.asked > 5)
+                assert desk.done == []
+                back.set()
+                await desk.until(lambda: desk.done == [record])
+
+        run(go())
 
     def test_and_that_does_not_answer_holds_the_end_back_for_a_moment_only(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
