@@ -1,9 +1,10 @@
-"""A host, and a directory with scripts, for specs that name files."""
+"""A home without jobs, a store, a host, and a directory with scripts, for specs that name files."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from unirun.cli.compose import job_spec
 from unirun.cli.options import parse
 from unirun.collocation import Device, Inventory, Node
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
 from unirun.spec import JobSpec
 
 HOST = Inventory((Node("host", cpus=(0, 1, 2, 3)),))
@@ -22,6 +25,30 @@ Compose = Callable[..., JobSpec]
 def same(one: JobSpec, two: JobSpec) -> bool:
     """Equal but for the id, which is new each time."""
     return dataclasses.replace(one, run_id="x") == dataclasses.replace(two, run_id="x")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where jobs are; nothing of the environment says another thing about them."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a store that shells share."""
+    return f"sqlite:{tmp_path / 'shared.db'}"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    """That store."""
+    store = open_store(url)
+    yield store
+    store.close()
 
 
 @pytest.fixture(autouse=True)

@@ -5,48 +5,28 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from unirun.cli import main
+from tests.unit.cli.shell import call
 from unirun.observe import JobStatus, Summary
 from unirun.rendezvous import JobDir, clearing, create_job
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
-from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
 
 DAY = 86400.0
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clearing, "MISSING", 0.3)
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:{tmp_path / 'shared.db'}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    store = open_store(url)
-    yield store
-    store.close()
 
 
 def gc(*argv: str) -> int:
-    with pytest.raises(SystemExit) as leave:
-        main(["gc", *argv])
-    assert isinstance(leave.value.code, int)
-    return leave.value.code
+    return call("gc", *argv)
 
 
 def job(

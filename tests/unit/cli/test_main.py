@@ -9,25 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from unirun.cli import SUBCOMMANDS, main
+from tests.unit.cli.shell import call
+from unirun.cli import SUBCOMMANDS
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status
 from unirun.rendezvous import JobDir, create_job
 from unirun.wire import new_token
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        monkeypatch.delenv(name)
-    return tmp_path / "home"
-
-
-def call(*argv: str) -> int:
-    with pytest.raises(SystemExit) as leave:
-        main([*argv])
-    assert isinstance(leave.value.code, int)
-    return leave.value.code
 
 
 def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:

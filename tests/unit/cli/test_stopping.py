@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from queue import Queue
 
 import pytest
@@ -73,9 +72,7 @@ class TestWishes:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+def place() -> Iterator[Place]:
     with Place() as place:
         yield place
 

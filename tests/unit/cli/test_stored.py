@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.cli.shell import call
 from tests.unit.master.job import Job
-from unirun.cli import main
 from unirun.cli.stored import anchored, refuse_elsewhere
 from unirun.errors import JobElsewhere, UsageError
 from unirun.failover import Exit, Failure
@@ -24,27 +23,7 @@ from unirun.rendezvous import create_job
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
-from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("UNIRUN_STORE", raising=False)
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:{tmp_path / 'shared.db'}"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    store = open_store(url)
-    yield store
-    store.close()
 
 
 def lead(store: Store, run_id: str, host: str = "far", deposing: int = 0) -> Term:
@@ -69,13 +48,6 @@ def put(store: Store, state: JobState, host: str = "far") -> Term:
     keeper.create(state)
     keeper.note(state, None, state)
     return term
-
-
-def call(*argv: str) -> int:
-    with pytest.raises(SystemExit) as leave:
-        main([*argv])
-    assert isinstance(leave.value.code, int)
-    return leave.value.code
 
 
 def local(run_id: str, store: str | None = None) -> str:

@@ -12,7 +12,7 @@ import pytest
 from mypy import api
 
 import unirun
-from unirun.cli import main
+from tests.unit.cli.shell import call
 from unirun.roles import BaseWorkload, RoleGroup
 from unirun.spec.stubs import OF_EVERY_GROUP, OF_EVERY_WORKLOAD
 
@@ -121,13 +121,6 @@ ALGO = """
         def count(self) -> int:
             return 1
 """
-
-
-def call(*argv: str) -> int:
-    with pytest.raises(SystemExit) as leave:
-        main([*argv])
-    assert isinstance(leave.value.code, int)
-    return leave.value.code
 
 
 @pytest.fixture

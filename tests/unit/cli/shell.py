@@ -1,0 +1,15 @@
+"""The command, called in the process of the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from unirun.cli import main
+
+
+def call(*argv: str) -> int:
+    """The exit code."""
+    with pytest.raises(SystemExit) as leave:
+        main([*argv])
+    assert isinstance(leave.value.code, int)
+    return leave.value.code
