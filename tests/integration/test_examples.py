@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from .harness import START, Unirun
+from .harness import Unirun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -63,10 +62,8 @@ class TestPPO:
 class TestFineTuning:
     def test_learns_the_new_and_keeps_the_old_when_it_rehearses(self, unirun: Unirun) -> None:
         command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "25"]
-        done = subprocess.run(
-            command, env=unirun.environment(), capture_output=True, text=True, timeout=START, cwd=unirun.root
-        )
-        assert done.returncode == 0, done.stderr
+        done = unirun.start_program(command).end()
+        assert done.code == 0, done.err
         pretrained, forgetful, rehearsed = result_of(unirun)
         assert pretrained["0-4"] > 0.95
         assert pretrained["5-9"] == 0.0

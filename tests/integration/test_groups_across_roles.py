@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
 
-from .harness import START, TORCHRUN, Script, Unirun, alive
+from .harness import TORCHRUN, Script, Unirun, alive
 
 COLLECTIVES = """
     import torch, torch.distributed as dist, unirun
@@ -235,21 +234,13 @@ class TestWithoutUnirun:
         self, unirun: Unirun, script: Script, launcher: list[str], expected: list[str]
     ) -> None:
         train = script(self.ALONE)
-        done = subprocess.run(
-            [*launcher, str(train)], env=unirun.environment(), capture_output=True, text=True, timeout=START
-        )
-        assert done.returncode == 0, done.stderr
-        assert sorted(line for line in done.stdout.splitlines() if line.startswith("result")) == expected
+        done = unirun.start_program([*launcher, str(train)]).end()
+        assert done.code == 0, done.err
+        assert [line for line in done.lines if line.startswith("result")] == expected
         ours = unirun("--nproc-per-node", len(expected), train)
         assert (ours.code, ours.lines) == (0, expected), ours.err
 
     def test_a_group_with_a_role_that_is_not_there_is_refused(self, unirun: Unirun, script: Script) -> None:
         train = script("import unirun; unirun.init().group('default', 'rollout')")
-        done = subprocess.run(
-            [sys.executable, str(train)],
-            env=unirun.environment(),
-            capture_output=True,
-            text=True,
-            timeout=START,
-        )
-        assert (done.returncode, "this job has no role 'rollout'; it has default" in done.stderr) == (1, True)
+        done = unirun.start_program([sys.executable, str(train)]).end()
+        assert (done.code, "this job has no role 'rollout'; it has default" in done.err) == (1, True)

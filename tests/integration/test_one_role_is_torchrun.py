@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 
-from .harness import ENVIRON, START, TORCHRUN, Script, Unirun
+from .harness import ENVIRON, TORCHRUN, Script, Unirun
 
 
 class TestOneRoleIsTorchrun:
@@ -42,15 +41,9 @@ class TestOneRoleIsTorchrun:
         )
         ours = unirun("--nproc-per-node", 2, train)
         assert ours.code == 0, ours.err
-        theirs = subprocess.run(
-            [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(train)],
-            env=unirun.environment(),
-            capture_output=True,
-            text=True,
-            timeout=START,
-            check=True,
-        )
-        assert ours.lines == sorted(line for line in theirs.stdout.splitlines() if line.startswith("result"))
+        theirs = unirun.start_program([TORCHRUN, "--standalone", "--nproc-per-node", "2", str(train)]).end()
+        assert theirs.code == 0, theirs.err
+        assert ours.lines == [line for line in theirs.lines if line.startswith("result")]
 
     def test_variables_of_torchrun_are_taken(self, unirun: Unirun) -> None:
         result = unirun(
@@ -82,11 +75,5 @@ class TestWithoutALauncher:
         train = script(
             "import unirun; c = unirun.init(); print(c.role, c.rank, c.world_size, dict(c.config), c.generation)"
         )
-        done = subprocess.run(
-            [sys.executable, str(train)],
-            env=unirun.environment(),
-            capture_output=True,
-            text=True,
-            timeout=START,
-        )
-        assert (done.returncode, done.stdout) == (0, "default 0 1 {} 0\n"), done.stderr
+        done = unirun.start_program([sys.executable, str(train)]).end()
+        assert (done.code, done.out) == (0, "default 0 1 {} 0\n"), done.err
