@@ -51,3 +51,11 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     servers = Servers(tmp_path_factory.mktemp("trio"), 3)
     yield servers
     servers.stop()
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
+    """The options for each kind of store."""
+    if request.param == "sqlite":
+        return []
+    return ["--store", request.getfixturevalue("trio").url(prefix=f"/{unirun.root.name}/")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.harness import SCRIPTS, Result, Unirun
+from tests.integration.harness import SCRIPTS, Result, Unirun, command_in
+
+Played = tuple[Unirun, dict[str, Any]]
+"""The command and what the trainer of its job has said."""
 
 both = pytest.mark.parametrize("transport", ["torch", "socket"])
 
@@ -26,9 +29,16 @@ def told(result: Result) -> dict[str, Any]:
     return {key: value for row in rows for key, value in row.items()}
 
 
-@both
-def test_a_trainer_calls_its_workloads_and_gets_results_in_rank_order(unirun: Unirun, transport: str) -> None:
-    said = told(run(unirun, "Plain", "--transport", transport, "--env", "actor:FLAVOUR=sour"))
+@pytest.fixture(scope="module", params=["torch", "socket"])
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    """One job in which nothing goes wrong, over each transport."""
+    with command_in(tmp_path_factory.mktemp("plain")) as command:
+        result = run(command, "Plain", "--transport", request.param, "--env", "actor:FLAVOUR=sour")
+        yield command, told(result)
+
+
+def test_a_trainer_calls_its_workloads_and_gets_results_in_rank_order(plain: Played) -> None:
+    _, said = plain
     assert said["groups"] == ["RG_ACTOR", "RG_ROLLOUT"]
     assert said["resource"]["total"] == 2
     assert said["sums"] == [4.0, 4.0]
@@ -61,17 +71,17 @@ def test_a_job_file_starts_the_same_job_and_its_config_reaches_everyone(unirun: 
     assert said["who"][1]["config"] == {"rate": 0.5}
 
 
-def test_figures_that_a_workload_reports_are_kept(unirun: Unirun) -> None:
-    told(run(unirun, "Plain"))
-    (line,) = (unirun.job_dir() / "metrics.jsonl").read_text().splitlines()
+def test_figures_that_a_workload_reports_are_kept(plain: Played) -> None:
+    command, _ = plain
+    (line,) = (command.job_dir() / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line)
     assert (row["role"], row["rank"], row["values"]) == ("actor", 0, {"loss": 0.5})
 
 
-def test_workloads_are_torn_down_at_the_end_and_the_result_of_fit_is_kept(unirun: Unirun) -> None:
-    told(run(unirun, "Plain"))
-    assert b"torn down actor:1" in unirun.log("actor", 1)
-    assert (unirun.job_dir() / "result.pkl").exists()
+def test_workloads_are_torn_down_at_the_end_and_the_result_of_fit_is_kept(plain: Played) -> None:
+    command, _ = plain
+    assert b"torn down actor:1" in command.log("actor", 1)
+    assert (command.job_dir() / "result.pkl").exists()
 
 
 def test_workloads_run_in_fresh_interpreters_too(unirun: Unirun) -> None:
@@ -181,7 +191,7 @@ def test_a_script_serves_an_object_and_ends_when_nobody_can_call_it_any_more(uni
     assert [row["served"] for row in rollouts] == [True, True]
 
 
-def test_files_of_a_job_are_for_its_user_only(unirun: Unirun) -> None:
-    told(run(unirun, "Plain", "--transport", "socket"))
-    calls = unirun.job_dir() / "calls"
-    assert Path(calls).stat().st_mode & 0o077 == 0
+@pytest.mark.parametrize("plain", ["socket"], indirect=True)
+def test_files_of_a_job_are_for_its_user_only(plain: Played) -> None:
+    command, _ = plain
+    assert (command.job_dir() / "calls").stat().st_mode & 0o077 == 0

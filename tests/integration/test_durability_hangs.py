@@ -17,14 +17,6 @@ LEASE = 6.0
 """Seconds that a master which hangs still counts as the one that leads."""
 
 
-@pytest.fixture(params=["sqlite", "etcd"])
-def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
-    """The options for each kind of store."""
-    if request.param == "sqlite":
-        return []
-    return ["--store", request.getfixturevalue("trio").url(prefix=f"/{unirun.root.name}/")]
-
-
 def test_a_master_that_hangs_longer_than_its_lease_is_replaced_and_does_no_harm(
     unirun: Unirun, store: list[object]
 ) -> None:

@@ -71,7 +71,7 @@ class TestFineTuning:
         assert forgetful["0-4"] < 0.3
         assert rehearsed["5-9"] > 0.9
         assert rehearsed["0-4"] > 0.6
-        assert f"{rehearsed['model']:40} {rehearsed['0-4']:6.1%}" in done.stdout
+        assert f"{rehearsed['model']:40} {rehearsed['0-4']:6.1%}" in done.out
 
 
 class TestOnlineLearning:
