@@ -29,8 +29,10 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
+# Two tests at a time: most of the time one waits for a process that starts. More need more than two cores.
+JOBS ?= 2
 test: $(VENV)/.dev $(VENV)/.system
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 # More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N.
 SEEDS ?= 50000
