@@ -83,16 +83,13 @@ class TestOnlineLearning:
         learner, frozen = (sum(result_of(unirun)[name][end]) / 5 for name in ("learner", "frozen"))
         return learner, frozen
 
-    @pytest.mark.parametrize(
-        "victim", ["", "trainer:0", "preprocess:1"], ids=["undisturbed", "trainer", "worker"]
-    )
-    def test_follows_each_drift(self, unirun: Unirun, tmp_path: Path, victim: str) -> None:
+    @pytest.mark.parametrize("victim", ["trainer:0", "preprocess:1"])
+    def test_follows_each_drift_whoever_dies(self, unirun: Unirun, tmp_path: Path, victim: str) -> None:
         out = tmp_path / "drift.png"
         job = ("--config", "job.yaml", f"config.phase={self.PHASE}", f"config.out={out}")
         running = unirun.start(*job, cwd=EXAMPLES / "online_learning")
-        if victim:
-            running.lines("ranks of 4 roles up")
-            os.kill(unirun.pid_of(victim), signal.SIGKILL)
+        running.lines("ranks of 4 roles up")
+        os.kill(unirun.pid_of(victim), signal.SIGKILL)
         done = running.end()
         assert done.code == 0, done.err
         assert self.accuracies(unirun, 0)[0] > 0.8
@@ -101,7 +98,7 @@ class TestOnlineLearning:
             assert learner > 0.75, phase
             assert frozen < 0.6, phase
         assert out.stat().st_size > 1000
-        assert bool(victim) == ("restart 1 of 3" in done.err)
+        assert "restart 1 of 3" in done.err
 
 
 class TestMultimodal:
