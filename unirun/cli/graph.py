@@ -15,6 +15,7 @@ from unirun.cli.optiontable import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTION
 from unirun.cli.planned import inventory_of
 from unirun.cli.stored import STORE_HELP, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import print_table
+from unirun.errors import UsageError
 from unirun.graph import (
     Direction,
     Edge,
@@ -28,6 +29,7 @@ from unirun.graph import (
     tight_parts,
     tree,
     warnings,
+    without_circles,
     yaml,
 )
 from unirun.observe.status import CallStatus, JobStatus, read_status
@@ -63,29 +65,33 @@ def main(argv: list[str]) -> int:
         parser.print_help()
         return 0
     options, rest = parser.parse_known_args(argv)
+    if options.job is not None and options.job.endswith((".yaml", ".yml")) and not rest:
+        raise UsageError(f"{options.job} is a job file", f"write unirun graph --config {options.job}")
     if rest or _is_script(options.job):
         return _described(argv)
     return _seen(options.job, options.store, options.format, options.output)
 
 
 def _is_script(name: str | None) -> bool:
-    return name is not None and (name.endswith(".py") or os.path.exists(name))
+    return name is not None and (name.endswith(".py") or os.path.isfile(name))
 
 
 def _described(argv: list[str]) -> int:
     line = parse(argv, "unirun graph", GRAPH_OPTIONS)
-    graph = declared(job_spec(line, inventory_of(line)))
-    for warning in warnings(graph):
+    spec = job_spec(line, inventory_of(line))
+    graph = declared(spec)
+    together = {name for group in (*spec.collocations, *spec.host_collocations) for name in group}
+    for warning in warnings(graph, together):
         print(f"unirun: {warning}", file=sys.stderr)
     form, output = line.options.get("format", "tree"), line.options.get("output")
     _show(graph, {}, form, output)
     if graph.edges and form == "tree" and output is None:
-        print(f"\nplaced near each other: {_parts(graph)}")
+        print(f"\nwait for each other: {_parts(graph)}")
     return 0
 
 
 def _parts(graph: Graph) -> str:
-    """The units of scheduling, as ``trainer + actor, reward``."""
+    """The sub-DAGs, as ``trainer + actor, reward``: calls that are waited for join roles to one."""
     return ", ".join(" + ".join(part) for part in tight_parts(graph))
 
 
@@ -94,6 +100,8 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
     status = _status(name, store)
     roles = tuple(Role(role.name, len(role.workers)) for role in status.roles)
     graph = Graph(roles, tuple(_edge(call) for call in status.calls))
+    if form == "yaml":
+        graph = without_circles(graph)
     _show(graph, {role.name: role.phase for role in status.roles}, form, output)
     if not status.calls:
         print(f"unirun: job {status.run_id} has made no calls that unirun has seen", file=sys.stderr)

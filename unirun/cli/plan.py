@@ -63,10 +63,10 @@ def main(argv: list[str]) -> int:
         picture = grid(placement, inventory, types)
         print(f"\n{text(picture, colours=colours, width=width)}")
     if lost:
-        print(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move:")
-        print_table(
-            ["WORKER", "FROM", "TO"], [[each.worker, each.before, each.after or "nowhere"] for each in moved]
-        )
+        print(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move{':' if moved else ''}")
+        if moved:
+            rows_of_moves = [[each.worker, each.before, each.after or "nowhere"] for each in moved]
+            print_table(["WORKER", "FROM", "TO"], rows_of_moves)
         print()
     names = ("role", "rank", "node", "slot")
     table = [

@@ -19,7 +19,7 @@ from unirun.collocation import (
     place_again,
     unknown_nodes,
 )
-from unirun.collocation.numa import Topology
+from unirun.collocation.numa import Topology, told_topology
 from unirun.errors import UsageError
 from unirun.graph import declared, weights
 from unirun.spec import JobSpec
@@ -33,6 +33,7 @@ class PlannedJob:
     spec: JobSpec
     inventory: Inventory
     placement: Placement
+    topology: Topology | None
 
     def without(self, lost: Sequence[str]) -> PlannedJob:
         """The job when nodes are `lost`. Raises `UsageError` for a node that there is not, `PlacementError`."""
@@ -45,10 +46,10 @@ class PlannedJob:
             self.inventory,
             self.placement,
             lost,
-            topology=_topology(self.spec, self.inventory),
+            topology=self.topology,
             weights=weights(declared(self.spec)),
         )
-        return PlannedJob(spec, self.inventory, placement)
+        return PlannedJob(spec, self.inventory, placement, self.topology)
 
 
 def plan_job(line: CommandLine) -> PlannedJob:
@@ -60,13 +61,13 @@ def plan_job(line: CommandLine) -> PlannedJob:
     spec = job_spec(line, inventory)
     for warning in unknown_nodes(spec, inventory):
         print(f"unirun: {warning}", file=sys.stderr)
-    topology = _topology(spec, inventory)
+    topology = None
+    if spec.numa_binding:
+        # Nodes that are not there have no files to be read.
+        fake = "inventory" in line.options
+        topology = told_topology(inventory.nodes[0]) if fake else local_topology(inventory)
     spec, placement = place(spec, inventory, topology=topology, weights=weights(declared(spec)))
-    return PlannedJob(spec, inventory, placement)
-
-
-def _topology(spec: JobSpec, inventory: Inventory) -> Topology | None:
-    return local_topology(inventory) if spec.numa_binding else None
+    return PlannedJob(spec, inventory, placement, topology)
 
 
 def inventory_of(line: CommandLine) -> Inventory:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unirun.collocation.inventory import Node
 from unirun.errors import PlacementError
 
 
@@ -59,7 +60,9 @@ def near_cpus(mode: str, device: str, topology: Topology) -> tuple[int, ...]:
     if not bound:
         raise PlacementError(
             f"--numa-binding {mode}: no processor of NUMA node {numa} is left for device {device}",
-            "use --numa-binding node",
+            "use --numa-binding node"
+            if mode != "node"
+            else "leave --numa-binding out, or let the job use more",
             role="",
             needed=1,
             available=len(usable),
@@ -104,6 +107,13 @@ def read_topology(cpus: Sequence[int], device_pci: dict[str, str], root: Path = 
         for index, pci in device_pci.items()
     }
     return Topology(tuple(found), devices)
+
+
+def told_topology(node: Node) -> Topology:
+    """The topology as an inventory has it: a NUMA node is a socket with one cache, and each processor a core."""
+    parts = {part.id: part.cpus for part in node.numa} or {0: node.cpus}
+    cpus = tuple(Cpu(cpu, numa, numa, (cpu,), there) for numa, there in parts.items() for cpu in there)
+    return Topology(cpus, {device.index: device.numa for device in node.devices})
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

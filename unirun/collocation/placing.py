@@ -72,6 +72,7 @@ def _as_jobs(
     unwanted = _unwanted(spec, inventory)
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
     words = [alone.note(spec) if alone else placement.note]
+    words += _own_masks(spec, assignments)
     words += [f"{', '.join(excluded)} excluded"] if excluded else []
     words += [f"{', '.join(placement.lost)} lost"] if placement.lost else []
     placement = replace(
@@ -83,6 +84,23 @@ def _as_jobs(
     )
     roles = tuple(replace(role, count=len(placement.of_role(role.name))) for role in spec.roles)
     return replace(spec, roles=roles), placement
+
+
+def _own_masks(spec: JobSpec, assignments: Sequence[Assignment]) -> list[str]:
+    """A word to scripts that take ``cuda:{LOCAL_RANK}``: who sees only its own devices has them from 0 on."""
+    if spec.virtual_local_rank:
+        return []
+    roles = dict.fromkeys(
+        each.role
+        for each in assignments
+        if each.local_rank and each.devices is not None and len(each.devices) <= each.local_rank
+    )
+    roles |= dict.fromkeys(
+        each.role
+        for each in assignments
+        if each.local_rank and each.devices == each.own and len(each.own) > 1
+    )
+    return [f"each rank of {', '.join(roles)} sees its own devices only, from cuda:0"] if roles else []
 
 
 def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
@@ -138,6 +156,9 @@ def _usual(nodes: Sequence[Node]) -> str:
 
 def _alone(spec: JobSpec, inventory: Inventory) -> Quiet | None:
     nodes = _usable(spec, inventory)
+    if len(inventory.nodes) != 1:
+        # A node that is left of several is no reason to put more on it than there is room for.
+        return None
     return quiet(spec, nodes, _usual(nodes))
 
 

@@ -1,6 +1,6 @@
 """The computation graph: who calls whom, what follows from it for placement and failover, and pictures of it."""
 
-from unirun.graph.checks import faults, warnings
+from unirun.graph.checks import faults, warnings, without_circles
 from unirun.graph.instances import (
     Instance,
     InstanceEdge,
@@ -51,5 +51,6 @@ __all__ = [
     "tree",
     "warnings",
     "weights",
+    "without_circles",
     "yaml",
 ]

@@ -9,7 +9,8 @@ with an asynchronous edge is allowed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 
 from unirun.errors import Fault
@@ -40,8 +41,10 @@ def faults(graph: Graph) -> tuple[Fault, ...]:
     return (*found, *_cycle_faults(graph))
 
 
-def warnings(graph: Graph) -> tuple[str, ...]:
-    """What is odd but may be meant: roles that nothing leads to. A graph without edges says nothing of its roles."""
+def warnings(graph: Graph, joined: Collection[str] = ()) -> tuple[str, ...]:
+    """What is odd but may be meant: roles that nothing leads to. A graph without edges says nothing of its roles, and
+    those that are `joined` with others in another way need no edge.
+    """
     if not graph.edges:
         return ()
     names = [role.name for role in graph.roles]
@@ -51,6 +54,8 @@ def warnings(graph: Graph) -> tuple[str, ...]:
     reached = _reached(starts, graph.edges)
     found = []
     for name in names:
+        if name in joined and name not in called | callers:
+            continue
         if name not in called | callers:
             found.append(
                 f"role {name} has no edge: it is placed and restarted as if it had to do with no other"
@@ -89,6 +94,21 @@ def cycles(names: Sequence[str], edges: Iterable[Edge]) -> Iterator[tuple[str, .
                 step = None
             elif step in done:
                 step = None
+
+
+def without_circles(graph: Graph) -> Graph:
+    """`graph` with an asynchronous edge in every circle: what was seen to end cannot wait for itself.
+
+    Of a circle it is the call that leads back to its first role.
+    """
+    names = [role.name for role in graph.roles]
+    edges = graph.edges
+    while circle := next(cycles(names, [edge for edge in edges if not edge.asynchronous]), None):
+        back = circle[-1], circle[0]
+        edges = tuple(
+            replace(edge, asynchronous=True) if (edge.source, edge.target) == back else edge for edge in edges
+        )
+    return replace(graph, edges=edges)
 
 
 def _edge_faults(where: str, edge: Edge, counts: Mapping[str, int]) -> Iterator[Fault]:

@@ -20,6 +20,10 @@ Counts = tuple[CallCount, ...]
 MOST = 1 << 62
 """No count of a process gets there; one that does was not counted."""
 
+MOST_COUNTS, MOST_SPANS, MOST_LETTERS = 100, 16, 200
+"""Of a rank: methods, spans of each, and letters of a method's name. What a store keeps of a rank has an end, whatever
+it calls: of more methods those that move most, of more spans one from the first to the last."""
+
 
 class Caller(NamedTuple):
     """One rank and what it has called."""
@@ -43,7 +47,7 @@ class LearnedEdge:
 
 def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
     """Those of `counts` that can be: of roles that there are, with as many `ranks`, and with figures that add up."""
-    return tuple(each for each in counts if _sound(each, ranks.get(each.role, 0)))
+    return _bounded([each for each in counts if _sound(each, ranks.get(each.role, 0))])
 
 
 def _sound(count: CallCount, ranks: int) -> bool:
@@ -51,6 +55,7 @@ def _sound(count: CallCount, ranks: int) -> bool:
     return (
         all(0 <= each < MOST for each in figures)
         and count.calls > 0 < len(count.ranks)
+        and len(count.method) <= MOST_LETTERS
         and all(0 <= span.first <= span.last < ranks for span in count.ranks)
     )
 
@@ -63,7 +68,7 @@ def added(one: Counts, other: Counts) -> Counts:
     for each in other:
         known = found.get(_what(each))
         found[_what(each)] = each if known is None else _sum(known, each)
-    return tuple(found.values())
+    return _bounded([*found.values()])
 
 
 def learn(
@@ -131,6 +136,17 @@ def _direction(there: int, back: int) -> Direction:
     if back <= 0.1 * (there + back):
         return "forward"
     return "back" if there <= 0.1 * (there + back) else "both"
+
+
+def _bounded(counts: Sequence[CallCount]) -> Counts:
+    if len(counts) > MOST_COUNTS:
+        counts = sorted(counts, key=lambda each: each.bytes + each.returned, reverse=True)[:MOST_COUNTS]
+    return tuple(
+        each
+        if len(each.ranks) <= MOST_SPANS
+        else replace(each, ranks=(Span(min(s.first for s in each.ranks), max(s.last for s in each.ranks)),))
+        for each in counts
+    )
 
 
 def _what(count: CallCount) -> tuple[str, str, bool]:

@@ -151,9 +151,14 @@ def consequences(state: JobState, failed: str) -> str:
     Besides the edges that the spec has, those count that were seen.
     """
     graph = declared(state.spec)
-    known = {(edge.source, edge.target) for edge in graph.edges}
-    seen = [each.edge for each in learned(state) if (each.edge.source, each.edge.target) not in known]
-    others = affected(replace(graph, edges=(*graph.edges, *seen)), [failed])
+    edges = {(edge.source, edge.target, edge.invocation): edge for edge in graph.edges}
+    for seen in learned(state):
+        edge = seen.edge
+        # What was seen says more than that a trainer may call everybody, and less than the spec.
+        if not state.spec.edges:
+            edges.pop((edge.source, edge.target, ""), None)
+        edges.setdefault((edge.source, edge.target, edge.invocation), edge)
+    others = affected(replace(graph, edges=tuple(edges.values())), [failed])
     return "; ".join(f"{each} {each.reason}" for each in others if each.side in ("upstream", "downstream"))
 
 

@@ -95,10 +95,7 @@ class Reader:
         """A duration of at least `least` seconds."""
         if value is None:
             return default
-        try:
-            number = float(value) if not isinstance(value, bool) else float("nan")
-        except (TypeError, ValueError, OverflowError):
-            number = float("nan")
+        number = as_number(value)
         if not least <= number < 1e9:
             self.fault(where, f"expected a number of seconds, at least {least:g}, found {value!r}")
             return default
@@ -135,6 +132,14 @@ class Reader:
             else:
                 found[key] = self.text(str(item), f"{where}.{key}")
         return found
+
+
+def as_number(value: Any) -> float:
+    """What a number or a text means as one; nan when it is none."""
+    try:
+        return float(value) if not isinstance(value, bool) else float("nan")
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
 
 
 def can_be_passed_on(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from unirun.spec.classes import missing_class
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
-from unirun.spec.read import Reader
+from unirun.spec.read import Reader, as_number
 
 SlotCounter = Callable[[str], int]
 """Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
@@ -140,8 +141,10 @@ def _places(read: Reader, fields: Mapping[str, Any], where: str, count: int) -> 
     return {
         "device": device,
         "slots": _slots(read, fields.get("slots"), f"{where}.slots"),
-        "per_group": None if per_group is None else _divisor(read, per_group, f"{where}.per_group", count),
-        "devices": None if devices is None else read.texts(devices, f"{where}.devices"),
+        "per_group": None
+        if per_group is None
+        else _divisor(read, per_group, f"{where}.per_group", count, "every group"),
+        "devices": None if devices is None else _devices(read, devices, f"{where}.devices"),
     }
 
 
@@ -149,8 +152,8 @@ def _slots(read: Reader, value: Any, where: str) -> float:
     """Whole slots, or a share of one."""
     if value is None:
         return 1.0
-    number = read.seconds(value, where, 1.0)
-    if number <= 0 or (number > 1 and number != int(number)):
+    number = as_number(value)
+    if not 0 < number < 1e6 or (number > 1 and number != int(number)):
         read.fault(
             where, f"expected a whole number or a share of one, found {value!r}", "for example 2 or 0.5"
         )
@@ -180,15 +183,27 @@ def _count(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> in
 
 
 def _per_node(read: Reader, value: Any, where: str, count: int) -> int | None:
-    return None if value is None else _divisor(read, value, f"{where}.per_node", count)
+    return None if value is None else _divisor(read, value, f"{where}.per_node", count, "every node")
 
 
-def _divisor(read: Reader, value: Any, where: str, count: int) -> int:
+def _devices(read: Reader, value: Any, where: str) -> tuple[str, ...]:
+    """Indices or UUIDs, each once."""
+    named = read.texts(value, where)
+    for name in named:
+        if re.fullmatch(r"\d+\s*(-|:|\.\.)\s*\d+", name):
+            read.fault(where, f"{name!r} is no device", "name each one: [0, 1, 2]")
+    twice = sorted(name for name, times in Counter(named).items() if times > 1)
+    if twice:
+        read.fault(where, f"{', '.join(twice)} stands there twice", "name each device once")
+    return named
+
+
+def _divisor(read: Reader, value: Any, where: str, count: int, what: str) -> int:
     number = read.integer(value, where, 1, 1)
     if count % number:
         fits = [str(each) for each in range(1, min(count, 64) + 1) if count % each == 0]
         problem = f"{number} does not divide the role's {count} ranks"
-        read.fault(where, problem, f"every node has as many: {', '.join(fits)}")
+        read.fault(where, problem, f"{what} has as many: {', '.join(fits)}")
     return number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,10 +44,11 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> Mapping[Any, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.load(path)
+        with open(path, encoding="utf-8") as file:
+            config = OmegaConf.create(_without_base_60(file.read()))
         if not isinstance(config, DictConfig):
             raise SpecError([Fault(path, "holds a list, expected a mapping with keys like 'roles'")])
-        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([*overrides]))
+        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([*map(_quoted, overrides)]))
         plain = OmegaConf.to_container(merged, resolve=True)
     except UnicodeDecodeError:
         raise
@@ -56,6 +58,37 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> Mapping[Any, Any]:
         raise SpecError([Fault(path, " ".join(str(error).split()))]) from error
     assert isinstance(plain, dict)
     return plain
+
+
+_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+"""What YAML 1.1 takes for a number in base 60: ``2:8`` would be 128."""
+
+
+def _without_base_60(text: str) -> str:
+    """`text` with such numbers as what they look like: ``count: 2:8`` is a range."""
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    seen: set[int] = set()
+    changed = False
+    nodes = [root] if root is not None else []
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            nodes += [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.ScalarNode) and node.style is None and _BASE_60.fullmatch(node.value):
+            node.tag, node.style, changed = "tag:yaml.org,2002:str", "'", True
+    return yaml.serialize(root, Dumper=yaml.SafeDumper, allow_unicode=True) if changed else text
+
+
+def _quoted(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return f"{key}='{value}'" if equals and _BASE_60.fullmatch(value) else override
 
 
 def plain_config(config: object) -> Mapping[Any, Any]:

@@ -32,7 +32,7 @@ edges:
 """
 TREE = (
     "actor ×2\n└─ load · broadcast · 2.0 GB ⇢ rollout ×4\n   └─ update · all_to_all → actor ×2 (above)\n"
-    "\nplaced near each other: actor + rollout\n"
+    "\nwait for each other: actor + rollout\n"
 )
 
 
@@ -56,7 +56,7 @@ def test_a_trainer_without_edges_calls_every_role(capsys: pytest.CaptureFixture[
     assert graph("--roles", "actor=1@ppo:Actor,rollout=2@ppo:Rollout", "--trainer", "ppo:PPOTrainer") == 0
     assert capsys.readouterr().out == (
         "trainer ×1\n├─ one_to_one → actor ×1\n└─ scatter → rollout ×2\n"
-        "\nplaced near each other: actor + rollout + trainer\n"
+        "\nwait for each other: actor + rollout + trainer\n"
     )
 
 
@@ -181,6 +181,20 @@ def test_a_job_of_another_host_is_drawn_from_its_store(
     )
 
 
+def test_a_job_file_is_no_script(capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]) -> None:
+    path = job_file(LOOP)
+    assert graph(path) == 2
+    assert capsys.readouterr().err == f"unirun: {path} is a job file; write unirun graph --config {path}\n"
+
+
+def test_roles_that_share_devices_need_no_edge(
+    capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]
+) -> None:
+    text = "{script: train.py, roles: {a: 1, b: 1, c: 1}, edges: ['a -> b'], collocations: [[a, c]]}"
+    assert graph("--config", job_file(text)) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_job_that_there_is_not_is_one_line(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
     assert graph("nobody") != 0
     assert capsys.readouterr().err.count("\n") == 1
@@ -193,7 +207,7 @@ def test_what_is_odd_is_said_beside_the_picture(
     assert graph("--config", path) == 0
     output = capsys.readouterr()
     assert output.err.startswith("unirun: role c has no edge")
-    assert output.out == "a ×1\n└─ one_to_one → b ×1\nc ×1\n\nplaced near each other: a + b, c\n"
+    assert output.out == "a ×1\n└─ one_to_one → b ×1\nc ×1\n\nwait for each other: a + b, c\n"
 
 
 def test_every_fault_is_told(capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]) -> None:

@@ -235,20 +235,20 @@ class TestNodesThatAreExcluded:
         assert (placement.spares, placement.excluded) == (("node3",), ("node1",))
         assert placement.note == "2 nodes in use; node3 held back; node1 excluded"
 
-    def test_may_leave_one_where_the_job_runs_as_under_torchrun(self) -> None:
+    def test_may_leave_one_which_is_not_crowded_for_that(self) -> None:
+        """As under torchrun, more ranks than devices may be on a node that is alone from the beginning."""
         spec = job(*ranks(actor=4), exclude_nodes=("node0",))
-        _, placement = place(spec, hosts("nodes=2,devices=3"))
-        assert (placement.nodes, masks(placement)) == (("node1",), {"actor": [None] * 4})
-        assert placement.note == (
-            "4 ranks on 3 devices: CUDA_VISIBLE_DEVICES is left as it is; node0 excluded"
-        )
+        with pytest.raises(PlacementError, match="not excluding node0 fits"):
+            place(spec, hosts("nodes=2,devices=3"))
+        _, placement = place(replace(spec, exclude_nodes=()), hosts("nodes=1,devices=3"))
+        assert masks(placement) == {"actor": [None] * 4}
 
     def test_do_not_say_which_devices_there_are(self) -> None:
         gpus, bare = Node("gpus", (0,), (Device("0", "H"),)), Node("bare", (0,))
         spec = job(*ranks(actor=2), exclude_nodes=("gpus",))
         assert slot_types(spec, Inventory((gpus, bare))) == {"actor": "cpu"}
         _, placement = place(spec, Inventory((gpus, bare)))
-        assert placement.note == "bare has no accelerator: a slot is a place for one process; gpus excluded"
+        assert (placement.nodes, placement.note) == (("bare",), "1 node in use; gpus excluded")
 
     def test_are_missing_when_all_of_them_are_excluded(self) -> None:
         with pytest.raises(PlacementError, match="room for 0") as caught:

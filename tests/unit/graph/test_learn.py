@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.graph import Caller, Edge, Graph, Role, added, from_edges, learn, sound, yaml
+from unirun.graph import Caller, Edge, Graph, Role, added, from_edges, learn, sound, without_circles, yaml
 from unirun.spec.yaml import load_job_file
 from unirun.wire.reports import CallCount, Span
 
@@ -180,11 +180,13 @@ def test_what_is_learned_is_a_graph_whatever_came_first(seen: list[Caller], seed
 def test_what_is_learned_can_be_written_into_a_job_file(
     seen: list[Caller], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    edges = [each.edge for each in learn(seen, RANKS)]
+    edges = tuple(each.edge for each in learn(seen, RANKS))
     file = tmp_path_factory.mktemp("learned") / "job.yaml"
-    # A graph of calls that wait for each other is one that a job cannot declare.
-    free = [replace(edge, asynchronous=True) for edge in edges]
-    graph = Graph(tuple(Role(name, count) for name, count in RANKS.items()), tuple(free))
+    # Calls in a circle that each wait for the next are what a job cannot declare.
+    graph = without_circles(Graph(tuple(Role(name, count) for name, count in RANKS.items()), edges))
     file.write_text(yaml(graph))
     again = from_edges(RANKS, load_job_file(str(file), ())["edges"])
-    assert again.edges == tuple(replace(edge, weight=float(round(edge.weight))) for edge in free)
+    assert again.edges == tuple(replace(edge, weight=float(round(edge.weight))) for edge in graph.edges)
+    assert [replace(edge, asynchronous=False) for edge in graph.edges] == [
+        replace(edge, asynchronous=False) for edge in edges
+    ]

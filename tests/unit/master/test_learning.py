@@ -142,6 +142,12 @@ class TestAFailure:
         found = job().exits("actor", 1, by=KILL)
         assert "affected: trainer:0 waits for actor:1 (trainer → actor)" in found.records
 
+    def test_goes_by_what_was_seen_rather_than_by_what_may_be(self) -> None:
+        """Without edges in the spec a trainer may call everybody; this one waits for nobody."""
+        found = job().on(calls(replace(TRAIN, asynchronous=True))).exits("actor", 1, by=KILL)
+        assert "trainer:0 what it sends to actor:1 is lost (trainer ⇢ actor: train)" in found.records
+        assert "waits for" not in found.records
+
     def test_tells_who_was_seen_to_call_it(self) -> None:
         found = job().on(WorkerCalls("logger", 0, 0, (replace(TRAIN, method="note", asynchronous=True),)))
         found.exits("actor", 0, by=KILL)

@@ -18,10 +18,10 @@ FIRST, SELDOM = 1.0, 60.0
 """Seconds from a call to the report of it, at first and at most; each time twice as many. What a job calls is soon
 known, and ten thousand workers that all call must not keep a master busy with it."""
 
-MAX_COUNTS = 200
+MAX_COUNTS = 100
 """In a report: of more methods, those that have moved most."""
 
-MAX_SPANS = 64
+MAX_SPANS = 16
 """Of ranks in a count; of more, one from the first to the last."""
 
 
@@ -72,9 +72,9 @@ class CallBook:
     """All counts of one process."""
 
     def __init__(self, service: Service, tell: Callable[[Calls], None]) -> None:
-        """`tell` may raise `WireError`, and is called in the thread of `service` or of `close`."""
+        """`tell` may raise `WireError`, and is called in the thread of `service` or of `report`."""
         self._service, self._tell = service, tell
-        self._lock = threading.Lock()
+        self._lock, self._telling = threading.Lock(), threading.Lock()
         self._counts: dict[tuple[str, str, bool], Count] = {}
         self._delay = FIRST
         self._due = False
@@ -89,6 +89,11 @@ class CallBook:
 
     def report(self) -> None:
         """Tell how all counts stand, if any is new."""
+        # One after the other: what is told last holds all that was told before.
+        with self._telling:
+            self._report()
+
+    def _report(self) -> None:
         if not self._due:
             return
         self._due = False
