@@ -130,9 +130,9 @@ def test_all_faults_of_a_request_at_once() -> None:
         "trainer.devices",
         "spares",
         "rollout.slots",
-        "together[0]",
-        "isolated[0]",
-        "apart[0]",
+        "host_collocations[0]",
+        "isolations[0]",
+        "separations[0]",
     ]
 
 
@@ -141,8 +141,8 @@ def test_groups_of_roles_that_are_not_there() -> None:
         PAIR, collocated=(("actor", "ref"),), together=(("actor", "actor"),), weights={("x", "actor"): -1}
     )
     assert [str(fault) for fault in error(request, hosts(4)).faults] == [
-        "collocated[0]: there is no role ref; there are actor, rollout",
-        "together[0]: actor is in it twice",
+        "collocations[0]: there is no role ref; there are actor, rollout",
+        "host_collocations[0]: actor is in it twice",
         "weights[x, actor]: there is no role x; there are actor, rollout",
         "weights[x, actor]: expected 0 or more bytes per step, found -1",
     ]
@@ -171,8 +171,8 @@ def test_apart_through_a_chain_of_groups() -> None:
     request = Request(roles, collocated=(("a", "b"),), together=(("b", "c"),), apart=(("a", "c"),))
     (fault,) = error(request, hosts(8)).faults
     assert str(fault) == (
-        "apart[0]: a and c have ranks on the same node, and shall be on different nodes; "
-        "a, b and c are collocated or together: drop one of the two"
+        "separations[0]: a and c have ranks on the same node, and shall be on different nodes; "
+        "a, b and c are joined by collocations or host_collocations: drop one of the two"
     )
 
 

@@ -90,7 +90,7 @@ def _written(slots: Fraction) -> str:
 
 def without_a_group(request: Request) -> Iterator[Request]:
     """`request` with one group less, for each of them."""
-    for kind in GROUPS[::-1]:
+    for kind in reversed(GROUPS):
         groups = getattr(request, kind)
         for group in groups:
             rest: dict[str, Any] = {kind: tuple(other for other in groups if other is not group)}

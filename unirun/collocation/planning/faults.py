@@ -13,7 +13,13 @@ from unirun.collocation.request import Request, RoleRequest
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault
 
-GROUPS = ("collocated", "together", "apart", "isolated")
+GROUPS = {
+    "collocated": "collocations",
+    "together": "host_collocations",
+    "apart": "separations",
+    "isolated": "isolations",
+}
+"""What a request calls them, and what people do."""
 
 
 def request_faults(request: Request) -> list[Fault]:
@@ -67,9 +73,9 @@ def _role_faults(role: RoleRequest) -> Iterator[Fault]:
 
 
 def _group_faults(request: Request, names: Sequence[str]) -> Iterator[Fault]:
-    for kind in GROUPS:
+    for kind, key in GROUPS.items():
         for number, group in enumerate(getattr(request, kind)):
-            where = f"{kind}[{number}]"
+            where = f"{key}[{number}]"
             for name in dict.fromkeys(group):
                 if name not in names:
                     yield Fault(where, f"there is no role {name}", f"there are {join(names)}")
@@ -143,8 +149,10 @@ def _contradictions(request: Request) -> Iterator[Fault]:
         for number, group in enumerate(getattr(request, kind)):
             for one, other in combinations(group, 2):
                 if other in homes[one]:
-                    others = "collocated" if homes is stacks else "collocated or together"
-                    links = f"{both(homes[one])} are {others}"
+                    others = "" if homes is stacks else " or host_collocations"
+                    links = f"{both(homes[one])} are joined by collocations{others}"
                     yield Fault(
-                        f"{kind}[{number}]", f"{one} and {other} {why}", f"{links}: drop one of the two"
+                        f"{GROUPS[kind]}[{number}]",
+                        f"{one} and {other} {why}",
+                        f"{links}: drop one of the two",
                     )
