@@ -79,9 +79,9 @@ def learn(
     `ranks` has the number of ranks of every role; all counts are `sound`. Weights are bytes per step, of which there
     were `steps`; without it, as many as the median method had calls of each of its ranks, because most methods are
     called once in a step. Kinds follow from who called whom: each rank one other, and as many ranks on both sides →
-    ``one_to_one``; each target one source → ``scatter`` if ranks got arguments of their own in one call, else
-    ``broadcast``; each source one target → ``gather``; else ``all_to_all``. An edge is asynchronous when all of its
-    calls were.
+    ``one_to_one``; each target one source, of which there are not more → ``scatter`` if ranks got arguments of their
+    own in one call, else ``broadcast``, also when only some are called; each source one target → ``gather``; else
+    ``all_to_all``. An edge is asynchronous when all of its calls were.
     """
     seen: dict[tuple[str, str, str], dict[int, list[CallCount]]] = {}
     for role, rank, counts in callers:
