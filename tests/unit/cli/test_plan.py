@@ -45,6 +45,9 @@ def test_programs_are_told_all_of_it(capsys: pytest.CaptureFixture[str]) -> None
     assert {*whole} == {"spec", "note", "spares", "excluded", "lost", "moved", "crossing", "workers"}
     assert (whole["spares"], whole["excluded"], whole["crossing"]) == ([], [], 0.0)
     assert (whole["lost"], whole["moved"]) == ([], [])
+    places = {"role", "rank", "node", "slot", "local_rank", "devices", "cpus", "own", "share", "numa"}
+    runs = {"cwd", "kind", "restart", "max_restarts", "command", "env"}
+    assert all({*each} == places | runs for each in whole["workers"])
     assert [(each["own"], each["share"], each["numa"]) for each in whole["workers"]] == [
         (["0"], 1.0, 0),
         (["1"], 1.0, 0),
@@ -118,6 +121,7 @@ class TestALoss:
         assert plan("--json", *job, "--lost", "node3", "--lost", "node1", "roles.a.count=2") == 0
         whole = json.loads(capsys.readouterr().out)
         assert whole["lost"] == ["node1", "node3"]
+        assert all({*each} == {"worker", "before", "after"} for each in whole["moved"])
         assert {each["worker"] for each in whole["moved"]} <= {"a:0", "a:1", "b:0", "b:1", "c:0"}
         assert {row["node"] for row in whole["workers"]} <= {"node0", "node2"}
 
