@@ -264,7 +264,7 @@ class Unirun:
 
         return eventually(only, f"one process is called {title}")
 
-    def assert_nothing_left(self, within: float = 5.0) -> None:
+    def assert_nothing_left(self, within: float = 15.0) -> None:
         """No process of any job is there, or within `within` seconds none will be."""
         deadline = time.monotonic() + within
         while (left := self.processes()) and time.monotonic() < deadline:
