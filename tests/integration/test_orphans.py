@@ -68,7 +68,7 @@ class TestNobodySurvivesTheKillOf:
         assert all_gone_in_time(pids), [pid for pid in pids if alive(pid)]
         result = job.end()
         assert result.code == {"unirun": -9}.get(part, 137), result.err
-        unirun.assert_nothing_left()
+        unirun.assert_nothing_left(within=5.0)
         eventually(
             lambda: unirun.status()["phase"] in ("failed", "stopped", "lost"), "the status tells of the end"
         )
@@ -92,7 +92,7 @@ class TestTheStatusAfterwards:
         for victim in victims(job, part):
             os.kill(victim, signal.SIGKILL)
         result = job.end()
-        unirun.assert_nothing_left()
+        unirun.assert_nothing_left(within=5.0)
         status = eventually(lambda: s if (s := unirun.status())["phase"] != "running" else None, "an end")
         assert (status["phase"], reason in status["reason"]) == (phase, True), status["reason"]
         if part != "unirun":
@@ -160,5 +160,5 @@ class TestADetachedJob:
         for victim in victims(unirun.started[0], part):
             os.kill(victim, signal.SIGKILL)
         assert all_gone_in_time(detached), [pid for pid in detached if alive(pid)]
-        unirun.assert_nothing_left()
+        unirun.assert_nothing_left(within=5.0)
         assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", SOON)
