@@ -21,8 +21,8 @@ from .masters import Masters, Steady, calm
 
 pytestmark = pytest.mark.timeout(300)
 
-AWAY = 12.0
-"""Seconds that a cluster is away: twice as long as a master's lease."""
+AWAY = 20.0
+"""Seconds that a cluster is away: three times as long as a master's lease."""
 
 Cluster = Callable[[], Servers]
 

@@ -15,9 +15,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 KILLS = 50
-KILLS_WITH_ETCD = 20
-"""Fewer, as only how a master wins its term is another then."""
-
 WHILE_IT_STARTS = 4
 WHILE_IT_ENDS = 3
 MOMENT = 0.3
@@ -32,10 +29,9 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def test_many_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
+def test_fifty_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
     unirun: Unirun, store: list[object], chance: random.Random
 ) -> None:
-    kills = KILLS_WITH_ETCD if store else KILLS
     steady = Steady(unirun, *store)
     masters = Masters(unirun)
     for _ in range(WHILE_IT_STARTS):
@@ -43,7 +39,7 @@ def test_many_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
         time.sleep(chance.random() * MOMENT)
         masters.kill()
     pids = steady.pids()
-    for _ in range(kills - WHILE_IT_STARTS - WHILE_IT_ENDS):
+    for _ in range(KILLS - WHILE_IT_STARTS - WHILE_IT_ENDS):
         masters.next()
         time.sleep(chance.random() * MOMENT)
         masters.kill()
