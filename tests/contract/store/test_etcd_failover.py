@@ -308,3 +308,26 @@ def connections(port: int) -> int:
     }
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(row[2].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in inodes for row in rows)
+
+
+def test_a_channel_that_another_thread_closes_before_it_is_used_costs_nothing(
+    lone: Servers, opened: list[Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a watch does that has found its server silent."""
+    store = open_store(lone.url())
+    opened.append(store)
+    cluster = store._cluster  # type: ignore[attr-defined]
+    find, closed = cluster._channel, []
+
+    def found_and_closed_at_once(member: str) -> object:
+        channel = find(member)
+        if len(closed) < 3:
+            closed.append(channel)
+            cluster._drop(member)
+        return channel
+
+    monkeypatch.setattr(cluster, "_channel", found_and_closed_at_once)
+    assert store.txn([], [Put("a", "1")]).succeeded
+    item = store.get("a")
+    assert item is not None
+    assert (item.value, len(closed)) == ("1", 3)

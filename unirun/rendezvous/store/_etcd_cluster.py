@@ -210,15 +210,20 @@ class Cluster:
                 self._token = None
 
     def _send(self, member: str, method: Method, request: Any, timeout: float) -> Any:
-        try:
+        deadline = time.monotonic() + timeout
+        while True:
             rpc = self._channel(member).unary_unary(
                 f"/etcdserverpb.{method.path}",
                 request_serializer=serialize,
                 response_deserializer=message_class(method.response).FromString,
             )
-            return rpc(request, timeout=timeout, metadata=self._metadata())
-        except ValueError as error:
-            raise self._closed_under_us() from error
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                return rpc(request, timeout=left, metadata=self._metadata())
+            except ValueError as error:
+                # Another thread, which has found this member silent, has closed the channel before anything was sent.
+                if left == 0.0:
+                    raise self._closed_under_us() from error
 
     def _share(self, deadline: float, repeatable: bool) -> float:
         """How long one member may take: half of what is left, when another one can be asked after it."""
