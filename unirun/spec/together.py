@@ -22,8 +22,8 @@ WHAT_GROUPS_SAY = {
 def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[RoleSpec]) -> list[Fault]:
     """What is wrong with the `groups` of roles that a job file has under `key`.
 
-    Whether all of them can be kept is for the planner to say; that a role is in two groups of its kind is a fault only
-    of those that share.
+    Whether all of them can be kept, and fit the numbers of ranks, is for the planner to say, all at once; that a role
+    is in two groups of its kind is a fault only of those that share.
     """
     known = {role.name: role for role in roles if role.entry.kind != "trainer"}
     trainers = {role.name for role in roles} - known.keys()
@@ -44,22 +44,7 @@ def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[Role
                 twice = "twice" if home[name] == number else f"in {other} as well"
                 faults.append(Fault(where, f"role {name!r} is there {twice}", "name each role once"))
             home.setdefault(name, number)
-        if key == "collocations":
-            faults += _unequal(where, [known[name] for name in dict.fromkeys(group) if name in known])
     return [*dict.fromkeys(faults)]
-
-
-def _unequal(where: str, group: Sequence[RoleSpec]) -> list[Fault]:
-    """Roles that share devices have a rank each on every one of them."""
-    faults = []
-    for field, values in (
-        ("count", {role.name: role.count for role in group}),
-        ("per_node", {role.name: role.per_node for role in group if role.per_node is not None}),
-    ):
-        if len(set(values.values())) > 1:
-            found = ", ".join(f"{name} {value}" for name, value in values.items())
-            faults.append(Fault(where, f"{field} is not the same: {found}", f"give them the same {field}"))
-    return faults
 
 
 def handle_faults(roles: Sequence[str]) -> list[Fault]:

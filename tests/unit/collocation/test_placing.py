@@ -365,6 +365,27 @@ def test_a_type_that_no_node_has_does_not_fit() -> None:
         place(job(elsewhere), hosts("devices=1"))
 
 
+def test_all_that_is_wrong_with_places_is_one_error_with_every_cause() -> None:
+    spec = job(
+        role("actor", 4, per_node=2, slots=0.75, device="cuda"),
+        role("critic", 2, per_node=1, slots=0.75, device="cuda"),
+        role("judge", 1, device="cpu", devices=("0",)),
+        collocations=(("actor", "critic"),),
+        separations=(("actor", "critic"),),
+        isolations=(("actor", "critic"),),
+    )
+    with pytest.raises(PlacementError) as caught:
+        place(spec, hosts("nodes=4,devices=2"))
+    assert [fault.where for fault in caught.value.faults] == [
+        "judge.devices",
+        "actor.count",
+        "actor.per_node",
+        "actor.slots",
+        "isolations[0]",
+        "separations[0]",
+    ]
+
+
 def test_workers_are_shown_their_devices_by_the_variable_of_their_type() -> None:
     spec = job(role("actor", 1), role("judge", 1, device="cpu"), TRAINER)
     assert place(spec, hosts("devices=2"))[1].masks == {"actor": "CUDA_VISIBLE_DEVICES"}

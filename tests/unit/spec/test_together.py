@@ -40,7 +40,6 @@ def test_groups_share_devices() -> None:
             "once",
         ),
         ([["actor", "trainer"]], "'trainer' is the trainer, which uses no device", "leave it out"),
-        ([["actor", "critic"]], "count is not the same: actor 4, critic 2", "give them the same count"),
         ([["actor"]], "['actor'] names fewer than two roles", "name those that share devices"),
         ([[]], "[] names fewer than two roles", "name those that share devices"),
         ([["actor", "actor"]], "fewer than two", "name those"),
@@ -52,12 +51,6 @@ def test_a_wrong_group_is_told(groups: object, problem: str, remedy: str) -> Non
     found = faults(collocations=groups)
     assert any(problem in fault.problem and remedy in fault.remedy for fault in found), found
     assert all(fault.where.startswith("collocations") for fault in found)
-
-
-def test_roles_that_share_devices_have_the_same_number_on_a_node() -> None:
-    roles = {"actor": {"count": 4, "per_node": 2}, "rollout": {"count": 4, "per_node": 4}}
-    (fault,) = faults(collocations=[["actor", "rollout"]], roles=roles)
-    assert fault.problem == "per_node is not the same: actor 2, rollout 4"
 
 
 def test_a_number_per_node_divides_the_ranks() -> None:

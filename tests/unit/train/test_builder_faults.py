@@ -77,11 +77,6 @@ RULES: list[tuple[str, Change, str, str, str]] = [
         lambda b: second()(b).with_collocation("actor", "rollout").with_collocation("rollout", "actor"),
         *("with_collocation[1]", "role 'rollout' is there in collocations[0] as well", "once"),
     ),
-    (
-        "unequal roles in a collocation",
-        lambda b: second(1, 1)(b).with_collocation("actor", "rollout"),
-        *("with_collocation[0]", "count is not the same: actor 2, rollout 1", "the same count"),
-    ),
     ("a role given twice", second(role="actor"), "actor", "'actor' is given twice", "once"),
     ("a role called trainer", second(role="trainer"), "trainer", "trainer is given as well", "rename"),
     ("a role with an odd name", second(role="9 lives"), "9 lives", "is no name for a role", "a letter"),
@@ -156,6 +151,14 @@ RULES: list[tuple[str, Change, str, str, str]] = [
         *("rollout.env", "expected a mapping", ""),
     ),
 ]
+
+
+def test_all_that_is_wrong_with_places_is_told_at_once() -> None:
+    builder = whole()
+    second(1, 1)(builder)
+    found = faults(builder.with_collocation("actor", "rollout").with_separation("actor", "rollout"))
+    assert {fault.where for fault in found} == {"actor.count", "actor.per_node", "separations[0]"}
+    assert "differ in count: actor 2, rollout 1; give them the same count" in "\n".join(map(str, found))
 
 
 @pytest.mark.parametrize(
