@@ -39,9 +39,9 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     spec = parse_job(
         data, count_slots=lambda kind: count_slots(kind, inventory), run_id=_new_id(data, line.script)
     )
-    if spec.numa_binding and not inventory.nodes[0].devices:
+    if spec.numa_binding and not any(node.devices for node in inventory.nodes):
         raise UsageError(
-            "--numa-binding follows the workers' GPUs, and this host has none",
+            "--numa-binding follows the workers' GPUs, and there are none",
             "leave it out, or bind with numactl",
         )
     return spec

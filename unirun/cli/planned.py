@@ -19,7 +19,8 @@ from unirun.collocation import (
     place_again,
     unknown_nodes,
 )
-from unirun.collocation.numa import Topology, told_topology
+from unirun.collocation.numa import told_topology
+from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
 from unirun.graph import declared, weights
 from unirun.spec import JobSpec
@@ -33,7 +34,7 @@ class PlannedJob:
     spec: JobSpec
     inventory: Inventory
     placement: Placement
-    topology: Topology | None
+    topology: TopologyOf
 
     def without(self, lost: Sequence[str]) -> PlannedJob:
         """The job when nodes are `lost`. Raises `UsageError` for a node that there is not, `PlacementError`."""
@@ -61,11 +62,8 @@ def plan_job(line: CommandLine) -> PlannedJob:
     spec = job_spec(line, inventory)
     for warning in unknown_nodes(spec, inventory):
         print(f"unirun: {warning}", file=sys.stderr)
-    topology = None
-    if spec.numa_binding:
-        # Nodes that are not there have no files to be read.
-        fake = "inventory" in line.options
-        topology = told_topology(inventory.nodes[0]) if fake else local_topology(inventory)
+    # Nodes that are not there have no files to be read.
+    topology = told_topology if "inventory" in line.options else local_topology
     spec, placement = place(spec, inventory, topology=topology, weights=weights(declared(spec)))
     return PlannedJob(spec, inventory, placement, topology)
 

@@ -21,9 +21,8 @@ def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     return Inventory((read_node(socket.gethostname(), os.sched_getaffinity(0), devices, environ),))
 
 
-def local_topology(inventory: Inventory) -> Topology:
-    """Which processors of this host are near which of its devices, from sysfs and the inventory."""
-    node = inventory.nodes[0]
+def local_topology(node: Node) -> Topology:
+    """Which processors are near which devices of `node`, which is this host: from sysfs and the inventory."""
     found = read_topology(node.cpus, {device.index: device.pci for device in node.devices})
     known = {device.index: device.numa for device in node.devices if device.numa >= 0}
     return replace(found, device_numa=found.device_numa | known)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from unirun.collocation.inventory import Node
+from unirun.collocation.inventory import Node, NumaNode
 from unirun.errors import PlacementError
 
 
@@ -24,9 +25,12 @@ class Cpu:
     cache: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Topology:
-    """The processors that may be used, and the NUMA node of each device by its index (-1: not told)."""
+    """The processors that may be used, and the NUMA node of each device by its index (-1: not told).
+
+    Compared by identity: nodes that are alike have one, and it is asked for every rank.
+    """
 
     cpus: tuple[Cpu, ...]
     device_numa: dict[str, int]
@@ -110,10 +114,20 @@ def read_topology(cpus: Sequence[int], device_pci: dict[str, str], root: Path = 
 
 
 def told_topology(node: Node) -> Topology:
-    """The topology as an inventory has it: a NUMA node is a socket with one cache, and each processor a core."""
-    parts = {part.id: part.cpus for part in node.numa} or {0: node.cpus}
-    cpus = tuple(Cpu(cpu, numa, numa, (cpu,), there) for numa, there in parts.items() for cpu in there)
-    return Topology(cpus, {device.index: device.numa for device in node.devices})
+    """The topology as an inventory has it: a NUMA node is a socket with one cache, and each processor a core.
+
+    Of nodes that are alike it is the same object.
+    """
+    return _told(node.cpus, node.numa, tuple([(device.index, device.numa) for device in node.devices]))
+
+
+@lru_cache(maxsize=128)
+def _told(
+    cpus: tuple[int, ...], numa: tuple[NumaNode, ...], devices: tuple[tuple[str, int], ...]
+) -> Topology:
+    parts = {part.id: part.cpus for part in numa} or {0: cpus}
+    found = tuple(Cpu(cpu, numa, numa, (cpu,), there) for numa, there in parts.items() for cpu in there)
+    return Topology(found, dict(devices))
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 
 from unirun.collocation.devices import device_types
 from unirun.collocation.inventory import Inventory, Node, accelerators
-from unirun.collocation.numa import Topology, near_cpus
+from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.quiet import Quiet, quiet
@@ -20,20 +20,22 @@ from unirun.spec import JobSpec, RoleSpec
 
 Cpus = tuple[int, ...] | None
 """The processors that a worker is bound to; None for no binding."""
+TopologyOf = Callable[[Node], Topology]
+"""Which processors of a node are near which of its devices."""
 
 
 def place(
     spec: JobSpec,
     inventory: Inventory,
     *,
-    topology: Topology | None = None,
+    topology: TopologyOf = told_topology,
     weights: Mapping[tuple[str, str], float] | None = None,
 ) -> tuple[JobSpec, Placement]:
     """Who sits where, and the job with the ranks that there is room for. Raises `PlacementError`.
 
     A job that says nothing of places and has one node runs as under torchrun (`unirun.collocation.quiet`). `weights`
-    are bytes per step between roles (`unirun.graph.weights`). With ``numa_binding``, `topology` says which processors
-    of the first node are near which of its devices.
+    are bytes per step between roles (`unirun.graph.weights`). With ``numa_binding``, `topology` is asked for each node
+    that has ranks on devices.
     """
     return _as_jobs(spec, inventory, topology, plan(request_of(spec, inventory, weights or {}), inventory))
 
@@ -44,7 +46,7 @@ def place_again(
     previous: Placement,
     lost: Iterable[str],
     *,
-    topology: Topology | None = None,
+    topology: TopologyOf = told_topology,
     weights: Mapping[tuple[str, str], float] | None = None,
 ) -> tuple[JobSpec, Placement]:
     """The same after the nodes `lost`: who need not move stays as in `previous` (`unirun.collocation.planning.replan`).
@@ -58,7 +60,7 @@ def place_again(
 
 
 def _as_jobs(
-    spec: JobSpec, inventory: Inventory, topology: Topology | None, placement: Placement
+    spec: JobSpec, inventory: Inventory, topology: TopologyOf, placement: Placement
 ) -> tuple[JobSpec, Placement]:
     """What a planner has found, with all that follows from it for workers."""
     alone = _alone(spec, inventory)
@@ -185,28 +187,34 @@ def _role_request(role: RoleSpec, device: str | None) -> RoleRequest:
     )
 
 
-def _binding(spec: JobSpec, inventory: Inventory, topology: Topology | None) -> Callable[[Assignment], Cpus]:
+def _binding(spec: JobSpec, inventory: Inventory, topology: TopologyOf) -> Callable[[Assignment], Cpus]:
     """Which processors a rank is bound to, by its place: those that it has asked for, or those near its devices."""
     nodes = {node.name: node for node in inventory.nodes}
     pinned = {role.name for role in spec.roles if role.device == CPU}
     types = slot_types(spec, inventory)
-    first = inventory.nodes[0]
-    near = None
-    if spec.numa_binding and topology is not None:
-        near = cache(partial(near_cpus, spec.numa_binding, topology=topology))
+    mode = spec.numa_binding
+
+    @cache
+    def topology_of(node: str) -> Topology:
+        return topology(nodes[node])
+
+    @cache
+    def near(mode: str, devices: tuple[str, ...], there: Topology) -> tuple[int, ...]:
+        # Ranks on nodes that are alike ask the same: a hundred thousand of them are answered in a moment.
+        return tuple(sorted({cpu for device in devices for cpu in near_cpus(mode, device, there)}))
 
     def cpus_of(place: Assignment) -> Cpus:
         if place.role in pinned:
             return _processors(nodes[place.node], place)
         type = types.get(place.role, CPU)
-        if near is None or type == CPU or place.node != first.name:
+        if mode is None or type == CPU:
             return None
         devices = place.own
         if not devices:
             # With fewer devices than ranks they are taken in turn.
-            there = slots_of(first, type)
+            there = slots_of(nodes[place.node], type)
             devices = (there[place.slot % len(there)].index,)
-        return tuple(sorted({cpu for device in devices for cpu in near(device)}))
+        return near(mode, devices, topology_of(place.node))
 
     return cpus_of
 

@@ -119,7 +119,7 @@ class TestWhatCannotApplyIsRefused:
             (["--rdzv-backend", "etcd-v2"], "only static and c10d apply"),
             (["--rdzv-conf", "is_host=1"], "only join_timeout and timeout apply"),
             (["--logs-specs", "mine"], "has nothing to decide"),
-            (["--numa-binding", "node"], "this host has none"),
+            (["--numa-binding", "node"], "there are none"),
             (["-m", "--no-python"], "exclude each other"),
             (["-m", "--run-path"], "--run-path runs a file"),
         ],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unirun.collocation import Device, Inventory, Node, NumaNode, local_topology
+from unirun.collocation import Device, Node, NumaNode, local_topology
 from unirun.collocation.devices import DeviceType
 from unirun.collocation.host import local_devices, read_node, thin
 
@@ -71,7 +71,7 @@ def test_a_numa_node_without_processors_counts_when_a_device_is_near_it(tmp_path
 
 def test_the_topology_has_the_numa_nodes_that_drivers_tell() -> None:
     devices = (Device("0", "H", numa=0), Device("1", "H", "ffff:ff:1f.7"))
-    assert local_topology(Inventory((Node("host", (0,), devices),))).device_numa == {"0": 0, "1": -1}
+    assert local_topology(Node("host", (0,), devices)).device_numa == {"0": 0, "1": -1}
 
 
 def test_processors_that_may_not_be_used_are_not_there(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.collocation.numa import Cpu, Topology, near_cpus, parse_cpu_list, read_topology
+from unirun.collocation import parse_fake
+from unirun.collocation.numa import Cpu, Topology, near_cpus, parse_cpu_list, read_topology, told_topology
 from unirun.errors import PlacementError
 
 
@@ -97,3 +98,15 @@ def test_the_topology_is_read_from_sysfs(tmp_path: Path) -> None:
 def test_lists_of_processors_are_read_as_the_kernel_writes_them() -> None:
     assert parse_cpu_list("0-2,8,10-11\n") == (0, 1, 2, 8, 10, 11)
     assert parse_cpu_list("") == ()
+
+
+def test_nodes_that_are_alike_have_one_topology() -> None:
+    """So ten thousand of them are read once."""
+    one, other = parse_fake("fake:nodes=2,devices=2,cpus=4,numa=2").nodes
+    (third,) = parse_fake("fake:devices=2,cpus=4").nodes
+    assert told_topology(one) is told_topology(other)
+    assert told_topology(one).cpus == tuple(
+        Cpu(cpu, cpu // 2, cpu // 2, (cpu,), (cpu // 2 * 2, cpu // 2 * 2 + 1)) for cpu in range(4)
+    )
+    assert told_topology(one).device_numa == {"0": 0, "1": 1}
+    assert told_topology(third).device_numa == {"0": 0, "1": 0}

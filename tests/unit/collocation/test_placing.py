@@ -198,8 +198,8 @@ class TestProcessorsNearADevice:
         tuple(Cpu(cpu, cpu // 2, 0, (cpu,), (cpu,)) for cpu in range(4)), {"0": 0, "1": 1, "2": 1}
     )
 
-    def bound(self, spec: JobSpec, devices: int, topology: Topology | None = TOPOLOGY) -> list[object]:
-        _, placement = place(spec, hosts(f"cpus=4,devices={devices}"), topology=topology)
+    def bound(self, spec: JobSpec, devices: int) -> list[object]:
+        _, placement = place(spec, hosts(f"cpus=4,devices={devices}"), topology=lambda _: self.TOPOLOGY)
         return [a.cpus for a in placement.assignments]
 
     def test_follow_local_ranks_where_one_role_sees_all_devices(self) -> None:
@@ -218,13 +218,49 @@ class TestProcessorsNearADevice:
 
     def test_bind_nobody_else(self) -> None:
         assert self.bound(job(*ranks(actor=2)), 2) == [None, None]
-        assert self.bound(job(*ranks(actor=2), numa_binding="node"), 2, topology=None) == [None, None]
         assert self.bound(job(*ranks(actor=2), numa_binding="node"), 0) == [None, None]
 
-    def test_of_other_nodes_than_the_first_are_not_known(self) -> None:
-        inventory = hosts("nodes=2,cpus=4,devices=1")
-        _, placement = place(job(*ranks(actor=2), numa_binding="node"), inventory, topology=self.TOPOLOGY)
-        assert [a.cpus for a in placement.assignments] == [(0, 1), None]
+    def test_are_those_of_the_node_that_a_rank_is_on(self) -> None:
+        """The second node has its processors the other way round."""
+        second = Topology(self.TOPOLOGY.cpus, {"0": 1, "1": 0})
+        spec, inventory = job(*ranks(actor=4), numa_binding="node"), hosts("nodes=2,cpus=4,devices=2")
+        of = {"node0": self.TOPOLOGY, "node1": second}
+        _, placement = place(spec, inventory, topology=lambda node: of[node.name])
+        assert [(a.node, a.cpus) for a in placement.assignments] == [
+            ("node0", (0, 1)),
+            ("node0", (2, 3)),
+            ("node1", (2, 3)),
+            ("node1", (0, 1)),
+        ]
+
+    def test_are_as_the_inventory_tells_when_nobody_else_does(self) -> None:
+        spec, inventory = job(*ranks(actor=8), numa_binding="node"), hosts("nodes=2,cpus=8,devices=4,numa=2")
+        _, placement = place(spec, inventory)
+        near = [(0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 6, 7), (4, 5, 6, 7)]
+        assert [a.cpus for a in placement.assignments] == [*near, *near]
+
+    def test_are_those_of_the_new_node_for_a_rank_that_moves(self) -> None:
+        small = Node("small", (7,), (Device("0", "H", numa=0), Device("1", "H", numa=0)))
+        inventory = Inventory((*hosts("nodes=2,cpus=4,devices=2,numa=2").nodes, small))
+        spec = job(role("actor", 4, device="cuda"), numa_binding="node", spares=1)
+        spec, before = place(spec, inventory)
+        _, after = place_again(spec, inventory, before, ["node0"])
+        assert [(a.node, a.cpus) for a in after.assignments] == [
+            ("small", (7,)),
+            ("small", (7,)),
+            ("node1", (0, 1)),
+            ("node1", (2, 3)),
+        ]
+
+    def test_are_too_few_on_any_node(self) -> None:
+        """Of two devices on one processor the second gets none to itself."""
+        first, second = (
+            hosts("cpus=4,devices=2").nodes[0],
+            Node("small", (0,), (Device("0", "H"), Device("1", "H"))),
+        )
+        spec = job(*ranks(actor=4), numa_binding="exclusive")
+        with pytest.raises(PlacementError, match="no processor of NUMA node 0 is left for device 1"):
+            place(spec, Inventory((first, second)))
 
 
 class TestNodesThatAreExcluded:
