@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Assignment:
     numa: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """Every rank of a job with its place; `note` says in words what was decided, and why.
 
@@ -53,9 +54,17 @@ class Placement:
 
     def of_role(self, role: str) -> tuple[Assignment, ...]:
         """The assignments of `role` in rank order."""
-        return tuple(a for a in self.assignments if a.role == role)
+        return self._by_role.get(role, ())
 
-    @property
+    @cached_property
+    def _by_role(self) -> dict[str, tuple[Assignment, ...]]:
+        """Asked for again and again: a master looks there for whom to tell what, at every step."""
+        found: dict[str, list[Assignment]] = {}
+        for each in self.assignments:
+            found.setdefault(each.role, []).append(each)
+        return {role: tuple(there) for role, there in found.items()}
+
+    @cached_property
     def nodes(self) -> tuple[str, ...]:
         """The nodes in use."""
         return tuple(dict.fromkeys(a.node for a in self.assignments))
