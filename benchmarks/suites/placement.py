@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 
 PLAN = Bar("plan 10 000 nodes × 8 slots, 5 roles", "s", 1.0)
 SPARE = Bar("re-plan after a node's loss, 10 000 nodes, a spare", "s", 0.2)
@@ -74,7 +74,10 @@ def request(nodes: int, spares: int = 0) -> Request:
         tuple(RoleRequest(name, nodes * each, nodes * each, "cuda") for name, each in PER_NODE.items()),
         collocated=(("actor", "reference"), ("critic", "reward")),
         apart=(("critic", "rollout"),),
-        weights={("actor", "rollout"): 9e9, ("actor", "critic"): 1e9, ("rollout", "reward"): 1e8},
+        ties=Ties(
+            {("actor", "rollout"): 9e9, ("actor", "critic"): 1e9, ("rollout", "reward"): 1e8},
+            (("actor", "rollout"), ("critic", "reward")),
+        ),
         spares=spares,
     )
 

@@ -11,6 +11,7 @@ from unirun.cli.options import CommandLine
 from unirun.collocation import (
     Inventory,
     Placement,
+    Ties,
     is_fake,
     local_inventory,
     local_topology,
@@ -22,7 +23,7 @@ from unirun.collocation import (
 from unirun.collocation.numa import told_topology
 from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
-from unirun.graph import declared, weights
+from unirun.graph import declared, tight_parts, weights
 from unirun.spec import JobSpec
 from unirun.spec.read import nearest
 
@@ -48,7 +49,7 @@ class PlannedJob:
             self.placement,
             lost,
             topology=self.topology,
-            weights=weights(declared(self.spec)),
+            ties=ties_of(self.spec),
         )
         return PlannedJob(spec, self.inventory, placement, self.topology)
 
@@ -64,8 +65,14 @@ def plan_job(line: CommandLine) -> PlannedJob:
         print(f"unirun: {warning}", file=sys.stderr)
     # Nodes that are not there have no files to be read.
     topology = told_topology if "inventory" in line.options else local_topology
-    spec, placement = place(spec, inventory, topology=topology, weights=weights(declared(spec)))
+    spec, placement = place(spec, inventory, topology=topology, ties=ties_of(spec))
     return PlannedJob(spec, inventory, placement, topology)
+
+
+def ties_of(spec: JobSpec) -> Ties:
+    """What joins the roles of a job, by the edges that it declares."""
+    graph = declared(spec)
+    return Ties(weights(graph), tight_parts(graph))
 
 
 def inventory_of(line: CommandLine) -> Inventory:

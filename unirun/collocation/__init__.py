@@ -15,6 +15,7 @@ from unirun.collocation.inventory import (
 )
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.placing import place, place_again, slot_types, unknown_nodes
+from unirun.collocation.request import Ties
 
 __all__ = [
     "MIG",
@@ -26,6 +27,7 @@ __all__ = [
     "Node",
     "NumaNode",
     "Placement",
+    "Ties",
     "accelerators",
     "count_slots",
     "device_types",

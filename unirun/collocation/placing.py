@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
@@ -14,7 +14,7 @@ from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.quiet import Quiet, quiet
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.slots import CPU, slots_of
 from unirun.spec import JobSpec, RoleSpec
 
@@ -22,6 +22,7 @@ Cpus = tuple[int, ...] | None
 """The processors that a worker is bound to; None for no binding."""
 TopologyOf = Callable[[Node], Topology]
 """Which processors of a node are near which of its devices."""
+NO_TIES = Ties()
 
 
 def place(
@@ -29,15 +30,15 @@ def place(
     inventory: Inventory,
     *,
     topology: TopologyOf = told_topology,
-    weights: Mapping[tuple[str, str], float] | None = None,
+    ties: Ties = NO_TIES,
 ) -> tuple[JobSpec, Placement]:
     """Who sits where, and the job with the ranks that there is room for. Raises `PlacementError`.
 
-    A job that says nothing of places and has one node runs as under torchrun (`unirun.collocation.quiet`). `weights`
-    are bytes per step between roles (`unirun.graph.weights`). With ``numa_binding``, `topology` is asked for each node
-    that has ranks on devices.
+    A job that says nothing of places and has one node runs as under torchrun (`unirun.collocation.quiet`). `ties`
+    are from its graph (`unirun.graph.weights`, `unirun.graph.tight_parts`). With ``numa_binding``, `topology` is asked
+    for each node that has ranks on devices.
     """
-    return _as_jobs(spec, inventory, topology, plan(request_of(spec, inventory, weights or {}), inventory))
+    return _as_jobs(spec, inventory, topology, plan(request_of(spec, inventory, ties), inventory))
 
 
 def place_again(
@@ -47,14 +48,14 @@ def place_again(
     lost: Iterable[str],
     *,
     topology: TopologyOf = told_topology,
-    weights: Mapping[tuple[str, str], float] | None = None,
+    ties: Ties = NO_TIES,
 ) -> tuple[JobSpec, Placement]:
     """The same after the nodes `lost`: who need not move stays as in `previous` (`unirun.collocation.planning.replan`).
 
     Raises `PlacementError` when those that are left are too few.
     """
     gone = frozenset((*lost, *previous.lost))
-    placement = replan(request_of(spec, inventory, weights or {}), inventory, previous, gone)
+    placement = replan(request_of(spec, inventory, ties), inventory, previous, gone)
     names = tuple(node.name for node in inventory.nodes if node.name in gone)
     return _as_jobs(spec, inventory, topology, replace(placement, lost=names))
 
@@ -111,7 +112,7 @@ def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
     return {role: type.mask_variable for role, type in types.items() if type.mask_variable is not None}
 
 
-def request_of(spec: JobSpec, inventory: Inventory, weights: Mapping[tuple[str, str], float]) -> Request:
+def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Request:
     """What the planner is asked for."""
     types = slot_types(spec, inventory)
     request = Request(
@@ -120,7 +121,7 @@ def request_of(spec: JobSpec, inventory: Inventory, weights: Mapping[tuple[str, 
         together=spec.host_collocations,
         apart=spec.separations,
         isolated=spec.isolations,
-        weights=weights,
+        ties=ties,
         spares=spec.spares,
         tainted=_unwanted(spec, inventory),
     )

@@ -29,14 +29,26 @@ class RoleRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Ties:
+    """What joins roles, as their graph has it. `weights` are bytes per step between two of them, over all edges.
+
+    `parts` are groups of roles that wait for each other, the sub-DAGs. A role in no group, or by itself in one, waits
+    for nobody.
+    """
+
+    weights: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    parts: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """All roles, in their order, and what holds between them. Every group names roles of the job.
 
     `collocated`: the roles of a group share slots, rank by rank (device collocation). `together`: rank for rank, in
     proportion to their counts, the roles of a group are on one node, on different slots (host collocation). `apart`: no
     node holds ranks of two roles of a group (separation). `isolated`: no NUMA node does; they may share a host.
-    `weights` are bytes per step between two roles, from the graph: heavy pairs are kept on as few nodes as they can be.
-    `spares` nodes are held back, and nodes in `tainted` are not used.
+    `ties`: as little as can be goes from node to node, and roles that wait for each other are on as few nodes as they
+    can be. `spares` nodes are held back, and nodes in `tainted` are not used.
     """
 
     roles: tuple[RoleRequest, ...]
@@ -44,6 +56,6 @@ class Request:
     together: tuple[tuple[str, ...], ...] = ()
     apart: tuple[tuple[str, ...], ...] = ()
     isolated: tuple[tuple[str, ...], ...] = ()
-    weights: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    ties: Ties = Ties()
     spares: int = 0
     tainted: frozenset[str] = frozenset()

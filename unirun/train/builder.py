@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar
 
-from unirun.collocation import parse_fake, place
+from unirun.collocation import Ties, parse_fake, place
 from unirun.errors import Fault, PlacementError, SpecError
-from unirun.graph import from_edges, weights
+from unirun.graph import from_edges, tight_parts, weights
 from unirun.spec import parse_job
 from unirun.spec.builder import ClassDraft, Draft, WorkloadDraft, job_mapping
 from unirun.train.job import Job
@@ -267,7 +267,8 @@ def _check_places(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
     spec = replace(spec, exclude_nodes=())
     graph = from_edges({role.name: role.count for role in spec.roles}, mapping["edges"])
     try:
-        place(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), weights=weights(graph))
+        ties = Ties(weights(graph), tight_parts(graph))
+        place(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), ties=ties)
     except PlacementError as error:
         raise SpecError(error.faults or [Fault("placement", error.problem, error.remedy)]) from error
 

@@ -91,6 +91,21 @@ def test_excluded_nodes_are_seen_and_names_that_no_node_has_are_told(
     assert seen.err == "unirun: no node is called nod2, so it is not excluded; did you mean node2?\n"
 
 
+@pytest.mark.parametrize(("waited", "sent"), [("b", "c"), ("c", "b")])
+def test_who_waits_for_whom_decides_who_is_on_one_node(
+    capsys: pytest.CaptureFixture[str], scripts: Path, waited: str, sent: str
+) -> None:
+    """As much goes over both edges, as far as is known; but for what it only sends nobody waits."""
+    edges = f"['a -> {waited}: f', {{from: a, to: {sent}, invocation: g, async: true}}]"
+    (scripts / "job.yaml").write_text(f"{{script: train.py, roles: {{a: 2, b: 2, c: 2}}, edges: {edges}}}")
+    assert plan("--inventory", "fake:nodes=2,devices=4", "--config", "job.yaml") == 0
+    out = capsys.readouterr().out
+    assert f"; a and {waited}, which wait for each other, on 1 node; 50 % of what roles exchange" in out
+    node0, node1 = (line.split() for line in out.splitlines() if re.match("node[01] ", line))
+    assert node0 == ["node0", "a:0", "a:1", f"{waited}:0", f"{waited}:1", "0"]
+    assert node1 == ["node1", f"{sent}:0", f"{sent}:1", "·", "·", "2"]
+
+
 class TestALoss:
     @pytest.fixture
     def job(self, scripts: Path) -> tuple[str, ...]:

@@ -314,10 +314,18 @@ def all_counts(request: Request) -> Iterator[dict[str, int]]:
 def crossing(request: Request, where: Nodes) -> float:
     """Bytes per step between nodes, when each rank of a role talks as much with each of the other."""
     total = 0.0
-    for (one, other), weight in sorted(request.weights.items()):
+    for (one, other), weight in sorted(request.ties.weights.items()):
         pairs = list(product(where[one], where[other]))
         total += weight * sum(a != b for a, b in pairs) / len(pairs) if pairs else 0.0
     return total
+
+
+def nodes_of_parts(request: Request, where: Nodes) -> int:
+    """The nodes that each part of several roles is on, all parts together. Parts that share nodes by request are one."""
+    joined = [part for part in request.ties.parts if len(part) > 1]
+    groups = components(request, (*request.collocated, *request.together, *joined))
+    parts = [group for group in groups if any(set(part) <= group for part in joined)]
+    return sum(len({node for name in part for node in where[name]}) for part in parts)
 
 
 def in_rank_order(request: Request, placement: Placement, inventory: Inventory) -> bool:

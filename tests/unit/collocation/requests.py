@@ -12,7 +12,7 @@ from tests.unit.collocation.checking import hosts
 from unirun.collocation.inventory import Inventory
 from unirun.collocation.planning.faults import request_faults
 from unirun.collocation.planning.problem import compile_request
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 
 NAMES = ("a", "b", "c")
 
@@ -38,7 +38,7 @@ def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Request:
         if len(names) > 1 and draw(st.integers(0, 2)) == 0:
             request = _if_sound(request, **{kind: (draw(st.sampled_from(pairs)),)})
     weights = {pair: float(draw(st.integers(0, 9))) for pair in combinations(names, 2) if draw(st.booleans())}
-    request = replace(request, weights=weights)
+    request = replace(request, ties=Ties(weights, draw(_parts(names))))
     for name, changes in (
         ("per_node", (1, 2)),
         ("per_group", (2,)),
@@ -64,6 +64,14 @@ def spread(draw: st.DrawFn, request: Request) -> Request:
             roles = (*request.roles[:at], replace(role, per_node=1), *request.roles[at + 1 :])
             request = _if_sound(request, roles=roles)
     return request
+
+
+@st.composite
+def _parts(draw: st.DrawFn, names: list[str]) -> tuple[tuple[str, ...], ...]:
+    """As a graph has them: every role is in one."""
+    of = [draw(st.integers(0, 2)) for _ in names]
+    groups = [tuple(name for name, part in zip(names, of, strict=True) if part == each) for each in range(3)]
+    return tuple(group for group in groups if group)
 
 
 @st.composite

@@ -18,6 +18,7 @@ from unirun.collocation import (
     Inventory,
     Node,
     Placement,
+    Ties,
     parse_fake,
     place,
     place_again,
@@ -99,7 +100,7 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
             )
             assert each.share == (1 / len(counts) if shared else 1)
         if given_out:
-            check(request_of(spec, inventory, {}), placement, inventory.nodes)
+            check(request_of(spec, inventory), placement, inventory.nodes)
 
     def test_with_one_role_lets_every_worker_see_all_devices(self) -> None:
         _, placement = place(job(*ranks(actor=4)), hosts("devices=8,numa=4"))
@@ -188,7 +189,7 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
         """What the planner is asked for is all that it takes: nothing else decides about devices."""
         spec, inventory = job(*ranks(actor=2, critic=1)), hosts("devices=4")
         _, placement = place(spec, inventory)
-        assert plan(request_of(spec, inventory, {}), inventory).assignments == placement.assignments
+        assert plan(request_of(spec, inventory), inventory).assignments == placement.assignments
 
 
 class TestProcessorsNearADevice:
@@ -323,7 +324,7 @@ class TestAfterALoss:
         assert gone not in after.nodes
         assert after.masks == before.masks
         left = [node for node in nodes.nodes if node.name != gone]
-        check(request_of(spec, nodes, {}), after, left)
+        check(request_of(spec, nodes), after, left)
         stayed = zip(before.assignments, after.assignments, strict=True)
         assert all(was == now for was, now in stayed if was.node != gone)
 
@@ -361,14 +362,15 @@ def test_all_that_a_job_says_is_asked_for() -> None:
         spares=1,
         exclude_nodes=("node3", "node33"),
     )
-    request = request_of(spec, hosts("nodes=4,devices=8"), {("actor", "rollout"): 5.0})
+    ties = Ties({("actor", "rollout"): 5.0}, (("actor", "rollout"), ("judge",)))
+    request = request_of(spec, hosts("nodes=4,devices=8"), ties)
     actor, rollout, judge, trainer = request.roles
     assert (actor.device, actor.slots, actor.per_node, actor.least) == ("cuda", Fraction(1, 2), 2, 4)
     assert (rollout.least, rollout.count, rollout.per_group, rollout.devices) == (2, 8, 4, ("0", "1"))
     assert (judge.device, trainer.device) == ("cpu", None)
     assert (request.together, request.apart) == (spec.host_collocations, spec.separations)
     assert (request.isolated, request.spares) == (spec.isolations, 1)
-    assert request.weights == {("actor", "rollout"): 5.0}
+    assert request.ties == ties
     assert request.tainted == {"node3"}, "of other nodes the planner knows nothing"
 
 

@@ -16,7 +16,7 @@ from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.offers import Trials
 from unirun.collocation.planning.shortage import shortages
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
 
 PAIR = (gpu("actor", 2), gpu("rollout", 2))
@@ -138,13 +138,17 @@ def test_all_faults_of_a_request_at_once() -> None:
 
 def test_groups_of_roles_that_are_not_there() -> None:
     request = Request(
-        PAIR, collocated=(("actor", "ref"),), together=(("actor", "actor"),), weights={("x", "actor"): -1}
+        PAIR,
+        collocated=(("actor", "ref"),),
+        together=(("actor", "actor"),),
+        ties=Ties({("x", "actor"): -1}, (("rollout", "y"),)),
     )
     assert [str(fault) for fault in error(request, hosts(4)).faults] == [
         "collocations[0]: there is no role ref; there are actor, rollout",
         "host_collocations[0]: actor is in it twice",
         "weights[x, actor]: there is no role x; there are actor, rollout",
         "weights[x, actor]: expected 0 or more bytes per step, found -1",
+        "parts[0]: there is no role y; there are actor, rollout",
     ]
 
 

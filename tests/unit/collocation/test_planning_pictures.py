@@ -12,7 +12,7 @@ from tests.unit.collocation.checking import gpu, hosts
 from unirun.collocation.inventory import Inventory
 from unirun.collocation.placement import Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 
 ACTOR, ROLLOUT, REWARD = gpu("actor", 4), gpu("rollout", 4), gpu("Reward", 2)
 HALF = Fraction(1, 2)
@@ -108,7 +108,7 @@ def test_reinforcement_learning_on_whole_nodes_with_all_strategies() -> None:
         collocated=(("actor", "ref"), ("critic", "Reward")),
         together=(),
         apart=(("prefill", "decode"), ("actor", "critic")),
-        weights={("actor", "decode"): 9.0, ("prefill", "decode"): 2.0},
+        ties=Ties({("actor", "decode"): 9.0, ("prefill", "decode"): 2.0}),
     )
     assert drawn(heavy, nodes) == [
         "n0 a0r0 a1r1 a2r2 a3r3 | p0 p1 p2 p3",
@@ -155,7 +155,7 @@ def test_named_devices_only() -> None:
 def test_heavy_pairs_are_on_one_node() -> None:
     roles = (gpu("actor", 2), gpu("critic", 2), gpu("rollout", 2), gpu("Reward", 2))
     request = Request(
-        roles, weights={("actor", "Reward"): 9.0, ("critic", "rollout"): 9.0, ("actor", "critic"): 1}
+        roles, ties=Ties({("actor", "Reward"): 9.0, ("critic", "rollout"): 9.0, ("actor", "critic"): 1})
     )
     assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 R0 R1", "n1 c0 c1 r0 r1"]
     assert plan(request, hosts(4, 4)).crossing == 1.0
@@ -165,7 +165,7 @@ def test_roles_without_device_are_where_they_talk_most() -> None:
     trainer = RoleRequest("trainer", 1, 1, None)
     request = Request((ACTOR, ROLLOUT, trainer), apart=(("actor", "rollout"),))
     assert drawn(request, hosts(4, 4)) == ["n0 a0 a1 a2 a3 +t0", "n1 r0 r1 r2 r3"]
-    talks = replace(request, weights={("trainer", "rollout"): 2.0, ("actor", "trainer"): 1.0})
+    talks = replace(request, ties=Ties({("trainer", "rollout"): 2.0, ("actor", "trainer"): 1.0}))
     assert drawn(talks, hosts(4, 4)) == ["n0 a0 a1 a2 a3", "n1 r0 r1 r2 r3 +t0"]
 
 

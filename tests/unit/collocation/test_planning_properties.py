@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.collocation.checking import (
+    Nodes,
     all_counts,
     all_nodes,
     check,
@@ -26,13 +27,14 @@ from tests.unit.collocation.checking import (
     in_rank_order,
     may_stay,
     nodes_of,
+    nodes_of_parts,
     usable,
 )
 from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request
+from unirun.collocation.request import Request, Ties
 from unirun.errors import PlacementError
 
 slow = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -87,6 +89,44 @@ def test_what_can_be_placed_is_placed_and_hardly_anything_crosses_nodes(
         assert placement.crossing <= 1.2 * min(ways) + 1e-9
 
 
+@st.composite
+def tied(draw: st.DrawFn) -> tuple[Request, Inventory]:
+    """Roles of which some wait for each other, with so little between them that often only this can decide."""
+    names = "abcd"[: draw(st.integers(3, 4))]
+    roles = tuple(gpu(name, draw(st.integers(1, 2))) for name in names)
+    pairs = draw(st.lists(st.sampled_from([*combinations(names, 2)]), unique=True, max_size=1))
+    of = [draw(st.integers(0, 1)) for _ in names]
+    parts = [tuple(name for name, part in zip(names, of, strict=True) if part == each) for each in range(2)]
+    ties = Ties(dict.fromkeys(pairs, 1.0), tuple(part for part in parts if part))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=3, max_size=3))
+    request = Request(roles, ties=ties)
+    if draw(st.integers(0, 2)) == 0:
+        request = replace(request, apart=(draw(st.sampled_from([*combinations(names, 2)])),))
+    return request, hosts(*sizes)
+
+
+@slow
+@given(tied() | st.tuples(requests(), inventories()))
+def test_where_as_little_crosses_nodes_parts_are_on_the_fewest_and_then_the_job(
+    case: tuple[Request, Inventory],
+) -> None:
+    """Where the search is complete, as here, a plan is the best: not nearly, and not in most cases."""
+    request, inventory = case
+    placement = planned(request, inventory)
+    assume(placement is not None)
+    assert placement is not None
+    counts = {role.name: role.count for role in request.roles}
+
+    def judged(where: Nodes) -> tuple[float, int, int]:
+        used = {node for nodes in where.values() for node in nodes}
+        return round(crossing(request, where), 9), nodes_of_parts(request, where), len(used)
+
+    ways = {judged(where) for where in all_nodes(request, counts, inventory)}
+    assert judged(nodes_of(request, placement)) == min(ways)
+    free = judged(nodes_of(request, plan(replace(request, ties=Ties(request.ties.weights)), inventory)))
+    event("parts decide" if free != min(ways) else "they do not")
+
+
 @slow
 @given(requests(elastic=True, most=3), inventories())
 def test_elastic_roles_have_what_there_is_room_for(request: Request, inventory: Inventory) -> None:
@@ -108,9 +148,44 @@ def test_elastic_roles_have_what_there_is_room_for(request: Request, inventory: 
 def test_the_order_of_mappings_does_not_matter(
     request: Request, inventory: Inventory, random: object
 ) -> None:
-    items = list(request.weights.items())
+    items, parts = list(request.ties.weights.items()), list(request.ties.parts)
     random.shuffle(items)  # type: ignore[attr-defined]
-    assert planned(request, inventory) == planned(replace(request, weights=dict(items)), inventory)
+    random.shuffle(parts)  # type: ignore[attr-defined]
+    ties = Ties(dict(items), tuple(parts))
+    assert planned(request, inventory) == planned(replace(request, ties=ties), inventory)
+
+
+@slow
+@given(requests(most=8), inventories(most=8))
+def test_what_devices_are_called_does_not_matter(request: Request, inventory: Inventory) -> None:
+    """With a mask by UUID all of them have names of their own, and no two nodes are quite alike."""
+    assume(all(role.devices is None for role in request.roles))
+
+    def called(node: Node, index: str) -> str:
+        return f"GPU-{node.name}-{index}"
+
+    renamed = Inventory(
+        tuple(
+            replace(
+                node,
+                devices=tuple(
+                    replace(
+                        device,
+                        index=called(node, device.index),
+                        links=tuple((called(node, peer), near) for peer, near in device.links),
+                    )
+                    for device in node.devices
+                ),
+            )
+            for node in inventory.nodes
+        )
+    )
+    placement, other = planned(request, inventory), planned(request, renamed)
+    places = [
+        each and [(a.role, a.rank, a.node, a.slot, a.local_rank, a.share, a.numa) for a in each.assignments]
+        for each in (placement, other)
+    ]
+    assert places[0] == places[1]
 
 
 @slow
@@ -217,7 +292,7 @@ PROGRAM = """
 from fractions import Fraction
 from unirun.collocation import parse_fake
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 
 inventory = parse_fake("fake:nodes=9,devices=8,numa=2,nvlink=2")
 names = ["actor", "ref", "critic", "reward", "rollout"]
@@ -228,7 +303,10 @@ request = Request(
     collocated=(("actor", "ref"),),
     apart=(("critic", "rollout"),),
     isolated=(("reward", "judge"),),
-    weights={(a, b): 1.0 + len(a) / len(b) for a in names for b in names if a < b},
+    ties=Ties(
+        {(a, b): 1.0 + len(a) / len(b) for a in names for b in names if a < b},
+        (("rollout", "judge"), ("actor", "reward"), ("data",)),
+    ),
     tainted=frozenset({"node3", "node5"}),
 )
 before = plan(request, inventory)

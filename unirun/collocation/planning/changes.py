@@ -9,7 +9,7 @@ from typing import Any
 
 from unirun.collocation.planning.faults import GROUPS
 from unirun.collocation.planning.wording import both, join
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.request import Request, RoleRequest, Ties
 
 UNDONE = {
     "apart": "without separating {}",
@@ -120,7 +120,7 @@ def part_of(request: Request, names: Sequence[str]) -> Request:
     """`request`, with the roles called `names` and no others."""
     groups: dict[str, Any] = {kind: tuple(_cut(getattr(request, kind), names)) for kind in GROUPS}
     roles = tuple(role for role in request.roles if role.name in names)
-    return replace(request, roles=roles, weights={}, **groups)
+    return replace(request, roles=roles, ties=Ties(), **groups)
 
 
 def with_part(request: Request, before: Request, after: Request) -> Request:

@@ -34,11 +34,11 @@ def request_faults(request: Request) -> list[Fault]:
     if request.spares < 0:
         faults.append(Fault("spares", f"expected 0 or more, found {request.spares}"))
     groups = list(_group_faults(request, names))
-    weights = list(_weight_faults(request, names))
+    ties = list(_tie_faults(request, names))
     if not groups and len(set(names)) == len(names):
         faults += _stack_faults(request)
         faults += _contradictions(request)
-    return faults + groups + weights
+    return faults + groups + ties
 
 
 def _role_faults(role: RoleRequest) -> Iterator[Fault]:
@@ -76,23 +76,30 @@ def _group_faults(request: Request, names: Sequence[str]) -> Iterator[Fault]:
     for kind, key in GROUPS.items():
         for number, group in enumerate(getattr(request, kind)):
             where = f"{key}[{number}]"
-            for name in dict.fromkeys(group):
-                if name not in names:
-                    yield Fault(where, f"there is no role {name}", f"there are {join(names)}")
-                if group.count(name) > 1:
-                    yield Fault(where, f"{name} is in it twice")
+            yield from _unknown(where, group, names)
+            yield from (
+                Fault(where, f"{name} is in it twice")
+                for name in dict.fromkeys(group)
+                if group.count(name) > 1
+            )
             if len(group) < 2:
                 yield Fault(where, "a group has two roles or more")
 
 
-def _weight_faults(request: Request, names: Sequence[str]) -> Iterator[Fault]:
-    for pair, weight in sorted(request.weights.items()):
+def _tie_faults(request: Request, names: Sequence[str]) -> Iterator[Fault]:
+    for pair, weight in sorted(request.ties.weights.items()):
         where = f"weights[{join(pair)}]"
-        for name in dict.fromkeys(pair):
-            if name not in names:
-                yield Fault(where, f"there is no role {name}", f"there are {join(names)}")
+        yield from _unknown(where, pair, names)
         if not (isfinite(weight) and weight >= 0):
             yield Fault(where, f"expected 0 or more bytes per step, found {weight}")
+    for number, part in enumerate(request.ties.parts):
+        yield from _unknown(f"parts[{number}]", part, names)
+
+
+def _unknown(where: str, group: Sequence[str], names: Sequence[str]) -> Iterator[Fault]:
+    for name in dict.fromkeys(group):
+        if name not in names:
+            yield Fault(where, f"there is no role {name}", f"there are {join(names)}")
 
 
 def _stack_faults(request: Request) -> Iterator[Fault]:

@@ -8,29 +8,18 @@ nearly full and constraints bind; only `exact` can tell.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, permutations
-from typing import NamedTuple
 
 from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.merit import Merit
 from unirun.collocation.planning.packing import Packer
+from unirun.collocation.planning.parts import by_parts
 from unirun.collocation.planning.problem import Cells, Problem
+from unirun.collocation.planning.runs import Rule, Run, by_pull, by_share, fill_up, in_turn, take
 
 ORDERS = 24
 """How many orders of the bundles that keep others off their nodes are tried."""
-
-
-class Run(NamedTuple):
-    """`number` nodes of one kind that get the same cells."""
-
-    room: Room
-    cells: Cells
-    number: int
-
-
-Rule = Callable[[Cells, list[int]], Iterable[int]]
-"""Given what a node has and what is left to place: the bundles of which it may get a cell, the best first."""
 
 
 def fill(
@@ -52,11 +41,15 @@ def fillable(packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Ce
 def _by_rules(
     packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Cells, merit: Merit
 ) -> Iterator[list[Run]]:
-    kinds = list(Counter(rooms).items())
+    kinds = _kinds(problem, rooms)
     light = [number for number, bundle in enumerate(problem.bundles) if bundle.light]
     heavy = tuple(0 if bundle.light else count for bundle, count in zip(problem.bundles, counts, strict=True))
-    for rule in _rules(problem, merit):
-        runs = _fill(packer, kinds, heavy, rule)
+    ways = chain(
+        (_fill(packer, kinds, heavy, rule) for rule in _rules(problem, merit)),
+        by_parts(packer, problem, kinds, heavy, merit),
+    )
+    for way in ways:
+        runs = way
         for bundle in light:
             runs = _attach(packer, runs, bundle, counts[bundle], merit) if runs is not None else None
         if runs is not None:
@@ -64,26 +57,25 @@ def _by_rules(
 
 
 def _by_orders(packer: Packer, problem: Problem, rooms: Sequence[Room], counts: Cells) -> Iterator[list[Run]]:
-    kinds = list(Counter(rooms).items())
+    kinds = _kinds(problem, rooms)
     for order in _orders(problem):
-        runs = _fill(packer, kinds, counts, _in_turn(order))
+        runs = _fill(packer, kinds, counts, in_turn(order))
         if runs is not None:
             yield runs
 
 
+def _kinds(problem: Problem, rooms: Sequence[Room]) -> list[Run]:
+    """All nodes, without cells."""
+    none = (0,) * len(problem.bundles)
+    return [Run(room, none, number) for room, number in Counter(rooms).items()]
+
+
 def _rules(problem: Problem, merit: Merit) -> Iterable[Rule]:
-    bundles = range(len(problem.bundles))
-
-    def by_pull(cells: Cells, left: list[int]) -> Iterable[int]:
-        return sorted(bundles, key=lambda b: (-merit.pull(b, cells), cells[b], b))
-
-    def by_part(cells: Cells, left: list[int]) -> Iterable[int]:
-        return sorted(bundles, key=lambda b: ((cells[b] + 1) / left[b] if left[b] else 2.0, b))
-
-    yield _in_turn(tuple(bundles))
-    yield _in_turn(_chain(problem))
-    yield by_pull
-    yield by_part
+    bundles = tuple(range(len(problem.bundles)))
+    yield in_turn(bundles)
+    yield in_turn(_chain(problem))
+    yield by_pull(bundles, merit)
+    yield by_share(bundles)
 
 
 def _chain(problem: Problem) -> tuple[int, ...]:
@@ -114,43 +106,29 @@ def _orders(problem: Problem) -> Iterable[tuple[int, ...]]:
     yield from ((*head, *rest) for head in islice(permutations(first), ORDERS if first else 0))
 
 
-def _in_turn(order: tuple[int, ...]) -> Rule:
-    return lambda _cells, _left: order
-
-
-def _fill(packer: Packer, kinds: Sequence[tuple[Room, int]], counts: Cells, rule: Rule) -> list[Run] | None:
+def _fill(packer: Packer, kinds: Sequence[Run], counts: Cells, rule: Rule) -> list[Run] | None:
     left = list(counts)
     runs: list[Run] = []
-    for room, number in kinds:
-        while number:
-            cells = _one_node(packer, room, left, rule)
-            taken = [(each, of) for each, of in zip(cells, left, strict=True) if each]
-            times = min([number, *(of // each for each, of in taken)])
-            runs.append(Run(room, cells, times))
-            left = [of - times * each for each, of in zip(cells, left, strict=True)]
-            number -= times
+    for kind in kinds:
+        rest = kind
+        while rest.number:
+            cells = fill_up(packer, rest.room, rest.cells, left, rule)
+            times, left = take(rest, cells, left)
+            runs.append(Run(rest.room, cells, times))
+            rest = rest._replace(number=rest.number - times)
     return None if any(left) else runs
 
 
-def _one_node(packer: Packer, room: Room, left: list[int], rule: Rule) -> Cells:
-    cells = (0,) * len(left)
-    while True:
-        for bundle in rule(cells, left):
-            if cells[bundle] < left[bundle]:
-                more = (*cells[:bundle], cells[bundle] + 1, *cells[bundle + 1 :])
-                if packer.fits(room, more):
-                    cells = more
-                    break
-        else:
-            return cells
-
-
 def _attach(packer: Packer, runs: list[Run], bundle: int, count: int, merit: Merit) -> list[Run] | None:
-    """`runs` with `count` cells of a bundle that needs no slots, on the nodes that they talk most with."""
+    """`runs` with `count` cells of a bundle that needs no slots, on the nodes that they talk most with.
 
-    def pull(run: Run) -> tuple[float, bool]:
-        total = tuple(a + b for a, b in zip(run.cells, run.room.held, strict=True))
-        return merit.pull(bundle, total), any(total)
+    Of equal ones, on those that have what they wait for.
+    """
+
+    def pull(run: Run) -> tuple[float, bool, bool]:
+        total = run.total
+        near = merit.touched(_with(total, bundle, 1)) == merit.touched(total)
+        return merit.pull(bundle, total), near, any(total)
 
     left = count
     found: list[Run] = []

@@ -28,6 +28,25 @@ class Packer:
         self._countable = problem.countable
         self._known: dict[tuple[Room, Cells], bool] = {}
         self._free: dict[Room, dict[str, int]] = {}
+        self._alike: dict[object, Room] = {}
+
+    def alike(self, rooms: Sequence[Room]) -> list[Room]:
+        """`rooms`, with the same one for all in which the same fits.
+
+        Nodes whose devices have names of their own, as masks by UUID give them, are many kinds, and mostly it does not
+        matter what slots are called until ranks are put on them.
+        """
+        same = {
+            room: self._alike.setdefault((room.held, self._kind(room)), room) for room in dict.fromkeys(rooms)
+        }
+        return [same[room] for room in rooms]
+
+    def _kind(self, room: Room) -> object:
+        """What says, with the cells that are held, which cells fit into `room`."""
+        if self._countable:
+            return tuple(sorted(free_units(room).items()))
+        names = any(stack.only is not None for stack in self._stacks)
+        return tuple([(p.type, p.numa, p.free, p.users, p.name if names else "") for p in room.places])
 
     def fits(self, room: Room, cells: Cells) -> bool:
         """Whether `cells` fit into `room`, with all constraints between those that are there then."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import frexp, gcd, lcm, ldexp
 
 from unirun.collocation.planning.wording import both, join
 from unirun.collocation.request import Request, RoleRequest
@@ -19,6 +19,9 @@ from unirun.errors import Fault
 
 Cells = tuple[int, ...]
 """How many cells of each bundle."""
+
+BITS = 80
+"""Weights are integers of so many bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class Problem:
     """What is to be solved. A slot has `unit` units. Stacks are numbered through all bundles.
 
     `apart[b]` are the bundles that no node has besides cells of b. `isolated[s]` are the stacks that no NUMA node has
-    besides s, `distinct[s]` those that are on other slots than s. `gains[b][c]` is the part of all weight that lies
-    between bundles b and c, in both directions of the pair.
+    besides s, `distinct[s]` those that are on other slots than s. `gains[b][c]` is the weight between bundles b and c,
+    in both directions of the pair, in integers. `parts` are bundles with roles that wait for each other, each in one.
     """
 
     bundles: tuple[Bundle, ...]
@@ -94,12 +97,18 @@ class Problem:
     apart: tuple[frozenset[int], ...]
     isolated: tuple[frozenset[int], ...]
     distinct: tuple[frozenset[int], ...]
-    gains: tuple[tuple[float, ...], ...]
+    gains: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[int, ...], ...]
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """All stacks, by their numbers."""
         return tuple(stack for bundle in self.bundles for stack in bundle.stacks)
+
+    @property
+    def home(self) -> dict[str, int]:
+        """By role, its bundle."""
+        return {name: number for number, bundle in enumerate(self.bundles) for name in bundle.names}
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -145,7 +154,8 @@ def compile_request(request: Request) -> tuple[Problem, list[Fault]]:
         _foes(request.apart, homes, len(bundles)),
         _foes(request.isolated, places, len(stacks)),
         _foes(request.together, places, len(stacks)),
-        _gains(request, homes, len(bundles)),
+        _gains(request.ties.weights, homes, len(bundles)),
+        _parts(request.ties.parts, bundles, homes),
     )
     return problem, faults
 
@@ -218,13 +228,35 @@ def _foes(
     return tuple(frozenset(each) for each in found)
 
 
-def _gains(request: Request, home: Mapping[str, int], number: int) -> tuple[tuple[float, ...], ...]:
-    total = sum(sorted(request.weights.values())) or 1.0
-    found = [[0.0] * number for _ in range(number)]
-    # Sorted, because sums of floats depend on their order, and a plan must not depend on that of a mapping.
-    for (one, other), weight in sorted(request.weights.items()):
-        a, b = sorted((home[one], home[other]))
-        found[a][b] += weight / total
+def _gains(
+    weights: Mapping[tuple[str, str], float], home: Mapping[str, int], number: int
+) -> tuple[tuple[int, ...], ...]:
+    """In integers sums do not depend on their order, and placements with which as much crosses nodes are equal.
+
+    They have `BITS` bits, floats have 53: nothing is lost of weights down to 1e-8 of the greatest.
+    """
+    _, exponent = frexp(max(weights.values(), default=0.0))
+    found = [[0] * number for _ in range(number)]
+    for (one, other), weight in weights.items():
+        a, b = home[one], home[other]
+        gain = int(ldexp(weight, BITS - exponent))
+        found[a][b] += gain
         if a != b:
-            found[b][a] += weight / total
+            found[b][a] += gain
     return tuple(tuple(row) for row in found)
+
+
+def _parts(
+    parts: Iterable[Sequence[str]], bundles: Sequence[Bundle], home: Mapping[str, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The bundles of each part that has several roles. Parts that have a bundle in common are one.
+
+    A part that is the whole job is left out: it is on as few nodes as can be when few nodes are in use.
+    """
+    joined = [part for part in parts if len(part) > 1]
+    groups = merged(tuple(home), (*(bundle.names for bundle in bundles), *joined))
+    firsts = {part[0] for part in joined}
+    found = [
+        tuple(sorted({home[name] for name in names})) for names in groups if not firsts.isdisjoint(names)
+    ]
+    return tuple(part for part in found if len(part) < len(bundles))

@@ -155,14 +155,14 @@ def _result(
     _join(problem, packer, moved, by_role, homes)
     counts = [Counter(cells) for cells in homes]
     used = list(dict.fromkeys(node for count in counts for node in count))
-    there = zip(*(map(count.get, used, repeat(0)) for count in counts), strict=True)
+    there: Counter[Cells] = Counter(zip(*(map(count.get, used, repeat(0)) for count in counts), strict=True))
     taken = frozenset(used)
     idle = [n.name for n in inventory.nodes if n.name in survivors.names and n.name not in taken]
     spares = tuple(idle[max(len(idle) - request.spares, 0) :])
-    lost = crossing(request.weights, problem, there, [len(cells) for cells in homes])
+    lost = crossing(request, problem, there, [len(cells) for cells in homes])
     # All have a place now.
     full = cast(dict[str, list[Assignment]], by_role)
-    return Placement(in_order(request, full), note(request, problem, len(used), spares, lost), spares, lost)
+    return Placement(in_order(request, full), note(request, problem, there, spares, lost), spares, lost)
 
 
 def _changes(homes: Sequence[str | None], new: int) -> dict[int, int | None]:

@@ -85,6 +85,7 @@ def place(
     problem: Problem, packer: Packer, rooms: Sequence[Room], counts: Cells, held: Cells | None = None
 ) -> list[Cells] | None:
     """For each node its cells, `counts` in all. None when no way was found. `held` is what the rooms hold already."""
+    rooms = packer.alike(rooms)
     everything = counts if held is None else tuple(c + h for c, h in zip(counts, held, strict=True))
     merit = Merit(problem, everything, len(rooms))
     small = choices(packer, rooms, counts)
@@ -118,7 +119,7 @@ def most_cells(
     """
     if least == most:
         return most
-    fits = _feasible(problem, packer, rooms, most)
+    fits = _feasible(problem, packer, packer.alike(rooms), most)
     if fits(most):
         return most
     return grow(least, most, fits) if fits(least) else None
