@@ -76,7 +76,7 @@ class TestTwoRoles:
             ("UNIRUN_NODE", socket.gethostname(), socket.gethostname()),
             ("UNIRUN_GENERATION", "0", "0"),
             ("UNIRUN_INCARNATION", "0", "0"),
-            ("UNIRUN_SOCKET", "{job}/agent.sock", "{job}/agent.sock"),
+            ("UNIRUN_SOCKET", "{job}/agent.{node}.sock", "{job}/agent.{node}.sock"),
         ],
     )
     def test_a_worker_finds(
@@ -85,7 +85,7 @@ class TestTwoRoles:
         command, result = two_roles
         for row in result.rows:
             expected = (actor if row["role"] == "actor" else rollout).format(
-                rank=row["rank"], job=command.job_dir()
+                rank=row["rank"], job=command.job_dir(), node=socket.gethostname()
             )
             assert row["env"][variable] == expected
 

@@ -8,18 +8,29 @@ from tests.sim.masters import FencedStore, MasterModel
 from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
 from tests.sim.world import Clock, Plan
-from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.launcher import events
 from unirun.launcher.state import AgentState
 from unirun.master import JobPhase, JobState, RolePhase, RoleState
 from unirun.master.context import changes, restore
-from unirun.master.events import Command, Event, Finish, ToAgent
+from unirun.master.events import (
+    AgentLost,
+    Command,
+    Event,
+    Finish,
+    JoinTimedOut,
+    RejoinTimedOut,
+    ToAgent,
+)
 from unirun.master.keeper import read_context
 from unirun.master.state import JOB_ENDS, ROLE_ENDS
 from unirun.master.turn import VIEW_DELAY
 from unirun.wire.messages import Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
+
+LOSSES = AgentLost | JoinTimedOut | RejoinTimedOut
+"""The events by which nodes are given up."""
 
 WRITES = 0.5
 """Seconds that a few writes take at most."""
@@ -69,11 +80,14 @@ class Invariants:
                 assert role.opened in (old.opened, role.generation)
             assert role.restarts >= old.restarts
             assert role.opened >= old.opened
+            if len(role.workers) != len(old.workers):
+                assert isinstance(event, StoreOpened | LOSSES), f"{event} makes {name} smaller"
+                assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if role.restart == "role":
                 # A rank of which an order was lost on the way has started less often.
                 assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost
                 assert role.generation <= role.restarts
-            for worker, earlier in zip(role.workers, old.workers, strict=True):
+            for worker, earlier in zip(role.workers, old.workers, strict=False):
                 if isinstance(event, Join):
                     continue
                 assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
@@ -86,10 +100,29 @@ class Invariants:
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
             if role.generation != old.generation and not isinstance(event, Join):
-                assert isinstance(event, WorkerExited | StoreEnded), f"{event} starts a generation of {name}"
-                assert event.role == name, f"{event} starts a new generation of {name}"
+                assert isinstance(event, WorkerExited | StoreEnded | LOSSES), f"{event} starts one of {name}"
+                if isinstance(event, WorkerExited | StoreEnded):
+                    assert event.role == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
             assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
+
+    def _check_places(self, before: JobState, event: Event) -> None:
+        """Nobody is where nobody can be; and a lost node changes nothing for roles that had nothing there."""
+        state = self.state
+        for name, role in state.roles.items():
+            lost = [w.rank for w in role.live if state.given_up(w.node)]
+            assert not lost, f"{name}:{lost} lives on a node that was given up"
+            if state.phase is JobPhase.RUNNING and role.phase not in ROLE_ENDS:
+                places = state.placement.of_role(name)
+                assert not any(state.given_up(place.node) for place in places), f"{name} has no place"
+                gone = {*state.placement.lost} - {*before.placement.lost}
+                was = before.placement.of_role(name)
+                told = isinstance(event, AgentLost) and before.phase is JobPhase.RUNNING
+                if gone and told and was == places:
+                    assert not any(worker.node in gone for worker in before.roles[name].workers)
+                    assert role == before.roles[name], f"{event} changes {name}, which had nothing there"
+        if state.placement.lost != before.placement.lost:
+            assert isinstance(event, LOSSES)
 
     def _check_reforming(self, before: JobState, event: Event) -> None:
         """What befalls one worker of a role that lives on changes nothing for its peers."""
@@ -110,6 +143,9 @@ class Invariants:
             return
         worker = before.roles[event.role].workers[event.rank]
         if not worker.live or worker.incarnation != event.incarnation or event.code == 0:
+            return
+        if event.cause == "leaving" and before.without({worker.node}):
+            # It is told with all that its agent takes with it.
             return
         if event.cause in ("own", "doom"):
             seen = [role.workers[event.rank] for role in views[0].roles if role.name == event.role]
@@ -170,12 +206,11 @@ class Invariants:
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
-            assert isinstance(event, WorkerExited | Join)
-            assert isinstance(event, Join) or event.role == message.role
+            assert isinstance(event, WorkerExited | Join | LOSSES)
+            assert not isinstance(event, WorkerExited) or event.role == message.role
             role = self.state.roles[message.role]
-            assert role.restart == "role" or role.phase is RolePhase.STOPPING, (
-                "a worker is stopped for its peer"
-            )
+            alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
+            assert not alone or isinstance(event, Join | LOSSES), "a worker is stopped for its peer"
         if isinstance(message, StartRole):
             # A node that comes back may tell, too, that the job is over.
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
@@ -253,9 +288,9 @@ class Invariants:
         elif phase is JobPhase.STOPPED:
             assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
         else:
-            assert code in statuses | {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}, (
-                f"{code} of {statuses}"
-            )
+            own = {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}
+            own |= {EXIT_PLACEMENT} if end.placement.lost else set()
+            assert code in statuses | own, f"{code} of {statuses}"
             assert code != 0
             assert finish.verdict.report
         if code == EXIT_BUDGET and EXIT_BUDGET not in statuses:

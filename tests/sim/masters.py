@@ -134,6 +134,7 @@ class MasterModel:
         self.alive = True
         self.term: Term | None = None
         self.agents: dict[str, Pipe] = {}
+        self.sent_away: set[str] = set()
         self.over = False
         self._frozen_until = 0.0
         self._next_write = self._trouble_since = math.inf
@@ -227,9 +228,9 @@ class MasterModel:
 
     def _join(self, join: Join, pipe: Pipe) -> None:
         self.agents[join.node] = pipe
-        if self.state.phase in JOB_ENDS or (
-            join.node not in self.state.agents and self.state.phase is not JobPhase.LAUNCHING
-        ):
+        self.sent_away.discard(join.node)
+        if self.state.phase in JOB_ENDS or self.state.given_up(join.node):
+            self.sent_away.add(join.node)
             pipe.send(Shutdown())
         else:
             self.apply(join)
@@ -238,7 +239,7 @@ class MasterModel:
         """A message of an agent has arrived."""
 
         def hear() -> None:
-            if node in self.agents and isinstance(message, Event):
+            if node in self.agents and node not in self.sent_away and isinstance(message, Event):
                 self.apply(message)
 
         self._awake(hear)

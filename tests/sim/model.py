@@ -39,6 +39,7 @@ class Process:
 
     pid: int
     who: Who
+    node: str
     generation: int
     """That of the group which it is in, or was started for."""
     forms: int = 0
@@ -74,6 +75,9 @@ class World(Protocol):
 
     def next_pid(self) -> int:
         """A pid that was never used."""
+
+    def lost(self, node: str) -> bool:
+        """Whether the job goes on without a node."""
 
     def born(self, process: Process) -> None:
         """A process is there."""
@@ -146,7 +150,9 @@ class Spawner:
     def _serve_store(self, request: ServeStore) -> None:
         role, rng = request.role, self.world.rng
         before = self.world.stores.get(role)
-        assert before is None or before.generation < request.generation, f"{role} has {before} already"
+        # Where its node is gone, the store that nobody has met in is served on another.
+        newer = before is None or before.generation < request.generation
+        assert newer or self.world.lost(before.spawner.node.name), f"{role} has {before} already"
         if before is not None:
             before.alive = False
             self.world.disturb(role)
@@ -175,7 +181,8 @@ class Spawner:
             self.outbox.send(SpawnFailed(request.id, self.world.clock.now, "no process can be forked"))
             return
         who = role, int(rank), int(request.env["UNIRUN_INCARNATION"])
-        process = Process(self.world.next_pid(), who, int(request.env["UNIRUN_GENERATION"]))
+        generation = int(request.env["UNIRUN_GENERATION"])
+        process = Process(self.world.next_pid(), who, self.node.name, generation)
         self.world.born(process)
         self.processes[request.id] = process
         self.outbox.send(Forked(request.id, process.pid))

@@ -54,7 +54,7 @@ class Simulation(Invariants):
         self.end: JobState | None = None
         self.waived = False
         self.masters: list[MasterModel] = []
-        self.nodes = {name: Node(self, name) for name in self.plan.placement.nodes}
+        self.nodes = {name: Node(self, name) for name in self.state.nodes}
 
     # what the model asks for
 
@@ -62,10 +62,16 @@ class Simulation(Invariants):
         """A pid that was never used."""
         return next(self._pids)
 
+    def lost(self, node: str) -> bool:
+        """Whether the job goes on without a node."""
+        return self.state.given_up(node)
+
     def born(self, process: Process) -> None:
         """A process is there: nobody else may hold its rank."""
         rank = process.who[:2]
-        holders = [p.who for p in self.processes if p.alive and p.who[:2] == rank]
+        # One that is cut off is sent away when it comes back, and ends its workers then.
+        sent_away = {node.name for node in self.nodes.values() if self.state.given_up(node.name)}
+        holders = [p.who for p in self.processes if p.alive and p.who[:2] == rank and p.node not in sent_away]
         assert not holders, f"{process.who} is started while {holders} lives"
         assert all(p.who != process.who for p in self.processes), f"{process.who} is started twice"
         self.processes.append(process)
@@ -118,13 +124,14 @@ class Simulation(Invariants):
 
     def first_state(self) -> JobState:
         """The state of the job before anything happened."""
-        return new_job(self.plan.spec, self.plan.placement, started=self._began, logs="/logs")
+        plan = self.plan
+        return new_job(plan.spec, plan.placement, started=self._began, logs="/logs", inventory=plan.inventory)
 
     def start_master(self, deposing: int) -> None:
         """Start the process of a master."""
         self.masters.append(MasterModel(self, len(self.masters), deposing))
         if deposing:
-            self.troubled = self.clock.now
+            self.troubled = max(self.troubled, self.clock.now)
 
     def master_at(self, address: str) -> MasterModel:
         """The process of a master, alive or not."""
@@ -146,6 +153,7 @@ class Simulation(Invariants):
                 if store.opened:
                     self.opened[store.role] = max(store.generation, self.opened.get(store.role, 0))
         self._check_master(before, event)
+        self._check_places(before, event)
         self._check_reforming(before, event)
         self._watch_promptness(before)
         for command in commands:

@@ -6,15 +6,16 @@ between two streams nothing is ordered. Every message goes through its JSON form
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unirun.collocation import Assignment, Placement
-from unirun.errors import ConnectionLost
+from unirun.collocation import Assignment, Device, Inventory, Node, Placement, place
+from unirun.errors import ConnectionLost, PlacementError
 from unirun.launcher.orders import CALLS
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
@@ -102,6 +103,7 @@ class Plan:
 
     spec: JobSpec
     placement: Placement
+    inventory: Inventory
     habits: dict[str, Habits]
     slow: float
     accidents: list[tuple[float, str]] = field(default_factory=list)
@@ -120,6 +122,8 @@ ACCIDENTS = (
     "stop_now",
     "owner",
     "agent_killed",
+    "agent_killed",
+    "agent_killed",
     "agent_signalled",
     "master_killed",
     "master_killed",
@@ -137,7 +141,7 @@ def make_plan(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(seed)
     names = ("actor", "rollout", "critic")[: rng.randint(1, 3)]
-    nodes = tuple(f"n{i}" for i in range(rng.choice((1, 1, 1, 2, 3))))
+    nodes = tuple(f"n{i}" for i in range(rng.choice((1, 1, 2, 3, 4))))
     kinds = {name: _kind(rng) for name in names}
     roles = tuple(
         RoleSpec(
@@ -146,6 +150,7 @@ def make_plan(seed: int) -> Plan:
             Entry(kinds[name], f"{name}.py"),
             env={"OMP_NUM_THREADS": "2"} if rng.random() < 0.2 else {},
             max_restarts=rng.choice((0, 0, 1, 2, 5)),
+            least=1 if rng.random() < 0.3 else None,
             start_method="exec" if rng.random() < 0.2 else "fork",
             restart="process" if kinds[name] in CALLS else "role",
         )
@@ -160,7 +165,8 @@ def make_plan(seed: int) -> Plan:
         shutdown_timeout=rng.choice((0.0, 0.2, 3.0, 30.0)),
         join_timeout=5.0,
     )
-    placement = Placement(tuple(_places(spec, nodes, rng)), "simulated")
+    inventory = _inventory(nodes, rng)
+    spec, placement = _placed(spec, inventory, nodes, rng)
     habits = {
         name: Habits(
             fails=rng.choice((0.0, 0.0, 0.1, 0.4, 0.9)),
@@ -182,7 +188,27 @@ def make_plan(seed: int) -> Plan:
     slow = rng.choice((0.0005, 0.005, 0.05))
     crashes = rng.choice((0.0, 0.0, 1.0, 10.0))
     unknown = rng.choice((0.0, 0.0, 0.05, 0.3))
-    return Plan(spec, placement, habits, slow, accidents, absent, crashes, unknown)
+    wanted = {*placement.nodes, *placement.spares}
+    inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
+    return Plan(spec, placement, inventory, habits, slow, accidents, absent, crashes, unknown)
+
+
+def _placed(
+    spec: JobSpec, inventory: Inventory, nodes: tuple[str, ...], rng: random.Random
+) -> tuple[JobSpec, Placement]:
+    """As a planner has it, with nodes that are held back, perhaps; without an inventory anywhere."""
+    for spares in range(rng.randint(0, len(inventory.nodes) - 1) if inventory.nodes else -1, -1, -1):
+        with contextlib.suppress(PlacementError):
+            return place(replace(spec, spares=spares), inventory)
+    return spec, Placement(tuple(_places(spec, nodes, rng)), "simulated")
+
+
+def _inventory(nodes: tuple[str, ...], rng: random.Random) -> Inventory:
+    """The nodes with devices for some or all ranks; empty for a job that cannot be anywhere else."""
+    if len(nodes) == 1 or rng.random() < 0.2:
+        return Inventory(())
+    devices = tuple(Device(str(n), "d") for n in range(rng.choice((2, 4, 8, 12))))
+    return Inventory(tuple(Node(name, (0, 1), devices) for name in nodes))
 
 
 def _kind(rng: random.Random) -> EntryKind:

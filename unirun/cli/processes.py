@@ -11,10 +11,10 @@ from unirun.launcher.process import kill_children
 from unirun.rendezvous import JobDir
 
 FAREWELL = 5.0
-"""Seconds that the master and the agent have to leave after the job's end."""
+"""Seconds that the master and the agents have to leave after the job's end."""
 
 LAST_WORDS = 1.0
-"""Seconds after the agent's end in which a master may still be heard."""
+"""Seconds after the end of the last agent in which a master may still be heard."""
 
 LOOK_AGAIN = 0.01
 """Seconds between two looks whether the job has been taken up."""
@@ -23,12 +23,12 @@ _SAYS = "unirun-master: "
 
 
 class Processes:
-    """The agent, and the masters one after another. `master` is the one that leads now."""
+    """The agents, and the masters one after another. `master` is the one that leads now."""
 
     def __init__(self, launched: Launched) -> None:
         self._launched = launched
         self._exits: dict[int, int] = {}
-        self._agent_gone: float | None = None
+        self._agents_gone: float | None = None
         self._stopping = False
         self.master = launched.master
 
@@ -42,10 +42,10 @@ class Processes:
         (`led`: one has led already)."""
         if self.refusal(led) is not None:
             return True
-        if self._wait(self._launched.agent, 0.0) is None:
+        if any(self._wait(agent, 0.0) is None for agent in self._launched.agents):
             return False
-        self._agent_gone = self._agent_gone or time.monotonic()
-        return time.monotonic() > self._agent_gone + LAST_WORDS
+        self._agents_gone = self._agents_gone or time.monotonic()
+        return time.monotonic() > self._agents_gone + LAST_WORDS
 
     def taken_up(self, job: JobDir) -> bool:
         """Wait until a master has brought the job to its store; False when the first has refused to lead, or nobody is
@@ -56,11 +56,10 @@ class Processes:
             time.sleep(LOOK_AGAIN)
         return True
 
-    def stop_agent(self) -> None:
-        """Let the agent end its workers and itself."""
-        if not self._stopping and self._wait(self._launched.agent, 0.0) is None:
-            os.kill(self._launched.agent, signal.SIGTERM)
-            self._stopping = True
+    def stop_agents(self) -> None:
+        """Let the agents end their workers and themselves."""
+        if not self._stopping:
+            self._stopping = self._signal(signal.SIGTERM)
 
     def end(self, led: bool = True) -> int | None:
         """Leave nothing behind: wait for the processes, then kill whatever is left. Returns the first master's exit.
@@ -68,14 +67,24 @@ class Processes:
         As long as nobody has `led` the job, there is nothing that could end in order.
         """
         code = self._wait(self._launched.master, 0.0)
-        if self.refusal(led) is not None and self._wait(self._launched.agent, 0.0) is None:
-            os.kill(self._launched.agent, signal.SIGKILL)
+        if self.refusal(led) is not None:
+            self._signal(signal.SIGKILL)
         elif code:
-            self.stop_agent()
-        for pid in (self._launched.agent, self._launched.master, self.master):
-            self._wait(pid, FAREWELL)
+            self.stop_agents()
+        deadline = time.monotonic() + FAREWELL
+        for agent in self._launched.agents:
+            self._wait(agent, deadline - time.monotonic())
+        for master in (self._launched.master, self.master):
+            self._wait(master, FAREWELL)
         kill_children()
         return code
+
+    def _signal(self, signum: signal.Signals) -> bool:
+        """Send it to every agent that lives; whether there is one."""
+        living = [agent for agent in self._launched.agents if self._wait(agent, 0.0) is None]
+        for agent in living:
+            os.kill(agent, signum)
+        return bool(living)
 
     def _wait(self, pid: int, timeout: float) -> int | None:
         """Wait for a child; its exit as a shell gives it, None while it lives."""
@@ -98,7 +107,7 @@ class Processes:
 def masters_words(job: JobDir) -> str:
     """What the first master has written before it ended."""
     try:
-        text = (job.path / "master.log").read_text()
+        text = job.master_log.read_text()
     except OSError:
         return ""
     return text.removeprefix(_SAYS).partition(f"\n{_SAYS}")[0].rstrip()

@@ -7,15 +7,15 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from unirun.cli.console import Console
 from unirun.cli.options import CommandLine, parse
-from unirun.cli.planned import plan_job
+from unirun.cli.planned import PlannedJob, plan_job
 from unirun.cli.processes import Processes, masters_words
 from unirun.cli.session import Session
 from unirun.cli.stored import anchored
-from unirun.collocation import Placement
+from unirun.collocation import Inventory, Placement
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError
 from unirun.launcher import launch
 from unirun.launcher.agent import hold_endpoints
@@ -30,35 +30,38 @@ from unirun.spec import JobSpec
 from unirun.wire import new_token
 from unirun.wire.aio import listen
 
+MOST_NODES = 16
+"""Each is an agent, and a process that has torch imported: 150 MB, and a second of a processor when it starts."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
-    planned = plan_job(line)
+    return start(line, plan_job(line))
+
+
+def start(line: CommandLine, planned: PlannedJob) -> int:
+    """Launch a planned job; in the foreground follow it to its end.
+
+    Nodes that are made up (``--inventory fake:…``) are parts of this host: each has an agent of its own.
+    """
     spec, placement = planned.spec, planned.placement
-    if len(placement.nodes) > 1:
-        raise PlacementError(
-            f"the job has ranks on {len(placement.nodes)} nodes, and this version starts on one",
-            "see them with unirun plan",
-            role=spec.roles[0].name,
-            needed=len(placement.nodes),
-            available=1,
-        )
-    return start(line, spec, placement)
-
-
-def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
-    """Launch a planned job; in the foreground follow it to its end."""
+    inventory = _wanted(planned)
     detach = bool(line.options.get("detach"))
     store = store_url(line.options.get("store"))
     if store is not None:
         store = anchored(store)
-    endpoints = hold_endpoints(spec)
+    # The port that a user has chosen is that of the first role's rank 0, wherever it is.
+    first = placement.of_role(spec.roles[0].name)[0].node
+    nodes = {
+        node.name: hold_endpoints(spec, spec.master_port if node.name == first else 0)
+        for node in inventory.nodes
+    }
     job, lock = create_job(spec.run_id, new_token(), spec.log.dir, store)
     path = job.master_socket(os.getpid())
     try:
         job.write_json("spec.json", spec.to_json())
-        state = _first_state(job, spec, placement, detach)
+        state = _first_state(job, spec, placement, inventory, detach)
         job.write_first_context(changes(None, state))
         job.write_json(job.state.name, status_of(state, {}, {}).to_json())
         listener = listen(path)
@@ -68,16 +71,15 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
             "free some space, or set UNIRUN_HOME to another directory",
         ) from error
 
-    def run_master(agent: int) -> None:
-        lead(job, path, listener, agent_pid=agent)
+    def run_master(agents: Mapping[str, int]) -> None:
+        lead(job, path, listener, agents=agents)
 
     if not detach:
         adopt_orphans()
     launched = launch(
         job,
         spec,
-        placement.nodes[0],
-        endpoints,
+        nodes,
         run_master,
         listener=listener,
         lock=lock,
@@ -94,11 +96,30 @@ def start(line: CommandLine, spec: JobSpec, placement: Placement) -> int:
         print(f"unirun: started; follow it with: unirun logs -f {spec.run_id}", file=sys.stderr)
         return 0
     console = Console(quiet=bool(line.options.get("quiet")))
-    return asyncio.run(Session(job, spec, placement, console, launched).run())
+    return asyncio.run(Session(job, spec, console, launched).run())
 
 
-def _first_state(job: JobDir, spec: JobSpec, placement: Placement, detach: bool) -> JobState:
+def _wanted(planned: PlannedJob) -> Inventory:
+    """The nodes that need an agent: those in use, and those held back. Raises `PlacementError` for more than a host can
+    play."""
+    names = {*planned.placement.nodes, *planned.placement.spares}
+    if len(names) > MOST_NODES:
+        raise PlacementError(
+            f"the job has {len(names)} nodes, and one host plays {MOST_NODES} at most",
+            "see them with unirun plan",
+            role=planned.spec.roles[0].name,
+            needed=len(names),
+            available=MOST_NODES,
+        )
+    return Inventory(tuple(node for node in planned.inventory.nodes if node.name in names))
+
+
+def _first_state(
+    job: JobDir, spec: JobSpec, placement: Placement, inventory: Inventory, detach: bool
+) -> JobState:
     pid = os.getpid()
     owner = None if detach else Owner(socket.gethostname(), pid, started_at(pid))
     logs = str(job.logs.resolve())
-    return new_job(spec, placement, started=time.time(), logs=logs, uid=job.uid, owner=owner)
+    return new_job(
+        spec, placement, inventory=inventory, started=time.time(), logs=logs, uid=job.uid, owner=owner
+    )

@@ -15,7 +15,6 @@ from pathlib import Path
 from unirun.cli.console import Console, Prefixer, shown
 from unirun.cli.processes import FAREWELL, Processes, masters_words
 from unirun.cli.stopping import Wishes
-from unirun.collocation import Placement
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
 from unirun.launcher import Launched
 from unirun.launcher.logs import LogFollower
@@ -28,8 +27,8 @@ from unirun.rendezvous.store.url import open_store
 from unirun.spec import JobSpec
 from unirun.wire import load_token
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
-from unirun.wire.reports import Notice, WorkerStarted
+from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop, WorkerOutput
+from unirun.wire.reports import Notice
 
 LOOK_AGAIN = 0.03
 """Seconds between two looks for a master, as long as there is none."""
@@ -41,10 +40,8 @@ PATIENCE = 2.0
 class Session:
     """The command in the foreground: it follows one job."""
 
-    def __init__(
-        self, job: JobDir, spec: JobSpec, placement: Placement, console: Console, launched: Launched
-    ) -> None:
-        self._job, self._spec, self._placement = job, spec, placement
+    def __init__(self, job: JobDir, spec: JobSpec, console: Console, launched: Launched) -> None:
+        self._job, self._spec = job, spec
         self._console, self._processes = console, Processes(launched)
         self._masters = Masters(job, load_token(job.token))
         self._master: Stream | None = None
@@ -54,13 +51,12 @@ class Session:
         self._trouble = "it has left no end"
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._prefix = Prefixer(spec, console.colour, template)
-        self._local_ranks = {(a.role, a.rank): a.local_rank for a in placement.assignments}
         self._follower = LogFollower()
         self._roles: dict[str, RoleChanged] = {}
         self._spawner = "importing torch"
         self._began = time.monotonic()
         self._up = False
-        self._followed: set[WorkerStarted] = set()
+        self._followed: set[WorkerOutput] = set()
         self._over: asyncio.Event | None = None
 
     async def run(self) -> int:
@@ -92,8 +88,8 @@ class Session:
             except (StoreError, RendezvousError, WireError) as error:
                 self._trouble = str(error)
             if self._wishes.urgent and time.monotonic() > self._asked_at + PATIENCE:
-                # Perhaps a master was told, which has died: nobody may be left to obey but the agent.
-                self._processes.stop_agent()
+                # Perhaps a master was told, which has died: nobody may be left to obey but the agents.
+                self._processes.stop_agents()
             if self._processes.given_up(self._led):
                 known = self._led and not self._wishes.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
@@ -151,8 +147,8 @@ class Session:
             if self._master is not None:
                 self._master.send(stop)
             elif self._wishes.urgent:
-                # There is no master to tell; the agent ends what runs on this host.
-                self._processes.stop_agent()
+                # There is no master to tell; the agents end what runs on this host.
+                self._processes.stop_agents()
             self._console.note(
                 f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
                 "or at once when it comes again"
@@ -166,7 +162,7 @@ class Session:
 
     def _show(self, message: Message) -> None:
         match message:
-            case WorkerStarted():
+            case WorkerOutput():
                 self._follow(message)
             case RoleChanged():
                 self._roles[message.role] = message
@@ -177,18 +173,17 @@ class Session:
                     self._console.note(f"{source}: {text}")
         self._draw()
 
-    def _follow(self, worker: WorkerStarted) -> None:
+    def _follow(self, worker: WorkerOutput) -> None:
         if worker in self._followed:
             return
         self._followed.add(worker)
         logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
-        local_rank = self._local_ranks[worker.role, worker.rank]
-        prefix = self._prefix(worker.role, worker.rank, local_rank)
+        prefix = self._prefix(worker.role, worker.rank, worker.local_rank)
         for stream, name in ((1, "stdout"), (2, "stderr")):
             if worker.incarnation > 0:
                 before = self._job.worker_logs(worker.role, worker.rank, worker.incarnation - 1)
                 self._follower.release(before / f"{name}.log")
-            if shown(self._spec.log, local_rank, stream):
+            if shown(self._spec.log, worker.local_rank, stream):
                 self._follower.follow(
                     logs / f"{name}.log",
                     lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]

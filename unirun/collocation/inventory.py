@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 NEARNESS = ("nvlink", "board", "switch", "switches", "bridge", "numa", "system")
 """How near two devices are, from the nearest: joined by NVLink; on one board; under one PCIe switch; under several;
@@ -56,11 +57,16 @@ class Node:
     numa: tuple[NumaNode, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Inventory:
     """All nodes of a job."""
 
     nodes: tuple[Node, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the nodes."""
+        return tuple(node.name for node in self.nodes)
 
 
 def visible(devices: tuple[Device, ...], mask: str | None) -> tuple[Device, ...]:

@@ -76,6 +76,22 @@ def decide_without_store(role: str, reason: str, now: Circumstances) -> Decision
     )
 
 
+def decide_without_node(role: str, ranks: str, reason: str, now: Circumstances) -> Decision:
+    """The decision for `role`, which a node has taken `ranks` of (``0-3``), and for `reason`.
+
+    However many they were, that is one restart of the role. `now.recoverable` is what all of them had said.
+    """
+    who = f"{role}:{ranks}"
+    if now.kind == "trainer" and not now.recoverable:
+        return Decision("end_job", f"{reason}; {_why_not_recoverable(who, now)}")
+    if now.restarts >= now.max_restarts:
+        return _without_budget(reason, role, now)
+    count = f"restart {now.restarts + 1} of {now.max_restarts}"
+    if now.restart == "role":
+        return Decision("restart_role", f"{reason}; {count} of role {role}, with {who} elsewhere")
+    return Decision("restart_worker", f"{reason}; {count}: {who} elsewhere, {_others(role, now)}")
+
+
 def _without_budget(what: str, role: str, now: Circumstances) -> Decision:
     if now.max_restarts == 0:
         return Decision("end_job", f"{what}; role {role} has no restarts (--max-restarts 0)")

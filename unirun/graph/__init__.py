@@ -12,7 +12,7 @@ from unirun.graph.instances import (
 )
 from unirun.graph.jobs import declared
 from unirun.graph.learn import Caller, LearnedEdge, added, learn, sound
-from unirun.graph.parts import Affected, affected, tight_parts, weights
+from unirun.graph.parts import Affected, affected, spans, tight_parts, weights
 from unirun.graph.read import from_edges, read_edges
 from unirun.graph.scenarios import SCENARIOS
 from unirun.graph.svg import svg
@@ -45,6 +45,7 @@ __all__ = [
     "read_edges",
     "sound",
     "sources_of",
+    "spans",
     "svg",
     "targets_of",
     "tight_parts",

@@ -68,7 +68,7 @@ class Affected:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.role}:{_spans(self.ranks)}"
+        return f"{self.role}:{spans(self.ranks)}"
 
 
 def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
@@ -132,7 +132,7 @@ def _step(
     reached: Ranks = {}
     found = []
     for role, ranks in front.items():
-        through = f"{role}:{_spans(sorted(ranks))}"
+        through = f"{role}:{spans(sorted(ranks))}"
         for edge in graph.into(role) if side == "upstream" else graph.out(role):
             if edge.asynchronous != asynchronous:
                 continue
@@ -160,8 +160,8 @@ def _reason(side: Side, edge: Edge, through: str, distance: int) -> str:
     return f"{text} ({edge})"
 
 
-def _spans(ranks: Iterable[int]) -> str:
-    """``0-3,7``"""
+def spans(ranks: Iterable[int]) -> str:
+    """Ascending `ranks` as people write them: ``0-3,7``."""
     runs = []
     for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         numbers = [rank for _, rank in run]

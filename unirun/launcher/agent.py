@@ -71,7 +71,7 @@ class Agent:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
         self._warm_up()
-        listener = listen(self._job.agent_socket)
+        listener = listen(self._job.agent_socket(self._state.node))
         server = await asyncio.start_unix_server(self._serve_worker, sock=listener, backlog=BACKLOG)
         owner = None
         if owner_pid is not None:
@@ -238,7 +238,7 @@ class Agent:
             code = await asyncio.to_thread(popen.wait)
             self._popens.discard(popen)
             del self._spawners[key]
-            reason = f"its spawner {why or _describe(code)}; see {self._job.path / 'agent.log'}"
+            reason = f"its spawner {why or _describe(code)}; see {self._job.agent_log(self._state.node)}"
             self._apply(events.SpawnerDown(key, reason, time.time()))
         finally:
             await stream.close()
@@ -322,12 +322,13 @@ class Agent:
                 popen.wait()
 
 
-def hold_endpoints(spec: JobSpec) -> dict[str, Endpoint]:
-    """One listening socket per role. Raises `RendezvousError` when the port of ``--master-port`` is taken."""
+def hold_endpoints(spec: JobSpec, port: int) -> dict[str, Endpoint]:
+    """One listening socket per role, for one node; that of the first role has `port`, unless it is 0. Raises
+    `RendezvousError` when it is taken."""
     held: dict[str, Endpoint] = {}
     try:
         for role in spec.roles:
-            held[role.name] = hold_endpoint(spec.master_addr, 0 if held else spec.master_port)
+            held[role.name] = hold_endpoint(spec.master_addr, 0 if held else port)
     except RendezvousError:
         for endpoint in held.values():
             endpoint.close()

@@ -109,7 +109,7 @@ def worker_env(
         "UNIRUN_NODE": node,
         "UNIRUN_GENERATION": str(order.generation),
         "UNIRUN_INCARNATION": str(member.incarnation),
-        "UNIRUN_SOCKET": str(job.agent_socket),
+        "UNIRUN_SOCKET": str(job.agent_socket(node)),
     }
     own_mask = order.mask in {**spec.env, **role.env}
     if member.devices is not None and order.mask and role.auto_visible_device and not own_mask:

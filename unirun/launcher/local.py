@@ -1,4 +1,4 @@
-"""Starts the processes of a job on this host: the master and the agent, each in a session of its own."""
+"""Starts the processes of a job on this host: the master and the agents, each in a session of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from unirun.errors import UnirunError
@@ -23,53 +25,59 @@ class Launched:
     """The processes that were started."""
 
     master: int
-    agent: int
+    agents: tuple[int, ...]
 
 
 def launch(
     job: JobDir,
     spec: JobSpec,
-    node: str,
-    endpoints: Mapping[str, Endpoint],
-    run_master: Callable[[int], None],
+    nodes: Mapping[str, Mapping[str, Endpoint]],
+    run_master: Callable[[Mapping[str, int]], None],
     *,
     listener: socket.socket,
     lock: int,
     detach: bool,
 ) -> Launched:
-    """Fork the agent and the first master of `job`; both survive this process only when `detach` is given.
+    """Fork an agent for each of `nodes`, and the first master of `job`; they survive this process only when `detach`
+    is given.
 
-    `run_master` is called in the master's process with the pid of the agent, whose end it must notice even before
-    the agent has joined. `listener` stays open there only, and the `endpoints` in the agent only: what listens ends
-    with its owner. Both hold the `lock`, as long as one of them lives. Forking shares what is imported already. Call
-    it before any thread is started.
+    `nodes` has, by node, the endpoints that its agent owns. `run_master` is called in the master's process with the
+    pids of the agents, whose end it must notice even before they have joined. `listener` stays open there only, and
+    the endpoints of a node in its agent only: what listens ends with its owner. All hold the `lock`, as long as one of
+    them lives. Forking shares what is imported already. Call it before any thread is started.
     """
     owner = None if detach else os.getpid()
     cwd = os.getcwd()
 
-    def run_agent() -> None:
+    def run_agent(node: str) -> None:
         listener.close()
-        asyncio.run(Agent(job, spec, node, cwd, endpoints, lock).run(owner))
+        _close(endpoints for other, endpoints in nodes.items() if other != node)
+        asyncio.run(Agent(job, spec, node, cwd, nodes[node], lock).run(owner))
 
-    agent = _fork("unirun-agent", job, "agent.log", run_agent)
-    for endpoint in endpoints.values():
-        endpoint.close()
-    master = _fork("unirun-master", job, "master.log", lambda: run_master(agent))
+    agents = {node: _fork("unirun-agent", job.agent_log(node), partial(run_agent, node)) for node in nodes}
+    _close(nodes.values())
+    master = _fork("unirun-master", job.master_log, lambda: run_master(agents))
     listener.close()
     os.close(lock)
-    return Launched(master, agent)
+    return Launched(master, tuple(agents.values()))
 
 
-def _fork(title: str, job: JobDir, log: str, run: Callable[[], None]) -> int:
+def _close(held: Iterable[Mapping[str, Endpoint]]) -> None:
+    for endpoints in held:
+        for endpoint in endpoints.values():
+            endpoint.close()
+
+
+def _fork(title: str, log: Path, run: Callable[[], None]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become(title, job, log, run)
+        _become(title, log, run)
     return pid
 
 
-def _become(title: str, job: JobDir, log: str, run: Callable[[], None]) -> NoReturn:
+def _become(title: str, log: Path, run: Callable[[], None]) -> NoReturn:
     """In the child: leave the terminal, write to `log`, run, and end without the parent's clean-up."""
     code = 1
     try:
@@ -77,7 +85,7 @@ def _become(title: str, job: JobDir, log: str, run: Callable[[], None]) -> NoRet
         set_title(title)
         for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
-        file = os.open(job.path / log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (file, 1), (file, 2)):
             os.dup2(source, target)

@@ -104,7 +104,7 @@ class Standby:
 
     def _popen(self, deposing: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "unirun.master", str(self._job.path), str(deposing)]
-        with open(self._job.path / "master.log", "ab") as log:
+        with open(self._job.master_log, "ab") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

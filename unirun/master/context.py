@@ -4,9 +4,11 @@
 
     job                the schema, the phase, the verdict: what belongs to the job as a whole
     spec/<n>           the JobSpec, in pieces when it is long
-    placement/<n>      where each rank is, in pieces
-    nodes/<n>          up to 100 agents each, in the order of the placement's nodes
-    roles              the phases, generations and spent restarts of all roles
+    inventory/<n>      the job's nodes, as far as a planner looks at them, in pieces
+    placement/<role>/<n>  where 250 ranks of a role each are, or shall be
+    nodes/<n>          up to 100 agents each, in the order of the job's nodes
+    roles              the phases, generations, spent restarts and numbers of ranks of all roles; and which workers are
+                       not where they shall be
     ranks/<n>          1 000 workers each, as columns, in the order of the roles and their ranks
     failures/<n>       8 failures each
     seen/<n>           250 workers each: pids and addresses, for who reads; a new master asks the agents
@@ -19,14 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from unirun.collocation import Assignment, Placement
 from unirun.errors import StoreRefused
 from unirun.failover import Exit, Failure
 from unirun.graph import added
+from unirun.master.documents import Changes, Documents, as_json, blocks, hold, numbered, pieces
+from unirun.master.places import (
+    inventory_documents,
+    placement_documents,
+    placement_head,
+    read_inventory,
+    read_placement,
+)
 from unirun.master.state import (
     ROLE_WORKS,
     JobPhase,
@@ -41,10 +50,8 @@ from unirun.master.state import (
 from unirun.spec import JobSpec
 from unirun.wire.reports import CallCount, Join, Span
 
-SCHEMA = 2
+SCHEMA = 3
 
-_PIECE = 200_000
-"""Bytes, as the documents are in ASCII."""
 _NODES, _RANKS, _FAILURES, _SEEN = 100, 1000, 8, 250
 _ENDPOINTS = 1000
 """In a block of nodes, which has fewer of them when the job has many roles."""
@@ -58,9 +65,6 @@ _LETTERS: dict[WorkerPhase, str] = {
     WorkerPhase.EXITED: "e",
 }
 _PHASES = {letter: phase for phase, letter in _LETTERS.items()}
-
-Documents = Mapping[str, str]
-T = TypeVar("T")
 
 
 def urgent(before: JobState, after: JobState) -> bool:
@@ -87,30 +91,35 @@ def _turned(before: RoleState, after: RoleState) -> bool:
     )
 
 
-def changes(before: JobState | None, after: JobState) -> dict[str, str | None]:
+def changes(before: JobState | None, after: JobState) -> Changes:
     """The documents of `after` that differ from those of `before` (None: there are none yet); None to delete one."""
-    found: dict[str, str | None] = {}
+    found: Changes = {}
     if before is None:
-        found |= _pieces("spec", after.spec.to_json())
-        found |= _pieces("placement", _places(after.placement.assignments))
+        found |= pieces("spec", after.spec.to_json())
+        found |= inventory_documents(after.inventory)
+    if before is None or before.placement is not after.placement:
+        found |= placement_documents(
+            before.placement if before else None, after.placement, tuple(after.roles)
+        )
     if before is None or before.agents is not after.agents:
-        nodes = after.placement.nodes
+        nodes = after.nodes
         old = [before.agents.get(node) for node in nodes] if before else []
         size = max(1, min(_NODES, _ENDPOINTS // len(after.roles)))
-        found |= _blocks("nodes", size, old, [after.agents.get(node) for node in nodes], _agents)
-    if before is None or any(_head(before.roles[name]) != _head(r) for name, r in after.roles.items()):
-        found["roles"] = _json({name: _head(role) for name, role in after.roles.items()})
-    found |= _blocks("ranks", _RANKS, _workers(before), _workers(after), _ranks)
+        found |= blocks("nodes", size, old, [after.agents.get(node) for node in nodes], _agents)
+    heads = _heads(after)
+    if before is None or _heads(before) != heads:
+        found["roles"] = as_json(heads)
+    found |= blocks("ranks", _RANKS, _workers(before), _workers(after), _ranks)
     found |= _failures(before, after)
     if before is None or _of_job(before) != _of_job(after):
-        found["job"] = _json(_of_job(after))
+        found["job"] = as_json(_of_job(after))
     return found
 
 
-def observations(before: JobState | None, after: JobState) -> dict[str, str | None]:
+def observations(before: JobState | None, after: JobState) -> Changes:
     """The same for what is only of use to readers."""
     old, new = _workers(before), _workers(after)
-    return _blocks("seen", _SEEN, old, new, _seen) | _calls(before, after)
+    return blocks("seen", _SEEN, old, new, _seen) | _calls(before, after)
 
 
 def restore(documents: Documents) -> JobState:
@@ -131,7 +140,7 @@ def restore(documents: Documents) -> JobState:
 
 def observed(state: JobState, documents: Documents) -> JobState:
     """`state` with what was seen of its workers: how it stood when it was written last."""
-    rows = [row for block in _numbered("seen", documents) for row in json.loads(block)]
+    rows = [row for block in numbered("seen", documents) for row in json.loads(block)]
     at = 0
     for role in state.roles.values():
         workers = list(role.workers)
@@ -146,27 +155,27 @@ def observed(state: JobState, documents: Documents) -> JobState:
 
 
 def _restored(job: dict[str, Any], documents: Documents) -> JobState:
-    spec = JobSpec.from_json(json.loads("".join(_numbered("spec", documents))))
-    placement = Placement(tuple(_read_places(documents)), job["note"], masks=job["masks"])
+    spec = JobSpec.from_json(json.loads("".join(numbered("spec", documents))))
+    placement = read_placement(job["placement"], [role.name for role in spec.roles], documents)
     rows = list(_read_ranks(documents))
-    _hold(len(rows) == len(placement.assignments) == sum(role.count for role in spec.roles), "ranks")
     roles = {}
     heads = json.loads(documents["roles"])
+    hold(len(rows) == sum(head[4] for head in heads.values()), "ranks")
     at = 0
     for role in spec.roles:
-        phase, generation, opened, restarts = heads[role.name]
-        places = placement.of_role(role.name)
-        _hold([place.rank for place in places] == list(range(role.count)), "placement")
+        phase, generation, opened, restarts, count, elsewhere = heads[role.name]
+        here = placement.of_role(role.name)
+        hold([place.rank for place in here] == list(range(len(here))) and 0 < len(here) <= count, "placement")
+        nodes = {place.rank: place.node for place in here} | {int(r): node for r, node in elsewhere.items()}
         workers = tuple(
-            replace(row, rank=place.rank, node=place.node)
-            for row, place in zip(rows[at : at + role.count], places, strict=True)
+            replace(row, rank=rank, node=nodes[rank]) for rank, row in enumerate(rows[at : at + count])
         )
-        at += role.count
+        at += count
         workers = tuple(_with_calls(role.name, worker, documents) for worker in workers)
         roles[role.name] = RoleState(
             role.name, role.entry.kind, role.restart, workers, RolePhase(phase), generation, opened, restarts
         )
-    agents = [Join(**row) for block in _numbered("nodes", documents) for row in json.loads(block)]
+    agents = [Join(**row) for block in numbered("nodes", documents) for row in json.loads(block)]
     verdict = job["verdict"]
     return JobState(
         spec=spec,
@@ -183,12 +192,8 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         forgotten=job["forgotten"],
         uid=job["uid"],
         owner=Owner(**job["owner"]) if job["owner"] else None,
+        inventory=read_inventory(documents),
     )
-
-
-def _hold(true: bool, what: str) -> None:
-    if not true:
-        raise ValueError(f"its {what} are not whole")
 
 
 def _of_job(state: JobState) -> dict[str, Any]:
@@ -199,8 +204,7 @@ def _of_job(state: JobState) -> dict[str, Any]:
         "started": state.started,
         "ended": state.ended,
         "logs": state.logs,
-        "note": state.placement.note,
-        "masks": dict(state.placement.masks),
+        "placement": placement_head(state.placement),
         "asked_to_stop": state.asked_to_stop,
         "forgotten": state.forgotten,
         "verdict": dataclasses.asdict(state.verdict) if state.verdict else None,
@@ -208,8 +212,30 @@ def _of_job(state: JobState) -> dict[str, Any]:
     }
 
 
-def _head(role: RoleState) -> list[Any]:
-    return [role.phase.value, role.generation, role.opened, role.restarts]
+def _heads(state: JobState) -> dict[str, list[Any]]:
+    return {
+        name: [
+            role.phase.value,
+            role.generation,
+            role.opened,
+            role.restarts,
+            len(role.workers),
+            _elsewhere(state, role),
+        ]
+        for name, role in state.roles.items()
+    }
+
+
+def _elsewhere(state: JobState, role: RoleState) -> dict[str, str]:
+    """By rank, the nodes of workers that are not where the placement has their rank. They are told to end."""
+    if not state.placement.lost:
+        return {}
+    places = state.placement.of_role(role.name)
+    return {
+        str(worker.rank): worker.node
+        for worker in role.workers
+        if worker.rank >= len(places) or (worker.live and worker.node != places[worker.rank].node)
+    }
 
 
 def _workers(state: JobState | None) -> list[WorkerState]:
@@ -226,7 +252,7 @@ def _ranks(workers: Sequence[WorkerState]) -> Any:
 
 
 def _read_ranks(documents: Documents) -> Iterator[WorkerState]:
-    for block in _numbered("ranks", documents):
+    for block in numbered("ranks", documents):
         columns = json.loads(block)
         exits = columns["exit"]
         rows = zip(columns["phase"], columns["incarnation"], columns["generation"], strict=True)
@@ -246,8 +272,8 @@ def _seen(workers: Sequence[WorkerState]) -> Any:
     return [[worker.incarnation, worker.pid, dict(worker.addresses)] for worker in workers]
 
 
-def _calls(before: JobState | None, after: JobState) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
+def _calls(before: JobState | None, after: JobState) -> Changes:
+    found: Changes = {}
     for role in after.roles.values():
         old = before.roles[role.name].workers if before else ()
         if old is role.workers:
@@ -256,7 +282,7 @@ def _calls(before: JobState | None, after: JobState) -> dict[str, str | None]:
             known = (old[number].calls, old[number].called) if old else ((), ())
             if (worker.calls, worker.called) != known:
                 counts = [[dataclasses.asdict(c) for c in each] for each in (worker.calls, worker.called)]
-                found[f"calls/{role.name}/{worker.rank}"] = _json([worker.incarnation, *counts])
+                found[f"calls/{role.name}/{worker.rank}"] = as_json([worker.incarnation, *counts])
     return found
 
 
@@ -284,35 +310,18 @@ def _agents(agents: Sequence[Join | None]) -> Any:
     ]
 
 
-def _places(places: Sequence[Assignment]) -> Any:
-    return [
-        [p.role, p.rank, p.node, p.slot, p.local_rank, p.devices, p.cpus, p.own, p.share, p.numa]
-        for p in places
-    ]
-
-
-def _read_places(documents: Documents) -> Iterator[Assignment]:
-    for role, rank, node, slot, local_rank, devices, cpus, own, share, numa in json.loads(
-        "".join(_numbered("placement", documents))
-    ):
-        place = role, rank, node, slot, local_rank, _tuple(devices), _tuple(cpus)
-        yield Assignment(*place, tuple(own), share, numa)
-
-
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
-
-
-def _failures(before: JobState | None, after: JobState) -> dict[str, str | None]:
+def _failures(before: JobState | None, after: JobState) -> Changes:
     """Failures are numbered from the first of the job; a block with forgotten ones stays until it has no other."""
     first, end = after.forgotten, after.forgotten + len(after.failures)
     known_first = before.forgotten if before else 0
     known_end = known_first + len(before.failures) if before else 0
-    found: dict[str, str | None] = {}
+    found: Changes = {}
     for block in range(max(known_end, first) // _FAILURES, -(-end // _FAILURES)) if end > known_end else ():
         low = max(block * _FAILURES, first)
         part = after.failures[low - first : (block + 1) * _FAILURES - first]
-        found[f"failures/{block}"] = _json({"first": low, "failures": [dataclasses.asdict(f) for f in part]})
+        found[f"failures/{block}"] = as_json(
+            {"first": low, "failures": [dataclasses.asdict(f) for f in part]}
+        )
     for block in range(known_first // _FAILURES, first // _FAILURES):
         found[f"failures/{block}"] = None
     return found
@@ -320,44 +329,10 @@ def _failures(before: JobState | None, after: JobState) -> dict[str, str | None]
 
 def _read_failures(documents: Documents, forgotten: int) -> Iterator[Failure]:
     expected = forgotten
-    for block in _numbered("failures", documents):
+    for block in numbered("failures", documents):
         content = json.loads(block)
         for number, fields in enumerate(content["failures"], content["first"]):
             if number >= forgotten:
-                _hold(number == expected, "failures")
+                hold(number == expected, "failures")
                 expected += 1
                 yield Failure(**{**fields, "exit": Exit(**fields["exit"])})
-
-
-def _pieces(name: str, value: Any) -> dict[str, str]:
-    text = _json(value)
-    return {f"{name}/{n}": text[at : at + _PIECE] for n, at in enumerate(range(0, len(text), _PIECE))}
-
-
-def _blocks(
-    name: str, size: int, before: Sequence[T], after: Sequence[T], encode: Callable[[Sequence[T]], Any]
-) -> dict[str, str | None]:
-    """The blocks of `after` in which something is another value than in `before`."""
-    found: dict[str, str | None] = {}
-    for at in range(0, len(after), size):
-        part, old = after[at : at + size], before[at : at + size]
-        if len(part) == len(old) and all(x is y for x, y in zip(part, old, strict=True)):
-            continue
-        text = _json(encode(part))
-        # Most of what changes in a worker is not in its document.
-        if not old or text != _json(encode(old)):
-            found[f"{name}/{at // size}"] = text
-    return found
-
-
-def _numbered(name: str, documents: Documents) -> list[str]:
-    """The blocks called `name`, in the order of their numbers."""
-    prefix = f"{name}/"
-    found = sorted((int(key.removeprefix(prefix)), key) for key in documents if key.startswith(prefix))
-    _hold(all(number == found[0][0] + n for n, (number, _) in enumerate(found)), name)
-    return [documents[key] for _, key in found]
-
-
-def _json(value: Any) -> str:
-    """In ASCII: what users write may hold halves of characters, which UTF-8 has no bytes for."""
-    return json.dumps(value, separators=(",", ":"))

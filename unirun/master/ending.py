@@ -28,10 +28,8 @@ def advance(turn: Turn, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         form_next(turn, role)
     elif role.phase is RolePhase.STOPPING:
-        failed = any(
-            failure.role == role.name and failure.incarnation == role.workers[failure.rank].incarnation
-            for failure in turn.state.failures
-        )
+        last = {(role.name, worker.rank, worker.incarnation) for worker in role.workers}
+        failed = any((each.role, each.rank, each.incarnation) in last for each in turn.state.failures)
         turn.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
 
 

@@ -1,15 +1,16 @@
-"""What follows from a worker's end, from a store's end and from an agent's."""
+"""What follows from a worker's end, and from a store's."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
-from unirun.graph import affected, declared
+from unirun.graph import Affected, Graph, affected, declared
 from unirun.master.ending import advance, stop_all
-from unirun.master.events import AgentLost, ToAgent, ToWatchers
+from unirun.master.events import ToAgent, ToWatchers
 from unirun.master.formation import form_next, join
 from unirun.master.state import (
     ROLE_WORKS,
@@ -30,36 +31,49 @@ from unirun.wire.spawning import StoreEnded
 
 def exited(turn: Turn, event: WorkerExited) -> None:
     """A worker has ended: well, as it was told, or of itself. Its agent may forget it once that is in the store."""
+    if _leaves_with_its_agent(turn, event):
+        turn.record("exit", f"{event.role}:{event.rank} has ended, as its agent leaves")
+        return
     found = turn.find(event.role, event.rank, event.incarnation)
-    node = turn.role(event.role).workers[event.rank].node
-    turn.send(ToAgent(node, ExitKept(event.role, event.rank, event.incarnation)))
+    for known in turn.role(event.role).workers[event.rank : event.rank + 1]:
+        turn.send(ToAgent(known.node, ExitKept(event.role, event.rank, event.incarnation)))
     if found is None:
         return
     role, worker = found
     end = Exit(event.code, event.signal)
-    role = role.with_worker(_ended(worker, end))
     works = role.phase in ROLE_WORKS
-    if event.cause in ("leaving", "order") and works:
+    text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
+    turn.record("exit", text)
+    role = role.with_worker(ended(worker, end))
+    if works and event.cause in ("leaving", "order"):
         # Not this master has asked but the agent, and why is told next (AgentLost or OwnerLost), or an earlier master.
         role = replace(role, phase=RolePhase.STOPPING)
     turn.put(role)
-    text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
-    turn.record("exit", text)
     if event.cause == "order" and works:
         stop_as_told_before(turn)
     if end.ok or _obeyed(event):
         advance(turn, turn.role(role.name))
         turn.tell_soon()
         return
-    failure = _failure(turn.state, role, worker, event, end)
+    failure = failure_of(turn.state, role, worker, event, end)
     if role.phase in ROLE_WORKS:
-        decision = decide(failure, _circumstances(turn.state, role, worker))
+        decision = decide(failure, circumstances(turn.state, role, worker))
         turn.state = turn.state.with_failures(replace(failure, decision=decision.reason))
         _act(turn, role, decision, by_failure=True, source=failure.who)
     else:
         turn.state = turn.state.with_failures(failure)
         advance(turn, turn.role(role.name))
     turn.tell_now()
+
+
+def _leaves_with_its_agent(turn: Turn, event: WorkerExited) -> bool:
+    """Whether what follows is decided when the agent is gone, for all of its workers at once: they may go on elsewhere.
+    However well this one has taken it that it was ended, its work is not done."""
+    found = turn.find(event.role, event.rank, event.incarnation)
+    if found is None or event.cause != "leaving":
+        return False
+    role, worker = found
+    return role.phase in ROLE_WORKS and bool(turn.state.without({worker.node}))
 
 
 def stop_as_told_before(turn: Turn) -> None:
@@ -71,7 +85,8 @@ def stop_as_told_before(turn: Turn) -> None:
     stop_all(turn, verdict, signal.SIGTERM, None)
 
 
-def _ended(worker: WorkerState, end: Exit) -> WorkerState:
+def ended(worker: WorkerState, end: Exit) -> WorkerState:
+    """The worker when its process is gone."""
     return replace(worker, phase=WorkerPhase.EXITED, exit=end, addresses={})
 
 
@@ -82,9 +97,10 @@ def _obeyed(event: WorkerExited) -> bool:
     return event.error is None or event.signal == event.sent or event.code == 128 + event.sent
 
 
-def _failure(
+def failure_of(
     state: JobState, role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit
 ) -> Failure:
+    """What is kept of a failure."""
     error = event.error
     return Failure(
         role=role.name,
@@ -102,8 +118,8 @@ def _failure(
     )
 
 
-def _circumstances(state: JobState, role: RoleState, failed: WorkerState | None = None) -> Circumstances:
-    """`failed` is the worker as it was before it ended."""
+def circumstances(state: JobState, role: RoleState, failed: WorkerState | None = None) -> Circumstances:
+    """What the policy looks at; `failed` is the worker as it was before it ended."""
     return Circumstances(
         kind=role.kind,
         restart=role.restart,
@@ -130,7 +146,7 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
     # Of many that die at once, what follows from the first is told.
     whole = role.phase is RolePhase.RUNNING
     failed = role.name if decision.action == "restart_role" else source
-    if whole and (waiting := consequences(turn.state, failed)):
+    if whole and (waiting := consequences(unit_of(turn.state, [failed]))):
         turn.record("affected", waiting)
     if decision.action == "join":
         join(turn, role)
@@ -145,11 +161,18 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
     advance(turn, role)
 
 
-def consequences(state: JobState, failed: str) -> str:
-    """What others feel while `failed`, a role or one of its ranks, is away, in words; empty when nobody does.
+def unit_of(state: JobState, failed: Sequence[str]) -> tuple[Affected, ...]:
+    """Who is affected when `failed` fail, roles or single ranks: the unit of failover."""
+    return affected(seen_graph(state), failed)
 
-    Besides the edges that the spec has, those count that were seen.
-    """
+
+def consequences(unit: Sequence[Affected]) -> str:
+    """What others feel while those that have failed are away, in words; empty when nobody does."""
+    return "; ".join(f"{each} {each.reason}" for each in unit if each.side in ("upstream", "downstream"))
+
+
+def seen_graph(state: JobState) -> Graph:
+    """The job's graph: besides the edges that the spec has, those count that were seen."""
     graph = declared(state.spec)
     edges = {(edge.source, edge.target, edge.invocation): edge for edge in graph.edges}
     for seen in learned(state):
@@ -158,8 +181,7 @@ def consequences(state: JobState, failed: str) -> str:
         if not state.spec.edges:
             edges.pop((edge.source, edge.target, ""), None)
         edges.setdefault((edge.source, edge.target, edge.invocation), edge)
-    others = affected(replace(graph, edges=tuple(edges.values())), [failed])
-    return "; ".join(f"{each} {each.reason}" for each in others if each.side in ("upstream", "downstream"))
+    return replace(graph, edges=tuple(edges.values()))
 
 
 def store_ended(turn: Turn, event: StoreEnded) -> None:
@@ -184,30 +206,5 @@ def store_ended(turn: Turn, event: StoreEnded) -> None:
         turn.send(ToWatchers(Notice(role.name, reason)))
         form_next(turn, replace(role, phase=RolePhase.REFORMING))
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.live):
-        decision = decide_without_store(role.name, event.reason, _circumstances(turn.state, role))
+        decision = decide_without_store(role.name, event.reason, circumstances(turn.state, role))
         _act(turn, role, decision, by_failure=False, source=role.name)
-
-
-def agent_lost(turn: Turn, event: AgentLost) -> None:
-    """Workers never outlive their agent, so those of this node are gone."""
-    turn.record("agent_lost", f"{event.node}: {event.reason}")
-    reason = f"the agent of node {event.node} is gone: {event.reason}"
-    killed = Exit(signal=signal.SIGKILL)
-    lost: list[Failure] = []
-    for role in list(turn.state.roles.values()):
-        for worker in role.live:
-            if worker.node == event.node:
-                end = WorkerExited(
-                    role.name, worker.rank, worker.incarnation, turn.now, None, killed.signal, note=reason
-                )
-                lost.append(_failure(turn.state, role, worker, end, killed))
-                turn.put(turn.state.roles[role.name].with_worker(_ended(worker, killed)))
-    agents = {node: agent for node, agent in turn.state.agents.items() if node != event.node}
-    turn.state = replace(turn.state, agents=agents, away=turn.state.away - {event.node})
-    turn.tell_now()
-    if turn.state.phase is not JobPhase.STOPPING:
-        turn.state = turn.state.with_failures(*(replace(each, decision="the job ends") for each in lost))
-        verdict = Verdict(JobPhase.FAILED, 128 + signal.SIGKILL, reason, by_failure=bool(lost))
-        stop_all(turn, verdict, signal.SIGTERM, None)
-    for role in list(turn.state.roles.values()):
-        advance(turn, role)

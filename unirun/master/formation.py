@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from unirun.collocation import Assignment
 from unirun.master.events import ToAgent
-from unirun.master.state import RolePhase, RoleState, WorkerPhase, WorkerState
+from unirun.master.state import JobPhase, RolePhase, RoleState, WorkerPhase, WorkerState
 from unirun.master.turn import Turn, endpoint, leader
 from unirun.wire.messages import Member, OpenStore, StartRole
 
@@ -19,12 +19,21 @@ from unirun.wire.messages import Member, OpenStore, StartRole
 def form_first(turn: Turn) -> None:
     """Order every worker of every role, as generation 0."""
     for role in turn.state.roles.values():
-        workers = tuple(worker.ordered(0, 0) for worker in role.workers)
+        workers = tuple(worker.ordered(0, 0, worker.node) for worker in role.workers)
         turn.put(replace(role, phase=RolePhase.STARTING, workers=workers))
     turn.tell_now()
     for role in turn.state.roles.values():
         order_store(turn, role)
         _start(turn, role, range(len(role.workers)))
+
+
+def form_if_all_are_there(turn: Turn) -> None:
+    """Begin, as soon as every node that has ranks has joined, and every one that had joined an earlier master."""
+    state = turn.state
+    waits = bool(state.away) or len(state.agents) < len(state.placement.nodes)
+    if not waits and state.agents.keys() >= set(state.placement.nodes):
+        turn.state = replace(state, phase=JobPhase.RUNNING)
+        form_first(turn)
 
 
 def form_next(turn: Turn, role: RoleState) -> None:
@@ -38,7 +47,9 @@ def opened(turn: Turn, role: RoleState) -> None:
     """The store of the present generation is there: start who has no process, and tell everybody."""
     role = replace(role, opened=role.generation)
     if role.phase is RolePhase.RESTARTING:
-        role = replace(role, phase=RolePhase.STARTING)
+        # Of a role that has become smaller, those that are not needed have ended by now.
+        places = turn.state.placement.of_role(role.name)
+        role = replace(role, phase=RolePhase.STARTING, workers=role.workers[: len(places)])
         turn.record("restart", f"role {role.name} starts as generation {role.generation}")
     # Who has ended well is needed once more: without it the others could not meet.
     _complete(turn, role, [worker for worker in role.workers if not worker.live])
@@ -64,9 +75,10 @@ def _complete(turn: Turn, role: RoleState, newcomers: Sequence[WorkerState]) -> 
     if newcomers and role.phase is RolePhase.REFORMING:
         names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
         turn.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
+    places = turn.state.placement.of_role(role.name)
     for worker in newcomers:
         incarnation = 0 if worker.phase is WorkerPhase.WAITING else worker.incarnation + 1
-        role = role.with_worker(worker.ordered(incarnation, role.generation))
+        role = role.with_worker(worker.ordered(incarnation, role.generation, places[worker.rank].node))
     turn.put(role)
     turn.tell_now()
     _start(turn, role, [worker.rank for worker in newcomers])

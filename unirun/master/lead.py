@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,13 +26,19 @@ TERM_TTL = 6.0
 
 
 def lead(
-    job: JobDir, path: Path, listener: socket.socket, *, deposing: int = 0, agent_pid: int | None = None
+    job: JobDir,
+    path: Path,
+    listener: socket.socket,
+    *,
+    deposing: int = 0,
+    agents: Mapping[str, int] | None = None,
 ) -> None:
     """Lead `job` to its end, from its beginning or from where another master has left it.
 
     Returns at once when somebody leads already; `deposing` is the term of a leader that is known to be dead.
-    `listener` is the socket at `path`, where agents and commands find the master; `agent_pid` is the agent of this
-    host, if it has not joined yet. Raises `JobError` when another job of the same id runs, `StoreError`.
+    `listener` is the socket at `path`, where agents and commands find the master; `agents` are the pids of the agents
+    on this host that have not joined yet, by node. Raises `JobError` when another job of the same id runs,
+    `StoreError`.
     """
     with _opened(job) as store:
         first = job.first_context()
@@ -51,7 +57,7 @@ def lead(
             problem = f"the store has no context of this job {job.run_id}"
             raise JobError(problem, "it was removed, or another job has taken its id")
         job.forget_first_context()
-        asyncio.run(Master(job, state, term, keeper, listener).run(agent_pid))
+        asyncio.run(Master(job, state, term, keeper, listener).run(agents or {}))
 
 
 def _own(state: JobState | None, job: JobDir) -> JobState | None:

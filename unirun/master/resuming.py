@@ -25,9 +25,10 @@ from unirun.master.state import (
     WorkerPhase,
     WorkerState,
 )
+from unirun.master.telling import output_of
 from unirun.master.turn import Turn, leader
-from unirun.wire.messages import StopWorkers
-from unirun.wire.reports import Held, Join, WorkerCalls, WorkerExited, WorkerStarted
+from unirun.wire.messages import ExitKept, StopWorkers
+from unirun.wire.reports import Held, Join, WorkerCalls, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 REJOIN_TIMEOUT = 15.0
@@ -85,7 +86,13 @@ def take_up(turn: Turn, event: Join) -> Iterator[WorkerCalls | WorkerExited | St
     for each in event.workers:
         if each.calls:
             yield WorkerCalls(each.role, each.rank, each.incarnation, each.calls)
-    yield from (each.exit for each in event.workers if each.exit is not None)
+    for each in event.workers:
+        if each.exit is None:
+            continue
+        if turn.find(each.role, each.rank, each.incarnation) is None:
+            turn.send(ToAgent(event.node, ExitKept(each.role, each.rank, each.incarnation)))
+        else:
+            yield each.exit
     stores = {store.role: store for store in event.stores}
     for role in list(turn.state.roles.values()):
         if role.phase in ROLE_ENDS or leader(turn.state, role.name) != event.node:
@@ -103,7 +110,7 @@ def beyond(state: JobState, event: Join) -> bool:
     return any(
         each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING
         for each in event.workers
-        for worker in (state.roles[each.role].workers[each.rank],)
+        for worker in state.roles[each.role].workers[each.rank : each.rank + 1]
     )
 
 
@@ -133,9 +140,7 @@ def _take_up_role(turn: Turn, role: RoleState, event: Join) -> None:
         if known.exit is None:
             living.append(worker.rank)
         if known.pid is not None:
-            turn.send(
-                ToWatchers(WorkerStarted(event.node, role.name, worker.rank, worker.incarnation, known.pid))
-            )
+            turn.send(ToWatchers(output_of(turn.state, role.name, worker.rank)))
     turn.put(role)
     if role.phase not in ROLE_WORKS and len(role.live) < len(before):
         advance(turn, role)
@@ -152,7 +157,7 @@ def adopt(turn: Turn, event: Join) -> None:
         if each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING:
             formed = max(role.opened, each.generation, each.incarnation)
             role = replace(role, generation=max(role.generation, formed), opened=formed)
-            turn.put(role.with_worker(worker.ordered(each.incarnation, formed)))
+            turn.put(role.with_worker(worker.ordered(each.incarnation, formed, event.node)))
 
 
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:

@@ -6,6 +6,8 @@ import asyncio
 import signal
 import socket
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from unirun.errors import IllegalTransition, WireError
@@ -23,7 +25,7 @@ from unirun.master.events import (
 )
 from unirun.master.keeper import Keeper
 from unirun.master.resuming import resume
-from unirun.master.state import JOB_ENDS, JobPhase, JobState
+from unirun.master.state import JOB_ENDS, JobState
 from unirun.master.step import step
 from unirun.master.telling import farewell, present, status_of
 from unirun.master.writing import Writer
@@ -67,12 +69,13 @@ class Master:
         self._persist_took = 0.0
         self._persisted = 0
 
-    async def run(self, agent_pid: int | None = None) -> None:
+    async def run(self, agents: Mapping[str, int]) -> None:
         """Lead the job to its end, or until another master does.
 
-        `agent_pid` is the agent of this host, if it has not joined yet: its end is noticed by its process until then.
+        `agents` are the pids of those on this host that have not joined yet, by node: until then it is by its process
+        that the end of one is noticed.
         """
-        watches = self._watches(agent_pid)
+        watches = self._watches(agents)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
@@ -98,19 +101,17 @@ class Master:
             for watch in watches:
                 watch.close()
 
-    def _watches(self, agent_pid: int | None) -> list[ProcessWatch]:
+    def _watches(self, agents: Mapping[str, int]) -> list[ProcessWatch]:
         watches = []
         owner = self._state.owner
         if owner is not None and owner.host == socket.gethostname():
             watches.append(ProcessWatch(owner.pid, lambda: self._apply(OwnerLost()), owner.started))
-        if agent_pid is not None:
-            watches.append(ProcessWatch(agent_pid, self._agent_gone))
+        watches += [ProcessWatch(pid, partial(self._agent_gone, node)) for node, pid in agents.items()]
         return watches
 
-    def _agent_gone(self) -> None:
-        node = self._state.placement.nodes[0]
-        if node not in self._agents:
-            self._apply(AgentLost(node, f"it died before it joined; see {self._job.path / 'agent.log'}"))
+    def _agent_gone(self, node: str) -> None:
+        if node not in self._state.agents and node not in self._agents:
+            self._apply(AgentLost(node, f"it died before it joined; see {self._job.agent_log(node)}"))
 
     def _apply(self, event: Event) -> None:
         if isinstance(event, Sample):
@@ -225,16 +226,17 @@ class Master:
         self._agents[join.node] = stream
         self._unaware.discard(join.node)
         reason = "its stream ended"
+        # It was given up, or does not know yet that the job is over.
+        too_late = self._state.phase in JOB_ENDS or self._state.given_up(join.node)
         try:
-            if self._state.phase in JOB_ENDS or (
-                join.node not in self._state.agents and self._state.phase is not JobPhase.LAUNCHING
-            ):
-                # It was given up, or does not know yet that the job is over.
+            if too_late:
                 stream.send(Shutdown())
             else:
                 self._apply(join)
             while True:
                 message = await stream.receive()
+                if too_late:
+                    continue
                 if isinstance(message, Event):
                     self._apply(message)
                 elif isinstance(message, WorkerAsk):

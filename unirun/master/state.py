@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from unirun.collocation import Placement
+from unirun.collocation import Inventory, Placement
 from unirun.errors import IllegalTransition
 from unirun.failover import Exit, Failure, brief
 from unirun.graph import added
@@ -64,6 +64,7 @@ ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
 class WorkerState:
     """One rank and the worker that holds it.
 
+    `node` is where its process is, or was last; where the next one will be is for the placement to say.
     `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
     is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
     is what this worker has called, `called` what those before it had.
@@ -92,11 +93,11 @@ class WorkerState:
         """Whether the process has left with code 0."""
         return self.exit is not None and self.exit.ok
 
-    def ordered(self, incarnation: int, generation: int) -> WorkerState:
+    def ordered(self, incarnation: int, generation: int, node: str) -> WorkerState:
         """The worker that is started at this rank: of the one before nothing is left but what it has called."""
         return WorkerState(
             self.rank,
-            self.node,
+            node,
             incarnation,
             phase=WorkerPhase.STARTING,
             generation=generation,
@@ -200,6 +201,8 @@ class Owner:
     started: int
 
 
+NOTHING = Inventory(())
+
 KEPT_FAILURES = 256
 """Failures that are remembered; the log of events has them all."""
 
@@ -211,6 +214,7 @@ class JobState:
     `forgotten` counts failures that are not remembered any more. `asked_to_stop`: somebody has asked; a job also
     stops by itself. `view_due`: something has changed that the workers will be told in a moment. `away` are the nodes
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
+    `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
     """
 
     spec: JobSpec
@@ -229,6 +233,7 @@ class JobState:
     away: frozenset[str] = frozenset()
     uid: str = ""
     owner: Owner | None = None
+    inventory: Inventory = NOTHING
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""
@@ -246,6 +251,24 @@ class JobState:
     def role_spec(self, name: str) -> RoleSpec:
         """The spec of a role."""
         return self.spec.role(name)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that have, shall have or had an agent."""
+        return self.inventory.names or self.placement.nodes
+
+    def given_up(self, node: str) -> bool:
+        """Whether the job goes on without `node`, or never wanted it."""
+        return node in self.placement.lost or node not in self.nodes
+
+    def without(self, gone: Collection[str]) -> tuple[str, ...]:
+        """The nodes that are left for ranks when `gone` are lost: with an agent, or, at first, to be waited for."""
+        coming = self.phase is JobPhase.LAUNCHING
+        return tuple(
+            node
+            for node in self.inventory.names
+            if node not in gone and node not in self.placement.lost and (coming or node in self.agents)
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -273,15 +296,16 @@ def new_job(
     logs: str,
     uid: str = "",
     owner: Owner | None = None,
+    inventory: Inventory = NOTHING,
 ) -> JobState:
     """The state of a job before anything happened."""
     roles = {
-        role.name: RoleState(
-            role.name,
-            role.entry.kind,
-            role.restart,
-            tuple(WorkerState(a.rank, a.node) for a in placement.of_role(role.name)),
-        )
+        role.name: RoleState(role.name, role.entry.kind, role.restart, waiting(placement, role.name))
         for role in spec.roles
     }
-    return JobState(spec, placement, roles, started, logs, uid=uid, owner=owner)
+    return JobState(spec, placement, roles, started, logs, uid=uid, owner=owner, inventory=inventory)
+
+
+def waiting(placement: Placement, role: str) -> tuple[WorkerState, ...]:
+    """The ranks of a role of which none was started."""
+    return tuple(WorkerState(place.rank, place.node) for place in placement.of_role(role))

@@ -19,10 +19,12 @@ from unirun.master.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.master.failing import agent_lost, exited, stop_as_told_before, store_ended
-from unirun.master.formation import form_first, opened
+from unirun.master.failing import exited, stop_as_told_before, store_ended
+from unirun.master.formation import form_if_all_are_there, opened
+from unirun.master.moving import begin_without, nodes_lost
 from unirun.master.resuming import REJOIN_TIMEOUT, adopt, all_back, bare, beyond, take_up
 from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
+from unirun.master.telling import output_of
 from unirun.master.turn import Turn
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
@@ -91,15 +93,12 @@ def _handle(turn: Turn, event: Event) -> None:
             _stop(turn, event)
         case OwnerLost():
             _stop(turn, Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE))
-        case AgentLost():
-            agent_lost(turn, event)
+        case AgentLost(node, reason):
+            nodes_lost(turn, {node: reason})
         case JoinTimedOut():
             _join_timed_out(turn)
         case RejoinTimedOut():
-            for node in sorted(turn.state.away):
-                agent_lost(
-                    turn, AgentLost(node, f"it did not join the new master within {REJOIN_TIMEOUT:g} s")
-                )
+            _rejoin_timed_out(turn)
         case ViewDue():
             if turn.state.view_due:
                 turn.tell_now()
@@ -109,7 +108,7 @@ def _join(turn: Turn, event: Join) -> None:
     state = turn.state
     known = state.agents.get(event.node)
     again = known is not None and (event.node in state.away or known.pid == event.pid)
-    if event.node not in state.placement.nodes or (known is not None and not again):
+    if state.given_up(event.node) or (known is not None and not again):
         raise IllegalTransition(f"node {event.node} joined twice, or has no place in this job")
     turn.state = replace(
         state, agents={**state.agents, event.node: bare(event)}, away=state.away - {event.node}
@@ -118,11 +117,13 @@ def _join(turn: Turn, event: Join) -> None:
     if beyond(state, event):
         adopt(turn, event)
         stop_as_told_before(turn)
-    if turn.state.phase is not JobPhase.LAUNCHING:
+    if turn.state.phase is JobPhase.LAUNCHING:
+        form_if_all_are_there(turn)
+    elif known is None and not event.workers:
+        # A node that is held back, or was late: it may have a use yet.
+        turn.tell_now()
+    else:
         _rejoined(turn, event)
-    elif len(turn.state.agents) == len(state.placement.nodes) and not turn.state.away:
-        turn.state = replace(turn.state, phase=JobPhase.RUNNING)
-        form_first(turn)
 
 
 def _rejoined(turn: Turn, event: Join) -> None:
@@ -143,7 +144,7 @@ def _started(turn: Turn, event: WorkerStarted) -> None:
     # Its hello comes on another stream and may have overtaken this.
     phase = WorkerPhase.ALIVE if worker.phase is WorkerPhase.STARTING else worker.phase
     turn.put(role.with_worker(replace(worker, phase=phase, pid=event.pid)))
-    turn.send(ToWatchers(event))
+    turn.send(ToWatchers(output_of(turn.state, role.name, worker.rank)))
 
 
 def _running(turn: Turn, event: WorkerRunning) -> None:
@@ -225,11 +226,22 @@ def _stop(turn: Turn, event: Stop) -> None:
     stop_all(turn, Verdict(JobPhase.STOPPED, code, event.reason), event.signal, event.grace)
 
 
+def _rejoin_timed_out(turn: Turn) -> None:
+    if not turn.state.away:
+        return
+    reason = f"it did not join the new master within {REJOIN_TIMEOUT:g} s"
+    nodes_lost(turn, dict.fromkeys(sorted(turn.state.away), reason))
+    if turn.state.phase is JobPhase.RUNNING:
+        all_back(turn)
+
+
 def _join_timed_out(turn: Turn) -> None:
     state = turn.state
     if state.phase is not JobPhase.LAUNCHING:
         return
     here = state.agents.keys() - state.away
+    late = [node for node in state.nodes if node not in here]
     missing = [node for node in state.placement.nodes if node not in here]
     reason = f"{', '.join(missing)} did not join within {state.spec.join_timeout:g} s"
-    stop_all(turn, Verdict(JobPhase.FAILED, EXIT_RENDEZVOUS, reason), signal.SIGTERM, 0.0)
+    if not begin_without(turn, late, reason):
+        stop_all(turn, Verdict(JobPhase.FAILED, EXIT_RENDEZVOUS, reason), signal.SIGTERM, 0.0)

@@ -8,8 +8,7 @@ from unirun.failover import Failure
 from unirun.graph import Caller, LearnedEdge, added, learn
 from unirun.master.state import JOB_ENDS, JobState
 from unirun.observe import FAILURES, CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
-from unirun.wire.messages import Ended, Message, RoleChanged
-from unirun.wire.reports import WorkerStarted
+from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
 
 FIRST_LINE = 300
 """Characters of what a worker has said that a status has."""
@@ -23,11 +22,17 @@ def present(state: JobState) -> list[Message]:
             RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
         )
         found += [
-            WorkerStarted(worker.node, role.name, worker.rank, worker.incarnation, worker.pid)
-            for worker in role.workers
-            if worker.pid is not None
+            output_of(state, role.name, worker.rank) for worker in role.workers if worker.pid is not None
         ]
     return found
+
+
+def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
+    """What a CLI is told of a worker that has a process."""
+    places = state.placement.of_role(role)
+    # A role that becomes smaller has workers without a place until they have ended.
+    local_rank = places[rank].local_rank if rank < len(places) else 0
+    return WorkerOutput(role, rank, state.roles[role].workers[rank].incarnation, local_rank)
 
 
 def farewell(state: JobState) -> Ended | None:

@@ -73,8 +73,11 @@ class Turn:
     def find(self, role: str, rank: int, incarnation: int) -> tuple[RoleState, WorkerState] | None:
         """The live worker that is meant, or None when the message is about one that has ended."""
         found = self.role(role)
-        if not 0 <= rank < len(found.workers):
+        if not 0 <= rank < self.state.role_spec(role).count:
             raise IllegalTransition(f"there is no worker {role}:{rank}")
+        if rank >= len(found.workers):
+            # The role has become smaller.
+            return None
         worker = found.workers[rank]
         if incarnation > worker.incarnation:
             raise IllegalTransition(f"{role}:{rank} has no incarnation {incarnation} yet")

@@ -12,10 +12,10 @@
         state.json              how the job stands, replaced as a whole after every change
         events.jsonl            what happened, what was decided and why
         metrics.jsonl           what workers have measured
-        alive.lock              held by the agent and the master as long as one of them lives
+        alive.lock              held by the agents and the master as long as one of them lives
         master.<pid>.sock       0600; where each master listens
-        agent.sock              0600
-        master.log agent.log    what these processes say themselves
+        agent.<node>.sock       0600; where the agent of each node listens for its workers
+        master.log agent.<node>.log  what these processes say themselves
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
 
 The root is ``$UNIRUN_HOME/jobs``, by default ``$XDG_STATE_HOME/unirun/jobs`` or
@@ -88,10 +88,18 @@ class JobDir:
         except OSError as error:
             raise JobError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
+    def agent_socket(self, node: str) -> Path:
+        """Where the agent of `node` listens for its workers."""
+        return self.path / f"agent.{node}.sock"
+
+    def agent_log(self, node: str) -> Path:
+        """What the agent of `node` and its spawners say themselves."""
+        return self.path / f"agent.{node}.log"
+
     @property
-    def agent_socket(self) -> Path:
-        """Where the agent listens for its workers."""
-        return self.path / "agent.sock"
+    def master_log(self) -> Path:
+        """What the masters say themselves."""
+        return self.path / "master.log"
 
     @property
     def state(self) -> Path:
@@ -115,7 +123,7 @@ class JobDir:
 
     @property
     def lock(self) -> Path:
-        """Locked as long as the job's agent or master lives."""
+        """Locked as long as an agent or the master of the job lives."""
         return self.path / "alive.lock"
 
     def worker_logs(self, role: str, rank: int, incarnation: int) -> Path:

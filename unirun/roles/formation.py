@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from unirun.rendezvous.endpoints import GENERATION_KEY
+from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
 from unirun.wire.reports import GroupFormed
 
@@ -80,12 +81,18 @@ class Formation:
         return int(store.get(GENERATION_KEY)) if store.check([GENERATION_KEY]) else self._peers.generation
 
     def _form(self) -> None:
-        """Leave the old default group, if there is one, and meet in the new store, where MASTER_ADDR and _PORT say."""
+        """Leave the old default group, if there is one, and meet in the new store, where MASTER_ADDR and _PORT say.
+
+        With the node of rank 0 that may have moved.
+        """
         distributed = _initialized()
         if distributed is not None:
             # Kept: when forming the next one fails half-way, there is no group to ask.
             self._backend = str(distributed.get_backend_config())
             distributed.destroy_process_group()
+        if endpoint := self._peers.known(self._peers.role).endpoint:
+            os.environ["MASTER_ADDR"], port = split_endpoint(endpoint)
+            os.environ["MASTER_PORT"] = str(port)
         if self._backend:
             importlib.import_module("torch.distributed").init_process_group(self._backend)
 

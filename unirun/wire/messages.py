@@ -8,7 +8,7 @@ master→agent  Appointed OpenStore StartRole StopWorkers ExitKept View WorkerAn
 worker→agent  Hello Serving GroupFormed Metrics Calls Ask WorkerError
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop
-master→CLI    WorkerStarted RoleChanged Notice Ended
+master→CLI    WorkerOutput RoleChanged Notice Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 ============  =======================================================================
@@ -220,6 +220,16 @@ class RoleChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """A worker has a process: what it writes can be shown."""
+
+    role: str
+    rank: int
+    incarnation: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The job has ended with `code`; `report` is for people, `error_file` the root cause's, if it left one."""
 
@@ -262,6 +272,7 @@ Message = (
     | Attach
     | Stop
     | RoleChanged
+    | WorkerOutput
     | Ended
     | Spawn
     | ServeStore

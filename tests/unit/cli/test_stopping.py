@@ -14,7 +14,6 @@ from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.cli.console import Console
 from unirun.cli.session import Session
 from unirun.cli.stopping import Wishes
-from unirun.collocation import Assignment, Placement
 from unirun.launcher import Launched
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
@@ -92,8 +91,7 @@ def session(place: Place) -> Session:
     """The command in the foreground; its processes are none of this process's children."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
     spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
-    placement = Placement(tuple(Assignment(role.name, 0, "n0", 0, 0) for role in roles), "")
-    return Session(place.job, spec, placement, Console(quiet=True), Launched(os.getppid(), os.getppid()))
+    return Session(place.job, spec, Console(quiet=True), Launched(os.getppid(), (os.getppid(),)))
 
 
 async def heard(queue: Queue[Message]) -> Message:

@@ -75,7 +75,7 @@ def test_torchruns_contract_and_our_own() -> None:
         "UNIRUN_NODE": "n1",
         "UNIRUN_GENERATION": "2",
         "UNIRUN_INCARNATION": "2",
-        "UNIRUN_SOCKET": "/jobs/run-1/agent.sock",
+        "UNIRUN_SOCKET": "/jobs/run-1/agent.n1.sock",
     }.items():
         assert env[name] == value, name
 
@@ -94,7 +94,7 @@ def test_built_in_gives_way_to_the_job_and_the_job_to_the_role() -> None:
 
 def test_nobody_can_change_who_a_worker_is() -> None:
     env = env_of(spec(env={"RANK": "9"}), RANK="7", UNIRUN_SOCKET="/other")
-    assert (env["RANK"], env["UNIRUN_SOCKET"]) == ("3", "/jobs/run-1/agent.sock")
+    assert (env["RANK"], env["UNIRUN_SOCKET"]) == ("3", "/jobs/run-1/agent.n1.sock")
 
 
 def test_the_stores_password_is_for_agents_and_masters_only() -> None:

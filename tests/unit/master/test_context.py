@@ -77,7 +77,14 @@ def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed
             )
             for role in resumed.roles.values()
         }
-        return resumed.phase, resumed.verdict, resumed.failures, resumed.asked_to_stop, roles
+        return (
+            resumed.phase,
+            resumed.placement,
+            resumed.verdict,
+            resumed.failures,
+            resumed.asked_to_stop,
+            roles,
+        )
 
     states = Walk(seed).states(120)
     all_decided = [decided(state) for state in states]
@@ -150,7 +157,17 @@ class TestDocumentsThatAreRefused:
 
     @pytest.mark.parametrize(
         "name",
-        ["job", "spec/0", "placement/0", "roles", "ranks/0", "failures/0", "failures/1", "failures/2"],
+        [
+            "job",
+            "spec/0",
+            "inventory/0",
+            "placement/rollout/0",
+            "roles",
+            "ranks/0",
+            "failures/0",
+            "failures/1",
+            "failures/2",
+        ],
     )
     def test_are_those_of_which_one_is_missing(self, documents: Documents, name: str) -> None:
         if name == "failures/2":

@@ -15,8 +15,8 @@ from unirun.master import JobPhase, WorkerPhase
 from unirun.master.context import restore
 from unirun.master.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.master.resuming import REJOIN_TIMEOUT, resume
-from unirun.wire.messages import ExitKept, OpenStore, StartRole, Stop, StopWorkers, View
-from unirun.wire.reports import HeldStore, Join, WorkerError, WorkerStarted
+from unirun.wire.messages import ExitKept, OpenStore, StartRole, Stop, StopWorkers, View, WorkerOutput
+from unirun.wire.reports import HeldStore, Join, WorkerError
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -86,9 +86,9 @@ class TestOfANodeThatHasEverything:
 
     def test_who_follows_the_job_learns_of_its_processes(self) -> None:
         job = rejoin(Job({"actor": 2}).running())
-        assert job.told(WorkerStarted) == [
-            WorkerStarted("n0", "actor", 0, 0, 1),
-            WorkerStarted("n0", "actor", 1, 0, 2),
+        assert job.told(WorkerOutput) == [
+            WorkerOutput("actor", 0, 0, 0),
+            WorkerOutput("actor", 1, 0, 1),
         ]
 
     def test_a_second_one_of_its_name_is_refused(self) -> None:

@@ -15,7 +15,7 @@ from unirun.master.events import (
     ToAgent,
 )
 from unirun.master.telling import present, status_of
-from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View
+from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (
     Join,
     Notice,
@@ -97,8 +97,8 @@ class TestARoleComesUp:
         assert (worker.phase, worker.pid) == (WorkerPhase.RUNNING, 7)
 
     def test_and_watchers_learn_of_each_process(self) -> None:
-        started = WorkerStarted("n0", "actor", 0, 0, 7)
-        assert Job({"actor": 1}).launched().on(started).told(WorkerStarted) == [started]
+        job = Job({"actor": 3}).launched().on(WorkerStarted("n0", "actor", 2, 0, 7))
+        assert job.told(WorkerOutput) == [WorkerOutput("actor", 2, 0, local_rank=2)]
 
     def test_and_a_rank_that_has_ended_well_counts_as_up(self) -> None:
         job = Job({"actor": 2}).launched()
@@ -188,5 +188,5 @@ def test_who_attaches_late_is_told_what_is_there() -> None:
     job = Job({"actor": 2}).launched().on(WorkerStarted("n0", "actor", 1, 0, 8))
     assert present(job.state) == [
         RoleChanged("actor", "starting", 0, 0, 2),
-        WorkerStarted("n0", "actor", 1, 0, 8),
+        WorkerOutput("actor", 1, 0, 1),
     ]

@@ -1,0 +1,320 @@
+"""What follows when nodes are gone: their ranks are placed anew, those that need not move stay where they are.
+
+The unit of that is what the graph calls affected (`unirun.graph.affected`): ranks that failed are started elsewhere;
+their peers form the next generation with them, in place or started again, as their role's level says; who calls them or
+is called by them, over however many roles, goes on, and is told.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from unirun.collocation import Assignment, Inventory, Placement, Ties, place_again
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, PlacementError
+from unirun.failover import Decision, Exit, Failure, decide_without_node
+from unirun.graph import spans, tight_parts, weights
+from unirun.master.ending import advance, stop_all
+from unirun.master.events import ToWatchers
+from unirun.master.failing import circumstances, consequences, ended, failure_of, seen_graph, unit_of
+from unirun.master.formation import form_if_all_are_there, form_next, order_store
+from unirun.master.state import (
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    Verdict,
+    waiting,
+)
+from unirun.master.turn import Turn
+from unirun.wire.reports import Notice, WorkerExited
+
+KILLED = 128 + signal.SIGKILL
+"""The exit code of a job whose nodes are gone."""
+
+
+def nodes_lost(turn: Turn, nodes: Mapping[str, str]) -> None:
+    """`nodes`, each with the reason, are gone. Workers never outlive their agent, so those of them are gone too."""
+    nodes = {node: why for node, why in nodes.items() if not turn.state.given_up(node)}
+    if not nodes:
+        return
+    for node, why in nodes.items():
+        turn.record("agent_lost", f"{node}: {why}")
+    before = turn.state
+    reason = _reason(nodes)
+    failures = _fall(turn, nodes, reason)
+    turn.state = _without(turn.state, nodes.keys())
+    turn.tell_now()
+    if turn.state.phase is JobPhase.STOPPING:
+        for role in list(turn.state.roles.values()):
+            advance(turn, role)
+    elif turn.state.without(nodes):
+        _go_on(turn, before, nodes.keys(), reason, failures)
+    else:
+        turn.state = turn.state.with_failures(*(replace(each, decision="the job ends") for each in failures))
+        _end(turn, Verdict(JobPhase.FAILED, KILLED, reason, by_failure=bool(failures)))
+
+
+def begin_without(turn: Turn, gone: Collection[str], reason: str) -> bool:
+    """Begin on the nodes that have joined, without `gone`, which have not. False when there is no room for that."""
+    if not turn.state.without(gone):
+        return False
+    try:
+        placement = _placement(turn.state, gone)
+    except PlacementError:
+        return False
+    turn.state = _without(turn.state, gone)
+    _begin(turn, placement, gone, reason)
+    return True
+
+
+def _placement(state: JobState, gone: Collection[str]) -> Placement:
+    """The next placement, without the nodes `gone`; where nobody has a place on them, it is the same. Raises
+    `PlacementError`."""
+    here = any(
+        place.node in gone
+        for role in state.roles.values()
+        if role.phase not in ROLE_ENDS
+        for place in state.placement.of_role(role.name)
+    )
+    if here:
+        return _placed_again(state, gone)
+    spares = tuple(name for name in state.placement.spares if name not in gone)
+    return replace(state.placement, spares=spares)
+
+
+def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
+    """All roles that have not ended, without the nodes `gone`. Raises `PlacementError`.
+
+    A role never gets back what it has lost of its ranks: those that are there have its work by now.
+    """
+    usable = {*state.without(gone), *gone, *state.placement.lost}
+    nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
+    roles = tuple(
+        replace(role, count=len(state.placement.of_role(role.name)), least=role.least or role.count)
+        for role in state.spec.roles
+    )
+    graph = seen_graph(state)
+    _, found = place_again(
+        replace(state.spec, roles=roles),
+        Inventory(nodes),
+        state.placement,
+        gone,
+        ties=Ties(weights(graph), tight_parts(graph)),
+    )
+    return replace(found, assignments=tuple(_kept(state, found)), excluded=state.placement.excluded)
+
+
+def _kept(state: JobState, found: Placement) -> list[Assignment]:
+    """What `found` says; of roles that have ended, where they were. Who stays has the same assignment as before, which
+    is seen at once when that is written."""
+    places: list[Assignment] = []
+    for role in state.roles.values():
+        before = state.placement.of_role(role.name)
+        if role.phase in ROLE_ENDS:
+            places += before
+        else:
+            for new, old in zip(found.of_role(role.name), before, strict=False):
+                places.append(old if new == old else new)
+    return places
+
+
+def _without(state: JobState, gone: Collection[str]) -> JobState:
+    """`gone` are given up: should their agents come back, they are sent away."""
+    return replace(
+        state,
+        agents={node: agent for node, agent in state.agents.items() if node not in gone},
+        away=state.away - {*gone},
+        placement=replace(
+            state.placement,
+            lost=tuple(name for name in state.nodes if name in gone or name in state.placement.lost),
+        ),
+    )
+
+
+def _reason(nodes: Mapping[str, str]) -> str:
+    first = next(iter(nodes))
+    if len(nodes) == 1:
+        return f"the agent of node {first} is gone: {nodes[first]}"
+    return f"the agents of nodes {', '.join(nodes)} are gone: {nodes[first]}"
+
+
+def _fall(turn: Turn, nodes: Collection[str], reason: str) -> list[Failure]:
+    """End the workers of `nodes`, and say so of each."""
+    killed = Exit(signal=signal.SIGKILL)
+    failures: list[Failure] = []
+    for role in list(turn.state.roles.values()):
+        for worker in role.live:
+            if worker.node in nodes:
+                who = role.name, worker.rank, worker.incarnation
+                end = WorkerExited(*who, turn.now, None, killed.signal, note=reason)
+                failures.append(failure_of(turn.state, role, worker, end, killed))
+                turn.put(turn.state.roles[role.name].with_worker(ended(worker, killed)))
+    return failures
+
+
+def _go_on(
+    turn: Turn, before: JobState, gone: Collection[str], reason: str, failures: Sequence[Failure]
+) -> None:
+    """Place what was on the nodes `gone` elsewhere, or end the job."""
+    unit = unit_of(turn.state, [f"{name}:{rank}" for name, rank in _missing(before, turn.state, gone)])
+    decisions = {
+        each.role: _decide(turn.state, each.role, each.ranks, reason)
+        for each in unit
+        if each.side == "failed"
+    }
+    turn.state = turn.state.with_failures(
+        *(
+            replace(each, decision=decisions[each.role].reason if each.role in decisions else reason)
+            for each in failures
+        )
+    )
+    if _ends(turn, decisions, by_failure=bool(failures)):
+        return
+    try:
+        placement = _placement(turn.state, gone)
+    except PlacementError as error:
+        verdict = Verdict(JobPhase.FAILED, EXIT_PLACEMENT, f"{reason}; its ranks fit nowhere else: {error}")
+        _end(turn, verdict)
+        return
+    if turn.state.phase is JobPhase.LAUNCHING:
+        _begin(turn, placement, gone, reason)
+        return
+    whole = {
+        role.name: _as_others_move(role, before.placement, placement) for role in turn.state.roles.values()
+    }
+    for name, why in whole.items():
+        role = turn.state.roles[name]
+        if why and name not in decisions and role.phase in ROLE_WORKS:
+            decisions[name] = _decide(turn.state, name, range(len(role.workers)), f"{reason}; {why}")
+    if _ends(turn, decisions, by_failure=bool(failures)):
+        return
+    turn.state = replace(turn.state, placement=placement)
+    _tell(turn, before.placement, gone, [decision.reason for decision in decisions.values()], reason)
+    if waits := consequences(unit):
+        turn.record("affected", waits)
+    for name, role in list(turn.state.roles.items()):
+        _follow(turn, before, role, decisions.get(name), bool(whole[name]))
+
+
+def _begin(turn: Turn, placement: Placement, gone: Collection[str], reason: str) -> None:
+    """Nothing has started yet, so there is nothing to start again."""
+    before = turn.state
+    roles = {
+        name: replace(role, workers=waiting(placement, name)) if role.phase is RolePhase.WAITING else role
+        for name, role in before.roles.items()
+    }
+    turn.state = replace(before, placement=placement, roles=roles)
+    _tell(turn, before.placement, gone, [], reason)
+    form_if_all_are_there(turn)
+
+
+def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterator[tuple[str, int]]:
+    """The ranks whose role needs a restart for them: they are gone, or the store is in which the others meet.
+
+    Ranks that will be started anyhow, when a store is there, are no reason for one.
+    """
+    for name, role in after.roles.items():
+        if role.phase not in ROLE_WORKS:
+            continue
+        was = before.roles[name]
+        here = [worker for worker in role.workers if worker.node in gone]
+        missing = [
+            worker.rank
+            for worker in here
+            if was.workers[worker.rank].live
+            or (role.opened == role.generation and not worker.live and not worker.ended_well)
+        ]
+        if not missing and _loses_its_store(before, role, gone):
+            missing = [worker.rank for worker in here]
+        yield from ((name, rank) for rank in missing)
+
+
+def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -> bool:
+    """Whether those that live on cannot meet any more. Where somebody has done its work, nobody needs to who can go on
+    without that (as in `failing.store_ended`)."""
+    if before.placement.of_role(role.name)[0].node not in gone or role.opened < role.generation:
+        return False
+    return bool(role.live) and not (
+        role.restart == "process" and any(worker.ended_well for worker in role.workers)
+    )
+
+
+def _decide(state: JobState, name: str, ranks: Sequence[int], reason: str) -> Decision:
+    role = state.roles[name]
+    told = {role.workers[rank].recoverable for rank in ranks}
+    now = replace(
+        circumstances(state, role), recoverable=told.pop() if len(told) == 1 else False if told else None
+    )
+    return decide_without_node(name, spans(ranks), reason, now)
+
+
+def _ends(turn: Turn, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
+    """End the job when that was decided."""
+    for decision in decisions.values():
+        if decision.action == "end_job":
+            code = EXIT_BUDGET if decision.budget_spent else KILLED
+            _end(turn, Verdict(JobPhase.FAILED, code, decision.reason, by_failure))
+            return True
+    return False
+
+
+def _end(turn: Turn, verdict: Verdict) -> None:
+    stop_all(turn, verdict, signal.SIGTERM, None)
+    for role in list(turn.state.roles.values()):
+        advance(turn, role)
+
+
+def _as_others_move(role: RoleState, before: Placement, after: Placement) -> str:
+    """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not."""
+    if role.phase in ROLE_ENDS:
+        return ""
+    old, new = before.of_role(role.name), after.of_role(role.name)
+    if len(new) != len(old):
+        return f"{role.name} has room for {len(new)} of {len(old)} ranks"
+    moving = [w.rank for w in role.live if (w.node, old[w.rank].own) != (new[w.rank].node, new[w.rank].own)]
+    return f"{role.name}:{spans(moving)} make room for others" if moving else ""
+
+
+def _follow(turn: Turn, before: JobState, role: RoleState, decision: Decision | None, whole: bool) -> None:
+    """Carry out for one role what was decided, and what is due in it where nothing had to be."""
+    if decision is not None:
+        role = replace(role, restarts=role.restarts + 1)
+        if decision.action == "restart_worker" and not whole:
+            form_next(turn, replace(role, phase=RolePhase.REFORMING))
+            return
+        role = replace(role, phase=RolePhase.RESTARTING)
+        turn.put(role)
+        turn.stop(role, signal.SIGTERM, turn.state.spec.shutdown_timeout)
+        advance(turn, role)
+    elif role.generation > role.opened:
+        if before.placement.of_role(role.name)[0].node != turn.state.placement.of_role(role.name)[0].node:
+            # It was ordered where nobody is any more.
+            order_store(turn, role)
+    elif before.roles[role.name].live and role.phase not in ROLE_WORKS:
+        advance(turn, role)
+
+
+def _tell(
+    turn: Turn, before: Placement, gone: Collection[str], decisions: Sequence[str], reason: str
+) -> None:
+    """Who follows the job, and the log of events, hear what was decided."""
+    for text in decisions or [f"{reason}; the job goes on without it, as nobody was there"]:
+        turn.record("decision", text)
+        turn.send(ToWatchers(Notice(", ".join(gone), text)))
+    for text in _moves(before, turn.state.placement):
+        turn.record("move", text)
+        turn.send(ToWatchers(Notice("placement", text)))
+
+
+def _moves(before: Placement, after: Placement) -> list[str]:
+    """Who goes where, ranks of one role with one way together."""
+    ways: dict[tuple[str, str, str], list[int]] = {}
+    for name in dict.fromkeys(place.role for place in after.assignments):
+        for old, new in zip(before.of_role(name), after.of_role(name), strict=False):
+            if old.node != new.node:
+                ways.setdefault((name, old.node, new.node), []).append(new.rank)
+    return [f"{role}:{spans(ranks)} from {old} to {new}" for (role, old, new), ranks in ways.items()]
