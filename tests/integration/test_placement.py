@@ -51,23 +51,32 @@ def test_ranks_on_processors_of_their_own(unirun: Unirun, script: Script, tmp_pa
     assert workers["rollout", "0"][1] == everything, "who asked for nothing is bound to nothing"
 
 
-def test_nodes_that_are_not_there_can_be_planned_and_not_started(
-    unirun: Unirun, script: Script, tmp_path: Path
-) -> None:
+def test_two_roles_on_nodes_of_their_own(unirun: Unirun, script: Script, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
         f"script: {script(TELL)}\n"
-        "roles: {actor: {count: 2, device: cuda}, rollout: {count: 2, device: cuda}}\n"
+        "roles: {actor: {count: 2, device: cuda}, rollout: {count: 1, device: cuda}}\n"
         "separations: [[actor, rollout]]\n"
     )
     options = ("--config", job, "--inventory", "fake:nodes=2,devices=2")
     plan = unirun("plan", *options)
     assert (plan.code, "node0" in plan.out, "node1" in plan.out) == (0, True, True), plan.err
-    started = unirun(*options)
-    assert started.code == 3
-    assert "2 nodes, and this version starts on one" in started.err
+    result = unirun("-q", *options)
+    assert result.code == 0, result.err
+    masks = {who: values[0] for who, (values, _) in told(result.out).items()}
+    assert masks == {("actor", "0"): "0,1", ("actor", "1"): "0,1", ("rollout", "0"): "0"}
+    nodes = {who: worker["node"] for who, worker in unirun.workers().items()}
+    assert nodes == {"actor:0": "node0", "actor:1": "node0", "rollout:0": "node1"}
     crowded = unirun("plan", "--config", job, "--inventory", "fake:nodes=1,devices=8")
     assert crowded.code == 3, "two roles that must be apart do not fit one node"
+
+
+def test_more_nodes_than_a_host_can_play_are_planned_and_not_started(unirun: Unirun, script: Script) -> None:
+    options = ("--roles", "actor=40", "--inventory", "fake:nodes=20,devices=2", script(TELL))
+    assert unirun("plan", *options).code == 0
+    started = unirun(*options)
+    assert started.code == 3
+    assert "20 nodes, and one host plays 16 at most" in started.err
 
 
 XPUS = """

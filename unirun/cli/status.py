@@ -68,6 +68,11 @@ def _print(status: JobStatus, master: str, logs: str) -> None:
     budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]
     if budgets:
         print(f"restarts: {', '.join(budgets)}")
+    nodes = ((status.spares, "held back"), (status.lost, "lost"))
+    if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
+        print(f"nodes: {'; '.join(told)}")
+    for text in status.waiting:
+        print(f"waiting: {text}")
     print(f"logs: {logs}\n")
     workers = [(role, worker) for role in status.roles for worker in role.workers]
     headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]

@@ -227,14 +227,14 @@ def _heads(state: JobState) -> dict[str, list[Any]]:
 
 
 def _elsewhere(state: JobState, role: RoleState) -> dict[str, str]:
-    """By rank, the nodes of workers that are not where the placement has their rank. They are told to end."""
+    """By rank, the nodes of workers that are, or were, not where the placement has their rank."""
     if not state.placement.lost:
         return {}
     places = state.placement.of_role(role.name)
     return {
         str(worker.rank): worker.node
         for worker in role.workers
-        if worker.rank >= len(places) or (worker.live and worker.node != places[worker.rank].node)
+        if worker.rank >= len(places) or worker.node != places[worker.rank].node
     }
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
 from dataclasses import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
-from unirun.graph import Affected, Graph, affected, declared
+from unirun.master.affecting import consequences, unit_of
 from unirun.master.ending import advance, stop_all
 from unirun.master.events import ToAgent, ToWatchers
 from unirun.master.formation import form_next, join
@@ -22,7 +21,6 @@ from unirun.master.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.master.telling import learned
 from unirun.master.turn import Turn
 from unirun.wire.messages import ExitKept
 from unirun.wire.reports import Notice, WorkerExited
@@ -159,29 +157,6 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
     turn.put(role)
     turn.stop(role, signal.SIGTERM, turn.state.spec.shutdown_timeout)
     advance(turn, role)
-
-
-def unit_of(state: JobState, failed: Sequence[str]) -> tuple[Affected, ...]:
-    """Who is affected when `failed` fail, roles or single ranks: the unit of failover."""
-    return affected(seen_graph(state), failed)
-
-
-def consequences(unit: Sequence[Affected]) -> str:
-    """What others feel while those that have failed are away, in words; empty when nobody does."""
-    return "; ".join(f"{each} {each.reason}" for each in unit if each.side in ("upstream", "downstream"))
-
-
-def seen_graph(state: JobState) -> Graph:
-    """The job's graph: besides the edges that the spec has, those count that were seen."""
-    graph = declared(state.spec)
-    edges = {(edge.source, edge.target, edge.invocation): edge for edge in graph.edges}
-    for seen in learned(state):
-        edge = seen.edge
-        # What was seen says more than that a trainer may call everybody, and less than the spec.
-        if not state.spec.edges:
-            edges.pop((edge.source, edge.target, ""), None)
-        edges.setdefault((edge.source, edge.target, edge.invocation), edge)
-    return replace(graph, edges=tuple(edges.values()))
 
 
 def store_ended(turn: Turn, event: StoreEnded) -> None:

@@ -15,9 +15,10 @@ from unirun.collocation import Assignment, Inventory, Placement, Ties, place_aga
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, PlacementError
 from unirun.failover import Decision, Exit, Failure, decide_without_node
 from unirun.graph import spans, tight_parts, weights
+from unirun.master.affecting import consequences, seen_graph, unit_of
 from unirun.master.ending import advance, stop_all
 from unirun.master.events import ToWatchers
-from unirun.master.failing import circumstances, consequences, ended, failure_of, seen_graph, unit_of
+from unirun.master.failing import circumstances, ended, failure_of
 from unirun.master.formation import form_if_all_are_there, form_next, order_store
 from unirun.master.state import (
     ROLE_ENDS,
@@ -186,14 +187,17 @@ def _go_on(
     whole = {
         role.name: _as_others_move(role, before.placement, placement) for role in turn.state.roles.values()
     }
-    for name, why in whole.items():
-        role = turn.state.roles[name]
-        if why and name not in decisions and role.phase in ROLE_WORKS:
-            decisions[name] = _decide(turn.state, name, range(len(role.workers)), f"{reason}; {why}")
+    told = [decision.reason for decision in decisions.values()]
+    told += [f"{whole[name]}, so all of them start again" for name in decisions if whole[name]]
+    for name, role in turn.state.roles.items():
+        if whole[name] and name not in decisions and role.phase in ROLE_WORKS:
+            why = f"{reason}; {whole[name]}"
+            decisions[name] = _decide(turn.state, name, range(len(role.workers)), why)
+            told.append(decisions[name].reason)
     if _ends(turn, decisions, by_failure=bool(failures)):
         return
     turn.state = replace(turn.state, placement=placement)
-    _tell(turn, before.placement, gone, [decision.reason for decision in decisions.values()], reason)
+    _tell(turn, before.placement, gone, told, reason)
     if waits := consequences(unit):
         turn.record("affected", waits)
     for name, role in list(turn.state.roles.items()):

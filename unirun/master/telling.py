@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unirun.failover import Failure
-from unirun.graph import Caller, LearnedEdge, added, learn
+from unirun.graph import LearnedEdge
+from unirun.master.affecting import learned, waiting
 from unirun.master.state import JOB_ENDS, JobState
 from unirun.observe import FAILURES, CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
 from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
@@ -90,18 +91,10 @@ def status_of(
         failures=tuple(_failure(failure) for failure in state.failures[-FAILURES:]),
         failed=state.forgotten + len(state.failures),
         calls=tuple(_call(edge) for edge in learned(state)),
+        spares=state.placement.spares,
+        lost=state.placement.lost,
+        waiting=waiting(state),
     )
-
-
-def learned(state: JobState) -> tuple[LearnedEdge, ...]:
-    """The calls between roles that were seen so far."""
-    callers = (
-        Caller(role.name, worker.rank, added(worker.called, worker.calls))
-        for role in state.roles.values()
-        for worker in role.workers
-        if worker.calls or worker.called
-    )
-    return learn(callers, state.sizes)
 
 
 def summary_of(state: JobState) -> Summary:

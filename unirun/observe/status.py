@@ -93,6 +93,8 @@ class JobStatus:
 
     `epoch` is the term of the master that says so, `trouble` what keeps it from writing its decisions to the store.
     `failures` are the last `FAILURES` of them, in order of arrival; there were `failed` in all.
+    `spares` are nodes that are held back, `lost` those that are gone. `waiting` tells who can do nothing now, in words,
+    as it waits for ranks that are being started again.
     """
 
     run_id: str
@@ -108,6 +110,9 @@ class JobStatus:
     failures: tuple[FailureStatus, ...] = ()
     failed: int = 0
     calls: tuple[CallStatus, ...] = ()
+    spares: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives an equal status back."""
@@ -122,7 +127,8 @@ class JobStatus:
         )
         failures = tuple(FailureStatus(**failure) for failure in data.get("failures", ()))
         calls = tuple(CallStatus(**call) for call in data.get("calls", ()))
-        return cls(**{**data, "roles": roles, "failures": failures, "calls": calls})
+        names = {key: tuple(data.get(key, ())) for key in ("spares", "lost", "waiting")}
+        return cls(**{**data, **names, "roles": roles, "failures": failures, "calls": calls})
 
 
 def read_status(job: JobDir) -> JobStatus:

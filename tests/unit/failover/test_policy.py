@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover import Circumstances, Exit, Failure, decide, decide_without_store
+from unirun.failover import Circumstances, Exit, Failure, decide, decide_without_node, decide_without_store
 from unirun.spec import Restart
 
 
@@ -112,3 +112,35 @@ def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: st
 )
 def test_an_exit_is_ok_only_with_code_0(end: Exit, ok: bool, status: int, words: str) -> None:
     assert (end.ok, end.status, str(end)) == (ok, status, words)
+
+
+class TestWithoutANode:
+    def now(self, **more: object) -> Circumstances:
+        fields = {"kind": "workload", "restart": "process", "max_restarts": 3, "survivors": 2}
+        return Circumstances(**{**fields, **more})  # type: ignore[arg-type]
+
+    def test_workloads_are_started_elsewhere_and_the_others_keep_their_memory(self) -> None:
+        decision = decide_without_node("actor", "0-1", "n1 is gone", self.now())
+        assert decision.action == "restart_worker"
+        assert decision.reason == (
+            "n1 is gone; restart 1 of 3: actor:0-1 elsewhere, actor's other 2 ranks keep their memory and form generation 1"
+        )
+
+    def test_scripts_start_again_together(self) -> None:
+        decision = decide_without_node("actor", "0-1", "n1 is gone", self.now(kind="script", restart="role"))
+        assert decision.action == "restart_role"
+        assert decision.reason == "n1 is gone; restart 1 of 3 of role actor, with actor:0-1 elsewhere"
+
+    @given(st.integers(0, 5), st.integers(0, 5))
+    def test_it_is_one_restart_of_the_role_while_there_is_one(self, restarts: int, limit: int) -> None:
+        now = self.now(restarts=restarts, max_restarts=limit)
+        decision = decide_without_node("actor", "2", "n1 is gone", now)
+        assert (decision.action == "restart_worker") == (restarts < limit)
+        assert decision.budget_spent == (restarts >= limit > 0)
+
+    @pytest.mark.parametrize("recoverable", [None, False])
+    def test_a_trainer_must_have_said_that_it_is_recoverable(self, recoverable: bool | None) -> None:
+        now = self.now(kind="trainer", recoverable=recoverable)
+        assert decide_without_node("trainer", "0", "n1 is gone", now).action == "end_job"
+        now = self.now(kind="trainer", recoverable=True)
+        assert decide_without_node("trainer", "0", "n1 is gone", now).action == "restart_worker"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from unirun.collocation import Assignment, Placement
+from unirun.cli.planned import ties_of
+from unirun.collocation import Assignment, Inventory, Placement, place
 from unirun.master import new_job, step
 from unirun.master.events import (
     Command,
@@ -34,6 +35,9 @@ class Job:
         nodes: tuple[str, ...] = ("n0",),
         kinds: dict[str, EntryKind] | None = None,
         stores_open: bool = True,
+        inventory: Inventory | None = None,
+        least: dict[str, int] | None = None,
+        spares: int = 0,
     ) -> None:
         kinds = kinds or {}
         self.stores_open = stores_open
@@ -45,17 +49,27 @@ class Job:
                 Entry(kinds.get(name, "script"), "a.py"),
                 max_restarts=limits.get(name, 0),
                 restart="process" if name in kinds else "role",
+                least=(least or {}).get(name),
             )
             for name, count in counts.items()
         )
-        spec = JobSpec("job", "job-1", roles, primary or tuple(counts))
+        spec = JobSpec("job", "job-1", roles, primary or tuple(counts), spares=spares)
         self.now = 100.0
         places = [
             Assignment(name, rank, nodes[rank % len(nodes)], 0, rank // len(nodes))
             for name, count in counts.items()
             for rank in range(count)
         ]
-        self.state = new_job(spec, Placement(tuple(places), ""), started=self.now, logs="/logs")
+        placement = Placement(tuple(places), "")
+        if inventory is not None:
+            spec, placement = place(spec, inventory, ties=ties_of(spec))
+        self.state = new_job(
+            spec,
+            placement,
+            started=self.now,
+            logs="/logs",
+            inventory=inventory or Inventory(()),
+        )
         self.commands: list[Command] = []
 
     def on(self, *events: Event) -> Job:
@@ -74,9 +88,12 @@ class Job:
         return self
 
     def launched(self) -> Job:
-        nodes = self.state.placement.nodes
-        endpoints = {name: f"127.0.0.1:{n + 1}" for n, name in enumerate(self.state.roles)}
-        return self.on(*(Join(node, 1, node, endpoints) for node in nodes))
+        return self.on(*(self.join(node) for node in self.state.nodes))
+
+    def join(self, node: str) -> Join:
+        host = "127.0.0.1" if node == "n0" else node
+        endpoints = {name: f"{host}:{n + 1}" for n, name in enumerate(self.state.roles)}
+        return Join(node, 1, node, endpoints)
 
     def running(self) -> Job:
         self.launched()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from tests.unit.master.job import KILL, TERM, Job
+from unirun.collocation import Device, Inventory, Node
 from unirun.master.events import AgentLost, Event, ViewDue
 from unirun.master.state import JOB_ENDS, JobState, Owner
 from unirun.wire.messages import OpenStore, Stop
@@ -22,6 +23,8 @@ from unirun.wire.reports import (
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
+THREE = Inventory(tuple(Node(f"n{n}", (0,), (Device("0", ""), Device("1", ""))) for n in range(3)))
+
 
 class Walk:
     """A job to which anything happens that can."""
@@ -35,6 +38,8 @@ class Walk:
             primary=("trainer",),
             nodes=("n0", "n1"),
             stores_open=False,
+            inventory=self.rng.choice([None, THREE]),
+            least={"actor": 1, "reward": 1},
         )
         owner = self.rng.choice([None, Owner("host", 7, 99)])
         self.job.state = replace(self.job.state, uid="0a1b", owner=owner)
@@ -43,7 +48,7 @@ class Walk:
     def states(self, steps: int) -> list[JobState]:
         """The states one after another, from the first."""
         found = [self.job.state]
-        for node in ("n0", "n1"):
+        for node in self.job.state.nodes:
             endpoints = dict.fromkeys(self.job.state.roles, f"{node}:1")
             found.append(self.do(Join(node, 1, node, endpoints)))
         while self.job.state.phase not in JOB_ENDS and len(found) < steps:
@@ -61,7 +66,9 @@ class Walk:
         worker = rng.choice(role.workers)
         who = role.name, worker.rank, worker.incarnation
         if rng.random() < 0.02:
-            return rng.choice([Stop(TERM, "enough", rng.choice([None, 1.0])), AgentLost("n1", "gone")])
+            return rng.choice(
+                [Stop(TERM, "enough", rng.choice([None, 1.0])), AgentLost(rng.choice(state.nodes), "gone")]
+            )
         if self.stores and rng.random() < 0.3:
             return self.stores.pop(0)
         told: list[Event] = [ViewDue(), Notice("n0", "hm"), StoreEnded(role.name, role.generation, 1.0, "x")]

@@ -1,0 +1,233 @@
+"""A job on several nodes loses some of them: their ranks go on elsewhere, and everybody else stays.
+
+The nodes are parts of this host, each with an agent; a node is lost when its agent is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from .harness import START, Running, Script, Unirun, eventually
+from .masters import Masters
+
+WAITING = """
+    import os, pathlib, time
+    names = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION", "UNIRUN_NODE", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
+    print("up", *(os.environ.get(name, "-") for name in names), flush=True)
+    while not pathlib.Path("enough").exists():
+        time.sleep(0.02)
+"""
+
+CLASSES = """
+    import os, pathlib, time
+    from unirun import BaseTrainer, BaseWorkload, WorkerLost, trainer_invocation
+
+    class Adder(BaseWorkload):
+        total = 0
+
+        def setup(self):
+            import torch.distributed
+            torch.distributed.init_process_group("gloo")
+
+        @trainer_invocation()
+        def add(self):
+            import torch
+            self.total += 1
+            peers = torch.ones(1)
+            torch.distributed.all_reduce(peers)
+            return os.environ["UNIRUN_NODE"], os.getpid(), self.total, int(peers.item())
+
+    class Asker(BaseTrainer):
+        def init(self):
+            pass
+
+        def fit(self):
+            import json
+            told = None
+            while not pathlib.Path("enough").exists():
+                try:
+                    rows = [self.RG_ACTOR.add(), self.RG_CRITIC.add()]
+                except WorkerLost:
+                    time.sleep(0.05)
+                    continue
+                nodes = [[row[0] for row in rows[0]], [row[0] for row in rows[1]]]
+                if nodes != told:
+                    told = nodes
+                    print("rows", json.dumps(rows), flush=True)
+                time.sleep(0.02)
+"""
+
+
+def job_file(
+    unirun: Unirun, path: Path, *, nodes: int = 3, spares: int = 1, actor: str = "count: 4"
+) -> list[str]:
+    """The options of a job of scripts on nodes with two devices each."""
+    job = unirun.root / "job.yaml"
+    text = f"spares: {spares}\nroles: {{actor: {{{actor}, script: {path}, max_restarts: 2}}}}\n"
+    job.write_text(text)
+    return ["--config", str(job), "--inventory", f"fake:nodes={nodes},devices=2"]
+
+
+def agents(unirun: Unirun, *nodes: str) -> list[int]:
+    """The pids of the agents of `nodes`, once they have joined."""
+
+    def joined() -> dict[str, int]:
+        words = [text.split() for text in unirun.events("join")]
+        return {name: int(pid.rstrip(")")) for name, _, _, pid in words}
+
+    eventually(lambda: {*nodes} <= {*joined()}, f"{nodes} have joined", START)
+    return [joined()[node] for node in nodes]
+
+
+def up(job: Running, incarnation: int, count: int) -> list[tuple[str, str, str, str]]:
+    """Rank, node, mask and world size of `count` actors of one incarnation, in rank order."""
+    lines = job.lines(rf"up actor \d+ {incarnation} .*$", count)
+    found = [line.split() for line in lines]
+    return sorted((rank, node, mask, size) for _, _, rank, _, node, mask, size in found)
+
+
+def enough(unirun: Unirun) -> None:
+    (unirun.root / "enough").touch()
+
+
+class TestANodeOfSeveral:
+    def test_has_the_ranks_and_the_masks_of_its_devices(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*job_file(unirun, script(WAITING), nodes=2, spares=0))
+        assert up(job, 0, 4) == [(str(rank), f"node{rank // 2}", "0,1", "4") for rank in range(4)], (
+            "two devices on each of two nodes"
+        )
+        enough(unirun)
+        assert job.end().code == 0
+
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+    def test_that_is_lost_gives_its_ranks_to_the_spare(
+        self, unirun: Unirun, script: Script, signum: int
+    ) -> None:
+        job = unirun.start(*job_file(unirun, script(WAITING)))
+        up(job, 0, 4)
+        (agent,) = agents(unirun, "node1")
+        agents(unirun, "node2")
+        os.kill(agent, signum)
+        nodes = ["node0", "node0", "node2", "node2"]
+        assert up(job, 1, 4) == [(str(n), node, "0,1", "4") for n, node in enumerate(nodes)]
+        assert unirun.events("move") == ["actor:2-3 from node1 to node2"]
+        assert [worker["node"] for worker in unirun.workers().values()] == nodes
+        assert "nodes: node1 lost" in unirun("status").out
+        enough(unirun)
+        end = job.end()
+        assert end.code == 0, end.err
+        assert "the agent of node node1 is gone" in end.err
+        assert "restart 1 of 2 of role actor, with actor:2-3 elsewhere" in end.err
+
+    def test_may_be_lost_one_after_the_other(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*job_file(unirun, script(WAITING), nodes=4, spares=2))
+        up(job, 0, 4)
+        first, second = agents(unirun, "node0", "node2")
+        agents(unirun, "node3")
+        os.kill(first, signal.SIGKILL)
+        up(job, 1, 4)
+        os.kill(second, signal.SIGKILL)
+        assert {node for _, node, _, _ in up(job, 2, 4)} == {"node1", "node3"}
+        enough(unirun)
+        assert job.end().code == 0
+
+    def test_that_nobody_uses_may_be_lost(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*job_file(unirun, script(WAITING)))
+        up(job, 0, 4)
+        (agent,) = agents(unirun, "node2")
+        os.kill(agent, signal.SIGKILL)
+        job.lines("the agent of node node2 is gone.*; the job goes on without it")
+        enough(unirun)
+        assert job.end().code == 0
+        assert unirun.status()["roles"][0]["restarts"] == 0
+
+    def test_without_another_place_ends_the_job_with_what_is_short(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        job = unirun.start(*job_file(unirun, script(WAITING), nodes=2, spares=0))
+        up(job, 0, 4)
+        (agent,) = agents(unirun, "node1")
+        os.kill(agent, signal.SIGKILL)
+        end = job.end()
+        assert end.code == 3, end.err
+        assert "its ranks fit nowhere else: actor needs room for 4 ranks" in end.err
+
+    def test_leaves_a_role_that_may_be_smaller_the_room_there_is(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        options = job_file(unirun, script(WAITING), nodes=2, spares=0, actor='count: "2:4"')
+        job = unirun.start(*options)
+        up(job, 0, 4)
+        (agent,) = agents(unirun, "node0")
+        os.kill(agent, signal.SIGKILL)
+        assert up(job, 1, 2) == [("0", "node1", "0,1", "2"), ("1", "node1", "0,1", "2")]
+        assert len(unirun.workers()) == 2
+        enough(unirun)
+        end = job.end()
+        assert end.code == 0, end.err
+        assert "actor has room for 2 of 4 ranks" in end.err
+
+    def test_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*job_file(unirun, script(WAITING), nodes=4, spares=2))
+        up(job, 0, 4)
+        first, second = agents(unirun, "node1", "node2")
+        agents(unirun, "node3")
+        os.kill(first, signal.SIGKILL)
+        up(job, 1, 4)
+        masters = Masters(unirun)
+        masters.kill()
+        eventually(lambda: masters.status()["epoch"] > 1, "another master leads", START)
+        os.kill(second, signal.SIGKILL)
+        assert {node for _, node, _, _ in up(job, 2, 4)} == {"node0", "node3"}
+        enough(unirun)
+        assert job.end().code == 0
+
+
+class TestWorkloads:
+    def start(self, unirun: Unirun) -> tuple[Running, list[list[list[int]]]]:
+        """A trainer calls four actors on two nodes and two critics on another; what they answer."""
+        unirun.root.joinpath("steps.py").write_text(
+            "\n".join(line[4:] for line in CLASSES.splitlines()) + "\n"
+        )
+        config = unirun.root / "job.yaml"
+        config.write_text(
+            "spares: 1\ntrainer: steps:Asker\nroles:\n"
+            "  actor: {count: 4, workload: 'steps:Adder', max_restarts: 2}\n"
+            "  critic: {count: 2, workload: 'steps:Adder', max_restarts: 2}\n"
+        )
+        job = unirun.start("--config", config, "--inventory", "fake:nodes=4,devices=2")
+        (line,) = job.lines("rows (.*)$")
+        return job, json.loads(line)
+
+    def test_on_other_nodes_keep_their_memory_and_meet_those_who_come(self, unirun: Unirun) -> None:
+        job, (actors, critics) = self.start(unirun)
+        assert [node for node, *_ in actors] == ["node0", "node0", "node1", "node1"]
+        # Where rank 0 is, and with it the store in which they meet.
+        (agent,) = agents(unirun, "node0")
+        agents(unirun, "node3")
+        os.kill(agent, signal.SIGKILL)
+        after, others = json.loads(job.lines("rows (.*)$", 2)[1])
+        assert [node for node, *_ in after] == ["node3", "node3", "node1", "node1"]
+        assert [pid for _, pid, *_ in after[2:]] == [pid for _, pid, *_ in actors[2:]]
+        assert min(total for _, _, total, _ in after[2:]) > max(total for _, _, total, _ in after[:2])
+        assert {peers for *_, peers in after} == {4}, "all four are in one group"
+        assert [pid for _, pid, *_ in others] == [pid for _, pid, *_ in critics], "nobody has touched them"
+        enough(unirun)
+        assert job.end().code == 0
+        (waits,) = unirun.events("affected")
+        assert waits.startswith("trainer:0 waits for actor:0-1")
+        generations = {role["name"]: role["generation"] for role in unirun.status()["roles"]}
+        assert generations == {"trainer": 0, "actor": 1, "critic": 0}
+
+    def test_cannot_go_on_without_a_trainer_that_is_not_recoverable(self, unirun: Unirun) -> None:
+        job, _ = self.start(unirun)
+        (agent,) = agents(unirun, unirun.workers()["trainer:0"]["node"])
+        os.kill(agent, signal.SIGKILL)
+        end = job.end()
+        assert end.code == 137, end.err
+        assert "trainer:0 is not recoverable" in end.err
