@@ -35,6 +35,7 @@ STARTS = (
     (16, Bar("start of 16 ranks ÷ torchrun", "ratio", 0.20)),
 )
 RESTART = Bar("restart of 4 ranks after SIGKILL of one ÷ torchrun", "ratio", 0.15)
+NODE = Bar("restart of 4 ranks after SIGKILL of a node's agent ÷ of one rank", "ratio", 3.0)
 MEMORY = Bar("memory per rank of 8 (PSS) ÷ torchrun", "ratio", 0.40)
 HELP = Bar("unirun --help", "s", 0.2)
 STATUS = Bar("unirun status", "s", 0.3)
@@ -43,6 +44,16 @@ ORPHANS = Bar("processes left 1 s after SIGKILL of a part of unirun", "processes
 VICTIMS = ("unirun", "unirun-agent", "unirun-spawner")
 """The names of the processes that are killed in turn: the command, the agent and the spawner. A master's end ends
 nothing."""
+
+NODES = Launcher(
+    "a node's agent",
+    (
+        *UNIRUN.command,
+        f"--config={Path(__file__).parents[1] / 'spare.yaml'}",
+        "--inventory=fake:nodes=3,devices=2",
+    ),
+)
+"""Two nodes for four ranks, and one that is held back."""
 
 SETTLE = 0.3
 """Seconds between the last rank's all_reduce and what is done to the job: launchers look twice at most in it."""
@@ -56,6 +67,7 @@ def figures(runs: int) -> list[Figure]:
     ]
     restart = partial(restart_time, UNIRUN), partial(restart_time, TORCHRUN_OWN_STORE)
     found.append(compared(RESTART, "s", runs, restart[0], "torchrun", restart[1]))
+    found.append(compared(NODE, "s", runs, node_loss_time, "one rank", restart[0]))
     memory = partial(rank_memory, UNIRUN, 8), partial(rank_memory, TORCHRUN, 8)
     found.append(compared(MEMORY, "MB", runs, memory[0], "torchrun", memory[1]))
     found.append(measured(HELP, runs, help_time))
@@ -82,6 +94,25 @@ def restart_time(launcher: Launcher) -> float:
         os.kill(victim, signal.SIGKILL)
         back = max(point.time for point in job.points(restarts=1))
     return back - killed
+
+
+def node_loss_time() -> float:
+    """The same for SIGKILL of the agent of two of the ranks, which go on where a node was held back."""
+    with started(NODES, 4, "train", max_restarts=3) as job:
+        points = job.points()
+        job.wait(lambda: "node2: torch is imported" in events(job) or None, "the spare has imported torch")
+        time.sleep(SETTLE)
+        above = psutil.Process(points[2].pid).parents()
+        agent = next(process for process in above if process.name() == "unirun-agent")
+        killed = time.time()
+        agent.kill()
+        back = max(point.time for point in job.points(restarts=1))
+    return back - killed
+
+
+def events(job: Job) -> str:
+    """What has happened in a job, as it is logged."""
+    return "".join(path.read_text() for path in job.home.glob("jobs/*/events.jsonl"))
 
 
 def rank_memory(launcher: Launcher, ranks: int) -> float:
