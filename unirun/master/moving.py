@@ -31,6 +31,7 @@ from unirun.master.state import (
     waiting,
 )
 from unirun.master.turn import Turn
+from unirun.spec import RoleSpec
 from unirun.wire.reports import Notice, WorkerExited
 
 KILLED = 128 + signal.SIGKILL
@@ -61,13 +62,14 @@ def nodes_lost(turn: Turn, nodes: Mapping[str, str]) -> None:
 
 def begin_without(turn: Turn, gone: Collection[str], reason: str) -> bool:
     """Begin on the nodes that have joined, without `gone`, which have not. False when there is no room for that."""
-    if not turn.state.without(gone):
+    state = _without(turn.state, gone)
+    if not state.without(gone):
         return False
     try:
-        placement = _placement(turn.state, gone)
+        placement = _placement(state, gone)
     except PlacementError:
         return False
-    turn.state = _without(turn.state, gone)
+    turn.state = state
     _begin(turn, placement, gone, reason)
     return True
 
@@ -88,16 +90,10 @@ def _placement(state: JobState, gone: Collection[str]) -> Placement:
 
 
 def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
-    """All roles that have not ended, without the nodes `gone`. Raises `PlacementError`.
-
-    A role never gets back what it has lost of its ranks: those that are there have its work by now.
-    """
+    """All roles that have not ended, without the nodes `gone`. Raises `PlacementError`."""
     usable = {*state.without(gone), *gone, *state.placement.lost}
     nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
-    roles = tuple(
-        replace(role, count=len(state.placement.of_role(role.name)), least=role.least or role.count)
-        for role in state.spec.roles
-    )
+    roles = tuple(_as_it_is(state, role) for role in state.spec.roles)
     graph = seen_graph(state)
     _, found = place_again(
         replace(state.spec, roles=roles),
@@ -107,6 +103,17 @@ def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
         ties=Ties(weights(graph), tight_parts(graph)),
     )
     return replace(found, assignments=tuple(_kept(state, found)), excluded=state.placement.excluded)
+
+
+def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
+    """The role with as many ranks as it has now, and the fewest that it can go on with.
+
+    It never gets back what it has lost of its ranks: those that are there have its work by now. Workloads keep their
+    number once they run, as their callers hold on to it.
+    """
+    count = len(state.placement.of_role(role.name))
+    fixed = role.restart == "process" and state.phase is not JobPhase.LAUNCHING
+    return replace(role, count=count, least=count if fixed else role.least)
 
 
 def _kept(state: JobState, found: Placement) -> list[Assignment]:

@@ -101,6 +101,11 @@ class Peers:
         briefs = self.welcome.roles if self.welcome else ()
         return next((brief for brief in briefs if brief.name == role), None)
 
+    def count(self, role: str) -> int:
+        """How many ranks a role has, or has had, when it has become smaller."""
+        brief = self.brief(role)
+        return brief.count if brief else self.known(role).world_size
+
     def tell(self, message: Message) -> None:
         """Tell the agent something; without a launcher nobody listens. Raises `ConnectionLost`."""
         if self._link is not None:

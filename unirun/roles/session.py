@@ -42,6 +42,10 @@ class PeerDirectory:
         return place
 
     def _find(self, role: str, rank: int) -> Place:
+        view = self._peers.view(role)
+        if view is not None and len(view.workers) <= rank < self._peers.count(role):
+            # The role has become smaller since somebody has asked for its ranks.
+            return Place(Address(role, rank, 0), over=True)
         worker = self._peers.worker(role, rank)
         if worker is None:
             return Place(Address(role, rank, 0))
@@ -94,9 +98,10 @@ class Session:
             return SocketTransport(folder / "calls", load_token(folder / "token"))
         from unirun.roles.transport.torch_rpc import TorchTransport
 
+        # By the numbers that all processes of the job know, whenever they were started.
         bases, total = {}, 0
-        for role, info in self._peers.roles().items():
-            bases[role], total = total, total + info.world_size
+        for role in self._peers.roles():
+            bases[role], total = total, total + self._peers.count(role)
         return TorchTransport(self.me, lambda who: bases[who.role] + who.rank, total)
 
     @property

@@ -27,7 +27,9 @@ def scripts(count: int = 4, *, of: int = 3, restarts: int = 2, **more: object) -
     return Job({"actor": count}, restarts={"actor": restarts}, inventory=nodes(of), **more)  # type: ignore[arg-type]
 
 
-def workloads(restarts: int = 2, *, of: int = 4, recoverable: bool = False) -> Job:
+def workloads(
+    restarts: int = 2, *, of: int = 4, recoverable: bool = False, least: dict[str, int] | None = None
+) -> Job:
     """Four actors on two nodes, two critics on another, a trainer beside them."""
     job = Job(
         {"actor": 4, "critic": 2, "trainer": 1},
@@ -35,6 +37,7 @@ def workloads(restarts: int = 2, *, of: int = 4, recoverable: bool = False) -> J
         kinds={"actor": "workload", "critic": "workload", "trainer": "trainer"},
         primary=("trainer",),
         inventory=nodes(of),
+        least=least,
     ).running()
     for role in job.state.roles.values():
         for worker in role.workers:
@@ -170,6 +173,12 @@ class TestWorkloads:
         job = workloads()
         before = job.state.roles["critic"]
         assert job.on(gone("n0")).state.roles["critic"] is before
+
+    def test_never_become_fewer_as_their_callers_count_on_them(self) -> None:
+        job = workloads(of=3, least={"actor": 2, "critic": 2})
+        job.on(gone("n0")).obey()
+        assert job.end is not None
+        assert job.end[0] == EXIT_PLACEMENT
 
     def test_are_missed_by_who_calls_them(self) -> None:
         job = workloads().on(gone("n0"))
