@@ -289,7 +289,7 @@ class Invariants:
             assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
         else:
             own = {EXIT_BUDGET, EXIT_RENDEZVOUS, 128 + signal.SIGKILL}
-            own |= {EXIT_PLACEMENT} if end.placement.lost else set()
+            own |= {EXIT_PLACEMENT} if self.plan.inventory.nodes else set()
             assert code in statuses | own, f"{code} of {statuses}"
             assert code != 0
             assert finish.verdict.report

@@ -71,7 +71,10 @@ def _as_jobs(
         seen = alone.seen(each) if alone else each
         # LOCAL_RANK is 0 in all of them then: a mask for the whole role would put them on one device.
         mask = seen.own if spec.virtual_local_rank and seen.devices is not None else seen.devices
-        assignments.append(replace(seen, devices=mask, cpus=cpus_of(seen)))
+        cpus = cpus_of(seen)
+        # Most are as the planner has them, and of those who stay it is the same one.
+        as_is = (mask, cpus) == (seen.devices, seen.cpus)
+        assignments.append(seen if as_is else replace(seen, devices=mask, cpus=cpus))
     unwanted = _unwanted(spec, inventory)
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
     words = [alone.note(spec) if alone else placement.note]

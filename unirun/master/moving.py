@@ -155,12 +155,14 @@ def _fall(turn: Turn, nodes: Collection[str], reason: str) -> list[Failure]:
     killed = Exit(signal=signal.SIGKILL)
     failures: list[Failure] = []
     for role in list(turn.state.roles.values()):
-        for worker in role.live:
-            if worker.node in nodes:
-                who = role.name, worker.rank, worker.incarnation
-                end = WorkerExited(*who, turn.now, None, killed.signal, note=reason)
-                failures.append(failure_of(turn.state, role, worker, end, killed))
-                turn.put(turn.state.roles[role.name].with_worker(ended(worker, killed)))
+        fallen = {worker.rank: worker for worker in role.live if worker.node in nodes}
+        for worker in fallen.values():
+            who = role.name, worker.rank, worker.incarnation
+            end = WorkerExited(*who, turn.now, None, killed.signal, note=reason)
+            failures.append(failure_of(turn.state, role, worker, end, killed))
+        if fallen:
+            workers = tuple(ended(w, killed) if w.rank in fallen else w for w in role.workers)
+            turn.put(replace(role, workers=workers))
     return failures
 
 

@@ -59,10 +59,11 @@ class Turn:
 
     def stop(self, role: RoleState, signum: int, grace: float) -> None:
         """Order the end of all that lives of `role`."""
-        live = role.live
-        for node in dict.fromkeys(worker.node for worker in live):
-            ranks = tuple(worker.rank for worker in live if worker.node == node)
-            self.send(ToAgent(node, StopWorkers(role.name, ranks, int(signum), grace)))
+        ranks: dict[str, list[int]] = {}
+        for worker in role.live:
+            ranks.setdefault(worker.node, []).append(worker.rank)
+        for node, there in ranks.items():
+            self.send(ToAgent(node, StopWorkers(role.name, tuple(there), int(signum), grace)))
 
     def role(self, name: str) -> RoleState:
         """The role called `name`."""
