@@ -32,6 +32,8 @@ from unirun.wire.spawning import StoreEnded, StoreOpened
 LOSSES = AgentLost | JoinTimedOut | RejoinTimedOut
 """The events by which nodes are given up."""
 
+DEAD = (RolePhase.FAILED, RolePhase.STOPPED)
+
 WRITES = 0.5
 """Seconds that a few writes take at most."""
 
@@ -114,13 +116,20 @@ class Invariants:
             assert not lost, f"{name}:{lost} lives on a node that was given up"
             if state.phase is JobPhase.RUNNING and role.phase not in ROLE_ENDS:
                 places = state.placement.of_role(name)
-                assert not any(state.given_up(place.node) for place in places), f"{name} has no place"
+                # Who has done its work keeps its place, if there is no other.
+                wanted = zip(role.workers, places, strict=False)
+                nowhere = [w.rank for w, place in wanted if state.given_up(place.node) and not w.ended_well]
+                assert not nowhere, f"{name}:{nowhere} have no place"
                 gone = {*state.placement.lost} - {*before.placement.lost}
                 was = before.placement.of_role(name)
                 told = isinstance(event, AgentLost) and before.phase is JobPhase.RUNNING
                 if gone and told and was == places:
-                    assert not any(worker.node in gone for worker in before.roles[name].workers)
+                    assert not any(worker.node in gone for worker in before.roles[name].live)
                     assert role == before.roles[name], f"{event} changes {name}, which had nothing there"
+        assert not state.away & {*state.placement.lost}, "somebody is waited for who was given up"
+        if state.phase is JobPhase.RUNNING and len(state.nodes) > 1:
+            ended = [name for name in state.spec.primary if state.roles[name].phase in DEAD]
+            assert not ended, f"the job runs on without {ended}"
         if state.placement.lost != before.placement.lost:
             assert isinstance(event, LOSSES)
 

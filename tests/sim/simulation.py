@@ -73,8 +73,19 @@ class Simulation(Invariants):
         sent_away = {node.name for node in self.nodes.values() if self.state.given_up(node.name)}
         holders = [p.who for p in self.processes if p.alive and p.who[:2] == rank and p.node not in sent_away]
         assert not holders, f"{process.who} is started while {holders} lives"
+        own = self._slots(process)
+        for other in self.processes:
+            if other.alive and other.node == process.node and not self.lost(other.node):
+                assert own.isdisjoint(self._slots(other)), f"{process.who} has a device of {other.who}"
         assert all(p.who != process.who for p in self.processes), f"{process.who} is started twice"
         self.processes.append(process)
+
+    def _slots(self, process: Process) -> set[str]:
+        """The slots that a process has on its node, as far as the master knows of it."""
+        role, rank, incarnation = process.who
+        worker = next(iter(self.state.roles[role].workers[rank : rank + 1]), None)
+        known = worker is not None and worker.live and worker.incarnation == incarnation
+        return {*worker.own} if worker is not None and known else set()
 
     def peers_see(self, process: Process) -> None:
         """A process has failed: peers of its role may fail because of that."""

@@ -207,8 +207,10 @@ def _inventory(nodes: tuple[str, ...], rng: random.Random) -> Inventory:
     """The nodes with devices for some or all ranks; empty for a job that cannot be anywhere else."""
     if len(nodes) == 1 or rng.random() < 0.2:
         return Inventory(())
-    devices = tuple(Device(str(n), "d") for n in range(rng.choice((2, 4, 8, 12))))
-    return Inventory(tuple(Node(name, (0, 1), devices) for name in nodes))
+    devices = [Device(str(n), "") for n in range(12)]
+    most = rng.choice((2, 4, 8, 12))
+    counts = [most if rng.random() < 0.7 else rng.randint(1, most) for _ in nodes]
+    return Inventory(tuple(Node(n, (0, 1), tuple(devices[:c])) for n, c in zip(nodes, counts, strict=True)))
 
 
 def _kind(rng: random.Random) -> EntryKind:

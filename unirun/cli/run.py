@@ -100,18 +100,18 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
 
 
 def _wanted(planned: PlannedJob) -> Inventory:
-    """The nodes that need an agent: those in use, and those held back. Raises `PlacementError` for more than a host can
-    play."""
-    names = {*planned.placement.nodes, *planned.placement.spares}
-    if len(names) > MOST_NODES:
+    """The nodes that get an agent: all that the job uses or may come to use. Raises `PlacementError` for more than a
+    host can play."""
+    nodes = [node for node in planned.inventory.nodes if node.name not in planned.placement.excluded]
+    if len(nodes) > MOST_NODES:
         raise PlacementError(
-            f"the job has {len(names)} nodes, and one host plays {MOST_NODES} at most",
+            f"the job has {len(nodes)} nodes, and one host plays {MOST_NODES} at most",
             "see them with unirun plan",
             role=planned.spec.roles[0].name,
-            needed=len(names),
+            needed=len(nodes),
             available=MOST_NODES,
         )
-    return Inventory(tuple(node for node in planned.inventory.nodes if node.name in names))
+    return Inventory(tuple(nodes))
 
 
 def _first_state(

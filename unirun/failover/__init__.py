@@ -2,7 +2,14 @@
 
 from unirun.failover.brevity import brief
 from unirun.failover.exits import Exit, Failure
-from unirun.failover.policy import Circumstances, Decision, decide, decide_without_node, decide_without_store
+from unirun.failover.policy import (
+    Circumstances,
+    Decision,
+    decide,
+    decide_to_make_room,
+    decide_without_node,
+    decide_without_store,
+)
 from unirun.failover.rootcause import Diagnosis, diagnose, episode
 
 __all__ = [
@@ -13,6 +20,7 @@ __all__ = [
     "Failure",
     "brief",
     "decide",
+    "decide_to_make_room",
     "decide_without_node",
     "decide_without_store",
     "diagnose",

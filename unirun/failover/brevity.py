@@ -21,12 +21,13 @@ MARK = "…"
 
 
 def brief(failure: Failure) -> Failure:
-    """`failure` with the beginning of its message and of its note, and the ends of its traceback and its tail."""
+    """`failure` with the beginnings of its message, note and decision, and the ends of its traceback and tail."""
     return replace(
         failure,
         message=beginning(failure.message, MESSAGE),
         traceback=ending(failure.traceback, TRACEBACK),
         note=beginning(failure.note, NOTE),
+        decision=beginning(failure.decision, NOTE),
         tail=ending(failure.tail, TAIL),
     )
 

@@ -92,6 +92,20 @@ def decide_without_node(role: str, ranks: str, reason: str, now: Circumstances) 
     return Decision("restart_worker", f"{reason}; {count}: {who} elsewhere, {_others(role, now)}")
 
 
+def decide_to_make_room(role: str, reason: str, now: Circumstances) -> Decision:
+    """The decision for `role`, which has lost nobody, and of which some have to move, or to end, for `reason`.
+
+    All of its ranks start again, which is a restart.
+    """
+    if now.kind == "trainer" and not now.recoverable:
+        return Decision("end_job", f"{reason}; {_why_not_recoverable(role, now)}")
+    if now.restarts >= now.max_restarts:
+        return _without_budget(reason, role, now)
+    return Decision(
+        "restart_role", f"{reason}; restart {now.restarts + 1} of {now.max_restarts} of role {role}"
+    )
+
+
 def _without_budget(what: str, role: str, now: Circumstances) -> Decision:
     if now.max_restarts == 0:
         return Decision("end_job", f"{what}; role {role} has no restarts (--max-restarts 0)")

@@ -5,7 +5,7 @@
     job                the schema, the phase, the verdict: what belongs to the job as a whole
     spec/<n>           the JobSpec, in pieces when it is long
     inventory/<n>      the job's nodes, as far as a planner looks at them, in pieces
-    placement/<role>/<n>  where 250 ranks of a role each are, or shall be
+    placement/<role>/<n>  where 50 ranks of a role each are, or shall be
     nodes/<n>          up to 100 agents each, in the order of the job's nodes
     roles              the phases, generations, spent restarts and numbers of ranks of all roles; and which workers are
                        not where they shall be
@@ -64,6 +64,8 @@ _LETTERS: dict[WorkerPhase, str] = {
     WorkerPhase.SERVING: "c",
     WorkerPhase.EXITED: "e",
 }
+_WORDS = {None: "-", False: "n", True: "y"}
+_SAID = {letter: said for said, letter in _WORDS.items()}
 _PHASES = {letter: phase for phase, letter in _LETTERS.items()}
 
 
@@ -75,7 +77,8 @@ def urgent(before: JobState, after: JobState) -> bool:
     if _of_job(before) != _of_job(after):
         return True
     return any(
-        role is not (old := before.roles[name]) and (_decided(old) != _decided(role) or _turned(old, role))
+        role is not (old := before.roles[name])
+        and (_decided(old) != _decided(role) or _turned(old, role) or _learned(old, role))
         for name, role in after.roles.items()
     )
 
@@ -85,10 +88,19 @@ def _decided(role: RoleState) -> tuple[Any, ...]:
 
 
 def _turned(before: RoleState, after: RoleState) -> bool:
+    if len(before.workers) != len(after.workers):
+        return True
     return before.workers is not after.workers and any(
         new is not old and (new.incarnation, new.live, new.exit) != (old.incarnation, old.live, old.exit)
         for old, new in zip(before.workers, after.workers, strict=True)
     )
+
+
+def _learned(before: RoleState, after: RoleState) -> bool:
+    """Whether a trainer has told whether it is recoverable: with its node, its master may be gone."""
+    return after.kind == "trainer" and [w.recoverable for w in before.workers] != [
+        w.recoverable for w in after.workers
+    ]
 
 
 def changes(before: JobState | None, after: JobState) -> Changes:
@@ -166,9 +178,11 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         phase, generation, opened, restarts, count, elsewhere = heads[role.name]
         here = placement.of_role(role.name)
         hold([place.rank for place in here] == list(range(len(here))) and 0 < len(here) <= count, "placement")
-        nodes = {place.rank: place.node for place in here} | {int(r): node for r, node in elsewhere.items()}
+        where = {place.rank: (place.node, place.own) for place in here}
+        where |= {int(rank): (node, tuple(own)) for rank, (node, own) in elsewhere.items()}
         workers = tuple(
-            replace(row, rank=rank, node=nodes[rank]) for rank, row in enumerate(rows[at : at + count])
+            replace(row, rank=rank, node=where[rank][0], own=where[rank][1])
+            for rank, row in enumerate(rows[at : at + count])
         )
         at += count
         workers = tuple(_with_calls(role.name, worker, documents) for worker in workers)
@@ -226,15 +240,16 @@ def _heads(state: JobState) -> dict[str, list[Any]]:
     }
 
 
-def _elsewhere(state: JobState, role: RoleState) -> dict[str, str]:
-    """By rank, the nodes of workers that are, or were, not where the placement has their rank."""
+def _elsewhere(state: JobState, role: RoleState) -> dict[str, Any]:
+    """By rank, where workers are, or were, that are not where the placement has their rank."""
     if not state.placement.lost:
         return {}
     places = state.placement.of_role(role.name)
     return {
-        str(worker.rank): worker.node
+        str(worker.rank): [worker.node, worker.own]
         for worker in role.workers
-        if worker.rank >= len(places) or worker.node != places[worker.rank].node
+        if worker.rank >= len(places)
+        or (worker.node, worker.own) != (places[worker.rank].node, places[worker.rank].own)
     }
 
 
@@ -248,6 +263,7 @@ def _ranks(workers: Sequence[WorkerState]) -> Any:
         "incarnation": [worker.incarnation for worker in workers],
         "generation": [worker.generation for worker in workers],
         "exit": {n: [w.exit.code, w.exit.signal] for n, w in enumerate(workers) if w.exit is not None},
+        "recoverable": "".join(_WORDS[worker.recoverable] for worker in workers),
     }
 
 
@@ -255,8 +271,9 @@ def _read_ranks(documents: Documents) -> Iterator[WorkerState]:
     for block in numbered("ranks", documents):
         columns = json.loads(block)
         exits = columns["exit"]
-        rows = zip(columns["phase"], columns["incarnation"], columns["generation"], strict=True)
-        for n, (letter, incarnation, generation) in enumerate(rows):
+        names = ("phase", "incarnation", "generation", "recoverable")
+        rows = zip(*(columns[name] for name in names), strict=True)
+        for n, (letter, incarnation, generation, word) in enumerate(rows):
             end = exits.get(str(n))
             yield WorkerState(
                 0,
@@ -265,6 +282,7 @@ def _read_ranks(documents: Documents) -> Iterator[WorkerState]:
                 _PHASES[letter],
                 exit=Exit(*end) if end else None,
                 generation=generation,
+                recoverable=_SAID[word],
             )
 
 
@@ -322,7 +340,8 @@ def _failures(before: JobState | None, after: JobState) -> Changes:
         found[f"failures/{block}"] = as_json(
             {"first": low, "failures": [dataclasses.asdict(f) for f in part]}
         )
-    for block in range(known_first // _FAILURES, first // _FAILURES):
+    # Of many at once, some may be forgotten before they were ever written.
+    for block in range(known_first // _FAILURES, min(first // _FAILURES, -(-known_end // _FAILURES))):
         found[f"failures/{block}"] = None
     return found
 

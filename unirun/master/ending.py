@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from unirun.errors import EXIT_BUDGET, IllegalTransition
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover import diagnose, episode
+from unirun.graph import spans
 from unirun.master.events import Finish
 from unirun.master.formation import form_next
 from unirun.master.report import failure_report
@@ -26,11 +27,27 @@ def advance(turn: Turn, role: RoleState) -> None:
     if role.live:
         return
     if role.phase is RolePhase.RESTARTING:
-        form_next(turn, role)
+        form_anew(turn, role)
     elif role.phase is RolePhase.STOPPING:
         last = {(role.name, worker.rank, worker.incarnation) for worker in role.workers}
         failed = any((each.role, each.rank, each.incarnation) in last for each in turn.state.failures)
         turn.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
+
+
+def form_anew(turn: Turn, role: RoleState) -> None:
+    """Form the next generation of `role`; end the job when some of its ranks have no place for that.
+
+    Those had done their work when their node was lost, and there was no room for them elsewhere.
+    """
+    places = turn.state.placement.of_role(role.name)
+    lost = [place.rank for place in places if place.node in turn.state.placement.lost]
+    if not lost:
+        form_next(turn, role)
+        return
+    turn.put(replace(role, phase=RolePhase.STOPPING))
+    who = f"{role.name}:{spans(lost)}"
+    reason = f"role {role.name} cannot start again: the node of {who} is gone, and they fit nowhere else"
+    stop_all(turn, Verdict(JobPhase.FAILED, EXIT_PLACEMENT, reason), signal.SIGTERM, None)
 
 
 def settle(turn: Turn, role: RoleState) -> None:

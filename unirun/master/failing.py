@@ -8,9 +8,9 @@ from dataclasses import replace
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
 from unirun.master.affecting import consequences, unit_of
-from unirun.master.ending import advance, stop_all
+from unirun.master.ending import advance, form_anew, stop_all
 from unirun.master.events import ToAgent, ToWatchers
-from unirun.master.formation import form_next, join
+from unirun.master.formation import clear_the_way, join
 from unirun.master.state import (
     ROLE_WORKS,
     JobPhase,
@@ -33,6 +33,7 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         turn.record("exit", f"{event.role}:{event.rank} has ended, as its agent leaves")
         return
     found = turn.find(event.role, event.rank, event.incarnation)
+    obstructs = found is not None and turn.state.astray(*found)
     for known in turn.role(event.role).workers[event.rank : event.rank + 1]:
         turn.send(ToAgent(known.node, ExitKept(event.role, event.rank, event.incarnation)))
     if found is None:
@@ -49,6 +50,8 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     turn.put(role)
     if event.cause == "order" and works:
         stop_as_told_before(turn)
+    if obstructs:
+        clear_the_way(turn)
     if end.ok or _obeyed(event):
         advance(turn, turn.role(role.name))
         turn.tell_soon()
@@ -68,10 +71,8 @@ def _leaves_with_its_agent(turn: Turn, event: WorkerExited) -> bool:
     """Whether what follows is decided when the agent is gone, for all of its workers at once: they may go on elsewhere.
     However well this one has taken it that it was ended, its work is not done."""
     found = turn.find(event.role, event.rank, event.incarnation)
-    if found is None or event.cause != "leaving":
-        return False
-    role, worker = found
-    return role.phase in ROLE_WORKS and bool(turn.state.without({worker.node}))
+    works = found is not None and found[0].phase in ROLE_WORKS
+    return works and event.cause == "leaving" and len(turn.state.nodes) > 1
 
 
 def stop_as_told_before(turn: Turn) -> None:
@@ -151,7 +152,7 @@ def _act(turn: Turn, role: RoleState, decision: Decision, *, by_failure: bool, s
         return
     role = replace(role, restarts=role.restarts + 1)
     if decision.action == "restart_worker":
-        form_next(turn, replace(role, phase=RolePhase.REFORMING))
+        form_anew(turn, replace(role, phase=RolePhase.REFORMING))
         return
     role = replace(role, phase=RolePhase.RESTARTING)
     turn.put(role)
@@ -179,7 +180,7 @@ def store_ended(turn: Turn, event: StoreEnded) -> None:
         )
         turn.record("decision", reason)
         turn.send(ToWatchers(Notice(role.name, reason)))
-        form_next(turn, replace(role, phase=RolePhase.REFORMING))
+        form_anew(turn, replace(role, phase=RolePhase.REFORMING))
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.live):
         decision = decide_without_store(role.name, event.reason, circumstances(turn.state, role))
         _act(turn, role, decision, by_failure=False, source=role.name)

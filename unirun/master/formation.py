@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from unirun.collocation import Assignment
 from unirun.master.events import ToAgent
-from unirun.master.state import JobPhase, RolePhase, RoleState, WorkerPhase, WorkerState
+from unirun.master.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
 from unirun.master.turn import Turn, endpoint, leader
 from unirun.wire.messages import Member, OpenStore, StartRole
 
@@ -19,7 +19,7 @@ from unirun.wire.messages import Member, OpenStore, StartRole
 def form_first(turn: Turn) -> None:
     """Order every worker of every role, as generation 0."""
     for role in turn.state.roles.values():
-        workers = tuple(worker.ordered(0, 0, worker.node) for worker in role.workers)
+        workers = tuple(worker.ordered(0, 0, worker.node, worker.own) for worker in role.workers)
         turn.put(replace(role, phase=RolePhase.STARTING, workers=workers))
     turn.tell_now()
     for role in turn.state.roles.values():
@@ -78,10 +78,32 @@ def _complete(turn: Turn, role: RoleState, newcomers: Sequence[WorkerState]) -> 
     places = turn.state.placement.of_role(role.name)
     for worker in newcomers:
         incarnation = 0 if worker.phase is WorkerPhase.WAITING else worker.incarnation + 1
-        role = role.with_worker(worker.ordered(incarnation, role.generation, places[worker.rank].node))
+        place = places[worker.rank]
+        role = role.with_worker(worker.ordered(incarnation, role.generation, place.node, place.own))
     turn.put(role)
     turn.tell_now()
     _start(turn, role, [worker.rank for worker in newcomers])
+
+
+def obstructed(state: JobState, role: RoleState) -> bool:
+    """Whether somebody who has to go lives on where ranks of `role` are to be started: two would have one device."""
+    if not state.placement.lost:
+        return False
+    places = state.placement.of_role(role.name)
+    wanted = {place.node for place, worker in zip(places, role.workers, strict=False) if not worker.live}
+    return any(
+        worker.node in wanted and state.astray(other, worker)
+        for other in state.roles.values()
+        for worker in other.live
+    )
+
+
+def clear_the_way(turn: Turn) -> None:
+    """Somebody who had to go is gone: who has waited for that may begin, when its store says again that it is there."""
+    for role in list(turn.state.roles.values()):
+        forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
+        if forms and role.generation > role.opened and not obstructed(turn.state, role):
+            order_store(turn, role)
 
 
 def order_store(turn: Turn, role: RoleState) -> None:

@@ -13,13 +13,20 @@ from dataclasses import replace
 
 from unirun.collocation import Assignment, Inventory, Placement, Ties, place_again
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, PlacementError
-from unirun.failover import Decision, Exit, Failure, decide_without_node
+from unirun.failover import (
+    Circumstances,
+    Decision,
+    Exit,
+    Failure,
+    decide_to_make_room,
+    decide_without_node,
+)
 from unirun.graph import spans, tight_parts, weights
 from unirun.master.affecting import consequences, seen_graph, unit_of
 from unirun.master.ending import advance, stop_all
 from unirun.master.events import ToWatchers
 from unirun.master.failing import circumstances, ended, failure_of
-from unirun.master.formation import form_if_all_are_there, form_next, order_store
+from unirun.master.formation import form_if_all_are_there, form_next, obstructed, order_store
 from unirun.master.state import (
     ROLE_ENDS,
     ROLE_WORKS,
@@ -30,7 +37,7 @@ from unirun.master.state import (
     Verdict,
     waiting,
 )
-from unirun.master.turn import Turn
+from unirun.master.turn import Turn, leader
 from unirun.spec import RoleSpec
 from unirun.wire.reports import Notice, WorkerExited
 
@@ -75,18 +82,29 @@ def begin_without(turn: Turn, gone: Collection[str], reason: str) -> bool:
 
 
 def _placement(state: JobState, gone: Collection[str]) -> Placement:
-    """The next placement, without the nodes `gone`; where nobody has a place on them, it is the same. Raises
-    `PlacementError`."""
-    here = any(
-        place.node in gone
+    """The next placement, without the nodes `gone`. Raises `PlacementError`.
+
+    Where nobody has a place on them who has still something to do, it is the same: those who have done their work there
+    are placed anew only if that costs nobody anything.
+    """
+    same = replace(state.placement, spares=tuple(name for name in state.placement.spares if name not in gone))
+    here = [
+        worker
         for role in state.roles.values()
         if role.phase not in ROLE_ENDS
-        for place in state.placement.of_role(role.name)
-    )
-    if here:
+        for worker, place in zip(role.workers, state.placement.of_role(role.name), strict=False)
+        if place.node in gone
+    ]
+    if not here:
+        return same
+    if any(not worker.ended_well for worker in here):
         return _placed_again(state, gone)
-    spares = tuple(name for name in state.placement.spares if name not in gone)
-    return replace(state.placement, spares=spares)
+    try:
+        found = _placed_again(state, gone)
+    except PlacementError:
+        return same
+    moves = any(_as_others_move(role, state.placement, found) for role in state.roles.values())
+    return same if moves else found
 
 
 def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
@@ -147,7 +165,13 @@ def _reason(nodes: Mapping[str, str]) -> str:
     first = next(iter(nodes))
     if len(nodes) == 1:
         return f"the agent of node {first} is gone: {nodes[first]}"
-    return f"the agents of nodes {', '.join(nodes)} are gone: {nodes[first]}"
+    return f"the agents of {_named(nodes)} are gone: {nodes[first]}"
+
+
+def _named(nodes: Collection[str]) -> str:
+    """``n1, n2``; of many nodes the first and how many."""
+    some = list(nodes)
+    return ", ".join(some) if len(some) <= 3 else f"{some[0]} and {len(some) - 1} other nodes"
 
 
 def _fall(turn: Turn, nodes: Collection[str], reason: str) -> list[Failure]:
@@ -170,10 +194,12 @@ def _go_on(
     turn: Turn, before: JobState, gone: Collection[str], reason: str, failures: Sequence[Failure]
 ) -> None:
     """Place what was on the nodes `gone` elsewhere, or end the job."""
-    unit = unit_of(turn.state, [f"{name}:{rank}" for name, rank in _missing(before, turn.state, gone)])
+    missing = [f"{name}:{rank}" for name, rank in _missing(before, turn.state, gone)]
     decisions = {
-        each.role: _decide(turn.state, each.role, each.ranks, reason)
-        for each in unit
+        each.role: decide_without_node(
+            each.role, spans(each.ranks), reason, _circumstances(turn.state, each.role, each.ranks)
+        )
+        for each in unit_of(turn.state, missing)
         if each.side == "failed"
     }
     turn.state = turn.state.with_failures(
@@ -198,16 +224,17 @@ def _go_on(
     }
     told = [decision.reason for decision in decisions.values()]
     told += [f"{whole[name]}, so all of them start again" for name in decisions if whole[name]]
-    for name, role in turn.state.roles.items():
-        if whole[name] and name not in decisions and role.phase in ROLE_WORKS:
-            why = f"{reason}; {whole[name]}"
-            decisions[name] = _decide(turn.state, name, range(len(role.workers)), why)
+    for name, why in whole.items():
+        if why and name not in decisions:
+            now = _circumstances(turn.state, name, range(len(turn.state.roles[name].workers)))
+            decisions[name] = decide_to_make_room(name, f"{reason}; {why}", now)
             told.append(decisions[name].reason)
     if _ends(turn, decisions, by_failure=bool(failures)):
         return
     turn.state = replace(turn.state, placement=placement)
     _tell(turn, before.placement, gone, told, reason)
-    if waits := consequences(unit):
+    moved = [name for name in decisions if whole[name]]
+    if waits := consequences(unit_of(turn.state, [*missing, *moved])):
         turn.record("affected", waits)
     for name, role in list(turn.state.roles.items()):
         _follow(turn, before, role, decisions.get(name), bool(whole[name]))
@@ -228,19 +255,13 @@ def _begin(turn: Turn, placement: Placement, gone: Collection[str], reason: str)
 def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterator[tuple[str, int]]:
     """The ranks whose role needs a restart for them: they are gone, or the store is in which the others meet.
 
-    Ranks that will be started anyhow, when a store is there, are no reason for one.
+    A role that is about to form another generation, and has met in none since, starts them with that.
     """
     for name, role in after.roles.items():
-        if role.phase not in ROLE_WORKS:
+        if role.phase not in ROLE_WORKS or role.opened < role.generation:
             continue
-        was = before.roles[name]
         here = [worker for worker in role.workers if worker.node in gone]
-        missing = [
-            worker.rank
-            for worker in here
-            if was.workers[worker.rank].live
-            or (role.opened == role.generation and not worker.live and not worker.ended_well)
-        ]
+        missing = [worker.rank for worker in here if not worker.live and not worker.ended_well]
         if not missing and _loses_its_store(before, role, gone):
             missing = [worker.rank for worker in here]
         yield from ((name, rank) for rank in missing)
@@ -249,20 +270,19 @@ def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterat
 def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -> bool:
     """Whether those that live on cannot meet any more. Where somebody has done its work, nobody needs to who can go on
     without that (as in `failing.store_ended`)."""
-    if before.placement.of_role(role.name)[0].node not in gone or role.opened < role.generation:
+    if leader(before, role.name) not in gone:
         return False
     return bool(role.live) and not (
         role.restart == "process" and any(worker.ended_well for worker in role.workers)
     )
 
 
-def _decide(state: JobState, name: str, ranks: Sequence[int], reason: str) -> Decision:
+def _circumstances(state: JobState, name: str, ranks: Sequence[int]) -> Circumstances:
+    """What the policy looks at when `ranks` are lost. Of several, all must have said that they are recoverable."""
     role = state.roles[name]
-    told = {role.workers[rank].recoverable for rank in ranks}
-    now = replace(
-        circumstances(state, role), recoverable=told.pop() if len(told) == 1 else False if told else None
-    )
-    return decide_without_node(name, spans(ranks), reason, now)
+    said = {role.workers[rank].recoverable for rank in ranks}
+    recoverable = False if False in said else None if None in said else True
+    return replace(circumstances(state, role), recoverable=recoverable)
 
 
 def _ends(turn: Turn, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
@@ -283,12 +303,13 @@ def _end(turn: Turn, verdict: Verdict) -> None:
 
 def _as_others_move(role: RoleState, before: Placement, after: Placement) -> str:
     """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not."""
-    if role.phase in ROLE_ENDS:
+    if role.phase not in ROLE_WORKS:
+        # It has ended, or all of them are told to end anyhow.
         return ""
     old, new = before.of_role(role.name), after.of_role(role.name)
     if len(new) != len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
-    moving = [w.rank for w in role.live if (w.node, old[w.rank].own) != (new[w.rank].node, new[w.rank].own)]
+    moving = [w.rank for w in role.live if (w.node, w.own) != (new[w.rank].node, new[w.rank].own)]
     return f"{role.name}:{spans(moving)} make room for others" if moving else ""
 
 
@@ -304,8 +325,9 @@ def _follow(turn: Turn, before: JobState, role: RoleState, decision: Decision | 
         turn.stop(role, signal.SIGTERM, turn.state.spec.shutdown_timeout)
         advance(turn, role)
     elif role.generation > role.opened:
-        if before.placement.of_role(role.name)[0].node != turn.state.placement.of_role(role.name)[0].node:
-            # It was ordered where nobody is any more.
+        moved = leader(before, role.name) != leader(turn.state, role.name)
+        if moved or obstructed(before, before.roles[role.name]):
+            # It was ordered where nobody is any more, or there when somebody was in the way who is gone.
             order_store(turn, role)
     elif before.roles[role.name].live and role.phase not in ROLE_WORKS:
         advance(turn, role)
@@ -317,7 +339,7 @@ def _tell(
     """Who follows the job, and the log of events, hear what was decided."""
     for text in decisions or [f"{reason}; the job goes on without it, as nobody was there"]:
         turn.record("decision", text)
-        turn.send(ToWatchers(Notice(", ".join(gone), text)))
+        turn.send(ToWatchers(Notice(_named(gone), text)))
     for text in _moves(before, turn.state.placement):
         turn.record("move", text)
         turn.send(ToWatchers(Notice("placement", text)))

@@ -14,8 +14,8 @@ from unirun.collocation.numa import parse_cpu_list
 from unirun.graph import spans
 from unirun.master.documents import Changes, Documents, as_json, blocks, numbered, pieces
 
-RANKS = 250
-"""In a block: each may be bound to hundreds of processors."""
+RANKS = 50
+"""In a block: when eight of them move, not much more is written again."""
 
 
 def inventory_documents(inventory: Inventory) -> Changes:

@@ -40,7 +40,8 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.phase in JOB_ENDS:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
-    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False)
+    agents = {node: agent for node, agent in state.agents.items() if not state.given_up(node)}
+    state = replace(state, roles=roles, agents=agents, away=frozenset(agents), view_due=False)
     commands: list[Command] = []
     if state.away or state.phase is not JobPhase.LAUNCHING:
         commands.append(Record("master", "another master goes on with the job"))
@@ -65,6 +66,8 @@ def _unseen(role: RoleState) -> RoleState:
             generation=w.generation,
             calls=w.calls,
             called=w.called,
+            recoverable=w.recoverable,
+            own=w.own,
         )
         if w.live
         else w
@@ -153,11 +156,12 @@ def adopt(turn: Turn, event: Join) -> None:
     """Take over workers that no master has written of, so that they can be stopped."""
     for each in event.workers:
         role = turn.role(each.role)
-        worker = role.workers[each.rank]
-        if each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING:
-            formed = max(role.opened, each.generation, each.incarnation)
-            role = replace(role, generation=max(role.generation, formed), opened=formed)
-            turn.put(role.with_worker(worker.ordered(each.incarnation, formed, event.node)))
+        # A role that has become smaller has no more to do with those that it had.
+        for worker in role.workers[each.rank : each.rank + 1]:
+            if each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING:
+                formed = max(role.opened, each.generation, each.incarnation)
+                role = replace(role, generation=max(role.generation, formed), opened=formed)
+                turn.put(role.with_worker(worker.ordered(each.incarnation, formed, event.node, worker.own)))
 
 
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
@@ -170,14 +174,14 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
         pid=known.pid,
         generation=max(worker.generation, min(known.generation, role.opened)),
         addresses=known.addresses or {},
-        recoverable=None if known.addresses is None else known.recoverable,
+        recoverable=worker.recoverable if known.addresses is None else known.recoverable,
     )
 
 
 def _never_started(worker: WorkerState) -> WorkerState:
     """The order to start it was lost with the master that gave it: its rank stands as before that."""
     if worker.incarnation == 0:
-        return WorkerState(worker.rank, worker.node)
+        return WorkerState(worker.rank, worker.node, own=worker.own)
     end = Exit(signal=signal.SIGTERM)
     return WorkerState(
         worker.rank,
@@ -186,4 +190,5 @@ def _never_started(worker: WorkerState) -> WorkerState:
         WorkerPhase.EXITED,
         exit=end,
         called=worker.called,
+        own=worker.own,
     )

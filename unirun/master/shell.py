@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -121,6 +122,11 @@ class Master:
             self._state, commands = step(self._state, event, time.time())
         except IllegalTransition as error:
             self._log.write("error", f"refused {event}: {error}")
+            return
+        except Exception:  # noqa: BLE001 - whatever it is, an event that is lost here nobody would make up for
+            traceback.print_exc()
+            self._writer.deposed = True
+            self._over.set()
             return
         self._writer.add(self._state, commands)
         self._persist_soon()

@@ -64,7 +64,8 @@ ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
 class WorkerState:
     """One rank and the worker that holds it.
 
-    `node` is where its process is, or was last; where the next one will be is for the placement to say.
+    `node` is where its process is, or was last, and `own` are its slots there; where the next one will be is for the
+    placement to say.
     `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
     is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
     is what this worker has called, `called` what those before it had.
@@ -82,6 +83,7 @@ class WorkerState:
     metrics: Mapping[str, float] = field(default_factory=dict)
     calls: tuple[CallCount, ...] = ()
     called: tuple[CallCount, ...] = ()
+    own: tuple[str, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -93,7 +95,7 @@ class WorkerState:
         """Whether the process has left with code 0."""
         return self.exit is not None and self.exit.ok
 
-    def ordered(self, incarnation: int, generation: int, node: str) -> WorkerState:
+    def ordered(self, incarnation: int, generation: int, node: str, own: tuple[str, ...]) -> WorkerState:
         """The worker that is started at this rank: of the one before nothing is left but what it has called."""
         return WorkerState(
             self.rank,
@@ -102,6 +104,7 @@ class WorkerState:
             phase=WorkerPhase.STARTING,
             generation=generation,
             called=added(self.called, self.calls),
+            own=own,
         )
 
 
@@ -270,6 +273,15 @@ class JobState:
             if node not in gone and node not in self.placement.lost and (coming or node in self.agents)
         )
 
+    def astray(self, role: RoleState, worker: WorkerState) -> bool:
+        """Whether a worker lives where the placement does not have its rank (any more)."""
+        places = self.placement.of_role(role.name)
+        if not worker.live:
+            return False
+        if worker.rank >= len(places):
+            return True
+        return (worker.node, worker.own) != (places[worker.rank].node, places[worker.rank].own)
+
     @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks of every role."""
@@ -308,4 +320,4 @@ def new_job(
 
 def waiting(placement: Placement, role: str) -> tuple[WorkerState, ...]:
     """The ranks of a role of which none was started."""
-    return tuple(WorkerState(place.rank, place.node) for place in placement.of_role(role))
+    return tuple(WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))

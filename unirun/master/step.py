@@ -9,6 +9,7 @@ from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition
 from unirun.graph import sound
 from unirun.master.ending import end_if_over, settle, stop_all
 from unirun.master.events import (
+    After,
     AgentLost,
     Command,
     Event,
@@ -20,7 +21,7 @@ from unirun.master.events import (
     ViewDue,
 )
 from unirun.master.failing import exited, stop_as_told_before, store_ended
-from unirun.master.formation import form_if_all_are_there, opened
+from unirun.master.formation import form_if_all_are_there, obstructed, opened
 from unirun.master.moving import begin_without, nodes_lost
 from unirun.master.resuming import REJOIN_TIMEOUT, adopt, all_back, bare, beyond, take_up
 from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
@@ -41,6 +42,9 @@ from unirun.wire.reports import (
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
+
+AT_ONCE = 8
+"""Nodes that are given up in one step: what follows from it goes to the store in one transaction."""
 
 OWNER_LOST_GRACE = 0.4
 """Seconds between TERM and KILL when the CLI was killed: no worker may outlive it by more than a second."""
@@ -119,9 +123,6 @@ def _join(turn: Turn, event: Join) -> None:
         stop_as_told_before(turn)
     if turn.state.phase is JobPhase.LAUNCHING:
         form_if_all_are_there(turn)
-    elif known is None and not event.workers:
-        # A node that is held back, or was late: it may have a use yet.
-        turn.tell_now()
     else:
         _rejoined(turn, event)
 
@@ -204,7 +205,8 @@ def _calls(turn: Turn, event: WorkerCalls) -> None:
 def _store_opened(turn: Turn, event: StoreOpened) -> None:
     role = turn.role(event.role)
     awaited = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING) and not turn.state.away
-    if awaited and event.generation == role.generation > role.opened:
+    # Where somebody is in the way, it is asked for again when that one is gone.
+    if awaited and event.generation == role.generation > role.opened and not obstructed(turn.state, role):
         opened(turn, role)
 
 
@@ -230,16 +232,22 @@ def _rejoin_timed_out(turn: Turn) -> None:
     if not turn.state.away:
         return
     reason = f"it did not join the new master within {REJOIN_TIMEOUT:g} s"
-    nodes_lost(turn, dict.fromkeys(sorted(turn.state.away), reason))
-    if turn.state.phase is JobPhase.RUNNING:
+    nodes_lost(turn, dict.fromkeys(sorted(turn.state.away)[:AT_ONCE], reason))
+    if turn.state.away:
+        turn.send(After(0.0, RejoinTimedOut()))
+    elif turn.state.phase is JobPhase.RUNNING:
         all_back(turn)
 
 
 def _join_timed_out(turn: Turn) -> None:
     state = turn.state
+    here = state.agents.keys() - state.away
+    if state.phase is JobPhase.RUNNING:
+        # Nodes that are held back and have not come are nodes that are not there.
+        late = [node for node in state.nodes if node not in state.agents][:AT_ONCE]
+        nodes_lost(turn, dict.fromkeys(late, f"it did not join within {state.spec.join_timeout:g} s"))
     if state.phase is not JobPhase.LAUNCHING:
         return
-    here = state.agents.keys() - state.away
     late = [node for node in state.nodes if node not in here]
     missing = [node for node in state.placement.nodes if node not in here]
     reason = f"{', '.join(missing)} did not join within {state.spec.join_timeout:g} s"

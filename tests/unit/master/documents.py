@@ -18,9 +18,7 @@ def kept(state: JobState) -> JobState:
     roles = {
         name: replace(
             role,
-            workers=tuple(
-                replace(w, pid=None, addresses={}, recoverable=None, metrics={}) for w in role.workers
-            ),
+            workers=tuple(replace(w, pid=None, addresses={}, metrics={}) for w in role.workers),
         )
         for name, role in state.roles.items()
     }

@@ -73,7 +73,9 @@ def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed
             role.name: (
                 role.phase in ("starting", "running", "reforming") or role.phase,
                 (role.generation, role.opened, role.restarts),
-                [(w.incarnation, w.live, w.exit) for w in role.workers],
+                [(w.incarnation, w.live, w.exit, w.recoverable) for w in role.workers]
+                if role.kind == "trainer"
+                else [(w.incarnation, w.live, w.exit) for w in role.workers],
             )
             for role in resumed.roles.values()
         }

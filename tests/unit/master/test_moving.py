@@ -6,62 +6,17 @@ import pytest
 
 from tests.unit.master.documents import kept, written
 from tests.unit.master.job import TERM, Job
-from tests.unit.master.takeover import take_over
+from tests.unit.master.losses import gone, nodes, places, ranks, scripts, workloads
+from tests.unit.master.takeover import join, take_over
 from unirun.collocation import Device, Inventory, Node
-from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS, IllegalTransition
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
 from unirun.master.context import restore
-from unirun.master.events import AgentLost, JoinTimedOut, RejoinTimedOut
+from unirun.master.events import RejoinTimedOut
 from unirun.master.state import JobPhase, RolePhase
 from unirun.master.telling import status_of
-from unirun.wire.messages import OpenStore, StartRole, Stop, StopWorkers, View
-from unirun.wire.reports import Notice, WorkerExited, WorkerFormed, WorkerServing
+from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View
+from unirun.wire.reports import Notice, WorkerFormed, WorkerServing
 from unirun.wire.spawning import StoreOpened
-
-
-def nodes(count: int, devices: int = 2) -> Inventory:
-    there = tuple(Device(str(number), "") for number in range(devices))
-    return Inventory(tuple(Node(f"n{number}", (0,), there) for number in range(count)))
-
-
-def scripts(count: int = 4, *, of: int = 3, restarts: int = 2, **more: object) -> Job:
-    return Job({"actor": count}, restarts={"actor": restarts}, inventory=nodes(of), **more)  # type: ignore[arg-type]
-
-
-def workloads(
-    restarts: int = 2, *, of: int = 4, recoverable: bool = False, least: dict[str, int] | None = None
-) -> Job:
-    """Four actors on two nodes, two critics on another, a trainer beside them."""
-    job = Job(
-        {"actor": 4, "critic": 2, "trainer": 1},
-        restarts={"actor": restarts, "critic": restarts, "trainer": restarts},
-        kinds={"actor": "workload", "critic": "workload", "trainer": "trainer"},
-        primary=("trainer",),
-        inventory=nodes(of),
-        least=least,
-    ).running()
-    for role in job.state.roles.values():
-        for worker in role.workers:
-            who = role.name, worker.rank, worker.incarnation
-            ready = role.kind != "trainer" or recoverable
-            job.on(WorkerServing(*who, {"socket": f"{role.name}{worker.rank}"}, ready))
-    return job
-
-
-def gone(node: str) -> AgentLost:
-    return AgentLost(node, "the peer closed the stream")
-
-
-def places(job: Job, role: str = "actor") -> list[str]:
-    return [place.node for place in job.state.placement.of_role(role)]
-
-
-def ranks(job: Job) -> dict[str, list[int]]:
-    """By node, who was ordered to start."""
-    found: dict[str, list[int]] = {}
-    for command in job.commands:
-        if hasattr(command, "node") and isinstance(command.message, StartRole):
-            found.setdefault(command.node, []).extend(member.rank for member in command.message.members)
-    return found
 
 
 class TestARoleOfScripts:
@@ -157,6 +112,80 @@ class TestARoleOfScripts:
         with pytest.raises(IllegalTransition, match="there is no worker actor:4"):
             job.exits("actor", 4, 1, incarnation=0)
 
+    def test_may_lose_a_second_node_while_it_becomes_smaller(self) -> None:
+        job = scripts(6, of=3, least={"actor": 2}).running().on(gone("n0"))
+        assert (job.phases(), places(job)) == ({"actor": "restarting"}, ["n2", "n2", "n1", "n1"])
+        job.on(gone("n1"))
+        assert places(job) == ["n2", "n2"]
+        assert job.state.roles["actor"].restarts == 1, "nothing had begun since the first"
+        for rank in (4, 5):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        assert ranks(job) == {"n2": [0, 1]}
+
+    def test_goes_on_when_those_who_were_there_had_done_their_work(self) -> None:
+        job = scripts(of=2).running().exits("actor", 2).exits("actor", 3).on(gone("n1"))
+        assert job.phases() == {"actor": "running"}
+        assert job.state.roles["actor"].restarts == 0
+        assert job.exits("actor", 0).exits("actor", 1).end == (0, "actor succeeded")
+
+    def test_needs_them_once_more_when_it_has_to_start_again(self) -> None:
+        job = scripts(of=2).running().exits("actor", 2).exits("actor", 3).on(gone("n1"))
+        job.exits("actor", 0, 1).exits("actor", 1, by=TERM, asked=TERM)
+        assert job.end is not None
+        assert job.end[0] == EXIT_PLACEMENT
+        assert "the node of actor:2-3 is gone, and they fit nowhere else" in job.end[1]
+
+    def test_places_them_anew_where_that_costs_nobody_anything(self) -> None:
+        job = scripts(of=3).running().exits("actor", 2).exits("actor", 3).on(gone("n1"))
+        assert places(job) == ["n0", "n0", "n2", "n2"]
+        assert job.phases() == {"actor": "running"}
+        job.exits("actor", 0, 1).exits("actor", 1, by=TERM, asked=TERM)
+        assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
+
+
+class TestMakingRoom:
+    def job(self) -> Job:
+        """Scripts that may become fewer have all of n0, and workloads n1."""
+        devices = tuple(Device(str(number), "") for number in range(4))
+        inventory = Inventory((Node("n0", (0,), devices), Node("n1", (0,), devices[:2])))
+        job = Job(
+            {"actor": 4, "critic": 2},
+            restarts={"actor": 2, "critic": 2},
+            kinds={"critic": "workload"},
+            primary=("actor",),
+            inventory=inventory,
+            least={"actor": 2},
+        ).running()
+        for rank in (0, 1):
+            job.on(WorkerServing("critic", rank, 0, {"socket": "a"}, True))
+        return job
+
+    def test_ends_those_who_are_in_the_way_before_others_begin(self) -> None:
+        job = self.job()
+        assert (places(job), places(job, "critic")) == (["n0"] * 4, ["n1"] * 2)
+        job.on(gone("n1"))
+        assert (places(job), places(job, "critic")) == (["n0"] * 2, ["n0"] * 2)
+        assert job.phases() == {"actor": "restarting", "critic": "reforming"}
+        assert job.orders(StopWorkers) == [StopWorkers("actor", (0, 1, 2, 3), TERM, 30.0)]
+        assert ranks(job) == {}, "their devices are in use"
+        for rank in range(3):
+            assert "critic" not in {
+                o.role for o in job.exits("actor", rank, by=TERM, asked=TERM).orders(StartRole)
+            }
+        job.exits("actor", 3, by=TERM, asked=TERM)
+        assert sorted((o.role, o.world_size) for o in job.orders(StartRole)) == [("actor", 2), ("critic", 2)]
+
+    def test_is_told_in_words_of_its_own(self) -> None:
+        told = [notice.text for notice in self.job().on(gone("n1")).told(Notice)]
+        assert any(
+            text.endswith("actor has room for 2 of 4 ranks; restart 1 of 2 of role actor") for text in told
+        )
+        assert any("restart 1 of 2: critic:0-1 elsewhere" in text for text in told)
+
+    def test_spends_a_restart_of_who_makes_it(self) -> None:
+        job = self.job().on(gone("n1"))
+        assert {name: role.restarts for name, role in job.state.roles.items()} == {"actor": 1, "critic": 1}
+
 
 class TestWorkloads:
     def test_that_live_on_form_the_next_generation_with_those_that_come(self) -> None:
@@ -220,89 +249,13 @@ class TestWorkloads:
         assert job.state.roles["trainer"].workers[0].incarnation == 1
         assert job.state.roles["trainer"].workers[0].node != home
 
-
-class TestANode:
-    def test_that_is_held_back_may_join_whenever_it_likes(self) -> None:
-        job = scripts(spares=1)
-        job.on(job.join("n0"), job.join("n1"))
-        assert job.state.phase is JobPhase.RUNNING
-        job.on(job.join("n2"))
-        assert "n2" in job.state.agents
-        assert job.orders(StartRole) == []
-        assert len(job.orders(View)) == 3
-
-    def test_that_has_not_joined_gets_nobody(self) -> None:
-        job = scripts(spares=1)
-        job.on(job.join("n0"), job.join("n1"))
-        job.on(gone("n1")).obey()
-        assert job.end is not None
-        assert job.end[0] == EXIT_PLACEMENT
-
-    def test_that_nobody_uses_is_given_up_and_that_is_all(self) -> None:
-        job = scripts(spares=1).running()
-        before = job.state.roles
-        job.on(gone("n2"))
-        assert (job.state.roles, job.state.placement.lost) == (before, ("n2",))
-        assert job.state.placement.spares == ()
-        assert "the job goes on without it" in job.told(Notice)[0].text
-
-    def test_that_was_given_up_does_not_come_back(self) -> None:
-        job = scripts().running().on(gone("n1"))
-        assert job.state.given_up("n1")
-        with pytest.raises(IllegalTransition, match="has no place in this job"):
-            job.on(job.join("n1"))
+    def test_go_on_with_one_that_is_also_when_the_master_was_on_its_node(self) -> None:
+        job = workloads(recoverable=True)
+        home = job.state.roles["trainer"].workers[0].node
         before = job.state
-        assert job.on(gone("n1")).state == before
-
-    def test_whose_agent_leaves_is_waited_for(self) -> None:
-        """Its workers have a moment to end, and must not have successors before."""
-        job = scripts().running()
-        before = job.state
-        job.on(WorkerExited("actor", 2, 0, 5.0, 0, None, "leaving", TERM))
-        assert job.state == before
-        job.on(gone("n1"))
-        assert job.phases() == {"actor": "restarting"}
-
-    def test_that_is_gone_before_the_start_is_planned_around(self) -> None:
-        job = scripts()
-        job.on(job.join("n0"), gone("n1"))
-        assert job.state.phase is JobPhase.LAUNCHING
-        assert places(job) == ["n0", "n0", "n2", "n2"]
-        job.on(job.join("n2"))
-        assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
-        assert job.state.roles["actor"].restarts == 0
-
-    def test_that_does_not_join_in_time_is_planned_around(self) -> None:
-        job = scripts()
-        job.on(job.join("n0"), job.join("n2"))
-        assert job.state.phase is JobPhase.LAUNCHING
-        job.on(JoinTimedOut())
-        assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
-        assert job.state.placement.lost == ("n1",)
-
-    def test_that_does_not_join_in_time_ends_the_job_where_it_is_needed(self) -> None:
-        job = scripts(of=2)
-        job.on(job.join("n0"), JoinTimedOut())
-        assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
-
-    def test_is_one_of_several_that_do_not_find_the_next_master(self) -> None:
-        job = scripts(of=4).running()
         take_over(job)
-        for node in ("n0", "n3"):
-            job.on(job.join(node))
+        for node in set(before.nodes) - {home}:
+            join(job, before, node)
         job.on(RejoinTimedOut())
-        assert job.state.placement.lost == ("n1", "n2")
-        assert places(job) == ["n0", "n0", "n3", "n3"]
-        assert job.state.roles["actor"].restarts == 1
-
-    def test_that_is_lost_while_the_job_stops_is_part_of_that(self) -> None:
-        job = scripts().running().on(Stop(TERM, "enough"), gone("n1"))
-        job.exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
-        assert job.end == (143, "enough")
-
-    def test_is_lost_for_the_next_master_too(self) -> None:
-        job = scripts().running().on(gone("n1"))
-        found = restore(written(job.state))
-        assert found == kept(job.state)
-        assert found.placement.lost == ("n1",)
-        assert found.inventory.names == ("n0", "n1", "n2")
+        assert job.state.phase is JobPhase.RUNNING
+        assert job.state.roles["trainer"].workers[0].incarnation == 1
