@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import START, Running, Script, Unirun, eventually
+from .harness import START, Running, Script, Unirun, eventually, gone
 from .masters import Masters
 
 WAITING = """
@@ -104,11 +104,13 @@ class TestANodeOfSeveral:
         enough(unirun)
         assert job.end().code == 0
 
-    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-    def test_that_is_lost_gives_its_ranks_to_the_spare(
-        self, unirun: Unirun, script: Script, signum: int
+    @pytest.mark.parametrize(
+        ("signum", "spares"), [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 0)]
+    )
+    def test_that_is_lost_gives_its_ranks_to_one_that_is_free(
+        self, unirun: Unirun, script: Script, signum: int, spares: int
     ) -> None:
-        job = unirun.start(*job_file(unirun, script(WAITING)))
+        job = unirun.start(*job_file(unirun, script(WAITING), spares=spares))
         up(job, 0, 4)
         (agent,) = agents(unirun, "node1")
         agents(unirun, "node2")
@@ -118,6 +120,8 @@ class TestANodeOfSeveral:
         assert unirun.events("move") == ["actor:2-3 from node1 to node2"]
         assert [worker["node"] for worker in unirun.workers().values()] == nodes
         assert "nodes: node1 lost" in unirun("status").out
+        assert gone(agent, 1.0)
+        assert not Path(f"/proc/{agent}").exists(), "it is a zombie"
         enough(unirun)
         end = job.end()
         assert end.code == 0, end.err

@@ -56,6 +56,11 @@ class Processes:
             time.sleep(LOOK_AGAIN)
         return True
 
+    def reap(self) -> None:
+        """Leave no zombie of an agent that is gone while the job goes on without it."""
+        for agent in self._launched.agents:
+            self._wait(agent, 0.0)
+
     def stop_agents(self) -> None:
         """Let the agents end their workers and themselves."""
         if not self._stopping:

@@ -167,6 +167,7 @@ class Session:
             case RoleChanged():
                 self._roles[message.role] = message
             case Notice(source, text):
+                self._processes.reap()
                 if text.startswith("spawner ready"):
                     self._spawner = text
                 else:
