@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import groupby, repeat
+from itertools import chain, groupby, repeat
 from operator import attrgetter
 
 from unirun.collocation.inventory import Node
@@ -52,6 +52,7 @@ class Survivors:
         for node in nodes:
             names = tuple(map(_index, node.devices))
             devices[node.name] = alike[names] if names in alike else alike.setdefault(names, frozenset(names))
+        everywhere = frozenset[str]().union(*alike.values()).intersection(*alike.values())
         found: set[tuple[str, int]] = set()
         for stack in self.problem.stacks:
             if stack.device in (None, CPU):
@@ -59,6 +60,9 @@ class Survivors:
             # Collocated roles have the same slots: the first one's count for all.
             name = stack.roles[0].name
             ranks = self.by_role[name]
+            if everywhere.issuperset(chain.from_iterable(set(map(_own, ranks)))):
+                # What every node has is there, wherever a rank is.
+                continue
             kinds = set(zip(map(devices.get, map(_node, ranks)), map(_own, ranks), strict=True))
             if any(there is not None and not there.issuperset(own) for there, own in kinds):
                 gone = (a.rank for a in ranks if not devices.get(a.node, {*a.own}).issuperset(a.own))
