@@ -12,17 +12,25 @@ import gc
 import multiprocessing
 import resource
 import time
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
-from unirun.collocation import Device, Inventory, Node, Placement
+from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.request import Request, RoleRequest, Ties
+from unirun.errors import PlacementError
+from unirun.graph import affected
+from unirun.graph.scenarios import ppo
+from unirun.spec import Entry, JobSpec, RoleSpec
 
 PLAN = Bar("plan 10 000 nodes × 8 slots, 5 roles", "s", 1.0)
 SPARE = Bar("re-plan after a node's loss, 10 000 nodes, a spare", "s", 0.2)
 ROOM = Bar("re-plan after a node's loss, 10 000 nodes, room elsewhere", "s", 0.2)
+REFUSAL = Bar("what does not fit on 10 000 nodes is told with what would", "s", 2.0)
+QUIET = Bar("place 1 000 ranks on one host, as under torchrun", "s", 0.1)
+AFFECTED = Bar("who is affected by a failure among 50 000 ranks", "s", 2.0)
 MEMORY = Bar("peak memory of inventory, plan and re-plan", "MB", 500)
 GROWTH = Bar("plan: cost per node, 10 000 nodes ÷ 1 000", "ratio", 2.0)
 
@@ -37,6 +45,9 @@ def figures(runs: int) -> list[Figure]:
     found = [measured(PLAN, runs, partial(plan_time, NODES))]
     found.append(measured(SPARE, runs, partial(replan_time, spares=1)))
     found.append(measured(ROOM, runs, partial(replan_time, spares=0)))
+    found.append(measured(REFUSAL, runs, refusal_time))
+    found.append(measured(QUIET, runs, quiet_time))
+    found.append(measured(AFFECTED, runs, affected_time))
     found.append(measured(MEMORY, 1, peak_memory))
     found.append(measured(GROWTH, 1, growth))
     return found
@@ -88,6 +99,35 @@ def plan_time(nodes: int) -> float:
     gc.collect()
     began = time.process_time()
     plan(job, there)
+    return time.process_time() - began
+
+
+def refusal_time() -> float:
+    """Seconds until a job that needs one node more than there are is refused."""
+    job, there = request(NODES), inventory(NODES - 1)
+    began = time.process_time()
+    try:
+        plan(job, there)
+    except PlacementError:
+        return time.process_time() - began
+    raise BenchmarkError("what does not fit was placed")
+
+
+def quiet_time() -> float:
+    """Seconds to place a job that says nothing of places."""
+    role = RoleSpec("actor", 1000, Entry("script", "train.py"))
+    job, there = JobSpec("job", "job", (role,), ("actor",)), parse_fake("fake:cpus=64")
+    began = time.process_time()
+    place(job, there)
+    return time.process_time() - began
+
+
+def affected_time() -> float:
+    """Seconds to find who feels the loss of a role of PPO whose ranks all call all others."""
+    graph = ppo(10_000, 10_000, 10_000)
+    graph = replace(graph, edges=tuple(replace(edge, kind="all_to_all") for edge in graph.edges))
+    began = time.process_time()
+    affected(graph, ["critic"])
     return time.process_time() - began
 
 

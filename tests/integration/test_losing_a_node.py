@@ -91,6 +91,17 @@ def up(job: Running, incarnation: int, count: int) -> list[tuple[str, str, str, 
     return sorted((rank, node, mask, size) for _, _, rank, _, node, mask, size in found)
 
 
+def one_lost(unirun: Unirun, path: Path, first: str, second: str) -> tuple[Running, int]:
+    """A job on two of four nodes that has lost the node `first` and goes on; with the agent of `second`."""
+    job = unirun.start(*job_file(unirun, path, nodes=4, spares=2))
+    up(job, 0, 4)
+    lost, other = agents(unirun, first, second)
+    agents(unirun, "node3")
+    os.kill(lost, signal.SIGKILL)
+    up(job, 1, 4)
+    return job, other
+
+
 def enough(unirun: Unirun) -> None:
     (unirun.root / "enough").touch()
 
@@ -129,12 +140,7 @@ class TestANodeOfSeveral:
         assert "restart 1 of 2 of role actor, with actor:2-3 elsewhere" in end.err
 
     def test_may_be_lost_one_after_the_other(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start(*job_file(unirun, script(WAITING), nodes=4, spares=2))
-        up(job, 0, 4)
-        first, second = agents(unirun, "node0", "node2")
-        agents(unirun, "node3")
-        os.kill(first, signal.SIGKILL)
-        up(job, 1, 4)
+        job, second = one_lost(unirun, script(WAITING), "node0", "node2")
         os.kill(second, signal.SIGKILL)
         assert {node for _, node, _, _ in up(job, 2, 4)} == {"node1", "node3"}
         enough(unirun)
@@ -177,12 +183,7 @@ class TestANodeOfSeveral:
         assert "actor has room for 2 of 4 ranks" in end.err
 
     def test_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start(*job_file(unirun, script(WAITING), nodes=4, spares=2))
-        up(job, 0, 4)
-        first, second = agents(unirun, "node1", "node2")
-        agents(unirun, "node3")
-        os.kill(first, signal.SIGKILL)
-        up(job, 1, 4)
+        job, second = one_lost(unirun, script(WAITING), "node1", "node2")
         masters = Masters(unirun)
         masters.kill()
         eventually(lambda: masters.status()["epoch"] > 1, "another master leads", START)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -312,11 +311,8 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 def test_large_jobs_are_told_what_would_fit(
     nodes: str, request_: Request, constraint: str, nearest: str
 ) -> None:
-    """Beyond a complete search. The time is that of the whole, which is a tenth of it where nothing else runs."""
+    """Beyond a complete search."""
     inventory = parse_fake(f"fake:devices=8,{nodes}" if "devices" not in nodes else f"fake:{nodes}")
-    began = time.process_time()
-    error(request_, inventory)
-    assert time.process_time() - began < 2
     found = check_offers(request_, inventory)
     assert (found.constraint, found.nearest[0]) == (constraint, nearest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 
 import pytest
@@ -83,8 +82,6 @@ def test_the_weights_of_pairs_are_those_of_their_edges(graph: Graph) -> None:
 def test_a_hundred_million_pairs_are_not_listed_unless_somebody_goes_through_them() -> None:
     edge = Edge("a", "b", kind="all_to_all")
     graph = Graph((Role("a", 10_000), Role("b", 10_000)), (edge,))
-    start = time.perf_counter()
     assert pair_count(graph, edge) == 100_000_000
     assert len([*islice(instance_edges(graph), 5)]) == 5
     assert len(sources_of(graph, edge, 3)) == 10_000
-    assert time.perf_counter() - start < 0.5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from tests.unit.graph.graphs import graphs
 from unirun.graph import (
     SCENARIOS,
-    Affected,
     Edge,
     Graph,
     Role,
@@ -145,12 +142,10 @@ def test_every_role_is_in_one_part_and_a_higher_share_only_cuts(graph: Graph, sh
     assert all(any(set(part) <= larger for larger in coarse) for part in parts)
 
 
-def test_a_failure_among_ten_thousand_ranks_is_looked_at_in_no_time() -> None:
+def test_a_failure_among_ten_thousand_ranks_that_call_all_others_is_looked_at() -> None:
     graph = SCENARIOS["ppo"](10_000, 10_000, 10_000)
     edges = tuple(
         Edge(e.source, e.target, e.invocation, "all_to_all", asynchronous=e.asynchronous) for e in graph.edges
     )
-    start = time.perf_counter()
     found = affected(Graph(graph.roles, edges), ["critic"])
-    assert time.perf_counter() - start < 2
-    assert isinstance(found[0], Affected)
+    assert (str(found[0]), found[0].side) == ("critic:0-9999", "failed")
