@@ -18,7 +18,7 @@ class TestOneRoleIsTorchrun:
         result = unirun("--role", "learner", "--no-python", "/bin/sh", "-c", "echo $ROLE_NAME")
         assert (result.code, result.out) == (0, "learner\n"), result.err
 
-    def test_the_same_script_gives_the_same_result_under_torchrun(
+    def test_the_same_script_finds_the_same_and_gives_the_same_result_under_torchrun(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -33,15 +33,20 @@ class TestOneRoleIsTorchrun:
                 value = torch.randn(3)
                 dist.all_reduce(value)
                 rank, local = dist.get_rank(), os.environ["LOCAL_RANK"]
-                print(f"result {rank} {local} {dist.get_world_size()} {value.tolist()}\\n", end="", flush=True)
+                ours = "UNIRUN_", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+                names = sorted(name for name in os.environ if not name.startswith(ours))
+                signals = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+                print(f"result {rank} {local} {dist.get_world_size()} {value.tolist()} {signals} {names}\\n", end="", flush=True)
                 dist.destroy_process_group()
 
             main()
-            """
+            """,
+            "my train é.py",
         )
         ours = unirun("--nproc-per-node", 2, train)
         assert ours.code == 0, ours.err
-        theirs = unirun.start_program([TORCHRUN, "--standalone", "--nproc-per-node", "2", str(train)]).end()
+        torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(train)]
+        theirs = unirun.start_program(torchrun).end()
         assert theirs.code == 0, theirs.err
         assert ours.lines == [line for line in theirs.lines if line.startswith("result")]
 

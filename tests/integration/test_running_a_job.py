@@ -71,6 +71,11 @@ class TestTwoRoles:
                 "{job}/logs/rollout/{rank}/0/error.json",
             ),
             ("TORCHELASTIC_USE_AGENT_STORE", "True", "True"),
+            (
+                "TORCHELASTIC_SIGNALS_TO_HANDLE",
+                "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+                "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            ),
             ("OMP_NUM_THREADS", "1", "1"),
             ("UNIRUN_JOB", "two", "two"),
             ("UNIRUN_NODE", socket.gethostname(), socket.gethostname()),

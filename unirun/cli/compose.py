@@ -14,6 +14,7 @@ from unirun.cli.options import CommandLine, from_environment, items
 from unirun.collocation import Inventory, count_slots
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.spec import JobSpec, parse_job
+from unirun.spec.names import id_stem
 from unirun.spec.read import nearest
 from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
 
@@ -92,9 +93,8 @@ def _long_roles(data: dict[str, Any]) -> dict[str, Any]:
 def _new_id(data: Mapping[str, Any], script: str | None) -> str:
     trainer = data.get("trainer")
     driver = str(trainer.get("class") or "").partition(":")[0] if isinstance(trainer, Mapping) else ""
-    stem = str(data.get("name") or os.path.basename(script or "") or driver or "job").removesuffix(".py")
-    clean = "".join(c if c.isalnum() or c in "-_" else "-" for c in stem).strip("-_") or "job"
-    return f"{clean[:40]}-{secrets.token_hex(3)}"
+    stem = str(data.get("name") or os.path.basename(script or "") or driver).removesuffix(".py")
+    return f"{id_stem(stem)}-{secrets.token_hex(3)}"
 
 
 def _set_entry(data: dict[str, Any], line: CommandLine) -> None:

@@ -105,6 +105,8 @@ def worker_env(
             job.worker_logs(order.role, member.rank, member.incarnation) / "error.json"
         ),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # As torchrun's --signals-to-handle sets it: a worker that starts processes with torch's own classes obeys it.
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(spec.signals),
         "UNIRUN_JOB": spec.run_id,
         "UNIRUN_NODE": node,
         "UNIRUN_GENERATION": str(order.generation),

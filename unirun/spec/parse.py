@@ -15,6 +15,7 @@ from typing import Any
 
 from unirun.errors import SpecError
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
+from unirun.spec.names import RUN_ID, id_stem
 from unirun.spec.read import Reader, nearest
 from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
 from unirun.spec.together import group_faults, handle_faults
@@ -80,8 +81,9 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
             read.fault("primary", f"no role is called {name!r}", nearest(name, names))
     numa = data.get("numa_binding")
     run = read.text(data.get("run_id"), "run_id") or run_id
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", run):
-        read.fault("run_id", f"{run!r} is no job id", "use letters, digits, '.', '-' and '_', at most 63")
+    if not RUN_ID.fullmatch(run):
+        remedy = "use A-Z, a-z, 0-9, '.', '-' and '_', at most 63, a letter or a digit first"
+        read.fault("run_id", f"{run!r} is no job id", remedy)
     fields: dict[str, Any] = {
         "name": read.text(data.get("name"), "name") or _job_name(roles),
         "run_id": run,
@@ -159,8 +161,7 @@ def _config(read: Reader, value: Any) -> dict[str, Any]:
 def _job_name(roles: list[RoleSpec]) -> str:
     for role in roles:
         if role.entry.target:
-            stem = Path(role.entry.target).name.split(":")[0].removesuffix(".py")
-            return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "job"
+            return id_stem(Path(role.entry.target).name.split(":")[0].removesuffix(".py"))
     return "job"
 
 

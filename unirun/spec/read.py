@@ -17,7 +17,14 @@ RESERVED_ENV = frozenset(
         "": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         "GROUP_": ("RANK", "WORLD_SIZE"),
         "ROLE_": ("NAME", "RANK", "WORLD_SIZE"),
-        "TORCHELASTIC_": ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "ERROR_FILE", "USE_AGENT_STORE"),
+        "TORCHELASTIC_": (
+            "RUN_ID",
+            "RESTART_COUNT",
+            "MAX_RESTARTS",
+            "ERROR_FILE",
+            "USE_AGENT_STORE",
+            "SIGNALS_TO_HANDLE",
+        ),
     }.items()
     for name in names
 )

@@ -55,7 +55,11 @@ def read_roles(read: Reader, data: Mapping[str, Any], count_slots: SlotCounter) 
     for name, value in raw.items():
         where = f"roles.{name}"
         if not NAME.fullmatch(name):
-            read.fault(where, f"{name!r} is no name for a role", "a letter, then letters, digits, '-' or '_'")
+            read.fault(
+                where,
+                f"{name!r} is no name for a role",
+                "a letter, then letters, digits, '-' or '_', of ASCII",
+            )
         fields = read.mapping(value, where) if isinstance(value, Mapping) else {"count": value}
         read.known(fields, ROLE_KEYS, where)
         roles.append(_role(read, name, fields, data, default_entry, count_slots))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -22,6 +21,7 @@ from typing import Any
 from unirun.errors import JobFailed, UsageError
 from unirun.rendezvous.jobdir import JobDir, jobs_root
 from unirun.spec import JobSpec, parse_job
+from unirun.spec.names import id_stem
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path
 
@@ -63,7 +63,7 @@ class Job:
         if max_restarts is not None:
             mapping["max_restarts"] = max_restarts
         stem = job_name or str(mapping["trainer"]).partition(":")[0]
-        run_id = f"{_clean(stem)}-{secrets.token_hex(3)}"
+        run_id = f"{id_stem(stem)}-{secrets.token_hex(3)}"
         # What was said here may be wrong as well; better told by an exception than by the command.
         parse_job(mapping, count_slots=lambda _: 1, run_id=run_id)
         job = JobDir(jobs_root() / run_id)
@@ -75,10 +75,6 @@ class Job:
             return start(file, job)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _clean(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_")[:40] or "job"
 
 
 def _command(file: Path, *options: str) -> list[str]:

@@ -355,6 +355,11 @@ def test_nodes_that_are_excluded_replace_those_of_the_file(compose: Compose, job
 def test_an_id_is_made_of_the_scripts_name(compose: Compose, scripts: Path) -> None:
     (scripts / "my script.v2.py").touch()
     assert compose("my script.v2.py").run_id.startswith("my-script-v2-")
+    (scripts / "my train é.py").touch()
+    spec = compose("my train é.py")
+    assert (spec.name, spec.run_id[:9]) == ("my-train", "my-train-")
+    spec = compose("--name", "modèle", "train.py")
+    assert (spec.name, spec.run_id[:7]) == ("modèle", "mod-le-")
     assert compose("train.py").run_id != compose("train.py").run_id
 
 

@@ -71,6 +71,7 @@ def test_torchruns_contract_and_our_own() -> None:
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_ERROR_FILE": "/jobs/run-1/logs/actor/3/2/error.json",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "UNIRUN_JOB": "run-1",
         "UNIRUN_NODE": "n1",
         "UNIRUN_GENERATION": "2",

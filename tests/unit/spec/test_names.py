@@ -1,0 +1,31 @@
+"""An id can be made of every name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.spec.names import RUN_ID, id_stem
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        ("train", "train"),
+        ("my train é", "my-train"),
+        ("modèle v2", "mod-le-v2"),
+        ("训练", "job"),
+        ("my script.v2", "my-script-v2"),
+        ("--x--", "x"),
+        ("a" * 39 + "-b", "a" * 39),
+        ("", "job"),
+    ],
+)
+def test_what_no_id_may_hold_becomes_a_dash(name: str, stem: str) -> None:
+    assert id_stem(name) == stem
+
+
+@given(st.text())
+def test_every_name_gives_an_id(name: str) -> None:
+    assert RUN_ID.fullmatch(f"{id_stem(name)}-0a1b2c")
