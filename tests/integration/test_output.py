@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import select
 import signal
+import struct
 import subprocess
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.unit.cli.screen import Screen
 
 from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
 
@@ -122,15 +127,21 @@ class TestTheConsole:
         result = unirun(*EXEC, "--role", "a", "--nproc-per-node", 2, script("print('x')"), env=template)
         assert sorted(result.out.splitlines()) == ["<a/0> x", "<a/1> x"]
 
-    def test_is_coloured_with_a_live_line_on_a_terminal(self, unirun: Unirun, script: Script) -> None:
+    @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
+    def test_is_coloured_with_a_live_line_that_leaves_no_trace_on_a_terminal(
+        self, unirun: Unirun, script: Script, width: int, height: int
+    ) -> None:
+        train = script("import os; print(os.environ['ROLE_NAME'], 'x' * 200)")
         ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
         try:
             job = unirun.start(
-                *("--roles", "actor=2", script("print('x')")),
+                *("--roles", "actor=2,rollout=2", "--rdzv-id", "mine", train),
                 read=False,
                 stdin=theirs,
                 stdout=theirs,
                 stderr=theirs,
+                env={"TERM": "xterm-256color", "NO_COLOR": ""},
             )
             os.close(theirs)
             text = b""
@@ -142,8 +153,19 @@ class TestTheConsole:
             assert job.end().code == 0
         finally:
             os.close(ours)
-        assert re.search(rb"\x1b\[\d+m\[actor:0\] \x1b\[0mx\r\n", text), text
-        assert re.search(rb"\r\x1b\[2K[^\n]*actor 0/2", text), text
+        assert re.search(rb"\x1b\[\d+m\[actor:0\] \x1b\[0mactor xxx", text), text
+        assert re.search(rb"\d s  actor 0/2  rollout 0/2  ", text), text
+        screen = Screen(width, height)
+        screen.feed(text)
+        lines = screen.lines()
+        workers = {f"[{role}:{rank}] {role} {'x' * 200}" for role in ("actor", "rollout") for rank in (0, 1)}
+        assert workers <= {*lines}
+        notes = [line for line in lines if line not in workers]
+        assert [re.sub(r"[\d.]+ s$", "", line) for line in notes] == [
+            f"unirun: job mine, logs in {unirun.job_dir() / 'logs'}",
+            "unirun: 4 ranks of 2 roles up after ",
+            "unirun: job mine succeeded after ",
+        ]
 
     def test_shows_the_events_with_torchruns_handler(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "-q", "--event-log-handler", "console", script("print('x')"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
+from unirun.cli.terminal import give_up_stdout, prepare_streams, say, warn
 from unirun.errors import UnirunError
 
 SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "stubs", "completion")
@@ -12,18 +14,19 @@ SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "stubs", "
 def main(argv: list[str] | None = None) -> None:
     """Entry point; leaves with the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    prepare_streams()
     try:
         code = _dispatch(arguments)
+        sys.stdout.flush()
     except UnirunError as error:
-        for line in str(error).splitlines():
-            print(f"unirun: {line}", file=sys.stderr)
+        warn(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader of a table went away; there is nobody left to tell.
-        sys.stderr.close()
-        code = 141
+        # The reader of a table went away, as head does; a shell expects the code of SIGPIPE.
+        give_up_stdout()
+        code = 128 + signal.SIGPIPE
     sys.exit(code)
 
 
@@ -37,7 +40,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in ("-V", "--version"):
         from importlib.metadata import version
 
-        print(f"unirun {version('torch-unirun')}")
+        say(f"unirun {version('torch-unirun')}")
         return 0
     if not argv or argv[0] in ("-h", "--help"):
         from unirun.cli.options import build_parser

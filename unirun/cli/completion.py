@@ -5,6 +5,8 @@ Jobs are completed from the directories that are here: a key must not wait for a
 
 from __future__ import annotations
 
+import sys
+
 from unirun.cli import SUBCOMMANDS
 from unirun.cli.options import Parser
 from unirun.cli.optiontable import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
@@ -74,7 +76,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="unirun completion", description="Print completions for a shell.")
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(argv).shell
-    print(bash() if shell == "bash" else zsh(), end="")
+    sys.stdout.write(bash() if shell == "bash" else zsh())
     return 0
 
 

@@ -8,8 +8,18 @@ import select
 import sys
 import threading
 from string import Template
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
+from unirun.cli.live import LiveLine
+from unirun.cli.terminal import (
+    columns,
+    in_colour,
+    in_foreground,
+    is_pipe,
+    is_screen,
+    printable,
+    printable_lines,
+)
 from unirun.spec import JobSpec, LogSpec
 
 COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
@@ -58,16 +68,20 @@ class Console:
     terminal) holds up `lines` and `close` alone: what `note`, `error` and `live` say is written by a thread.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        """Of `out` and `err`, by default stdout and stderr."""
         self._quiet = quiet
-        self._live_possible = sys.stderr.isatty() and not quiet
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._screen = is_screen(self._err)
+        # A program behind a pipe (tee, grep) may write to the same terminal at any time.
+        self._live_possible = self._screen and not quiet and not is_pipe(self._out)
+        self._live = LiveLine()
         self._lock = threading.Lock()
-        self._live = b""
         self._closed: set[int] = set()
-        self._said: queue.SimpleQueue[tuple[bytes, bytes | None] | None] = queue.SimpleQueue()
+        self._said: queue.SimpleQueue[tuple[str, str | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_said, name="unirun-console", daemon=True)
         self._thread.start()
-        self.colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.colour = in_colour(self._out)
 
     def lines(self, stream: int, prefix: bytes, data: bytes) -> None:
         """Whole lines of one worker."""
@@ -79,7 +93,7 @@ class Console:
             for end in (b"\n", b"\r"):
                 body = body.replace(end, end + prefix)
             data = prefix + body + data[-1:]
-        self._write(sys.stdout.buffer if stream == 1 else sys.stderr.buffer, data)
+        self._write(self._out.buffer if stream == 1 else self._err.buffer, data)
 
     def note(self, text: str) -> None:
         """A line of unirun's own, left out when quiet."""
@@ -87,15 +101,13 @@ class Console:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Lines of unirun's own that are always shown."""
-        self._said.put(
-            ("".join(f"unirun: {t}\n" for t in text.splitlines()).encode(errors="backslashreplace"), None)
-        )
+        """Lines of unirun's own that are always shown; what they quote may come from anywhere."""
+        self._said.put(("".join(f"unirun: {line}\n" for line in printable_lines(text)), None))
 
     def live(self, text: str) -> None:
         """Replace the live line; shown on a terminal only."""
         if self._live_possible:
-            self._said.put((b"", text.encode(errors="backslashreplace")))
+            self._said.put(("", printable(text)))
 
     def close(self, timeout: float | None = None) -> None:
         """Wait until everything that was said is written, or for `timeout` seconds."""
@@ -104,21 +116,33 @@ class Console:
 
     def _write_said(self) -> None:
         while (said := self._said.get()) is not None:
-            line, live = said
+            lines, live = said
             if live is None:
-                self._write(sys.stderr.buffer, line)
+                data = lines.encode(self._err.encoding, "backslashreplace")
+                self._write(self._err.buffer, data, own_row=True)
                 continue
             with self._lock:
-                self._live = live
-                self._raw(sys.stderr.buffer, b"\r\x1b[2K" + live)
+                self._draw(self._live.replace(live, self._width()))
 
-    def _write(self, file: BinaryIO, data: bytes) -> None:
+    def _write(self, file: BinaryIO, data: bytes, *, own_row: bool = False) -> None:
+        """Write `data`, with `own_row` on a row of its own."""
+        seen = self._screen and file.isatty()
         with self._lock:
-            if self._live:
-                self._raw(sys.stderr.buffer, b"\r\x1b[2K")
+            if not seen:
+                self._raw(file, data)
+                return
+            self._draw(self._live.before() + (self._live.new_row if own_row else ""))
             self._raw(file, data)
-            if self._live:
-                self._raw(sys.stderr.buffer, self._live)
+            self._draw(self._live.after(data, self._width()))
+
+    def _draw(self, what: str) -> None:
+        if what:
+            self._raw(self._err.buffer, what.encode(self._err.encoding, "backslashreplace"))
+
+    def _width(self) -> int:
+        """How wide the live line may be now."""
+        number = self._err.fileno()
+        return columns(number) if self._live_possible and in_foreground(number) else 0
 
     def _raw(self, file: BinaryIO, data: bytes) -> None:
         number = file.fileno()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from unirun.cli.options import Parser
 from unirun.cli.stored import directory_of, may_be_there, opened
 from unirun.cli.tables import age, print_table
+from unirun.cli.terminal import say, warn
 from unirun.errors import JobError, StoreError, UnirunError, UsageError
 from unirun.observe.index import Summary, read_index
 from unirun.observe.status import ENDED, read_status
@@ -77,8 +77,8 @@ def main(argv: list[str]) -> int:
             except UnirunError as error:
                 errors.append(error)
     _show(removed, dry=options.dry_run, as_json=options.json)
-    for line in (line for each in errors for line in str(each).splitlines()):
-        print(f"unirun: {line}", file=sys.stderr)
+    for each in errors:
+        warn(str(each))
     return errors[0].exit_code if errors else 0
 
 
@@ -223,4 +223,4 @@ def _show(removed: Sequence[tuple[Remains, int]], *, dry: bool, as_json: bool) -
         print_table(["JOB", "STATE", "ENDED", "SIZE"], rows)
     count = f"{len(removed)} job{'s' * (len(removed) != 1)}"
     total = show_size(sum(freed for _, freed in removed))
-    print(f"{count} would be removed, {total}" if dry else f"{count} removed, {total} freed")
+    say(f"{count} would be removed, {total}" if dry else f"{count} removed, {total} freed")

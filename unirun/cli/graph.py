@@ -15,6 +15,7 @@ from unirun.cli.optiontable import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTION
 from unirun.cli.planned import inventory_of
 from unirun.cli.stored import STORE_HELP, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import print_table
+from unirun.cli.terminal import in_colour, printable, say, warn
 from unirun.errors import UsageError
 from unirun.graph import (
     Direction,
@@ -82,11 +83,12 @@ def _described(argv: list[str]) -> int:
     graph = declared(spec)
     together = {name for group in (*spec.collocations, *spec.host_collocations) for name in group}
     for warning in warnings(graph, together):
-        print(f"unirun: {warning}", file=sys.stderr)
+        warn(warning)
     form, output = line.options.get("format", "tree"), line.options.get("output")
     _show(graph, {}, form, output)
     if graph.edges and form == "tree" and output is None:
-        print(f"\nwait for each other: {_parts(graph)}")
+        say()
+        say(f"wait for each other: {_parts(graph)}")
     return 0
 
 
@@ -98,15 +100,15 @@ def _parts(graph: Graph) -> str:
 def _seen(name: str | None, store: str | None, form: str, output: str | None) -> int:
     """The graph of a job that runs or ran, and the figures of its calls."""
     status = _status(name, store)
-    roles = tuple(Role(role.name, len(role.workers)) for role in status.roles)
+    roles = tuple(Role(printable(role.name), len(role.workers)) for role in status.roles)
     graph = Graph(roles, tuple(_edge(call) for call in status.calls))
     if form == "yaml":
         graph = without_circles(graph)
-    _show(graph, {role.name: role.phase for role in status.roles}, form, output)
+    _show(graph, {printable(role.name): printable(role.phase) for role in status.roles}, form, output)
     if not status.calls:
-        print(f"unirun: job {status.run_id} has made no calls that unirun has seen", file=sys.stderr)
+        warn(f"job {status.run_id} has made no calls that unirun has seen")
     elif form == "tree" and output is None:
-        print()
+        say()
         print_table(["CALL", "CALLS", "EACH", "SENT", "RETURNED"], [_row(call) for call in status.calls])
     return 0
 
@@ -121,7 +123,8 @@ def _status(name: str | None, store: str | None) -> JobStatus:
 
 def _edge(call: CallStatus) -> Edge:
     kind, direction = cast(Kind, call.kind), cast(Direction, call.direction)
-    return Edge(call.source, call.target, call.method, kind, direction, call.asynchronous, call.weight)
+    source, target, method = map(printable, (call.source, call.target, call.method))
+    return Edge(source, target, method, kind, direction, call.asynchronous, call.weight)
 
 
 def _row(call: CallStatus) -> list[str]:
@@ -136,7 +139,7 @@ def _row(call: CallStatus) -> list[str]:
 
 def _show(graph: Graph, states: States, form: str, output: str | None) -> None:
     draw = DRAWN[form]
-    if form == "tree" and output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+    if form == "tree" and output is None and in_colour(sys.stdout):
         draw = partial(tree, colour=True)
     picture = draw(graph, states)
     if output is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from unirun.cli.options import items, parse
 from unirun.cli.optiontable import PLAN_OPTIONS
 from unirun.cli.planned import plan_job
 from unirun.cli.tables import print_table
+from unirun.cli.terminal import columns, in_colour, say
 from unirun.collocation import Placement, slot_types
 from unirun.launcher.environment import worker_env
 from unirun.rendezvous.jobdir import JobDir, jobs_root
@@ -53,21 +53,20 @@ def main(argv: list[str]) -> int:
         }
         print(json.dumps(whole, indent=2))
         return 0
-    print(f"job {spec.run_id}: {placement.note}")
+    say(f"job {spec.run_id}: {placement.note}")
     for line_of_text in _calls(spec):
-        print(line_of_text)
+        say(line_of_text)
     if len(spec.roles) > 1 or len(inventory.nodes) > 1:
-        terminal = sys.stdout.isatty()
-        colours = COLOURS if terminal and "NO_COLOR" not in os.environ else ()
-        width = shutil.get_terminal_size().columns if terminal else 110
+        colours = COLOURS if in_colour(sys.stdout) else ()
+        width = columns(sys.stdout.fileno()) if sys.stdout.isatty() else 110
         picture = grid(placement, inventory, types)
-        print(f"\n{text(picture, colours=colours, width=width)}")
+        sys.stdout.write(f"\n{text(picture, colours=colours, width=width)}\n")
     if lost:
-        print(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move{':' if moved else ''}")
+        say(f"{_ranks(len(moved))} of {len(before.placement.assignments)} would move{':' if moved else ''}")
         if moved:
             rows_of_moves = [[each.worker, each.before, each.after or "nowhere"] for each in moved]
             print_table(["WORKER", "FROM", "TO"], rows_of_moves)
-        print()
+        say()
     names = ("role", "rank", "node", "slot")
     table = [
         [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unirun.cli.compose import job_spec
 from unirun.cli.options import CommandLine
+from unirun.cli.terminal import warn
 from unirun.collocation import (
     Inventory,
     Placement,
@@ -62,7 +62,7 @@ def plan_job(line: CommandLine) -> PlannedJob:
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
     for warning in unknown_nodes(spec, inventory):
-        print(f"unirun: {warning}", file=sys.stderr)
+        warn(warning)
     # Nodes that are not there have no files to be read.
     topology = told_topology if "inventory" in line.options else local_topology
     spec, placement = place(spec, inventory, topology=topology, ties=ties_of(spec))

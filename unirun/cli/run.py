@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +14,7 @@ from unirun.cli.planned import PlannedJob, plan_job
 from unirun.cli.processes import Processes, masters_words
 from unirun.cli.session import Session
 from unirun.cli.stored import anchored
+from unirun.cli.terminal import say, warn
 from unirun.collocation import Inventory, Placement
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError
 from unirun.launcher import launch
@@ -89,11 +89,10 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         processes = Processes(launched)
         if not processes.taken_up(job):
             code = processes.end(led=False) or EXIT_FAILURE
-            for text in (masters_words(job) or "the job's processes are gone").splitlines():
-                print(f"unirun: {text}", file=sys.stderr)
+            warn(masters_words(job) or "the job's processes are gone")
             return code
-        print(spec.run_id)
-        print(f"unirun: started; follow it with: unirun logs -f {spec.run_id}", file=sys.stderr)
+        say(spec.run_id)
+        warn(f"started; follow it with: unirun logs -f {spec.run_id}")
         return 0
     console = Console(quiet=bool(line.options.get("quiet")))
     return asyncio.run(Session(job, spec, console, launched).run())

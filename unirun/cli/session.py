@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from unirun.cli.console import Console, Prefixer, shown
 from unirun.cli.processes import FAREWELL, Processes, masters_words
 from unirun.cli.stopping import Wishes
+from unirun.cli.terminal import warn
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
 from unirun.launcher import Launched
 from unirun.launcher.logs import LogFollower
@@ -216,9 +216,9 @@ class Session:
                 for name, total in ((role.name, role.count) for role in self._spec.roles)
             ]
             joined = any(role.phase != "waiting" for role in self._roles.values())
-            rendezvous = "rendezvous done" if joined else "rendezvous …"
             seconds = time.monotonic() - self._began
-            words = [self._spec.run_id, f"{seconds:.1f} s", self._spawner, rendezvous, *parts]
+            # What matters most first: a terminal may be too narrow for all of it.
+            words = [f"{seconds:.1f} s", *parts, self._spawner if joined else "waiting for the nodes"]
             self._console.live("  ".join(words))
 
     def _lost(self) -> int:
@@ -283,4 +283,4 @@ def pass_on_error(ended: Ended, path: str | None) -> None:
     try:
         Path(path).write_text(json.dumps(error))
     except OSError as failed:
-        print(f"unirun: the error file {path} cannot be written: {failed.strerror}", file=sys.stderr)
+        warn(f"the error file {path} cannot be written: {failed.strerror}")

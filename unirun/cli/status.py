@@ -11,6 +11,7 @@ from typing import Any
 from unirun.cli.options import Parser
 from unirun.cli.stored import STORE_HELP, StoredJob, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import age, megabytes, print_table
+from unirun.cli.terminal import say
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 from unirun.rendezvous.jobdir import find_job
 
@@ -58,22 +59,23 @@ def _print(status: JobStatus, master: str, logs: str) -> None:
     now = time.time()
     end = status.ended if status.ended is not None else now
     code = "" if status.code is None else f", exit code {status.code}"
-    print(f"job {status.run_id}: {status.phase}{code}, {age(end - status.started)}")
+    say(f"job {status.run_id}: {status.phase}{code}, {age(end - status.started)}")
     if status.reason:
-        print(f"reason: {status.reason}")
+        say(f"reason: {status.reason}")
     if status.trouble:
-        print(f"store: {' '.join(status.trouble.split())}")
+        say(f"store: {' '.join(status.trouble.split())}")
     if master:
-        print(f"master: {master}")
+        say(f"master: {master}")
     budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]
     if budgets:
-        print(f"restarts: {', '.join(budgets)}")
+        say(f"restarts: {', '.join(budgets)}")
     nodes = ((status.spares, "held back"), (status.lost, "lost"))
     if told := [f"{', '.join(names)} {what}" for names, what in nodes if names]:
-        print(f"nodes: {'; '.join(told)}")
+        say(f"nodes: {'; '.join(told)}")
     for text in status.waiting:
-        print(f"waiting: {text}")
-    print(f"logs: {logs}\n")
+        say(f"waiting: {text}")
+    say(f"logs: {logs}")
+    say()
     workers = [(role, worker) for role in status.roles for worker in role.workers]
     headers = ["WORKER", "STATE", "NODE", "PID", "INCARNATION", "MEMORY", "CPU", "ROLE"]
     rows = [_row(role, worker) for role, worker in workers]
@@ -84,7 +86,8 @@ def _print(status: JobStatus, master: str, logs: str) -> None:
     print_table(headers, rows)
     if status.failures:
         shown, every = len(status.failures), status.failed
-        print(f"\nfailures: {every if shown == every else f'the last {shown} of {every}'}")
+        say()
+        say(f"failures: {every if shown == every else f'the last {shown} of {every}'}")
         headers = ["WORKER", "INCARNATION", "WHEN", "EXIT", "DECIDED", "MESSAGE"]
         print_table(headers, [_failure(failure, now) for failure in status.failures])
 

@@ -7,6 +7,7 @@ import signal
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere
+from unirun.cli.terminal import say
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, read_status
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     job = find_here(options.store, options.job, "stop")
     status = read_status(job)
     if status.phase in ENDED:
-        print(f"job {job.run_id} has ended already: {status.phase}")
+        say(f"job {job.run_id} has ended already: {status.phase}")
         return 0
     with contextlib.suppress(StoreError):
         # Without its store nobody knows who leads; that is waited for below.
@@ -47,12 +48,12 @@ def main(argv: list[str]) -> int:
     if options.no_wait:
         with call_master(job) as master:
             master.send(stop)
-        print(f"job {job.run_id} is stopping")
+        say(f"job {job.run_id} is stopping")
         return 0
     try:
         end = follow_to_end(job, stop, PATIENCE)
     except TimeoutError as error:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
     code = "" if end.code is None else f", exit code {end.code}"
-    print(f"job {job.run_id} {end.phase}{code}")
+    say(f"job {job.run_id} {end.phase}{code}")
     return 0

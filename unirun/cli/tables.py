@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from unirun.cli.terminal import is_screen, printable, say
+
 COLOURS = {
     "running": "green",
     "succeeded": "green",
@@ -18,11 +20,12 @@ COLOURS = {
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print `rows` under `headers`; a word that names a state is coloured on a terminal."""
-    if not sys.stdout.isatty():
+    rows = [[printable(cell) for cell in row] for row in rows]
+    if not is_screen(sys.stdout):
         widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
         for row in (headers, *rows):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print("  ".join(cells).rstrip())
+            say("  ".join(cells).rstrip())
         return
     from rich.console import Console
     from rich.table import Table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -60,11 +61,14 @@ class TestAPrefix:
         assert prefix("actor", 3, 1) == b"actor/3/1/$other|"
 
 
-@pytest.fixture
-def console() -> Iterator[Console]:
-    made = Console(quiet=False)
-    yield made
-    made.close(20.0)
+@contextmanager
+def console(*, quiet: bool = False) -> Iterator[Console]:
+    """Of stdout and stderr as they are captured now."""
+    made = Console(quiet=quiet)
+    try:
+        yield made
+    finally:
+        made.close(20.0)
 
 
 class TestTheConsole:
@@ -79,41 +83,37 @@ class TestTheConsole:
         ],
     )
     def test_puts_the_prefix_before_each_line(
-        self, console: Console, capfdbinary: pytest.CaptureFixture[bytes], data: bytes, written: bytes
+        self, capfdbinary: pytest.CaptureFixture[bytes], data: bytes, written: bytes
     ) -> None:
-        console.lines(1, b"[a] ", data)
+        with console() as shown:
+            shown.lines(1, b"[a] ", data)
         assert capfdbinary.readouterr() == (written, b"")
 
-    def test_leaves_a_single_workers_output_as_it_is(
-        self, console: Console, capfdbinary: pytest.CaptureFixture[bytes]
-    ) -> None:
-        console.lines(2, b"", b"10%\r20%\rdone\n")
+    def test_leaves_a_single_workers_output_as_it_is(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        with console() as shown:
+            shown.lines(2, b"", b"10%\r20%\rdone\n")
         assert capfdbinary.readouterr() == (b"", b"10%\r20%\rdone\n")
 
-    def test_says_its_own_lines_on_stderr(
-        self, console: Console, capfdbinary: pytest.CaptureFixture[bytes]
-    ) -> None:
-        console.note("a\nb")
-        console.live("not on a pipe")
-        console.close(20.0)
+    def test_says_its_own_lines_on_stderr(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        with console() as shown:
+            shown.note("a\nb")
+            shown.live("not on a pipe")
         assert capfdbinary.readouterr() == (b"", b"unirun: a\nunirun: b\n")
 
     def test_is_quiet_but_for_errors(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-        console = Console(quiet=True)
-        console.note("hidden")
-        console.error("shown")
-        console.close(20.0)
+        with console(quiet=True) as shown:
+            shown.note("hidden")
+            shown.error("shown")
         assert capfdbinary.readouterr().err == b"unirun: shown\n"
 
-    def test_goes_on_when_nobody_reads_any_more(
-        self, console: Console, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_goes_on_when_nobody_reads_any_more(self) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as closed:
-            monkeypatch.setattr("sys.stdout", closed)
-            console.lines(1, b"", b"lost\n")
-            console.lines(1, b"", b"lost too\n")
+            shown = Console(quiet=False, out=closed)
+            shown.lines(1, b"", b"lost\n")
+            shown.lines(1, b"", b"lost too\n")
+            shown.close(20.0)
 
 
 class TestATable:
