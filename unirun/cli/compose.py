@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.cli.options import CommandLine, from_environment, items
+from unirun.cli.slips import refuse_slip
 from unirun.collocation import Inventory, count_slots
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.spec import JobSpec, parse_job
@@ -22,10 +23,12 @@ from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
 def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str] = os.environ) -> JobSpec:
     """The spec that a command line describes. Raises `SpecError` or `UsageError`."""
     file: dict[str, Any] = {}
+    if line.script is not None and "no_python" not in line.options and "module" not in line.options:
+        refuse_slip(line.script, job_file="config" in line.options)
     if "config" in line.options:
         from unirun.spec.yaml import load_job_file
 
-        file = _long_roles(load_job_file(line.options["config"], line.overrides))
+        file = load_job_file(line.options["config"], line.overrides)
     data: dict[str, Any] = {}
     trained = "trainer" in line.options or "trainer" in file
     _merge(data, options_to_job(_defaults(line, environ), _names(line, file), trained=trained))
@@ -75,19 +78,6 @@ def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
             _merge(base[key], value)
         else:
             base[key] = value
-
-
-def _long_roles(data: dict[str, Any]) -> dict[str, Any]:
-    """``actor: 4`` in a job file means ``actor: {count: 4}``; in the long form, flags can add to it."""
-    roles, trainer = data.get("roles"), data.get("trainer")
-    long = dict(data)
-    if isinstance(roles, dict):
-        long["roles"] = {
-            n: r if isinstance(r, dict) else {} if r is None else {"count": r} for n, r in roles.items()
-        }
-    if trainer is not None and not isinstance(trainer, dict):
-        long["trainer"] = {"class": trainer}
-    return long
 
 
 def _new_id(data: Mapping[str, Any], script: str | None) -> str:

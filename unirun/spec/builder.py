@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.parse import parse_job
-from unirun.spec.read import nearest
+from unirun.spec.read import nearest, shown
 from unirun.spec.roles import TRAINER
 from unirun.spec.yaml import plain_config
 
@@ -149,7 +149,9 @@ def _number_fault(where: str, value: Any, call: str) -> list[Fault]:
     if value is None:
         return [Fault(where, "it is not set", f"call .{call}")]
     if not _is_number(value):
-        return [Fault(where, f"expected a whole number greater than 0, found {value!r}", f"call .{call}")]
+        return [
+            Fault(where, f"expected a whole number greater than 0, found {shown(value)}", f"call .{call}")
+        ]
     return []
 
 
@@ -190,7 +192,7 @@ def _class_faults(where: str, kind: str, entry: ClassDraft, loaded: Mapping[str,
     wanted = {"workload": "BaseWorkload", "trainer": "BaseTrainer"}
     for field_name, value in (("module", entry.module), ("class", entry.name)):
         if not isinstance(value, str) or not value:
-            problem = f"expected the name of a {field_name}, found {value!r}"
+            problem = f"expected the name of a {field_name}, found {shown(value)}"
             return [Fault(f"{where}.{field_name}", problem, "name it as a text")]
     found = loaded[entry.target]
     if found.error:

@@ -16,7 +16,7 @@ from typing import Any
 from unirun.errors import SpecError
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
 from unirun.spec.names import RUN_ID, id_stem
-from unirun.spec.read import Reader, nearest
+from unirun.spec.read import Reader, nearest, shown
 from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
 from unirun.spec.together import group_faults, handle_faults
 
@@ -116,7 +116,7 @@ def _groups(read: Reader, key: str, value: Any, roles: Sequence[RoleSpec]) -> tu
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        read.fault(key, f"expected a list of lists of roles, found {value!r}", "write [[a, b]]")
+        read.fault(key, f"expected a list of lists of roles, found {shown(value)}", "write [[a, b]]")
         return ()
     groups = []
     for number, group in enumerate(value):
@@ -124,7 +124,7 @@ def _groups(read: Reader, key: str, value: Any, roles: Sequence[RoleSpec]) -> tu
         if isinstance(group, list | tuple):
             groups.append(read.texts(group, where))
         else:
-            read.fault(where, f"expected a list of roles, found {group!r}", "write [[a, b]]")
+            read.fault(where, f"expected a list of roles, found {shown(group)}", "write [[a, b]]")
     read.faults += group_faults(key, groups, roles)
     return tuple(groups)
 
@@ -143,7 +143,7 @@ def _edges(read: Reader, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(edge, str | Mapping) for edge in value):
-        read.fault("edges", f"expected a list of edges, found {value!r:.120}", "write ['trainer -> actor']")
+        read.fault("edges", f"expected a list of edges, found {shown(value)}", "write ['trainer -> actor']")
         return ()
     return tuple(dict(edge) if isinstance(edge, Mapping) else edge for edge in value)
 
@@ -184,7 +184,7 @@ def _log(read: Reader, value: Any) -> LogSpec:
     for key in ("redirects", "tee"):
         text = str(fields.get(key) if fields.get(key) is not None else "0")
         if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
-            read.fault(f"log.{key}", f"expected 0, 1, 2, 3 or RANK:N,RANK:N, found {text!r}")
+            read.fault(f"log.{key}", f"expected 0, 1, 2, 3 or RANK:N,RANK:N, found {shown(text)}")
         streams[key] = text
     ranks = fields.get("local_ranks_filter")
     numbers: tuple[int, ...] | None = None

@@ -29,6 +29,7 @@ RESERVED_ENV = frozenset(
     for name in names
 )
 MAX_COUNT = 1_000_000
+MAX_SHOWN = 200
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
@@ -37,6 +38,16 @@ def nearest(word: str, words: Sequence[str]) -> str:
         return "there are none"
     close = difflib.get_close_matches(word, words, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(words))}"
+
+
+def shown(value: Any) -> str:
+    """`value` as a message can show it, whatever it is: in Python's form, of at most `MAX_SHOWN` characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # A number with more digits than Python turns into text, or something that is nested too deeply.
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 class Reader:
@@ -55,7 +66,7 @@ class Reader:
             return {}
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return dict(value)
-        self.fault(where, f"expected a mapping with names as keys, found {value!r}")
+        self.fault(where, f"expected a mapping with names as keys, found {shown(value)}")
         return {}
 
     def known(self, mapping: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -70,7 +81,7 @@ class Reader:
             return default
         if isinstance(value, str) and can_be_passed_on(value):
             return value
-        self.fault(where, f"expected a text, found {value!r}")
+        self.fault(where, f"expected a text, found {shown(value)}")
         return default
 
     def texts(self, value: Any, where: str) -> tuple[str, ...]:
@@ -81,7 +92,7 @@ class Reader:
             value = [value]
         if isinstance(value, list | tuple) and all(isinstance(v, str | int | float) for v in value):
             return tuple(self.text(str(v), where) for v in value)
-        self.fault(where, f"expected a list of texts, found {value!r}")
+        self.fault(where, f"expected a list of texts, found {shown(value)}")
         return ()
 
     def integer(self, value: Any, where: str, default: int, least: int, most: int = MAX_COUNT) -> int:
@@ -91,10 +102,10 @@ class Reader:
         if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,12}", value.strip()):
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            self.fault(where, f"expected a whole number, found {value!r}")
+            self.fault(where, f"expected a whole number, found {shown(value)}")
             return default
         if not least <= value <= most:
-            self.fault(where, f"expected a number from {least} to {most}, found {value}")
+            self.fault(where, f"expected a number from {least} to {most}, found {shown(value)}")
             return default
         return value
 
@@ -104,7 +115,7 @@ class Reader:
             return default
         number = as_number(value)
         if not least <= number < 1e9:
-            self.fault(where, f"expected a number of seconds, at least {least:g}, found {value!r}")
+            self.fault(where, f"expected a number of seconds, at least {least:g}, found {shown(value)}")
             return default
         return number
 
@@ -114,7 +125,7 @@ class Reader:
             return default
         if isinstance(value, bool):
             return value
-        self.fault(where, f"expected true or false, found {value!r}")
+        self.fault(where, f"expected true or false, found {shown(value)}")
         return default
 
     def choice(self, value: Any, where: str, choices: tuple[str, ...], default: str) -> str:
@@ -123,7 +134,7 @@ class Reader:
             return default
         if isinstance(value, str) and value in choices:
             return value
-        self.fault(where, f"expected one of {', '.join(choices)}, found {value!r}")
+        self.fault(where, f"expected one of {', '.join(choices)}, found {shown(value)}")
         return default
 
     def env(self, value: Any, where: str) -> dict[str, str]:
@@ -135,7 +146,7 @@ class Reader:
             elif key in RESERVED_ENV or key.startswith("UNIRUN_"):
                 self.fault(f"{where}.{key}", "unirun sets this for every worker itself")
             elif isinstance(item, bool) or not isinstance(item, str | int | float):
-                self.fault(f"{where}.{key}", f"expected a text or a number, found {item!r}", "quote it")
+                self.fault(f"{where}.{key}", f"expected a text or a number, found {shown(item)}", "quote it")
             else:
                 found[key] = self.text(str(item), f"{where}.{key}")
         return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from unirun.spec.classes import missing_class
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
-from unirun.spec.read import Reader, as_number
+from unirun.spec.read import Reader, as_number, shown
 
 SlotCounter = Callable[[str], int]
 """Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
@@ -159,7 +159,7 @@ def _slots(read: Reader, value: Any, where: str) -> float:
     number = as_number(value)
     if not 0 < number < 1e6 or (number > 1 and number != int(number)):
         read.fault(
-            where, f"expected a whole number or a share of one, found {value!r}", "for example 2 or 0.5"
+            where, f"expected a whole number or a share of one, found {shown(value)}", "for example 2 or 0.5"
         )
         return 1.0
     return number

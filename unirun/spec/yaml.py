@@ -1,4 +1,4 @@
-"""A job in YAML, with OmegaConf's interpolation and dotted overrides. The only room that imports OmegaConf."""
+"""A job in YAML, with OmegaConf's interpolation and dotted overrides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirun.errors import Fault, SpecError
+from unirun.spec.overrides import overridden
+from unirun.spec.read import shown
+
+MAX_DEPTH = 100
+MAX_BITS = 4096
 
 
 def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The mapping in the file `path` after `overrides` (``roles.actor.count=8``) and interpolation.
+    """The mapping in the file `path`, in its long form, after `overrides` (``roles.actor.count=8``) and interpolation.
 
     A file whose name ends with ``.json`` is taken as it is: in what programs write, ``${`` is no interpolation.
     Raises `SpecError` when it cannot be read, is no YAML, or refers to what is not there.
@@ -22,42 +27,114 @@ def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise SpecError([Fault(path, f"cannot be read: {(error.strerror or str(error)).lower()}")]) from error
     except UnicodeDecodeError as error:
         raise SpecError([Fault(path, "is no text in UTF-8")]) from error
-    return {str(key): value for key, value in plain.items()}
+    except RecursionError as error:
+        raise _too_deep(path) from error
+    _refuse_extremes(path, plain)
+    return plain
 
 
-def _read_json(path: str, overrides: Sequence[str]) -> Mapping[Any, Any]:
+def _refuse_extremes(path: str, plain: Mapping[str, Any]) -> None:
+    """Raise `SpecError` for what no job needs, and Python or JSON fail on at one place or another."""
+    rest: list[tuple[Any, str, int]] = [(plain, "", 0)]
+    while rest:
+        value, where, depth = rest.pop()
+        if depth > MAX_DEPTH:
+            raise _too_deep(path)
+        if isinstance(value, int) and value.bit_length() > MAX_BITS:
+            raise SpecError([Fault(path, f"{where}: a number of more than {MAX_BITS} bits", "quote it")])
+        pairs = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        )
+        rest += [(each, f"{where}.{key}" if where else str(key), depth + 1) for key, each in pairs]
+
+
+def _too_deep(path: str) -> SpecError:
+    return SpecError([Fault(path, f"is nested too deeply; at most {MAX_DEPTH} levels are possible")])
+
+
+def _read_value(where: str, text: str) -> Any:
+    """What `text`, the value of an override `where`, says as YAML. Raises `SpecError`."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = OmegaConf.from_dotlist([f"value={_without_base_60(text)}"])
+        return OmegaConf.to_container(config)["value"]  # type: ignore[call-overload, index]
+    except yaml.YAMLError as error:
+        raise SpecError([Fault(where, f"its value is no YAML: {_problem(error)}", "quote it")]) from error
+    except RecursionError as error:
+        raise SpecError([Fault(where, "its value is nested too deeply")]) from error
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise SpecError([Fault(where, _first_line(error), "quote it")]) from error
+
+
+def long_form(data: Mapping[Any, Any]) -> dict[str, Any]:
+    """``actor: 4`` in a job file means ``actor: {count: 4}``; in the long form, overrides and options can add to it."""
+    long = {str(key): value for key, value in data.items()}
+    roles, trainer = long.get("roles"), long.get("trainer")
+    if isinstance(roles, dict):
+        long["roles"] = {
+            n: r if isinstance(r, dict) else {} if r is None else {"count": r} for n, r in roles.items()
+        }
+    if trainer is not None and not isinstance(trainer, dict):
+        long["trainer"] = {"class": trainer}
+    return long
+
+
+def _read_json(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     if overrides:
         raise SpecError([Fault(path, "is no YAML, so nothing can be overridden", "write a job in YAML")])
     with open(path, encoding="utf-8") as file:
         try:
             plain = json.load(file)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
             raise SpecError([Fault(path, f"is no JSON: {error}")]) from error
     if not isinstance(plain, dict):
         raise SpecError([Fault(path, "holds no object, expected one with keys like 'roles'")])
-    return plain
+    return long_form(plain)
 
 
-def _read_yaml(path: str, overrides: Sequence[str]) -> Mapping[Any, Any]:
+def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     import yaml
     from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         with open(path, encoding="utf-8") as file:
             config = OmegaConf.create(_without_base_60(file.read()))
         if not isinstance(config, DictConfig):
             raise SpecError([Fault(path, "holds a list, expected a mapping with keys like 'roles'")])
-        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([*map(_quoted, overrides)]))
-        plain = OmegaConf.to_container(merged, resolve=True)
+        plain = OmegaConf.to_container(config)
+        assert isinstance(plain, dict)
+        changed = OmegaConf.create(overridden(long_form(plain), overrides, _read_value))
+        plain = OmegaConf.to_container(changed, resolve=True, throw_on_missing=True)
     except UnicodeDecodeError:
         raise
     except yaml.YAMLError as error:
-        raise SpecError([Fault(path, f"is no YAML: {' '.join(str(error).split())}")]) from error
+        raise SpecError([Fault(path, f"is no YAML: {_problem(error)}")]) from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        raise SpecError([Fault(path, " ".join(str(error).split()))]) from error
+        key, problem = getattr(error, "full_key", None), _first_line(error)
+        if isinstance(error, MissingMandatoryValue):
+            problem = "has no value yet (???)"
+        raise SpecError([Fault(path, f"{key}: {problem}" if key else problem)]) from error
     assert isinstance(plain, dict)
-    return plain
+    return {str(key): value for key, value in plain.items()}
+
+
+def _problem(error: Exception) -> str:
+    """What a YAML parser complains of, and where, in one line."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if not problem or mark is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
+def _first_line(error: Exception) -> str:
+    """What OmegaConf says, without the lines about its own classes."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
@@ -86,11 +163,6 @@ def _without_base_60(text: str) -> str:
     return yaml.serialize(root, Dumper=yaml.SafeDumper, allow_unicode=True) if changed else text
 
 
-def _quoted(override: str) -> str:
-    key, equals, value = override.partition("=")
-    return f"{key}='{value}'" if equals and _BASE_60.fullmatch(value) else override
-
-
 def plain_config(config: object) -> Mapping[Any, Any]:
     """`config`, a mapping or a ``DictConfig``, as plain values with its interpolations resolved.
 
@@ -103,10 +175,8 @@ def plain_config(config: object) -> Mapping[Any, Any]:
         try:
             config = OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException as error:
-            raise SpecError(
-                [Fault("config", " ".join(str(error).split()), "correct the reference")]
-            ) from error
+            raise SpecError([Fault("config", _first_line(error), "correct the reference")]) from error
     if not isinstance(config, Mapping):
-        problem = f"expected a dict or a DictConfig, found {config!r}"
+        problem = f"expected a dict or a DictConfig, found {shown(config)}"
         raise SpecError([Fault("config", problem, "pass the training configuration")])
     return config

@@ -190,7 +190,7 @@ class TestAWrongFile:
             ("script: ${nowhere}", "nowhere"),
             ("a: [", "is no YAML"),
             ("- a\n- b", "holds a list, expected a mapping|Cannot merge"),
-            ("roles: {a: '???'}\nscript: train.py", "roles.a.count: expected a whole number"),
+            ("roles: {a: '???'}\nscript: train.py", "roles.a.count: has no value yet"),
         ],
     )
     def test_is_told_in_words(self, compose: Compose, job_file: JobFile, text: str, says: str) -> None:
@@ -202,7 +202,7 @@ class TestAWrongFile:
         assert compose("--config", "job.json").config == {"a": "${b}", "c": 1e-05}
         with pytest.raises(SpecError, match="nothing can be overridden"):
             compose("--config", "job.json", "config.c=1")
-        for text, says in (("[1]", "holds no object"), ("{", "is no JSON"), ("[" * 10**5, "is no JSON")):
+        for text, says in (("[1]", "holds no object"), ("{", "is no JSON"), ("[" * 10**5, "too deeply")):
             (scripts / "job.json").write_text(text)
             with pytest.raises(SpecError, match=says):
                 compose("--config", "job.json")

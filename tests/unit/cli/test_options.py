@@ -202,7 +202,7 @@ class TestWhatFollows:
         with pytest.raises(UsageError, match="--exclud"):
             parse(["--config", "job.yaml", "a=1", "--exclusive", "n1"])
 
-    def test_without_a_config_an_equals_sign_means_nothing(self) -> None:
+    def test_without_a_config_an_equals_sign_means_nothing_to_the_parser(self) -> None:
         assert parse(["a=1", "b"]).script == "a=1"
 
     def test_a_single_dash_is_a_word(self) -> None:

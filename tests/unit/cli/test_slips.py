@@ -1,0 +1,50 @@
+"""A word that is no script is told what it looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Compose
+from unirun.errors import SpecError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["config.lr=3"],
+            "config.lr=3 changes a value of a job file, and no job file is named; write --config FILE",
+        ),
+        (["+config.lr=3", "train.py"], "no job file is named"),
+        (["roles.actor.count=3", "train.py"], "no job file is named"),
+        (["statsu"], "there is no command and no script 'statsu'; did you mean unirun status?"),
+        (["log"], "did you mean unirun logs?"),
+        (["-q", "status"], "status is a command, and stands before all options; write unirun status …"),
+        (
+            ["python", "train.py"],
+            "unirun starts Python itself; leave out 'python', or write --no-python before",
+        ),
+        (["run", "train.py"], "there is no command 'run'; write unirun SCRIPT, or unirun --config FILE"),
+    ],
+)
+def test_in_the_place_of_a_script_is_no_script(compose: Compose, argv: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compose(*argv)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a=1", "statsu", "status", "python", "run"])
+def test_a_file_of_that_name_is_run(compose: Compose, scripts: Path, name: str) -> None:
+    (scripts / name).touch()
+    assert compose(name).roles[0].entry.target == name
+
+
+def test_a_program_may_have_any_name(compose: Compose) -> None:
+    assert compose("--no-python", "python3", "x.py").roles[0].entry.target == "python3"
+
+
+def test_a_word_that_is_near_nothing_is_a_missing_script(compose: Compose) -> None:
+    with pytest.raises(SpecError, match="script 'trainer' does not exist; looked in"):
+        compose("trainer")
