@@ -72,7 +72,7 @@ class Module:
     @property
     def room(self) -> str:
         """``launcher`` for ``unirun.launcher.core``; empty for the package itself."""
-        return self.name.split(".")[1] if "." in self.name else ""
+        return "" if self.name in ("unirun", "unirun.__main__") else self.name.split(".")[1]
 
 
 @dataclass(frozen=True)

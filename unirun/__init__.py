@@ -87,6 +87,11 @@ _ERRORS = frozenset(
 _TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder"})
 
 
+def __dir__() -> list[str]:
+    """What there is, though most of it is not imported yet."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Names are imported when they are used, so that the command starts without what it does not need."""
     if name not in __all__:

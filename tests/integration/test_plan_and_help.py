@@ -16,7 +16,7 @@ class TestPlan:
         train = script("raise SystemExit(9)")
         result = unirun("plan", "--roles", "actor=2,rollout=1", train, "--lr", "3", within=QUICK)
         assert result.code == 0, result.err
-        assert re.search(r"ROLE +RANK +NODE +SLOT +RESTART +COMMAND", result.out)
+        assert re.search(r"ROLE +RANK +NODE +SLOT +RESTART +ENV +COMMAND", result.out)
         rows = [line for line in result.out.splitlines() if re.match(r"(actor|rollout) ", line)]
         assert len(rows) == 3
         assert all("--lr 3" in row for row in rows)

@@ -13,7 +13,7 @@ from unirun.cli.files import write_file
 from unirun.cli.options import Parser, parse
 from unirun.cli.optiontable import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
 from unirun.cli.planned import inventory_of
-from unirun.cli.stored import STORE_HELP, find_summary, opened, read_stored, store_to_ask
+from unirun.cli.stored import JOB_HELP, STORE_HELP, find_job, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import print_table
 from unirun.cli.terminal import in_colour, printable, say, warn
 from unirun.errors import UsageError
@@ -34,7 +34,6 @@ from unirun.graph import (
     yaml,
 )
 from unirun.observe.status import CallStatus, JobStatus, read_status
-from unirun.rendezvous.jobdir import find_job
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
@@ -55,10 +54,10 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="unirun graph",
         usage="unirun graph [JOB] [--store URL] [--format FORM] [-o FILE]\n       unirun graph [options of unirun …]",
-        description="Who calls whom: in a job that runs or ran (by default the newest), or in one that is described.",
+        description="Who calls whom: in a job that runs or ran, or in one that is described.",
         allow_abbrev=False,
     )
-    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser.add_argument("job", nargs="?", help=JOB_HELP)
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     parser.add_argument("--format", choices=FORMATS, default="tree", help=FORMAT_HELP)
     parser.add_argument("-o", "--output", help=FILE_HELP, metavar="FILE")

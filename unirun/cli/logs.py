@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unirun.cli.options import Parser
-from unirun.cli.stored import STORE_HELP, find_here
-from unirun.errors import JobError, UsageError
+from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
+from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.jobdir import JobDir
 
 
 def main(argv: list[str]) -> int:
     """Print, and with -f follow, the logs of a job. Returns 0."""
-    parser = Parser(
-        prog="unirun logs", description="What the workers of a job wrote (by default the newest)."
-    )
-    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser = Parser(prog="unirun logs", description="What the workers of a job wrote.")
+    parser.add_argument("job", nargs="?", help=JOB_HELP)
     parser.add_argument("who", nargs="?", help="a role or one rank: actor, actor:2")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     parser.add_argument("-n", "--lines", type=int, help="only the last N lines of each file", metavar="N")
@@ -32,18 +30,38 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.lines is not None and options.lines < 0:
         raise UsageError("-n wants a number of lines, 0 or more")
-    job = find_here(options.store, options.job, "logs")
+    job, who = _found(options.store, options.job, options.who)
     names = ["stdout.log"] * (not options.stderr) + ["stderr.log"] * (not options.stdout)
     if options.follow:
-        _follow(job, options.who, names, options.lines)
+        _follow(job, who, names, options.lines)
         return 0
-    files = list(_files(job, options.who, names, every=options.all))
+    files = list(_files(job, who, names, every=options.all))
     if not files:
-        raise JobError(f"job {job.run_id} has no logs of {options.who or 'any worker'}", "see unirun status")
+        raise JobError(f"job {job.run_id} has no logs of {who or 'any worker'}", "see unirun status")
     for path, prefix in files:
         for line in _last(path.read_bytes().splitlines(), options.lines):
             _put(prefix + line + b"\n")
     return 0
+
+
+def _found(store: str | None, name: str | None, who: str | None) -> tuple[JobDir, str | None]:
+    """The job and the workers that are meant. A worker or a role alone is one of the newest job."""
+    if name is not None and ":" in name:
+        if who is not None:
+            problem = f"{name} is a worker, and stands behind the job"
+            raise UsageError(problem, f"write unirun logs {who} {name}")
+        return find_here(store, None, "logs"), name
+    try:
+        return find_here(store, name, "logs"), who
+    except JobElsewhere:
+        raise
+    except JobError:
+        if name is None or who is not None:
+            raise
+        newest = find_here(store, None, "logs")
+        if all(role.name != name for role in read_status(newest).roles):
+            raise
+        return newest, name
 
 
 def _last(lines: list[bytes], count: int | None) -> list[bytes]:

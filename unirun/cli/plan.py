@@ -72,12 +72,12 @@ def main(argv: list[str]) -> int:
         [
             *(str(row[name]) for name in names),
             f"{row['restart']}×{row['max_restarts']}",
-            row["command"],
             _short_env(row["env"]),
+            row["command"],
         ]
         for row in rows
     ]
-    print_table(["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND", "ENV"], table)
+    print_table(["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV", "COMMAND"], table)
     return 0
 
 

@@ -9,17 +9,25 @@ import time
 from typing import Any
 
 from unirun.cli.options import Parser
-from unirun.cli.stored import STORE_HELP, StoredJob, find_summary, opened, read_stored, store_to_ask
+from unirun.cli.stored import (
+    JOB_HELP,
+    STORE_HELP,
+    StoredJob,
+    find_job,
+    find_summary,
+    opened,
+    read_stored,
+    store_to_ask,
+)
 from unirun.cli.tables import age, megabytes, print_table
 from unirun.cli.terminal import say
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
-from unirun.rendezvous.jobdir import find_job
 
 
 def main(argv: list[str]) -> int:
     """Print the status of a job. Returns 0, whatever the job's own end was."""
-    parser = Parser(prog="unirun status", description="How a job stands (by default the newest).")
-    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser = Parser(prog="unirun status", description="How a job stands.")
+    parser.add_argument("job", nargs="?", help=JOB_HELP)
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options: argparse.Namespace = parser.parse_args(argv)

@@ -6,7 +6,7 @@ import contextlib
 import signal
 
 from unirun.cli.options import Parser
-from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere
+from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere, running_jobs
 from unirun.cli.terminal import say
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.observe.following import follow_to_end
@@ -20,8 +20,10 @@ PATIENCE = 600.0
 
 def main(argv: list[str]) -> int:
     """Stop a job. Returns 0 when it has ended."""
-    parser = Parser(prog="unirun stop", description="End a running job (by default the newest).")
-    parser.add_argument("job", nargs="?", help="the job's id, or the beginning of it")
+    parser = Parser(prog="unirun stop", description="End a running job.")
+    parser.add_argument(
+        "job", nargs="?", help="the job's id, or the beginning of it (default: the one that runs)"
+    )
     parser.add_argument(
         "--signal", default="SIGTERM", help="what the workers get first (default SIGTERM)", metavar="SIG"
     )
@@ -35,10 +37,11 @@ def main(argv: list[str]) -> int:
     name = options.signal if options.signal.startswith("SIG") else f"SIG{options.signal}"
     if name not in signal.Signals.__members__:
         raise UsageError(f"{options.signal!r} is no signal", "for example SIGTERM or SIGINT")
-    job = find_here(options.store, options.job, "stop")
+    job = find_here(options.store, options.job or _only_one(options.store), "stop")
     status = read_status(job)
     if status.phase in ENDED:
-        say(f"job {job.run_id} has ended already: {status.phase}")
+        nothing = "" if options.job else "no job runs; the newest, "
+        say(f"{nothing}job {job.run_id} has ended already: {status.phase}")
         return 0
     with contextlib.suppress(StoreError):
         # Without its store nobody knows who leads; that is waited for below.
@@ -57,3 +60,11 @@ def main(argv: list[str]) -> int:
     code = "" if end.code is None else f", exit code {end.code}"
     say(f"job {job.run_id} {end.phase}{code}")
     return 0
+
+
+def _only_one(store: str | None) -> str | None:
+    """The job that runs; None when none does. Raises `UsageError` when several do: which one is not guessed."""
+    running = running_jobs(store)
+    if len(running) > 1:
+        raise UsageError(f"{len(running)} jobs run: {', '.join(running)}", "name one: unirun stop JOB")
+    return running[0] if running else None

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import Summary, read_index
-from unirun.observe.status import JobStatus
+from unirun.observe.status import ENDED, JobStatus, runs
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, find_job, jobs_root
+from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, jobs_root
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store, store_url
 
+JOB_HELP = "the job's id, or the beginning of it (default: the newest that runs, or the newest)"
 STORE_HELP = (
     "the store to look in: sqlite:PATH or etcd://… (default: this user's directories, then $UNIRUN_STORE)"
 )
@@ -63,10 +64,32 @@ def store_to_ask(option: str | None, name: str | None) -> str | None:
     return None if fits else store_url(None)
 
 
+def find_job(name: str | None) -> JobDir:
+    """The job of this user whose id is `name` or starts with it; without a name the newest that runs, or the newest.
+
+    Raises `JobError`.
+    """
+    jobs = {job.run_id: job for job in all_jobs()}
+    return jobs[choose_job(name, tuple(jobs), lambda run_id: runs(jobs[run_id]))]
+
+
 def find_summary(store: Store, name: str | None) -> Summary:
-    """The job of `store` whose id is `name` or starts with it; without a name the newest. Raises `JobError`."""
+    """The same among the jobs of `store`."""
     summaries = {summary.run_id: summary for summary in read_index(store)}
-    return summaries[choose_job(name, tuple(summaries))]
+    return summaries[choose_job(name, tuple(summaries), lambda run_id: _is_led(store, summaries[run_id]))]
+
+
+def running_jobs(option: str | None) -> list[str]:
+    """The ids of the jobs that run, the oldest first, where a command without a name looks for one."""
+    url = store_to_ask(option, None)
+    if url is None:
+        return [job.run_id for job in all_jobs() if runs(job)]
+    with opened(url) as store:
+        return [summary.run_id for summary in read_index(store) if _is_led(store, summary)]
+
+
+def _is_led(store: Store, summary: Summary) -> bool:
+    return summary.phase not in ENDED and leader_of(store, job_prefix(summary.run_id)) is not None
 
 
 def directory_of(run_id: str, uid: str) -> JobDir | None:

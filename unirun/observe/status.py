@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unirun.errors import JobError
 from unirun.rendezvous.jobdir import JobDir
 
 FAILURES = 20
@@ -129,6 +130,15 @@ class JobStatus:
         calls = tuple(CallStatus(**call) for call in data.get("calls", ()))
         names = {key: tuple(data.get(key, ())) for key in ("spares", "lost", "waiting")}
         return cls(**{**data, **names, "roles": roles, "failures": failures, "calls": calls})
+
+
+def runs(job: JobDir) -> bool:
+    """Whether `job` has not ended yet; its processes live on for a moment when it has."""
+    try:
+        return job.alive() and read_status(job).phase not in ENDED
+    except JobError:
+        # It has only just begun.
+        return True
 
 
 def read_status(job: JobDir) -> JobStatus:

@@ -1,7 +1,7 @@
 """Where the parties of a job meet: its directory, its sockets, and the endpoints of its groups."""
 
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
-from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, find_job, jobs_root
+from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, jobs_root
 from unirun.rendezvous.liveness import ProcessWatch, started_at
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "ProcessWatch",
     "all_jobs",
     "create_job",
-    "find_job",
     "hold_endpoint",
     "jobs_root",
     "started_at",

@@ -28,7 +28,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from typing import Any
 
 from unirun.errors import JobError
 
+MATCHES_SHOWN = 5
 _FIRST = "context.json"
 
 _LOG_MARK = ".unirun"
@@ -299,22 +300,20 @@ def _made_at(path: str) -> int:
     return 0
 
 
-def find_job(name: str | None) -> JobDir:
-    """The job whose id is `name` or starts with it; without a name the newest. Raises `JobError`."""
-    jobs = {job.run_id: job for job in all_jobs()}
-    return jobs[choose_job(name, tuple(jobs))]
-
-
-def choose_job(name: str | None, run_ids: Sequence[str]) -> str:
+def choose_job(name: str | None, run_ids: Sequence[str], runs: Callable[[str], bool]) -> str:
     """Which of `run_ids` (the oldest first) is meant by `name`, an id or the beginning of one; without a name the
-    newest. Raises `JobError`."""
+    newest that `runs`, or the newest when none does. Raises `JobError`."""
     if not run_ids:
         raise JobError("there are no jobs", "start one with: unirun script.py")
     if name is None:
-        return run_ids[-1]
+        return next((each for each in reversed(run_ids) if runs(each)), run_ids[-1])
     matches = [each for each in run_ids if each == name] or [x for x in run_ids if x.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise JobError(f"{name!r} fits {len(matches)} jobs", "write more of the id; unirun ls shows them")
+        newest = ", ".join(reversed(matches[-MATCHES_SHOWN:]))
+        and_more = ", …" if len(matches) > MATCHES_SHOWN else ""
+        raise JobError(f"{name!r} fits {len(matches)} jobs", f"write more of the id: {newest}{and_more}")
+    if ":" in name:
+        raise JobError(f"{name!r} is a worker and no job", "name its job; unirun ls shows the jobs there are")
     raise JobError(f"no job is called {name!r}", "unirun ls shows the jobs there are")

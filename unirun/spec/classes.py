@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
 
+ELSEWHERE = "--cwd DIR names another folder"
 _MAKE_NAMES = frozenset({"globals", "vars", "locals", "exec", "setattr"})
 """With one of these at its top level, a module may bind names that its source does not show."""
 
@@ -65,7 +66,9 @@ def _find(module: str, folders: Sequence[str]) -> ModuleSpec | Missing:
     if found is None:
         near = _nearest(parts[0], _modules_in(folders))
         looked = ", ".join(os.path.abspath(folder) for folder in folders)
-        return Missing(f"there is no module {parts[0]!r}", near or f"looked in {looked} and on sys.path")
+        return Missing(
+            f"there is no module {parts[0]!r}", near or f"looked in {looked} and on sys.path; {ELSEWHERE}"
+        )
     for i in range(1, len(parts)):
         parent, name = ".".join(parts[:i]), ".".join(parts[: i + 1])
         places = found.submodule_search_locations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unirun.spec.classes import missing_class
+from unirun.spec.classes import ELSEWHERE, missing_class
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.read import Reader, as_number, shown
 
@@ -253,12 +254,24 @@ def _check_target(read: Reader, entry: Entry, where: str, cwd: str | None, pytho
                 read.fault(f"{where}.{key}", missing.problem, missing.remedy)
 
 
+def _near_script(path: Path) -> str:
+    """A file whose name is near, or where there is none."""
+    folder = os.path.abspath(path.parent)
+    try:
+        stems = [name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")]
+    except OSError:
+        stems = []
+    if near := difflib.get_close_matches(path.name.removesuffix(".py"), stems, n=1):
+        return f"did you mean {str(path.with_name(f'{near[0]}.py'))!r}?"
+    return f"looked in {folder}; {ELSEWHERE}"
+
+
 def _check_script(read: Reader, script: str, where: str, cwd: str | None) -> None:
     # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
     path = Path(cwd or ".", script)
     if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
         read.fault(where, f"script {script!r} is a directory", "name the file in it")
     elif not os.path.exists(path):
-        read.fault(where, f"script {script!r} does not exist", f"looked in {os.path.abspath(path.parent)}")
+        read.fault(where, f"script {script!r} does not exist", _near_script(path))
     elif not os.access(path, os.R_OK):
         read.fault(where, f"script {script!r} cannot be read", "check its permissions")

@@ -34,6 +34,9 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
     ("argv", "code", "says"),
     [
         (["nowhere.py"], 2, "unirun: roles.default: script 'nowhere.py' does not exist; looked in"),
+        (["trian.py"], 2, "script 'trian.py' does not exist; did you mean 'train.py'?"),
+        (["train"], 2, "script 'train' does not exist; did you mean 'train.py'?"),
+        (["plan", "--roles", "a=1@wl:Actor"], 2, "and on sys.path; --cwd DIR names another folder"),
         (["--max-restart5", "1", "train.py"], 2, "did you mean '--max-restarts'?"),
         (["--roles", "a=0", "train.py"], 2, "unirun: roles.a.count: expected a number from 1"),
         (["--nnodes", "2", "train.py"], 2, "this version of unirun runs on one node"),
@@ -158,10 +161,16 @@ class TestAPlan:
     def test_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
         assert call("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
         lines = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
-        assert lines[0].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "COMMAND"]
+        assert lines[0].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV"]
         assert [line.split()[:2] for line in lines[1:]] == [["actor", "0"], ["actor", "1"], ["rollout", "0"]]
-        assert "role×0   python train.py --lr 1" in lines[1]
+        assert "role×0   RANK=0 " in lines[1]
+        assert lines[1].endswith("  python train.py --lr 1")
         assert not home.exists(), "a plan makes nothing"
+
+    def test_has_a_short_header_however_long_the_command_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call("plan", "train.py", *("--some-option",) * 50) == 0
+        header, row = capsys.readouterr().out.splitlines()[-2:]
+        assert len(header) < 100 < 700 < len(row)
 
     def test_is_for_programs_too(self, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["--roles", "actor=2", "--env", "A=1", "--master-port", "29500", "train.py"]
@@ -183,8 +192,9 @@ class TestAPlan:
         output = capsys.readouterr().out
         assert "collocated, on the same devices: actor, rollout\n" in output
         assert "calls: transport socket, at most 1800 s each\n" in output
-        assert "process×3  workload ppo:Actor" in output
-        assert "process×3  trainer ppo:PPOTrainer" in output
+        assert "process×3  RANK=0 " in output
+        assert "  workload ppo:Actor\n" in output
+        assert "  trainer ppo:PPOTrainer\n" in output
         assert call("plan", "--json", *argv) == 0
         rows = json.loads(capsys.readouterr().out)["workers"]
         assert [(row["role"], row["kind"], row["restart"], row["max_restarts"]) for row in rows] == [

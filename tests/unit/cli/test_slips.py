@@ -46,5 +46,5 @@ def test_a_program_may_have_any_name(compose: Compose) -> None:
 
 
 def test_a_word_that_is_near_nothing_is_a_missing_script(compose: Compose) -> None:
-    with pytest.raises(SpecError, match="script 'trainer' does not exist; looked in"):
-        compose("trainer")
+    with pytest.raises(SpecError, match="script 'rewards' does not exist; looked in"):
+        compose("rewards")

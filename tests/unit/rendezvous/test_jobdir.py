@@ -6,13 +6,14 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from unirun.errors import JobError
-from unirun.rendezvous import JobDir, all_jobs, create_job, find_job, jobs_root
+from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
+from unirun.rendezvous.jobdir import choose_job
 from unirun.wire import load_token, new_token
 
 Create = Callable[..., JobDir]
@@ -157,34 +158,39 @@ class TestALogDirectory:
         assert [*all_jobs()] == []
 
 
-class TestAJobIsFound:
-    def test_by_its_name_or_the_beginning_of_it(self, create: Create) -> None:
-        for name in ("train-aa1", "train-bb2", "other"):
-            create(name)
-        assert find_job("other").run_id == "other"
-        assert find_job("train-a").run_id == "train-aa1"
+def choose(name: str | None, *run_ids: str, running: Sequence[str] = ()) -> str:
+    return choose_job(name, run_ids, lambda run_id: run_id in running)
 
-    def test_by_its_whole_name_before_a_longer_one(self, create: Create) -> None:
-        create("train")
-        create("train-2")
-        assert find_job("train").run_id == "train"
 
-    def test_only_when_it_is_clear_which(self, create: Create) -> None:
-        create("train-1")
-        create("train-2")
-        with pytest.raises(JobError, match="'train' fits 2 jobs; write more of the id"):
-            find_job("train")
-        with pytest.raises(JobError, match="no job is called 'x'; unirun ls shows"):
-            find_job("x")
+class TestAJobIsChosen:
+    def test_by_its_name_or_the_beginning_of_it(self) -> None:
+        assert choose("other", "train-aa1", "train-bb2", "other") == "other"
+        assert choose("train-a", "train-aa1", "train-bb2", "other") == "train-aa1"
 
-    def test_without_a_name_when_it_was_started_last(self, create: Create) -> None:
+    def test_by_its_whole_name_before_a_longer_one(self) -> None:
+        assert choose("train", "train", "train-2") == "train"
+
+    def test_only_when_it_is_clear_which(self) -> None:
+        with pytest.raises(JobError, match="'t' fits 2 jobs; write more of the id: t-2, t-1$"):
+            choose("t", "t-1", "t-2", "x", running=["t-1"])
+        with pytest.raises(JobError, match="'t' fits 9 jobs; write more of the id: t8, t7, t6, t5, t4, …$"):
+            choose("t", *(f"t{n}" for n in range(9)))
+        with pytest.raises(JobError, match="no job is called 'y'; unirun ls shows"):
+            choose("y", "t-1")
+
+    def test_without_a_name_when_it_runs_or_was_started_last(self) -> None:
+        assert choose(None, "a", "b", "c") == "c"
+        assert choose(None, "a", "b", "c", "d", running=["a", "b"]) == "b"
         with pytest.raises(JobError, match="there are no jobs"):
-            find_job(None)
+            choose(None)
+
+
+class TestAllJobs:
+    def test_are_in_the_order_of_their_start(self, create: Create) -> None:
         for number, name in enumerate(("b", "a", "c")):
             job = create(name)
             os.utime(job.token, ns=(number, number))
-        find_job("b").write_json("state.json", {"changed": "later"})
-        assert find_job(None).run_id == "c"
+        JobDir(jobs_root() / "b").write_json("state.json", {"changed": "later"})
         assert [job.run_id for job in all_jobs()] == ["b", "a", "c"]
 
     def test_even_without_its_token(self, create: Create) -> None:

@@ -119,7 +119,7 @@ def test_all_faults_of_overrides_are_told_at_once(tmp_path: Path) -> None:
         ("name: ${nothing.here}", "job.yaml: name: Interpolation key 'nothing.here' not found"),
         ("name: ${name}", "job.yaml: name: Recursive interpolation detected"),
         ("roles: {a: 1}: x", "job.yaml: is no YAML: line 1, column 14: "),
-        ("a: " + "[" * 5000, "job.yaml: is nested too deeply"),
+        ("a: " + "[" * 5000 + "]" * 5000, "job.yaml: is nested too deeply"),
         ("a: " + "{b: " * 150 + "1" + "}" * 150, "job.yaml: is nested too deeply"),
         ("config: {n: " + "9" * 5000 + "}", "job.yaml: Exceeds the limit"),
         ("config: {n: 0x" + "f" * 5000 + "}", "job.yaml: config.n: a number of more than 4096 bits"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, overload
 
 from unirun.errors import UsageError
+from unirun.graph import spans
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
 from unirun.roles.calls.pending import Method
@@ -152,7 +153,12 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
             if not self._ranks[index]:
                 raise UsageError(f"{self!r}[{index.start}:{index.stop}] is empty", "name at least one rank")
             return RoleGroup(self._methods, self._ranks[index])
-        return self._handle(self._ranks[index])
+        try:
+            rank = self._ranks[index]
+        except IndexError:
+            count = len(self._ranks)
+            raise IndexError(f"[{index}] is out of range: {self!r} has [0] to [{count - 1}]") from None
+        return self._handle(rank)
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return map(self._handle, self._ranks)
@@ -172,7 +178,7 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
         return options
 
     def __repr__(self) -> str:
-        return f"<role group {self.role} with ranks {', '.join(map(str, self._ranks))}>"
+        return f"<role group {self.role} with rank{'s' * (len(self._ranks) > 1)} {spans(self._ranks)}>"
 
 
 def role_group(caller: Caller, role: str, size: int) -> RoleGroup:

@@ -101,11 +101,19 @@ class TestAGroup:
         assert [handle.rank for handle in group] == [0, 1, 2]
         assert isinstance(group[0], WorkerHandle)
         assert (group[-1].rank, group.rank0.rank) == (2, 0)
-        assert repr(group) == "<role group desk with ranks 0, 1, 2>"
+        assert repr(group) == "<role group desk with ranks 0-2>"
         assert repr(group[1]) == "<desk:1>"
         assert group.role == group[1].role == "desk"
-        with pytest.raises(IndexError):
-            group[3]
+
+    def test_names_role_and_ranks_when_there_is_no_such_worker(self, group: RoleGroup) -> None:
+        for index in (3, -4):
+            with pytest.raises(IndexError) as caught:
+                group[index]
+            assert str(caught.value) == (
+                f"[{index}] is out of range: <role group desk with ranks 0-2> has [0] to [2]"
+            )
+        with pytest.raises(IndexError, match=r"\[1\] is out of range: <role group desk with rank 2> has"):
+            group[2:][1]
 
     def test_has_smaller_groups(self, group: RoleGroup) -> None:
         assert [who for who, *_ in group[1:].mine()] == [1, 2]
@@ -139,7 +147,7 @@ class TestAGroup:
 
     @pytest.mark.parametrize("method", ["second", "some"])
     def test_a_part_without_the_target_is_refused(self, group: RoleGroup, method: str) -> None:
-        with pytest.raises(UsageError, match=f"{method} has target .* not in <role group desk with ranks 2>"):
+        with pytest.raises(UsageError, match=f"{method} has target .* not in <role group desk with rank 2>"):
             getattr(group[2:], method)
 
     def test_waits_or_does_not_as_the_method_or_the_caller_says(self, group: RoleGroup) -> None:

@@ -1,0 +1,19 @@
+"""The package itself: its names, and the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import unirun
+
+
+def test_its_names_are_listed_before_they_are_imported() -> None:
+    assert {*unirun.__all__, "__all__"} <= {*dir(unirun)}
+
+
+def test_it_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "unirun", "--version"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout[:7], done.stderr) == (0, "unirun ", "")
