@@ -77,7 +77,9 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGINT)
         job.lines("SIGINT: stopping")
         job.signal(signal.SIGINT)
-        assert job.end(SOON).code == 130
+        result = job.end(SOON)
+        assert result.code == 130
+        assert (result.err.count("SIGINT: stopping"), result.err.count("SIGINT: killing")) == (1, 1)
 
     def test_while_the_job_ends_by_itself_is_the_first_of_two(self, unirun: Unirun, script: Script) -> None:
         slow = """

@@ -149,10 +149,7 @@ class Session:
             elif self._wishes.urgent:
                 # There is no master to tell; the agents end what runs on this host.
                 self._processes.stop_agents()
-            self._console.note(
-                f"{signum.name}: stopping; SIGKILL follows after {self._spec.shutdown_timeout:g} s, "
-                "or at once when it comes again"
-            )
+            self._console.note(self._wishes.answer(signum.name, self._spec.shutdown_timeout))
 
         for name in self._spec.signals:
             signum = signal.Signals[name]

@@ -36,6 +36,12 @@ class Wishes:
         if told:
             self._told = len(self._asked)
 
+    def answer(self, name: str, grace: float) -> str:
+        """What to tell the user who has just asked by the signal called `name`; `grace` is in seconds."""
+        if self.urgent:
+            return f"{name}: killing the workers now"
+        return f"{name}: stopping; SIGKILL follows after {grace:g} s, or at once when it comes again"
+
     def for_next(self, phases: Iterable[str]) -> list[Stop]:
         """What the next master has to be told, which has said that its roles are in `phases`.
 

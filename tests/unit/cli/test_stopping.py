@@ -58,6 +58,16 @@ class TestWishes:
         assert wishes.urgent
         assert wishes.for_next(phases) == again
 
+    def test_are_answered_with_what_follows(self) -> None:
+        wishes = Wishes()
+        wishes.add(FIRST, told=True)
+        assert wishes.answer("SIGINT", 30.0) == (
+            "SIGINT: stopping; SIGKILL follows after 30 s, or at once when it comes again"
+        )
+        for _ in range(2):
+            wishes.add(SECOND, told=True)
+            assert wishes.answer("SIGTERM", 30.0) == "SIGTERM: killing the workers now"
+
     def test_that_nobody_has_heard_are_told_to_a_job_that_stops_by_itself(self) -> None:
         wishes = Wishes()
         wishes.add(FIRST, told=False)
