@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 
-from unirun.cli.terminal import give_up_stdout, prepare_streams, say, warn
-from unirun.errors import UnirunError
+from unirun.cli.terminal import drop_output, prepare_streams, say, warn
+from unirun.errors import EXIT_FAILURE, UnirunError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "stubs", "completion")
 
@@ -16,18 +19,32 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     prepare_streams()
     try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
+        code = _dispatch_and_flush(arguments)
     except UnirunError as error:
         warn(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:
-        # The reader of a table went away, as head does; a shell expects the code of SIGPIPE.
-        give_up_stdout()
-        code = 128 + signal.SIGPIPE
+        code = 128 + signal.SIGINT
     sys.exit(code)
+
+
+def _dispatch_and_flush(argv: list[str]) -> int:
+    """Run the command. What it prints is written when this returns, or is dropped: the interpreter would fail at it."""
+    try:
+        try:
+            return _dispatch(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has gone, as head does. A shell expects the code of SIGPIPE.
+        drop_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        drop_output()
+        warn(f"what there is to print cannot be written: {error.strerror}")
+        return EXIT_FAILURE
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from unirun.cli.options import Parser
 from unirun.cli.stored import directory_of, may_be_there, opened
 from unirun.cli.tables import age, print_table
 from unirun.cli.terminal import say, warn
-from unirun.errors import JobError, StoreError, UnirunError, UsageError
+from unirun.errors import JobError, StoreError, StoreRefused, UnirunError, UsageError
 from unirun.observe.index import Summary, read_index
 from unirun.observe.status import ENDED, read_status
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
                 removed.append((remains, _clear(remains, stores, dry=options.dry_run)))
             except UnirunError as error:
                 errors.append(error)
+        errors += stores.refused
     _show(removed, dry=options.dry_run, as_json=options.json)
     for each in errors:
         warn(str(each))
@@ -88,12 +89,16 @@ class _Stores:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._open: dict[str, tuple[Store, dict[str, Summary]]] = {}
+        self.refused: list[StoreRefused] = []
+        """What they have that cannot be read."""
 
     def at(self, url: str) -> tuple[Store, dict[str, Summary]]:
         """The store at `url` and its index, by job."""
         if url not in self._open:
             store = self._stack.enter_context(opened(url))
-            self._open[url] = store, {summary.run_id: summary for summary in read_index(store)}
+            index = read_index(store)
+            self.refused += index.refused
+            self._open[url] = store, {summary.run_id: summary for summary in index.jobs}
         return self._open[url]
 
 

@@ -33,7 +33,7 @@ from unirun.graph import (
     without_circles,
     yaml,
 )
-from unirun.observe.status import CallStatus, JobStatus, read_status
+from unirun.observe.status import CallStatus, JobStatus, read_status, verified
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
@@ -115,7 +115,8 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
 def _status(name: str | None, store: str | None) -> JobStatus:
     url = store_to_ask(store, name)
     if url is None:
-        return read_status(find_job(name))
+        job = find_job(name)
+        return verified(read_status(job), str(job.state))
     with opened(url) as there:
         return read_stored(there, find_summary(there, name).run_id).status
 

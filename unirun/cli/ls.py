@@ -11,7 +11,7 @@ from typing import Any
 from unirun.cli.options import Parser
 from unirun.cli.stored import opened
 from unirun.cli.tables import age, print_table
-from unirun.errors import JobError, StoreError
+from unirun.errors import JobError, StoreError, StoreRefused
 from unirun.observe.index import Summary, read_index
 from unirun.observe.status import ENDED, JobStatus, read_status
 from unirun.rendezvous.election import Leader, leader_of
@@ -35,9 +35,10 @@ def main(argv: list[str]) -> int:
     here = [] if options.store else [(job, _status(job)) for job in all_jobs()]
     url = store_url(options.store)
     stored: list[tuple[Summary, Leader | None]] = []
-    trouble = None
+    trouble: StoreError | None = None
     try:
-        stored = _stored(url, [job for job, _ in here]) if url else []
+        stored, refused = _stored(url, [job for job, _ in here]) if url else ([], ())
+        trouble = next(iter(refused), None)
     except StoreError as error:
         # What is here can be shown all the same.
         trouble = error
@@ -77,15 +78,19 @@ def _status(job: JobDir) -> JobStatus | None:
         return None
 
 
-def _stored(url: str, here: list[JobDir]) -> list[tuple[Summary, Leader | None]]:
-    """The jobs of a store, but those that are `here`, each with who leads it now."""
+def _stored(
+    url: str, here: list[JobDir]
+) -> tuple[list[tuple[Summary, Leader | None]], tuple[StoreRefused, ...]]:
+    """The jobs of a store, but those that are `here`, each with who leads it now; and what cannot be read."""
     known = {_identity(job) for job in here}
     with opened(url) as store:
-        return [
+        index = read_index(store)
+        jobs = [
             (each, None if each.phase in ENDED else leader_of(store, job_prefix(each.run_id)))
-            for each in read_index(store)
+            for each in index.jobs
             if (each.run_id, each.uid) not in known
         ]
+    return jobs, index.refused
 
 
 def _identity(job: JobDir) -> tuple[str, str]:
@@ -98,7 +103,7 @@ def _identity(job: JobDir) -> tuple[str, str]:
 def _row(job: JobDir, status: JobStatus | None) -> list[str]:
     if status is None:
         return [job.run_id, "starting" if job.alive() else "lost", "", "", "", ""]
-    roles = {role.name: len(role.workers) for role in status.roles}
+    roles = {str(role.name): len(role.workers) for role in status.roles}
     return _cells(job.run_id, status, roles)
 
 

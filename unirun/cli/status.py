@@ -21,7 +21,7 @@ from unirun.cli.stored import (
 )
 from unirun.cli.tables import age, megabytes, print_table
 from unirun.cli.terminal import say
-from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status, verified
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     url = store_to_ask(options.store, options.job)
     if url is None:
         job = find_job(options.job)
-        status, logs = read_status(job), str(job.logs.resolve())
+        status, logs = verified(read_status(job), str(job.state)), str(job.logs.resolve())
         more: dict[str, Any] = {"dir": str(job.path), "logs": logs}
         master = f"term {status.epoch}" if status.epoch else ""
     else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import Summary, read_index
-from unirun.observe.status import ENDED, JobStatus, runs
+from unirun.observe.status import ENDED, JobStatus, runs, verified
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, jobs_root
 from unirun.rendezvous.keys import job_prefix
@@ -75,8 +75,15 @@ def find_job(name: str | None) -> JobDir:
 
 def find_summary(store: Store, name: str | None) -> Summary:
     """The same among the jobs of `store`."""
-    summaries = {summary.run_id: summary for summary in read_index(store)}
-    return summaries[choose_job(name, tuple(summaries), lambda run_id: _is_led(store, summaries[run_id]))]
+    index = read_index(store)
+    summaries = {summary.run_id: summary for summary in index.jobs}
+    try:
+        return summaries[choose_job(name, tuple(summaries), lambda run_id: _is_led(store, summaries[run_id]))]
+    except JobError:
+        # It may be on a line that cannot be read.
+        if index.refused:
+            raise index.refused[0] from None
+        raise
 
 
 def running_jobs(option: str | None) -> list[str]:
@@ -85,7 +92,7 @@ def running_jobs(option: str | None) -> list[str]:
     if url is None:
         return [job.run_id for job in all_jobs() if runs(job)]
     with opened(url) as store:
-        return [summary.run_id for summary in read_index(store) if _is_led(store, summary)]
+        return [summary.run_id for summary in read_index(store).jobs if _is_led(store, summary)]
 
 
 def _is_led(store: Store, summary: Summary) -> bool:
@@ -148,11 +155,15 @@ def read_stored(store: Store, run_id: str) -> StoredJob:
         raise JobError(
             f"the store has no context of job {run_id}", "it was removed, or is being written anew"
         )
-    state = observed(restore(documents), documents)
     head = store.get(f"{prefix}head")
-    epoch = json.loads(head.value)["epoch"] if head else 0
-    hosts = tuple(dict.fromkeys(agent.host for agent in state.agents.values())) or state.placement.nodes
-    status = status_of(state, {}, {}, epoch=epoch)
+    try:
+        state = observed(restore(documents), documents)
+        epoch = json.loads(head.value)["epoch"] if head else 0
+        hosts = tuple(dict.fromkeys(agent.host for agent in state.agents.values())) or state.placement.nodes
+        status = verified(status_of(state, {}, {}, epoch=epoch), f"the context of job {run_id}")
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        problem = f"the context of job {run_id} is not whole or not unirun's: {error!r}"
+        raise StoreRefused(problem, "does the store's prefix belong to something else?") from error
     return StoredJob(status, leader_of(store, prefix), state.logs, hosts)
 
 

@@ -37,7 +37,7 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def give_up_stdout() -> None:
+def drop_output() -> None:
     """Drop what stdout still holds: nobody can take it, and the interpreter would try again at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unirun.errors import JobError
+from unirun.errors import FrameError, JobError
 from unirun.rendezvous.jobdir import JobDir
+from unirun.wire.codec import typed
 
 FAILURES = 20
 """Failures in a status; the job's events tell of all of them."""
@@ -142,13 +144,40 @@ def runs(job: JobDir) -> bool:
 
 
 def read_status(job: JobDir) -> JobStatus:
-    """The status of `job`. Raises `JobError` when it has none.
+    """The status of `job`. Raises `JobError` when it has none, or one that unirun of this version has not written.
 
     A job of which neither master nor agent lives, and which has no end, is ``lost``: its record cannot have changed
     since.
     """
     alive = job.alive()
-    status = JobStatus.from_json(job.read_json(job.state.name))
+    data = job.read_json(job.state.name)
+    try:
+        status = JobStatus.from_json(data)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise _foreign(str(job.state)) from error
+    if not (_is_time(status.started) and (status.ended is None or _is_time(status.ended))):
+        raise _foreign(str(job.state))
     if alive or status.phase in ENDED:
         return status
     return dataclasses.replace(status, phase="lost", reason="its processes are gone and left no end")
+
+
+def verified(status: JobStatus, where: str) -> JobStatus:
+    """`status`, which was found at `where`, when every field of it has the type that unirun gives it.
+
+    Raises `JobError`. Reading many does without: it takes longer than the reading.
+    """
+    try:
+        return typed(JobStatus, status.to_json())
+    except (FrameError, TypeError) as error:
+        raise _foreign(where) from error
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _foreign(where: str) -> JobError:
+    return JobError(
+        f"{where} holds no status that unirun of this version has written", "is it another version's?"
+    )

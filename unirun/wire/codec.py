@@ -17,6 +17,7 @@ from unirun.wire.messages import Message
 from unirun.wire.reports import Metrics, WorkerMetrics
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
+T = typing.TypeVar("T")
 _FIELDS: dict[type[Any], dict[str, Any]] = {}
 
 
@@ -37,6 +38,11 @@ def decode(payload: dict[str, Any]) -> Message:
     if kind is None:
         raise FrameError(f"unknown message {name!r}", "is the peer of another version?")
     return typing.cast(Message, _build(kind, fields, kind.__name__))
+
+
+def typed(kind: type[T], fields: dict[str, Any]) -> T:
+    """The dataclass `kind` from plain values, each checked against its annotation. Raises `FrameError`."""
+    return typing.cast(T, _build(kind, fields, kind.__name__))
 
 
 def _fields(kind: type[Any]) -> dict[str, Any]:

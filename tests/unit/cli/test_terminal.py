@@ -1,0 +1,249 @@
+"""Whatever workers, stores and job files hold, a command ends with words that a terminal can show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unicodedata import category
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unirun.cli import main
+from unirun.cli.terminal import printable, printable_lines
+from unirun.observe import (
+    CallStatus,
+    FailureStatus,
+    JobStatus,
+    RoleStatus,
+    Summary,
+    WorkerStatus,
+)
+from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.keys import index_key
+from unirun.rendezvous.store.protocol import Put
+from unirun.rendezvous.store.url import open_store
+from unirun.wire import new_token
+
+HOSTILE = st.sampled_from(
+    ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\r\n", "\ud800", "\u202e", "\x00", "é", "a\tb", "", "x" * 500]
+) | st.text(max_size=8)
+
+
+class TestPrintable:
+    @given(st.text(st.characters()))
+    def test_text_is_one_line_of_visible_characters_and_blanks(self, text: str) -> None:
+        shown = printable(text)
+        assert all(c.isprintable() or category(c) == "Zs" for c in shown)
+        shown.encode()
+        for line in printable_lines(text):
+            assert printable(line.replace("\t", "")) == line.replace("\t", "")
+
+    @pytest.mark.parametrize("text", ["", "plain", "größer 训练 🚀", "5\u202f000 \u00a0%", "\\x1b"])
+    def test_text_that_is_so_already_stays(self, text: str) -> None:
+        assert printable(text) == text
+
+    def test_everything_else_is_escaped_as_python_does(self) -> None:
+        assert printable("\x1b[31m\n\t\x9b\u202e\ud800\u2028") == (
+            "\\x1b[31m\\n\\t\\x9b\\u202e\\ud800\\u2028"
+        )
+        assert printable_lines("a\tb\n\x1bc\n") == ["a\tb", "\\x1bc"]
+
+
+def ran(*argv: str) -> tuple[int, str]:
+    """The exit code of a command and what it has printed. Any exception but SystemExit fails the test."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+    with (
+        contextlib.redirect_stdout(streams[0]),
+        contextlib.redirect_stderr(streams[1]),
+        pytest.raises(SystemExit) as leave,
+    ):
+        main([*argv])
+    text = ""
+    for stream in streams:
+        stream.flush()
+        text += stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert isinstance(leave.value.code, int)
+    assert "Traceback" not in text
+    assert all(c.isprintable() or c == "\n" or category(c) == "Zs" for c in text), repr(text)
+    return leave.value.code, text
+
+
+@contextlib.contextmanager
+def home(folder: Path) -> Any:
+    """A home of one example's own."""
+    before = os.environ.get("UNIRUN_HOME")
+    os.environ["UNIRUN_HOME"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["UNIRUN_HOME"]
+        else:
+            os.environ["UNIRUN_HOME"] = before
+
+
+def job(status: Any) -> JobDir:
+    """A job that has left `status`."""
+    made, lock = create_job("job-1", new_token())
+    os.close(lock)
+    made.write_json("state.json", status)
+    return made
+
+
+def status_of(text: str) -> JobStatus:
+    """A status with `text` wherever a worker or another host could have put it."""
+    worker = WorkerStatus(0, text, text, 0, 1, text, 1, 1.0, 0, {text: 1.0})
+    role = RoleStatus(text, text, 0, 1, 3, (worker,))
+    failure = FailureStatus(text, 0, 0, text, 1.0, text, text, text)
+    call = CallStatus(text, text, text, "scatter", "both", True, 1.0, 1, 1, 1, 1.0)
+    return JobStatus(
+        text,
+        text,
+        "failed",
+        text,
+        1.0,
+        2.0,
+        1,
+        (role,),
+        1,
+        text,
+        (failure,),
+        1,
+        (call,),
+        (text,),
+        (text,),
+        (text,),
+    )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | HOSTILE,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(HOSTILE, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+class TestOutput:
+    @settings(max_examples=40, deadline=None)
+    @given(text=HOSTILE)
+    def test_has_no_control_characters_of_workers(
+        self, text: str, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        with home(tmp_path_factory.mktemp("home")):
+            job(status_of(text).to_json())
+            for argv in (["status"], ["ls"], ["graph"], ["graph", "--format", "mermaid"], ["stop"]):
+                code, _ = ran(*argv)
+                assert code in (0, 2), argv
+
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.data())
+    def test_is_words_whatever_the_state_holds(
+        self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        status: Any = status_of("x").to_json()
+        place = status
+        for key in data.draw(
+            st.sampled_from([(), ("roles", 0), ("roles", 0, "workers", 0), ("failures", 0)])
+        ):
+            place = place[key]
+        place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
+        with home(tmp_path_factory.mktemp("home")):
+            job(status)
+            for argv in (["status"], ["ls"], ["graph"], ["logs"], ["stop"], ["gc", "--dry-run"]):
+                code, _ = ran(*argv)
+                assert code in (0, 2), argv
+
+    @settings(max_examples=60, deadline=None)
+    @given(name=st.sampled_from(list(Summary.__dataclass_fields__)), value=JSON, text=HOSTILE)
+    def test_is_words_whatever_a_line_of_the_index_holds(
+        self, name: str, value: Any, text: str, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        folder = tmp_path_factory.mktemp("home")
+        url = f"sqlite:{folder / 'shared.db'}"
+        store = open_store(url)
+        good = Summary("good", "u", text, "running", 1.0, None, None, {text: 2})
+        store.txn([], [Put(index_key("good"), good.line())])
+        line = {**json.loads(good.line()), "run_id": "bad", name: value}
+        store.txn([], [Put(index_key("bad"), json.dumps(line))])
+        store.close()
+        with home(folder):
+            code, shown = ran("ls", "--store", url)
+            assert code in (0, 4)
+            assert "good" in shown, "one line does not hide the others"
+            for argv in (["status", "good"], ["status", "bad"], ["status"], ["gc", "--dry-run"], ["stop"]):
+                code, _ = ran(*argv, "--store", url)
+                assert code in (0, 2, 4), argv
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        values=st.dictionaries(
+            st.sampled_from(
+                [
+                    "roles",
+                    "env",
+                    "args",
+                    "config",
+                    "log",
+                    "edges",
+                    "name",
+                    "trainer",
+                    "collocations",
+                    "primary",
+                    "script",
+                    "spares",
+                    "exclude_nodes",
+                ]
+            ),
+            JSON,
+            max_size=3,
+        )
+    )
+    def test_is_words_whatever_a_job_file_holds(
+        self, values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        folder = tmp_path_factory.mktemp("home")
+        (folder / "job.yaml").write_text(json.dumps(values))
+        (folder / "train.py").touch()
+        with home(folder):
+            code, _ = ran("plan", "--config", str(folder / "job.yaml"), str(folder / "train.py"))
+            assert code in (0, 2, 3)
+
+
+def unirun(*argv: str, **how: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "unirun", *argv], timeout=60, check=False, **how)
+
+
+class TestStreams:
+    def test_that_are_closed_are_no_error(self, scripts: Path) -> None:
+        shell = f'"{sys.executable}" -m unirun plan --roles a=2 train.py >&- 2>&-'
+        assert subprocess.run(["/bin/sh", "-c", shell], timeout=60, check=False).returncode == 0
+
+    def test_that_know_few_characters_get_the_others_escaped(self, scripts: Path) -> None:
+        env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        done = unirun("plan", "--roles", "a=2", "train.py", capture_output=True, env=env)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b"role\\xd70" in done.stdout
+
+    def test_that_nobody_reads_end_the_command_quietly(self, scripts: Path) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = unirun("plan", "--roles", "a=2", "train.py", stdout=writer, stderr=subprocess.PIPE)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, b"")
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+    def test_on_a_full_disk_are_told(self, scripts: Path) -> None:
+        with open("/dev/full", "wb") as full:
+            done = unirun("plan", "--roles", "a=2", "train.py", stdout=full, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (
+            1,
+            b"unirun: what there is to print cannot be written: No space left on device\n",
+        )
