@@ -204,7 +204,8 @@ class TestAScriptThatFailsAtOnce:
     ) -> None:
         path = script("")
         path.write_text(text)
-        result = unirun("--start-method", method, "--nproc-per-node", 2, path)
+        # A script that could not be begun is not started again.
+        result = unirun("--start-method", method, "--nproc-per-node", 2, "--max-restarts", int(ours), path)
         assert result.code == 1
         report = result.err[result.err.index("unirun: root cause:") :]
         assert message in report
@@ -213,9 +214,45 @@ class TestAScriptThatFailsAtOnce:
         assert ("Traceback" in report) != ours
 
     def test_because_the_module_is_not_there_says_so(self, unirun: Unirun) -> None:
-        result = unirun(*EXEC, "-m", "no_such_package.job")
+        result = unirun(*EXEC, "--max-restarts", 3, "-m", "no_such_package.job")
         assert (result.code, "No module named 'no_such_package'" in result.err) == (1, True), result.err
         assert "unirun/launcher" not in result.err
+
+
+class TestAWorkloadThatCannotStart:
+    """It is not started again: nothing would be different the next time."""
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("Importing", "ModuleNotFoundError: No module named 'no_such_module'"),
+            ("Bare", "Bare.__init__() takes 1 positional argument but 3 were given"),
+        ],
+    )
+    def test_ends_the_job_with_its_own_code_and_one_report(
+        self, unirun: Unirun, script: Script, name: str, message: str
+    ) -> None:
+        script(
+            """
+            import unirun
+
+            class Importing(unirun.BaseWorkload):
+                def setup(self):
+                    import no_such_module
+
+            class Bare(unirun.BaseWorkload):
+                def __init__(self):
+                    pass
+            """,
+            "play.py",
+        )
+        result = unirun("--roles", f"actor=1@play:{name}", "--transport", "socket")
+        assert (result.code, "restart 1 of" in result.err) == (1, False), result.err
+        report = result.err[result.err.index("unirun: job failed") :]
+        assert "with an error that a restart cannot mend" in report
+        assert message in report
+        # The worker's own words, and the report.
+        assert result.err.count(message) == 2
 
 
 class TestASpawner:

@@ -2,6 +2,7 @@
 
 from unirun.failover.brevity import brief
 from unirun.failover.exits import Exit, Failure
+from unirun.failover.lasting import is_lasting
 from unirun.failover.policy import (
     Circumstances,
     Decision,
@@ -25,4 +26,5 @@ __all__ = [
     "decide_without_store",
     "diagnose",
     "episode",
+    "is_lasting",
 ]

@@ -28,7 +28,8 @@ class Circumstances:
 
     `survivors` are the workers of the role that live on. `recoverable` is what the failed worker had said of
     itself, None when it had said nothing yet; it counts for trainers. `generation` is the role's present one.
-    `superseded`: the worker was still setting itself up for an earlier one.
+    `superseded`: the worker was still setting itself up for an earlier one. `lasting`: its error would come again
+    however often it is started.
     """
 
     kind: EntryKind = "script"
@@ -39,6 +40,7 @@ class Circumstances:
     generation: int = 0
     recoverable: bool | None = None
     superseded: bool = False
+    lasting: bool = False
 
 
 def decide(failure: Failure, now: Circumstances) -> Decision:
@@ -47,8 +49,13 @@ def decide(failure: Failure, now: Circumstances) -> Decision:
     A restart resets nothing: the second failure is handled like the first, with one restart less left. Each worker
     that is started again alone spends one restart of its role, as a restart of all of them does. Only one that was
     waiting for its peers in a generation that another death has ended spends none: that death has.
+
+    A lasting error ends the job when it comes in the first start of a rank. Later it may be an accident all the same,
+    as the code has run on that rank: its restarts are spent first.
     """
     what = f"{failure.who} ended with {failure.exit}"
+    if now.lasting and now.recoverable is None and failure.incarnation == 0:
+        return Decision("end_job", f"{what}, before it was up, with an error that a restart cannot mend")
     if now.kind == "trainer" and not now.recoverable:
         return Decision("end_job", f"{what}; {_why_not_recoverable(failure.who, now)}")
     if now.superseded:

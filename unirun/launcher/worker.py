@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from unirun.errors import UnirunError
+from unirun.failover import is_lasting
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
 from unirun.wire.reports import WorkerError
@@ -112,7 +113,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ended the script is reported, then it ends
-        _report(link, error)
+        _report(link, error, lasting=_is_lasting(kind, error))
         sys.excepthook(type(error), error, error.__traceback__)
         # As Python does for an interrupt that nobody caught.
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
@@ -146,7 +147,17 @@ def _run_module(name: str, args: tuple[str, ...]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _report(link: BlockingStream, error: BaseException) -> None:
+def _is_lasting(kind: str, error: BaseException) -> bool:
+    """Whether `error` would come again in a worker that is started anew.
+
+    A script has been at work from its first line on: only one that could not be begun is as wrong the next time.
+    """
+    error.__traceback__ = _without_bootstrap(error.__traceback__)
+    begun = error.__traceback__ is not None
+    return is_lasting(error) and (kind in ("workload", "trainer") or not begun)
+
+
+def _report(link: BlockingStream, error: BaseException, *, lasting: bool = False) -> None:
     """Tell the agent, and write torch's error file unless ``@record`` has done so."""
     error.__traceback__ = _without_bootstrap(error.__traceback__)
     message = "".join(traceback.format_exception_only(error)).strip()
@@ -156,7 +167,7 @@ def _report(link: BlockingStream, error: BaseException) -> None:
     trace = "".join(traceback.format_exception(error))
     now = time.time()
     with contextlib.suppress(UnirunError):
-        link.send(WorkerError(message[:MAX_MESSAGE], trace[-MAX_TRACEBACK:], now))
+        link.send(WorkerError(message[:MAX_MESSAGE], trace[-MAX_TRACEBACK:], now, lasting))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
         extra = {"py_callstack": trace, "timestamp": str(int(now))}

@@ -58,7 +58,9 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         return
     failure = failure_of(turn.state, role, worker, event, end)
     if role.phase in ROLE_WORKS:
-        decision = decide(failure, circumstances(turn.state, role, worker))
+        now = circumstances(turn.state, role, worker)
+        lasting = event.error is not None and event.error.lasting
+        decision = decide(failure, replace(now, lasting=lasting))
         turn.state = turn.state.with_failures(replace(failure, decision=decision.reason))
         _act(turn, role, decision, by_failure=True, source=failure.who)
     else:

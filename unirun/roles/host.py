@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +24,8 @@ from unirun.roles.state import job_folder, state_of
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.workload import BaseWorkload
 from unirun.wire.reports import Serving
+
+Made = TypeVar("Made")
 
 
 def main(kind: str, target: str) -> None:
@@ -40,6 +42,8 @@ def load_class(target: str, base: type) -> type[Any]:
     module, _, name = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{target}: {found.__name__} has no {part!r}", "name a class that is there")
         found = getattr(found, part)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UsageError(
@@ -51,7 +55,7 @@ def load_class(target: str, base: type) -> type[Any]:
 def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     """Make the workload, take calls until the agent says stop."""
     peers, session = context.peers, context.session
-    workload = kind(_handle(context), _config(context))
+    workload = make(kind, BaseWorkload, master_handle=_handle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
     formation = Formation(peers, workload.on_generation)
     dispatcher = Dispatcher(
@@ -92,7 +96,7 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
         {r: b.target for r in roles if (b := peers.brief(r)) is not None and b.kind == "workload"}
     )
     handles = {role: list(group) for role, group in groups.items()}
-    trainer = kind(handles, classes, _config(context))
+    trainer = make(kind, BaseTrainer, actor_handles=handles, actor_classes=classes, config=_config(context))
     _expect_base(trainer, BaseTrainer, "_actor_handles")
     bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles})
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
@@ -101,6 +105,18 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     folder = job_folder(os.environ)
     if folder is not None and result is not None:
         _keep(folder / "result.pkl", result)
+
+
+def make(kind: type[Made], base: type, **arguments: Any) -> Made:
+    """``kind(*arguments)``. Raises `UsageError` when it does not take them, as `base` does."""
+    try:
+        return kind(*arguments.values())
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            # From inside it.
+            raise
+        words = f"write def __init__(self, {', '.join(arguments)}), or leave it out"
+        raise UsageError(f"{error}; {base.__name__} takes {', '.join(arguments)}", words) from None
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -147,11 +147,15 @@ class WorkerCalls:
 
 @dataclass(frozen=True, slots=True)
 class WorkerError:
-    """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch)."""
+    """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch).
+
+    `lasting`: it would come again however often the worker is started.
+    """
 
     message: str
     traceback: str
     time: float
+    lasting: bool = False
 
 
 @dataclass(frozen=True, slots=True)

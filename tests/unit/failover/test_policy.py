@@ -42,6 +42,24 @@ def test_a_restart_is_decided_exactly_within_the_budget(restarts: int, limit: in
     assert "actor:2" in decision.reason
 
 
+class TestALastingError:
+    NOW = Circumstances("workload", "process", max_restarts=3, survivors=1, lasting=True)
+
+    def test_ends_the_job_in_the_first_start_of_a_rank(self) -> None:
+        for now in (self.NOW, replace(self.NOW, superseded=True), replace(self.NOW, kind="trainer")):
+            decision = decide(failure(Exit(code=1)), now)
+            assert (decision.action, decision.budget_spent) == ("end_job", False)
+            assert decision.reason == (
+                "actor:2 ended with exit code 1, before it was up, with an error that a restart cannot mend"
+            )
+
+    def test_is_one_like_any_other_when_the_worker_was_up_or_the_rank_may_have_been(self) -> None:
+        was_up = replace(self.NOW, recoverable=True)
+        assert decide(failure(Exit(code=1)), was_up).action == "restart_worker"
+        later = replace(failure(Exit(code=1)), incarnation=1)
+        assert decide(later, self.NOW).action == "restart_worker"
+
+
 class TestAProcessAlone:
     def now(self, **more: object) -> Circumstances:
         fields = {"kind": "workload", "restart": "process", "restarts": 0, "max_restarts": 3, "survivors": 3}

@@ -11,7 +11,7 @@ from unirun.master.events import After, KeepMetrics, ToAgent, ViewDue
 from unirun.master.telling import status_of
 from unirun.master.turn import VIEW_DELAY
 from unirun.wire.messages import OpenStore, RoleView, StartRole, StopWorkers, View, WorkerView
-from unirun.wire.reports import Notice, WorkerFormed, WorkerMetrics, WorkerRunning, WorkerServing
+from unirun.wire.reports import Notice, WorkerError, WorkerFormed, WorkerMetrics, WorkerRunning, WorkerServing
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -66,6 +66,19 @@ class TestADeath:
         assert job.phases() == {"actor": "reforming", "trainer": "running"}
         assert [w.incarnation for w in job.state.roles["actor"].workers] == [0, 0, 1, 0]
         assert all(w.live for w in job.state.roles["actor"].workers)
+
+    def test_before_it_was_up_by_an_error_that_lasts_ends_the_job_with_the_workers_code(self) -> None:
+        job = workload().launched()
+        error = WorkerError("ModuleNotFoundError: No module named 'x'", "Traceback", job.now, lasting=True)
+        job.exits("actor", 2, 1, error=error).obey()
+        assert job.finish is not None
+        assert (job.finish.verdict.code, job.state.roles["actor"].restarts) == (1, 0)
+        assert "an error that a restart cannot mend" in job.finish.verdict.report
+
+    def test_by_such_an_error_after_it_was_up_is_one_like_any_other(self) -> None:
+        job = serving()
+        job.exits("actor", 2, 1, error=WorkerError("ImportError: x", "Traceback", job.now, lasting=True))
+        assert job.state.roles["actor"].restarts == 1
 
     def test_is_told_to_every_worker_at_once(self) -> None:
         job = serving(stores_open=False).exits("actor", 2, by=KILL)

@@ -1,0 +1,25 @@
+"""Which errors would come again however often a worker is started."""
+
+from __future__ import annotations
+
+from unirun.errors import UsageError
+
+_LASTING = (ImportError, SyntaxError, NotImplementedError, UsageError)
+_PASSING = (OSError, MemoryError, RuntimeError)
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Whether `error` is in the code or its installation: a module that is not there, text that is no Python, a method
+    that is missing, a wrong use of unirun.
+
+    Conservative: what may have come from outside (files, network, devices: `OSError`, `RuntimeError`, `MemoryError`)
+    may pass, and so may what was raised because of it.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, _PASSING) and not isinstance(cause, _LASTING):
+            return False
+        seen.add(id(cause))
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return isinstance(error, _LASTING)
