@@ -104,6 +104,38 @@ class TestAGroup:
             ["a 0 2 111 False", "b 0 0 111 False", "b 1 1 111 False"],
         ), result.err
 
+    def test_is_not_waited_for_when_a_role_has_ended(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import unirun
+            ctx = unirun.init()
+            if ctx.role == "actor":
+                ctx.group("actor", "rollout")
+            """
+        )
+        result = unirun("--roles", "actor=1,rollout=1", train)
+        assert result.code == 1, result.err
+        words = "role rollout has ended with exit code 0, and is waited for; every member must call ctx.group"
+        assert f"GroupError: group actor+rollout cannot be formed: {words}" in result.err
+
+    def test_that_was_formed_is_not_waited_for_either(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import torch.distributed as dist, unirun
+            ctx = unirun.init()
+            group = ctx.group("actor", "rollout")
+            dist.barrier(group)
+            if ctx.role == "actor":
+                try:
+                    dist.barrier(group)  # The others have ended.
+                except RuntimeError:
+                    ctx.group("actor", "rollout")
+            """
+        )
+        result = unirun("--roles", "actor=1,rollout=1", train)
+        assert result.code == 1, result.err
+        assert "role rollout has ended with exit code 0, and is waited for" in result.err
+
     def test_may_overlap_with_others(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """

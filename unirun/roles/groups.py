@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
+from unirun.roles.absence import never_comes
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.sever import Connections
 
@@ -119,12 +120,29 @@ class GroupForge:
         """A member of a broken group is gone; wait until its role is started again."""
         roles = tuple(info.name for info in broken.infos)
         while self._infos(roles) == broken.infos:
+            self._refuse_in_vain(roles, None)
             if time.monotonic() >= deadline:
                 raise GroupError(
                     f"a member of group {'+'.join(roles)} is gone and its role was not started again",
                     "did it end before the others?",
                 )
             self._peers.wait(deadline - time.monotonic())
+
+    def _refuse_in_vain(self, roles: tuple[str, ...], store: Store | None) -> None:
+        """Raise `GroupError` when a member that is not in `store` has ended and is not started again."""
+
+        def missing(role: str, rank: int) -> bool:
+            infos = self._infos(roles[: roles.index(role)])
+            return store is None or not _all_here(
+                store, [f"here/{sum(info.world_size for info in infos) + rank}"]
+            )
+
+        views = [view for view in map(self._peers.view, roles) if view is not None]
+        if words := never_comes(views, missing):
+            raise GroupError(
+                f"group {'+'.join(roles)} cannot be formed: {words}, and is waited for",
+                "every member must call ctx.group with the same roles in the same order",
+            )
 
     def _infos(self, roles: tuple[str, ...]) -> tuple[RoleInfo, ...]:
         return tuple(self._peers.known(role) for role in roles)
@@ -148,6 +166,7 @@ class GroupForge:
             while self._infos(roles) == infos:
                 if store is not None and _all_here(store, keys):
                     return infos, store
+                self._refuse_in_vain(roles, store)
                 if time.monotonic() >= deadline:
                     raise GroupError(
                         f"group {_name(infos, backend)}: {_missing(store, keys)} did not come in time",
