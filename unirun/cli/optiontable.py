@@ -75,7 +75,7 @@ OURS: tuple[Option, ...] = (
         ("--primary",),
         "list",
         ROLES,
-        "the job ends when these roles have ended well (default: the trainer, or all)",
+        "the job ends when these roles have ended well (default: the trainer, or all but workloads)",
         "ROLE,…",
         pet=False,
     ),

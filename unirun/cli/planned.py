@@ -61,12 +61,22 @@ def plan_job(line: CommandLine) -> PlannedJob:
     """
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
-    for warning in unknown_nodes(spec, inventory):
+    for warning in [*unknown_nodes(spec, inventory), *endless(spec)]:
         warn(warning)
     # Nodes that are not there have no files to be read.
     topology = told_topology if "inventory" in line.options else local_topology
     spec, placement = place(spec, inventory, topology=topology, ties=ties_of(spec))
     return PlannedJob(spec, inventory, placement, topology)
+
+
+def endless(spec: JobSpec) -> list[str]:
+    """A word on a job that does not end by itself, so that nobody waits for that."""
+    servers = [name for name in spec.primary if spec.role(name).entry.kind == "workload"]
+    if not servers:
+        return []
+    serve = "serves" if len(servers) == 1 else "serve"
+    why = f"{' and '.join(servers)} {serve} calls and nothing ends that"
+    return [f"this job runs until it is stopped (Ctrl-C, unirun stop): {why}; a --trainer would"]
 
 
 def ties_of(spec: JobSpec) -> Ties:

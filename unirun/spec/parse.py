@@ -74,8 +74,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         roles.append(trainer)
     names = [role.name for role in roles]
     groups = {key: _groups(read, key, data.get(key), roles) for key in GROUPS}
-    everybody = (TRAINER,) if trainer is not None else tuple(names)
-    primary = read.texts(data.get("primary"), "primary") or everybody
+    primary = read.texts(data.get("primary"), "primary") or _default_primary(roles)
     for name in primary:
         if name not in names:
             read.fault("primary", f"no role is called {name!r}", nearest(name, names))
@@ -110,6 +109,14 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
     if read.faults:
         raise SpecError(read.faults)
     return JobSpec(roles=tuple(roles), primary=primary, **fields)
+
+
+def _default_primary(roles: Sequence[RoleSpec]) -> tuple[str, ...]:
+    """The trainer; without one all roles that end by themselves, which workloads do not."""
+    kinds = {role.name: role.entry.kind for role in roles}
+    if "trainer" in kinds.values():
+        return (TRAINER,)
+    return tuple(name for name, kind in kinds.items() if kind != "workload") or tuple(kinds)
 
 
 def _groups(read: Reader, key: str, value: Any, roles: Sequence[RoleSpec]) -> tuple[tuple[str, ...], ...]:

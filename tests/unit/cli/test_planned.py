@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.unit.cli.shell import call
 from unirun.cli.options import parse
 from unirun.cli.planned import inventory_of
 from unirun.collocation import local_inventory, parse_fake
@@ -17,6 +18,32 @@ JobFile = Callable[[str], str]
 def test_nodes_are_those_of_the_option_or_this_host() -> None:
     assert inventory_of(parse(["--inventory", "fake:nodes=2", "train.py"])) == parse_fake("fake:nodes=2")
     assert inventory_of(parse(["train.py"])) == local_inventory()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--roles", "actor=1@ppo:Actor"], "actor serves calls and nothing ends that; a --trainer would"),
+        (
+            ["--roles", "actor=1@ppo:Actor,rollout=1@ppo:Rollout"],
+            "actor and rollout serve calls and nothing ends that; a --trainer would",
+        ),
+        (["--roles", "actor=1@ppo:Actor", "--trainer", "ppo:PPOTrainer"], ""),
+        (["--roles", "actor=1@ppo:Actor,driver=1", "train.py"], ""),
+        (["--roles", "actor=1@ppo:Actor,driver=1", "--primary", "actor", "train.py"], "actor serves calls"),
+        (["train.py"], ""),
+    ],
+)
+def test_a_job_that_nothing_ends_says_so_at_its_start(
+    capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    assert call("plan", *argv) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "unirun: this job runs until it is stopped (Ctrl-C, unirun stop): " if says else ""
+    )
+    assert says in error
+    assert len(error.splitlines()) == bool(says)
 
 
 @pytest.mark.parametrize("text", ["", "nodes=2", "slurm"])

@@ -321,3 +321,25 @@ def test_specs_are_frozen() -> None:
         spec.name = "other"  # type: ignore[misc]
     with pytest.raises(KeyError):
         spec.role("nobody")
+
+
+@pytest.mark.parametrize(
+    ("roles", "trainer", "primary"),
+    [
+        ({"a": {"program": "true"}, "b": {"program": "true"}}, None, ("a", "b")),
+        ({"a": {"workload": "ppo:Actor"}, "b": {"program": "true"}}, None, ("b",)),
+        ({"a": {"workload": "ppo:Actor"}}, None, ("a",)),
+        ({"a": {"workload": "ppo:Actor"}}, "ppo:Trainer", ("trainer",)),
+    ],
+)
+def test_a_job_ends_with_its_trainer_or_with_those_that_end_by_themselves(
+    roles: dict[str, object],
+    trainer: str | None,
+    primary: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ppo.py").write_text("class Actor: ...\nclass Trainer: ...")
+    data = {"roles": roles, **({"trainer": trainer} if trainer else {})}
+    assert parse_job(data, count_slots=lambda _: 1, run_id="x").primary == primary
