@@ -23,8 +23,7 @@ from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
 def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str] = os.environ) -> JobSpec:
     """The spec that a command line describes. Raises `SpecError` or `UsageError`."""
     file: dict[str, Any] = {}
-    if line.script is not None and "no_python" not in line.options and "module" not in line.options:
-        refuse_slip(line.script, job_file="config" in line.options)
+    refuse_slip(line)
     if "config" in line.options:
         from unirun.spec.yaml import load_job_file
 
@@ -146,6 +145,8 @@ def options_to_job(
     job: dict[str, Any] = {}
     roles: dict[str, dict[str, Any]] = {}
     faults: list[Fault] = []
+    if "roles" in options and not items(options["roles"]):
+        faults.append(Fault("--roles", "it names no role", "write --roles actor=4,rollout=4"))
     for item in items(options.get("roles", ())):
         _add_role(item, roles, faults)
     if "role" in options:
@@ -178,7 +179,11 @@ def options_to_job(
 
 def _add_role(item: str, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
     head, at, workload = item.partition("@")
-    name, equals, count = head.partition("=")
+    name, equals, count = (part.strip() for part in head.partition("="))
+    if ":" in name and not equals:
+        name, _, count = name.partition(":")
+        faults.append(Fault("--roles", f"{item!r} is no role", f"write {name}={count or 1}"))
+        return
     if name in roles:
         faults.append(Fault("--roles", f"role {name!r} is there twice", "give each role one name and number"))
         return

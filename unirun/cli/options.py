@@ -7,12 +7,23 @@ its ``PET_*`` variable.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from unirun.cli.optiontable import GROUPS, OPTIONS, Option
 from unirun.errors import UsageError
+
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("gpus", "num-gpus", "num_gpus", "num-processes", "num_processes", "np"), "nproc-per-node"
+    ),
+    **dict.fromkeys(("nodes", "num-nodes", "num_nodes", "num-machines", "num_machines"), "nnodes"),
+    **dict.fromkeys(("working-dir", "working_dir", "workdir", "chdir"), "cwd"),
+    **dict.fromkeys(("job-name", "job_name"), "name"),
+}
+"""What other launchers call an option."""
 
 USAGE = """unirun [options] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
@@ -117,7 +128,7 @@ def _split(argv: list[str], options: Sequence[Option]) -> tuple[list[str], list[
         else:
             found = spelled.get(word[:2])
             if found is None:
-                raise UsageError(f"unknown option {word!r}", "see unirun --help")
+                raise UsageError(f"unknown option {word!r}", _likely(f"-{word}", spelled))
             own.append(word)
             takes_value = found.kind != "flag" and len(word) == 2
         if takes_value:
@@ -137,11 +148,19 @@ def _abbreviated(name: str, spelled: Mapping[str, Option]) -> Option:
     if matches:
         names = ", ".join(sorted(option.names[-1] for option in matches.values()))
         raise UsageError(f"{name} can mean {names}", "write it out")
-    from unirun.spec.read import nearest
+    raise UsageError(f"unknown option {name}", _likely(name, spelled))
 
-    raise UsageError(
-        f"unknown option {name}", nearest(name, [n for n in spelled if n.startswith("--") and "_" not in n])
-    )
+
+def _likely(name: str, spelled: Mapping[str, Option]) -> str:
+    """What may be meant by an option that there is not."""
+    word, dot, _ = name.removeprefix("--").partition(".")
+    if dot and word in ("config", "roles", "trainer"):
+        return f"what changes a job file has no dashes: --config FILE {name.removeprefix('--')}=VALUE"
+    known = [n.removeprefix("--") for n in spelled if n.startswith("--") and "_" not in n]
+    begun = [each for each in known if each.startswith(word)]
+    near = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    near = near or [_ELSEWHERE[word]] if word in _ELSEWHERE else near
+    return f"did you mean '--{near[0]}'?" if near else "see unirun --help"
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from unirun.cli.compose import job_spec
 from unirun.cli.options import CommandLine
+from unirun.cli.slips import misplaced
 from unirun.cli.terminal import warn
 from unirun.collocation import (
     Inventory,
@@ -61,7 +62,7 @@ def plan_job(line: CommandLine) -> PlannedJob:
     """
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
-    for warning in [*unknown_nodes(spec, inventory), *endless(spec)]:
+    for warning in [*misplaced(line), *unknown_nodes(spec, inventory), *endless(spec)]:
         warn(warning)
     # Nodes that are not there have no files to be read.
     topology = told_topology if "inventory" in line.options else local_topology

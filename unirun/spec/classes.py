@@ -34,8 +34,9 @@ def missing_class(target: str, folders: Sequence[str]) -> Missing | None:
     `folders` are searched like ``sys.path``, before it.
     """
     module, colon, name = target.partition(":")
-    if not colon or not all(part.isidentifier() for part in (*module.split("."), name)):
-        return Missing(f"{target!r} is not of the form pkg.mod:Class", "name the module, a colon, the class")
+    if not colon or module.endswith(".py") or not _is_class_name(module, name):
+        remedy = _likely(target) or "name the module, a colon, the class"
+        return Missing(f"{target!r} is not of the form pkg.mod:Class", remedy)
     found = _find(module, folders)
     if isinstance(found, Missing):
         return found
@@ -46,6 +47,18 @@ def missing_class(target: str, folders: Sequence[str]) -> Missing | None:
     if not isinstance(found.loader, SourceFileLoader):
         return None
     return _look_into(found.origin, module, name)
+
+
+def _is_class_name(module: str, name: str) -> bool:
+    return all(part.isidentifier() for part in (*module.split("."), name))
+
+
+def _likely(target: str) -> str:
+    """What is meant by ``ppo.Actor`` or ``./ppo.py:Actor``."""
+    module, _, name = target.rpartition(":" if ":" in target else ".")
+    module = module.removesuffix(".py").strip("./").replace("/", ".")
+    likely = f"{module}:{name}"
+    return f"did you mean {likely!r}?" if _is_class_name(module, name) and likely != target else ""
 
 
 def source_of(module: str, folders: Sequence[str]) -> str | Missing:

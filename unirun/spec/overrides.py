@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unirun.errors import Fault, SpecError
+from unirun.spec.parse import JOB_KEYS
 from unirun.spec.read import nearest, shown
 
 _KEY = re.compile(r"[^.\[\]=\s]+(?:\.[^.\[\]=\s]+|\[\d+\])*")
@@ -20,6 +21,9 @@ _TREES = ("config", "roles")
 
 _PART = re.compile(r"[^.\[\]]+")
 
+
+Closed = Mapping[str, frozenset[str]]
+"""The names that the file has in each of these trees, if any."""
 
 ReadValue = Callable[[str, str], Any]
 """What a text says as YAML; the first argument names where it stands. Raises `SpecError`."""
@@ -57,7 +61,11 @@ def overridden(file: Mapping[str, Any], texts: Sequence[str], read_value: ReadVa
 
     Raises `SpecError` with all faults: of keys that the file does not have and that are not to be added, too.
     """
-    closed = frozenset(tree for tree in _TREES if file.get(tree))
+    closed = {
+        tree: frozenset(map(str, file[tree]))
+        for tree in _TREES
+        if isinstance(file.get(tree), Mapping) and file[tree]
+    }
     data = copy.deepcopy(dict(file))
     faults: list[Fault] = []
     for text in texts:
@@ -70,7 +78,7 @@ def overridden(file: Mapping[str, Any], texts: Sequence[str], read_value: ReadVa
     return data
 
 
-def _apply(data: dict[str, Any], override: Override, closed: frozenset[str]) -> None:
+def _apply(data: dict[str, Any], override: Override, closed: Closed) -> None:
     path = override.path
     if path[0] == "roles" and len(path) == 2 and not isinstance(override.value, Mapping):
         path = (*path, "count")
@@ -89,7 +97,7 @@ def _apply(data: dict[str, Any], override: Override, closed: frozenset[str]) -> 
         node[last] = override.value
 
 
-def _child(node: Any, part: str, path: tuple[str, ...], override: Override, closed: frozenset[str]) -> Any:
+def _child(node: Any, part: str, path: tuple[str, ...], override: Override, closed: Closed) -> Any:
     """What `node` holds under `part`, the end of `path`; a mapping that is made where there is none."""
     if isinstance(node, list):
         return _container(node[_index(node, part, path, override)], path, override)
@@ -114,14 +122,15 @@ def _index(node: list[Any], part: str, path: tuple[str, ...], override: Override
     raise SpecError([Fault(override.text, problem, "items are counted from 0")])
 
 
-def _must_be_open(
-    node: Mapping[Any, Any], path: tuple[str, ...], override: Override, closed: frozenset[str]
-) -> None:
+def _must_be_open(node: Mapping[Any, Any], path: tuple[str, ...], override: Override, closed: Closed) -> None:
     """Raise `SpecError` for a new key where the file has other ones, unless it is to be added.
 
     In all other places the names of what a job may have are known, and checked later.
     """
     tree = path[0]
+    if tree not in JOB_KEYS and tree in closed.get("config", ()):
+        remedy = f"did you mean {'+' * override.adds}config.{override.text.removeprefix('+')}?"
+        raise SpecError([Fault(override.text, f"a job has no {tree!r}", remedy)])
     if override.adds or tree not in closed or (tree == "roles" and len(path) != 2):
         return
     where = ".".join(path[:-1])

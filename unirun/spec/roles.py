@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from unirun.spec.classes import ELSEWHERE, missing_class
+from unirun.spec.entries import missing_entry
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.read import Reader, as_number, shown
 
@@ -241,37 +238,7 @@ def _python_path(env: Mapping[str, str], job: Mapping[str, Any]) -> list[str]:
 
 
 def _check_target(read: Reader, entry: Entry, where: str, cwd: str | None, python_path: list[str]) -> None:
-    match entry.kind:
-        case "script":
-            _check_script(read, entry.target, where, cwd)
-        case "program":
-            if shutil.which(entry.target) is None and not os.path.isfile(Path(cwd or ".", entry.target)):
-                read.fault(where, f"program {entry.target!r} is not found", "give its path, or check PATH")
-        case "workload" | "trainer":
-            missing = missing_class(entry.target, [cwd or ".", *python_path])
-            if missing is not None:
-                key = "class" if entry.kind == "trainer" else entry.kind
-                read.fault(f"{where}.{key}", missing.problem, missing.remedy)
-
-
-def _near_script(path: Path) -> str:
-    """A file whose name is near, or where there is none."""
-    folder = os.path.abspath(path.parent)
-    try:
-        stems = [name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")]
-    except OSError:
-        stems = []
-    if near := difflib.get_close_matches(path.name.removesuffix(".py"), stems, n=1):
-        return f"did you mean {str(path.with_name(f'{near[0]}.py'))!r}?"
-    return f"looked in {folder}; {ELSEWHERE}"
-
-
-def _check_script(read: Reader, script: str, where: str, cwd: str | None) -> None:
-    # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
-    path = Path(cwd or ".", script)
-    if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
-        read.fault(where, f"script {script!r} is a directory", "name the file in it")
-    elif not os.path.exists(path):
-        read.fault(where, f"script {script!r} does not exist", _near_script(path))
-    elif not os.access(path, os.R_OK):
-        read.fault(where, f"script {script!r} cannot be read", "check its permissions")
+    missing = missing_entry(entry, cwd, python_path)
+    if missing is not None:
+        key = {"workload": ".workload", "trainer": ".class"}.get(entry.kind, "")
+        read.fault(f"{where}{key}", missing.problem, missing.remedy)

@@ -104,9 +104,11 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
     try:
         with open(path, encoding="utf-8") as file:
-            config = OmegaConf.create(_without_base_60(file.read()))
-        if not isinstance(config, DictConfig):
-            raise SpecError([Fault(path, "holds a list, expected a mapping with keys like 'roles'")])
+            text = file.read()
+        config = OmegaConf.create(_without_base_60(text))
+        if not isinstance(config, DictConfig) or _is_word(text):
+            what = "a text" if isinstance(config, DictConfig) else "a list"
+            raise SpecError([Fault(path, f"holds {what}, expected a mapping with keys like 'roles'")])
         plain = OmegaConf.to_container(config)
         assert isinstance(plain, dict)
         changed = OmegaConf.create(overridden(long_form(plain), overrides, _read_value))
@@ -122,6 +124,14 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         raise SpecError([Fault(path, f"{key}: {problem}" if key else problem)]) from error
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _is_word(text: str) -> bool:
+    """Whether it is a single word or number for YAML, of which OmegaConf would make a key."""
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    return isinstance(root, yaml.ScalarNode) and bool(root.value)
 
 
 def _problem(error: Exception) -> str:

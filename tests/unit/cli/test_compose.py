@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,17 +87,21 @@ class TestEveryTorchrunOption:
         dests = {action.dest for action in get_args_parser()._actions if action.option_strings}
         assert dests == LANDS.keys() | NOT_HERE
 
+    @pytest.fixture
+    def tool(self, scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is a script, a module and a program."""
+        (scripts / "tool").touch(0o755)
+        monkeypatch.setenv("PATH", str(scripts), prepend=os.pathsep)
+
     @pytest.mark.parametrize("dest", LANDS)
-    def test_lands_where_it_should(self, dest: str, compose: Compose, scripts: Path) -> None:
+    def test_lands_where_it_should(self, dest: str, compose: Compose, tool: None) -> None:
         value, landed = LANDS[dest]
-        (scripts / "tool").touch()
         argv = [f"--{dest.replace('_', '-')}", *([value] if value else [])]
         assert landed(compose(*argv, "tool"))
 
     @pytest.mark.parametrize("dest", LANDS)
-    def test_may_come_from_the_environment(self, dest: str, compose: Compose, scripts: Path) -> None:
+    def test_may_come_from_the_environment(self, dest: str, compose: Compose, tool: None) -> None:
         value, landed = LANDS[dest]
-        (scripts / "tool").touch()
         assert landed(compose("tool", environ={f"PET_{dest.upper()}": value or "1"}))
 
     def test_filters_are_split_as_torchrun_does(self, compose: Compose) -> None:

@@ -48,11 +48,46 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
         (["plan", "--roles", "a=1"], 2, "nothing to run"),
         (["plan", "--trainer", "a:B"], 2, "--trainer has nobody to call without roles"),
         (["plan", "-m", "--roles", "a=1", "--script", "a=train.py"], 2, "-m says what the script is"),
+        (["--roles", "", "train.py"], 2, "--roles: it names no role; write --roles actor=4,rollout=4"),
+        (["--roles", "actor:2", "train.py"], 2, "--roles: 'actor:2' is no role; write actor=2"),
+        (["--roles", "a=1@ppo.Actor"], 2, "not of the form pkg.mod:Class; did you mean 'ppo:Actor'?"),
+        (["--roles", "a=1@./ppo.py:Actor"], 2, "did you mean 'ppo:Actor'?"),
+        (["--gpus", "2", "train.py"], 2, "unknown option --gpus; did you mean '--nproc-per-node'?"),
+        (["--num_processes=2", "train.py"], 2, "did you mean '--nproc-per-node'?"),
+        (["-nproc", "2", "train.py"], 2, "unknown option '-nproc'; did you mean '--nproc-per-node'?"),
+        (["--verbose", "train.py"], 2, "unknown option --verbose; see unirun --help"),
+        (
+            ["--config.lr=3", "train.py"],
+            2,
+            "what changes a job file has no dashes: --config FILE config.lr=VALUE",
+        ),
+        (["job.yaml"], 2, "roles.default: 'job.yaml' is a job file; write --config job.yaml"),
+        (["x.sh"], 2, "'x.sh' is a shell script; write --no-python ./x.sh"),
+        (["--no-python", "train.py"], 2, "'train.py' is a Python script; leave out --no-python"),
+        (["--no-python", "x.sh"], 2, "program 'x.sh' is not on the PATH; write ./x.sh"),
+        (["--no-python", "./x.sh"], 2, "program './x.sh' may not be executed; chmod +x ./x.sh"),
+        (["-m", "train.py"], 2, "'train.py' is a file and no module; write -m train, or leave out -m"),
+        (["-m", "pkg/train.py"], 2, "write -m pkg.train, or leave out -m"),
+        (
+            ["-m", "ppo:Actor"],
+            2,
+            "'ppo:Actor' is a class and no module; give it to a role: --roles actor=1@ppo",
+        ),
+        (["--config", "text.yaml"], 2, "text.yaml: holds a text, expected a mapping with keys like 'roles'"),
+        (["--config", "job.yaml", "lr=3"], 2, "lr=3: a job has no 'lr'; did you mean config.lr=3?"),
+        (["--config", "tab.yaml"], 2, "tab.yaml: is no YAML: line 2, column 1: found character '\\t'"),
     ],
 )
 def test_an_error_is_one_line_with_what_to_do(
-    capsys: pytest.CaptureFixture[str], argv: list[str], code: int, says: str
+    capsys: pytest.CaptureFixture[str], scripts: Path, argv: list[str], code: int, says: str
 ) -> None:
+    for name, text in {
+        "x.sh": "echo",
+        "job.yaml": "{script: train.py, config: {lr: 1}}",
+        "text.yaml": "just text",
+        "tab.yaml": "roles:\n\tactor: 2",
+    }.items():
+        (scripts / name).write_text(text)
     assert call(*argv) == code
     output = capsys.readouterr()
     assert says in output.err

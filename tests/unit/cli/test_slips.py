@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Compose
+from unirun.cli.options import parse
+from unirun.cli.slips import misplaced
 from unirun.errors import SpecError, UsageError
 
 
@@ -24,15 +26,50 @@ from unirun.errors import SpecError, UsageError
         (["-q", "status"], "status is a command, and stands before all options; write unirun status …"),
         (
             ["python", "train.py"],
-            "unirun starts Python itself; leave out 'python', or write --no-python before",
+            "unirun starts Python itself; leave it out, or write --no-python before it",
         ),
-        (["run", "train.py"], "there is no command 'run'; write unirun SCRIPT, or unirun --config FILE"),
+        (["run", "train.py"], "no command and no script 'run'; write unirun SCRIPT, or unirun --config FILE"),
+        (["help"], "there is no command and no script 'help'; write unirun --help"),
+        (["version"], "write unirun --version"),
+        (
+            ["--roles", "a=1", "b=1", "train.py"],
+            "b=1 stands where the script is expected; write --roles a=1,b=1",
+        ),
+        (["--env", "A=1", "B=2", "train.py"], "B=2 stands where the script is expected; write --env B=2"),
+        (
+            ["--config", "job.yaml", "config.lr"],
+            "config.lr has no value; write config.lr=VALUE, without blanks",
+        ),
+        (["--config", "job.yaml", "config.lr", "=", "3"], "config.lr has no value"),
     ],
 )
-def test_in_the_place_of_a_script_is_no_script(compose: Compose, argv: list[str], says: str) -> None:
+def test_in_the_place_of_a_script_is_no_script(
+    compose: Compose, scripts: Path, argv: list[str], says: str
+) -> None:
+    (scripts / "job.yaml").write_text("{script: train.py, config: {lr: 1}}")
     with pytest.raises(UsageError) as caught:
         compose(*argv)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            ["train.py", "--nproc-per-node", "2"],
+            "--nproc-per-node stands behind train.py, so it is an argument",
+        ),
+        (
+            ["--roles", "a=1", "train.py", "--x", "--max_restarts=3"],
+            "--max_restarts=3 stands behind train.py",
+        ),
+        (["train.py", "--config", "x.yaml"], ""),
+        (["train.py", "--lr", "3"], ""),
+    ],
+)
+def test_options_behind_the_script_are_told(argv: list[str], says: str) -> None:
+    words = misplaced(parse(argv))
+    assert [says in word for word in words] == [True] * bool(says)
 
 
 @pytest.mark.parametrize("name", ["a=1", "statsu", "status", "python", "run"])

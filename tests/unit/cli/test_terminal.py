@@ -72,7 +72,7 @@ def ran(*argv: str) -> tuple[int, str]:
         text += stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
     assert isinstance(leave.value.code, int)
     assert "Traceback" not in text
-    assert all(c.isprintable() or c == "\n" or category(c) == "Zs" for c in text), repr(text)
+    assert all(c.isprintable() or c in "\n\t" or category(c) == "Zs" for c in text), repr(text)
     return leave.value.code, text
 
 

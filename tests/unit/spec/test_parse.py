@@ -109,7 +109,9 @@ configs = st.dictionaries(
     max_size=2,
 )
 arguments = st.lists(texts, max_size=3).map(tuple)
-scripts = st.builds(Entry, st.sampled_from(["script", "module"]), st.just("train.py"), arguments)
+scripts = st.builds(Entry, st.just("script"), st.just("train.py"), arguments) | st.builds(
+    Entry, st.just("module"), st.just("train"), arguments
+)
 workloads = st.builds(Entry, st.just("workload"), st.sampled_from(["ppo:Actor", "ppo:Rollout"]), arguments)
 
 

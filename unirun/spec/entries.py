@@ -1,0 +1,83 @@
+"""Whether what a role runs is there and can be run, told before anything starts and without running it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from unirun.spec.classes import ELSEWHERE, Missing, missing_class
+from unirun.spec.job import Entry
+
+_NO_SCRIPTS = {
+    ".yaml": "is a job file; write --config {}",
+    ".yml": "is a job file; write --config {}",
+    ".json": "is a job file; write --config {}",
+    ".sh": "is a shell script; write --no-python ./{}",
+    ".ipynb": "is a notebook; make a script of it: jupyter nbconvert --to script {}",
+}
+
+
+def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> Missing | None:
+    """Why `entry` cannot be run in `cwd`; None when it can, as far as that is seen."""
+    match entry.kind:
+        case "script":
+            return _script(entry.target, Path(cwd or ".", entry.target))
+        case "module":
+            return _module(entry.target)
+        case "program":
+            return _program(entry.target, Path(cwd or ".", entry.target))
+        case _:
+            return missing_class(entry.target, [cwd or ".", *python_path])
+
+
+def _script(name: str, path: Path) -> Missing | None:
+    # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
+    if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
+        return Missing(f"script {name!r} is a directory", "name the file in it")
+    if not os.path.exists(path):
+        return Missing(f"script {name!r} does not exist", _near(path))
+    if not os.access(path, os.R_OK):
+        return Missing(f"script {name!r} cannot be read", "check its permissions")
+    if words := _NO_SCRIPTS.get(path.suffix):
+        problem, _, remedy = words.format(name.removeprefix("./")).partition("; ")
+        return Missing(f"{name!r} {problem}", remedy)
+    return None
+
+
+def _near(path: Path) -> str:
+    """A script whose name is near, or where there is none."""
+    folder = os.path.abspath(path.parent)
+    try:
+        stems = [name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")]
+    except OSError:
+        stems = []
+    if near := difflib.get_close_matches(path.name.removesuffix(".py"), stems, n=1):
+        return f"did you mean {str(path.with_name(f'{near[0]}.py'))!r}?"
+    return f"looked in {folder}; {ELSEWHERE}"
+
+
+def _module(name: str) -> Missing | None:
+    """Only whether it may be one: where a module is found is known when it is imported."""
+    if name.endswith(".py") or "/" in name:
+        dotted = name.removesuffix(".py").strip("./").replace("/", ".")
+        return Missing(f"{name!r} is a file and no module", f"write -m {dotted}, or leave out -m")
+    if ":" in name:
+        return Missing(f"{name!r} is a class and no module", f"give it to a role: --roles actor=1@{name}")
+    return None
+
+
+def _program(name: str, path: Path) -> Missing | None:
+    if "/" not in name and shutil.which(name) is not None:
+        return None
+    if not os.path.isfile(path):
+        return Missing(f"program {name!r} is not found", "give its path, or check PATH")
+    if path.suffix == ".py" and not os.access(path, os.X_OK):
+        return Missing(f"{name!r} is a Python script", "leave out --no-python")
+    if "/" not in name:
+        return Missing(f"program {name!r} is not on the PATH", f"write ./{name}")
+    if not os.access(path, os.X_OK):
+        return Missing(f"program {name!r} may not be executed", f"chmod +x {name}")
+    return None
