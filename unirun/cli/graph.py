@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("job", nargs="?", help=JOB_HELP)
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
-    parser.add_argument("--format", choices=FORMATS, default="tree", help=FORMAT_HELP)
+    parser.add_argument("--format", choices=FORMATS, help=FORMAT_HELP)
     parser.add_argument("-o", "--output", help=FILE_HELP, metavar="FILE")
     if "-h" in argv or "--help" in argv:
         parser.print_help()
@@ -69,7 +69,15 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"{options.job} is a job file", f"write unirun graph --config {options.job}")
     if rest or _is_script(options.job):
         return _described(argv)
-    return _seen(options.job, options.store, options.format, options.output)
+    return _seen(options.job, options.store, _form(options.format, options.output), options.output)
+
+
+def _form(named: str | None, output: str | None) -> str:
+    """The form that is named, or that the name of the file tells."""
+    suffix = os.path.splitext(output or "")[1].removeprefix(".")
+    return named or {"mmd": "mermaid", "gv": "dot", "yml": "yaml"}.get(
+        suffix, suffix if suffix in FORMATS else "tree"
+    )
 
 
 def _is_script(name: str | None) -> bool:
@@ -83,7 +91,8 @@ def _described(argv: list[str]) -> int:
     together = {name for group in (*spec.collocations, *spec.host_collocations) for name in group}
     for warning in warnings(graph, together):
         warn(warning)
-    form, output = line.options.get("format", "tree"), line.options.get("output")
+    output = line.options.get("output")
+    form = _form(line.options.get("format"), output)
     _show(graph, {}, form, output)
     if graph.edges and form == "tree" and output is None:
         say()

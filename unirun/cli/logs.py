@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     if options.lines is not None and options.lines < 0:
         raise UsageError("-n wants a number of lines, 0 or more")
     job, who = _found(options.store, options.job, options.who)
-    names = ["stdout.log"] * (not options.stderr) + ["stderr.log"] * (not options.stdout)
+    both = options.stdout == options.stderr
+    names = ["stdout.log"] * (both or options.stdout) + ["stderr.log"] * (both or options.stderr)
     if options.follow:
         _follow(job, who, names, options.lines)
         return 0

@@ -265,7 +265,7 @@ PLAN_OPTIONS = (
 )
 """Of ``unirun plan``, besides all others."""
 
-FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: tree)"
+FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: by the file's name, or tree)"
 FILE_HELP = "a file for the graph (default: print)"
 FORMATS = ("tree", "mermaid", "dot", "svg", "yaml")
 GRAPH_OPTIONS = (

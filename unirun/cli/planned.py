@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ def plan_job(line: CommandLine) -> PlannedJob:
 
     Raises `SpecError`, `UsageError`, `PlacementError`.
     """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError("the working directory is gone", "call unirun in another one") from error
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
     for warning in [*misplaced(line), *unknown_nodes(spec, inventory), *endless(spec)]:

@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-wait", action="store_true", help="return before the job has ended")
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     options = parser.parse_args(argv)
-    name = options.signal if options.signal.startswith("SIG") else f"SIG{options.signal}"
-    if name not in signal.Signals.__members__:
-        raise UsageError(f"{options.signal!r} is no signal", "for example SIGTERM or SIGINT")
+    signum = signal.SIGKILL if options.now else _signal(options.signal)
+    if options.job is not None and options.job.startswith("-"):
+        raise UsageError(f"{options.job} is no option of unirun stop", "--now kills at once")
     job = find_here(options.store, options.job or _only_one(options.store), "stop")
     status = read_status(job)
     if status.phase in ENDED:
@@ -46,7 +46,6 @@ def main(argv: list[str]) -> int:
     with contextlib.suppress(StoreError):
         # Without its store nobody knows who leads; that is waited for below.
         refuse_elsewhere(job)
-    signum = signal.SIGKILL if options.now else signal.Signals[name]
     stop = Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace)
     if options.no_wait:
         with call_master(job) as master:
@@ -60,6 +59,16 @@ def main(argv: list[str]) -> int:
     code = "" if end.code is None else f", exit code {end.code}"
     say(f"job {job.run_id} {end.phase}{code}")
     return 0
+
+
+def _signal(text: str) -> signal.Signals:
+    """``SIGTERM``, ``TERM``, ``term`` or ``15``. Raises `UsageError`."""
+    try:
+        if text.isascii() and text.isdigit():
+            return signal.Signals(int(text))
+        return signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"]
+    except (KeyError, ValueError):
+        raise UsageError(f"{text!r} is no signal", "for example SIGTERM or SIGINT") from None
 
 
 def _only_one(store: str | None) -> str | None:

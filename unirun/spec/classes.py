@@ -55,7 +55,7 @@ def _is_class_name(module: str, name: str) -> bool:
 
 def _likely(target: str) -> str:
     """What is meant by ``ppo.Actor`` or ``./ppo.py:Actor``."""
-    module, _, name = target.rpartition(":" if ":" in target else ".")
+    module, _, name = target.removesuffix(".py").rpartition(":" if ":" in target else ".")
     module = module.removesuffix(".py").strip("./").replace("/", ".")
     likely = f"{module}:{name}"
     return f"did you mean {likely!r}?" if _is_class_name(module, name) and likely != target else ""

@@ -92,8 +92,10 @@ def _role(
 ) -> RoleSpec:
     where = f"roles.{name}"
     entry = _entry(read, fields, where, default_entry)
-    if not entry.target:
+    if not entry.target and job.get("roles"):
         read.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
+    elif not entry.target:
+        read.fault("", "there is nothing to run", "name a script: unirun train.py")
     least, count = _counts(
         read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots
     )

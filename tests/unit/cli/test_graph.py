@@ -78,6 +78,23 @@ def test_a_file_is_written(
     assert ElementTree.fromstring((scripts / "job.svg").read_text(encoding="utf-8")).tag.endswith("svg")
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("a.svg", "<svg"),
+        ("a.mmd", "flowchart"),
+        ("a.dot", "digraph"),
+        ("a.yml", "edges:"),
+        ("a.txt", "actor"),
+    ],
+)
+def test_the_name_of_a_file_tells_the_form(
+    job_file: Callable[[str], str], scripts: Path, name: str, begins: str
+) -> None:
+    assert graph("-o", name, "--config", job_file(LOOP)) == 0
+    assert (scripts / name).read_text(encoding="utf-8").startswith(begins)
+
+
 def test_edges_for_a_job_file(capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]) -> None:
     assert graph("--format", "yaml", "--config", job_file(LOOP)) == 0
     edges = capsys.readouterr().out

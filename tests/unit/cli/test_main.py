@@ -45,7 +45,11 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
         (["logs", "-n", "-1"], 2, "-n wants a number"),
         (["status", "--jso0n"], 2, "unirun: unrecognized arguments: --jso0n; see unirun status --help"),
         (["completion", "fish"], 2, "invalid choice: 'fish'"),
-        (["plan", "--roles", "a=1"], 2, "nothing to run"),
+        (["plan", "--roles", "a=1"], 2, "roles.a: nothing to run; name a script, or one for this role"),
+        (["plan"], 2, "unirun: there is nothing to run; name a script: unirun train.py"),
+        (["stop", "--signal", "0"], 2, "'0' is no signal"),
+        (["stop", "-9"], 2, "-9 is no option of unirun stop; --now kills at once"),
+        (["stubs", "ppo.py"], 2, "is not of the form pkg.mod:Class; name the module"),
         (["plan", "--trainer", "a:B"], 2, "--trainer has nobody to call without roles"),
         (["plan", "-m", "--roles", "a=1", "--script", "a=train.py"], 2, "-m says what the script is"),
         (["--roles", "", "train.py"], 2, "--roles: it names no role; write --roles actor=4,rollout=4"),
@@ -175,6 +179,11 @@ class TestLogs:
         assert call("logs", "train-1", "actor:0", "--all", "--stdout", "-n", "1") == 0
         assert capfd.readouterr().out == "[actor:0] last\n[actor:0] last\n"
 
+    def test_of_both_streams_are_shown_when_both_are_named(self, capfd: pytest.CaptureFixture[str]) -> None:
+        ended("train-1")
+        assert call("logs", "--stdout", "--stderr") == 0
+        assert capfd.readouterr().out == "[actor:0] out 1\n[actor:0] last\n[actor:0] err\n"
+
     def test_follows_a_job_that_has_ended_to_its_end(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert call("logs", "-f", "train-1", "--stderr") == 0
@@ -186,9 +195,12 @@ class TestLogs:
         assert "has no role 'aktor'; it has actor" in capfd.readouterr().err
 
 
-def test_a_job_that_has_ended_needs_no_stop(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("signal", [(), ("--signal", "INT"), ("--signal", "sigint"), ("--signal", "9")])
+def test_a_job_that_has_ended_needs_no_stop(
+    capsys: pytest.CaptureFixture[str], signal: tuple[str, ...]
+) -> None:
     ended("train-1")
-    assert call("stop", "train-1") == 0
+    assert call("stop", "train-1", *signal) == 0
     assert capsys.readouterr().out == "job train-1 has ended already: failed\n"
 
 

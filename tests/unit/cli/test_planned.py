@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,18 @@ def test_a_job_that_nothing_ends_says_so_at_its_start(
     )
     assert says in error
     assert len(error.splitlines()) == bool(says)
+
+
+def test_a_working_directory_that_is_gone_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert call("plan", "train.py") == 2
+    assert capsys.readouterr().err == "unirun: the working directory is gone; call unirun in another one\n"
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "nodes=2", "slurm"])

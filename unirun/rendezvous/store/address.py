@@ -68,7 +68,8 @@ def parse_address(url: str) -> SqliteAddress | EtcdAddress:
         case "etcd":
             address = _etcd(rest, faults)
         case _:
-            faults.append(Fault("", "a store's URL begins with sqlite: or etcd://", _FORMS))
+            problem = f"{scheme[:20]!r} is none; a store's URL begins with sqlite: or etcd://"
+            faults.append(Fault("", problem, _FORMS))
     if faults or address is None:
         raise UsageError("\n".join(f"the store's URL: {fault}" for fault in faults))
     return address

@@ -156,8 +156,8 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
         try:
             rank = self._ranks[index]
         except IndexError:
-            count = len(self._ranks)
-            raise IndexError(f"[{index}] is out of range: {self!r} has [0] to [{count - 1}]") from None
+            workers = "1 worker" if len(self._ranks) == 1 else f"{len(self._ranks)} workers"
+            raise IndexError(f"[{index}] is out of range: {self!r} has {workers}") from None
         return self._handle(rank)
 
     def __iter__(self) -> Iterator[WorkerHandle]:

@@ -110,9 +110,11 @@ class TestAGroup:
             with pytest.raises(IndexError) as caught:
                 group[index]
             assert str(caught.value) == (
-                f"[{index}] is out of range: <role group desk with ranks 0-2> has [0] to [2]"
+                f"[{index}] is out of range: <role group desk with ranks 0-2> has 3 workers"
             )
-        with pytest.raises(IndexError, match=r"\[1\] is out of range: <role group desk with rank 2> has"):
+        with pytest.raises(
+            IndexError, match=r"\[1\] is out of range: <role group desk with rank 2> has 1 worker$"
+        ):
             group[2:][1]
 
     def test_has_smaller_groups(self, group: RoleGroup) -> None:
