@@ -40,7 +40,7 @@ def refuse_slip(line: CommandLine) -> None:
     A file of that name is run, whatever it looks like.
     """
     word = line.script
-    if word is None or os.path.exists(word) or {"module", "no_python"} & line.options.keys():
+    if word is None or os.path.exists(word) or {"module", "no_python", "cwd"} & line.options.keys():
         return
     if "=" in word:
         _refuse_assignment(word, line)

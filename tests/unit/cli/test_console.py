@@ -80,6 +80,7 @@ class TestTheConsole:
             (b"\n", b"[a] \n"),
             (b"\xff\xfe\n", b"[a] \xff\xfe\n"),
             (b"dos\r\nlines\r\n", b"[a] dos\n[a] lines\n"),
+            (b"\x1b[31mred\x1b[0m\n", b"[a] \x1b[31mred\x1b[0m\n"),
         ],
     )
     def test_puts_the_prefix_before_each_line(

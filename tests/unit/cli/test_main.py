@@ -179,6 +179,12 @@ class TestLogs:
         assert call("logs", "train-1", "actor:0", "--all", "--stdout", "-n", "1") == 0
         assert capfd.readouterr().out == "[actor:0] last\n[actor:0] last\n"
 
+    def test_have_the_colours_that_workers_have_given_them(self, capfd: pytest.CaptureFixture[str]) -> None:
+        job = ended("train-1")
+        (job.worker_logs("actor", 0, 1) / "stdout.log").write_text("\x1b[31mred\x1b[0m\n")
+        assert call("logs", "--stdout") == 0
+        assert capfd.readouterr().out == "[actor:0] \x1b[31mred\x1b[0m\n"
+
     def test_of_both_streams_are_shown_when_both_are_named(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert call("logs", "--stdout", "--stderr") == 0
