@@ -93,8 +93,7 @@ class TestWithoutAJob:
             == "unirun: no job is called 'two'; unirun ls shows the jobs there are\n"
         )
         assert (
-            unirun("status", "one").err
-            == "unirun: 'one' fits 2 jobs; write more of the id; unirun ls shows them\n"
+            unirun("status", "one").err == "unirun: 'one' fits 2 jobs; write more of the id: one-b, one-a\n"
         )
         assert unirun("status", "one-b").out.startswith("job one-b: succeeded")
 
