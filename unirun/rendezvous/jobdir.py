@@ -169,7 +169,9 @@ class JobDir:
         """The object in the file `name`. Raises `JobError`."""
         try:
             value = json.loads((self.path / name).read_text())
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise JobError(f"{self.path / name} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise JobError(f"{self.path / name} cannot be read: {error}") from error
         if not isinstance(value, dict):
             raise JobError(f"{self.path / name} holds no object")

@@ -95,7 +95,7 @@ def _role(
     if not entry.target and job.get("roles"):
         read.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
     elif not entry.target:
-        read.fault("", "there is nothing to run", "name a script: unirun train.py")
+        read.fault(where, "there is nothing to run", "name a script: unirun train.py")
     least, count = _counts(
         read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots
     )

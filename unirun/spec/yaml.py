@@ -59,7 +59,8 @@ def _read_value(where: str, text: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.from_dotlist([f"value={_without_base_60(text)}"])
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        config = OmegaConf.from_dotlist([f"value={_without_base_60(text, root)}"])
         return OmegaConf.to_container(config)["value"]  # type: ignore[call-overload, index]
     except yaml.YAMLError as error:
         raise SpecError([Fault(where, f"its value is no YAML: {_problem(error)}", "quote it")]) from error
@@ -91,7 +92,7 @@ def _read_json(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         except UnicodeDecodeError:
             raise
         except ValueError as error:
-            raise SpecError([Fault(path, f"is no JSON: {error}")]) from error
+            raise SpecError([Fault(path, f"is no JSON: {_first_line(error)}")]) from error
     if not isinstance(plain, dict):
         raise SpecError([Fault(path, "holds no object, expected one with keys like 'roles'")])
     return long_form(plain)
@@ -99,16 +100,17 @@ def _read_json(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     import yaml
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
-        config = OmegaConf.create(_without_base_60(text))
-        if not isinstance(config, DictConfig) or _is_word(text):
-            what = "a text" if isinstance(config, DictConfig) else "a list"
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            what = "a list" if isinstance(root, yaml.SequenceNode) else "a text"
             raise SpecError([Fault(path, f"holds {what}, expected a mapping with keys like 'roles'")])
+        config = OmegaConf.create(_without_base_60(text, root))
         plain = OmegaConf.to_container(config)
         assert isinstance(plain, dict)
         changed = OmegaConf.create(overridden(long_form(plain), overrides, _read_value))
@@ -126,14 +128,6 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _is_word(text: str) -> bool:
-    """Whether it is a single word or number for YAML, of which OmegaConf would make a key."""
-    import yaml
-
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    return isinstance(root, yaml.ScalarNode) and bool(root.value)
-
-
 def _problem(error: Exception) -> str:
     """What a YAML parser complains of, and where, in one line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
@@ -144,6 +138,9 @@ def _problem(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     """What OmegaConf says, without the lines about its own classes."""
+    if str(error).startswith("Exceeds the limit"):
+        # Python's words are about a setting of the interpreter.
+        return "a number of more than 4300 digits"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -151,11 +148,10 @@ _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 """What YAML 1.1 takes for a number in base 60: ``2:8`` would be 128."""
 
 
-def _without_base_60(text: str) -> str:
-    """`text` with such numbers as what they look like: ``count: 2:8`` is a range."""
+def _without_base_60(text: str, root: Any) -> str:
+    """`text`, whose nodes are below `root`, with such numbers as what they look like: ``count: 2:8`` is a range."""
     import yaml
 
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
     seen: set[int] = set()
     changed = False
     nodes = [root] if root is not None else []

@@ -46,7 +46,7 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
         (["status", "--jso0n"], 2, "unirun: unrecognized arguments: --jso0n; see unirun status --help"),
         (["completion", "fish"], 2, "invalid choice: 'fish'"),
         (["plan", "--roles", "a=1"], 2, "roles.a: nothing to run; name a script, or one for this role"),
-        (["plan"], 2, "unirun: there is nothing to run; name a script: unirun train.py"),
+        (["plan"], 2, "roles.default: there is nothing to run; name a script: unirun train.py"),
         (["stop", "--signal", "0"], 2, "'0' is no signal"),
         (["stop", "-9"], 2, "-9 is no option of unirun stop; --now kills at once"),
         (["stubs", "ppo.py"], 2, "is not of the form pkg.mod:Class; name the module"),

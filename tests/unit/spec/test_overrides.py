@@ -119,9 +119,9 @@ def test_all_faults_of_overrides_are_told_at_once(tmp_path: Path) -> None:
         ("name: ${nothing.here}", "job.yaml: name: Interpolation key 'nothing.here' not found"),
         ("name: ${name}", "job.yaml: name: Recursive interpolation detected"),
         ("roles: {a: 1}: x", "job.yaml: is no YAML: line 1, column 14: "),
-        ("a: " + "[" * 5000 + "]" * 5000, "job.yaml: is nested too deeply"),
+        ("a: " + "[" * 400 + "]" * 400, "job.yaml: is nested too deeply"),
         ("a: " + "{b: " * 150 + "1" + "}" * 150, "job.yaml: is nested too deeply"),
-        ("config: {n: " + "9" * 5000 + "}", "job.yaml: Exceeds the limit"),
+        ("config: {n: " + "9" * 5000 + "}", "job.yaml: a number of more than 4300 digits"),
         ("config: {n: 0x" + "f" * 5000 + "}", "job.yaml: config.n: a number of more than 4096 bits"),
         ("args: [0x" + "f" * 5000 + "]", "job.yaml: args.0: a number of more than 4096 bits"),
     ],
@@ -134,7 +134,9 @@ def test_what_no_job_file_can_hold_is_told_in_one_line(tmp_path: Path, text: str
 
 
 @pytest.mark.parametrize(
-    "value", ["9" * 5000, "0x" + "f" * 5000, "[" * 5000, "{a: " * 150 + "1" + "}" * 150], ids=lambda v: v[:4]
+    "value",
+    ["9" * 5000, "0x" + "f" * 5000, "[" * 400 + "]" * 400, "{a: " * 150 + "1" + "}" * 150],
+    ids=lambda v: v[:4],
 )
 def test_nor_can_an_override(tmp_path: Path, value: str) -> None:
     with pytest.raises(SpecError):
