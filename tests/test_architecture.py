@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "roles weights launcher master",
         "failover collocation graph rendezvous observe",
         "wire spec",
-        "errors sizes",
+        "errors names sizes",
     )
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""

@@ -260,7 +260,8 @@ class Agent:
         """The last lines of the stderr of a worker that failed."""
         if not isinstance(message, Reaped) or message.code == 0 or message.id not in self._state.workers:
             return ""
-        return tail_of(self._state.workers[message.id].request.stderr)
+        request = self._state.workers[message.id].request
+        return tail_of(os.path.join(request.logs, request.folder, "stderr.log"))
 
     async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -148,7 +148,7 @@ def spawn_request(
         fresh=role.start_method == "exec",
         env=worker_env(spec, order, member, job, node, inherited),
         cwd=role.cwd or cwd,
-        stdout=str(logs / "stdout.log"),
-        stderr=str(logs / "stderr.log"),
+        logs=str(job.logs),
+        folder=str(logs.relative_to(job.logs)),
         cpus=member.cpus,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from unirun.errors import StoreRefused
-from unirun.rendezvous.keys import INDEX
+from unirun.errors import FrameError, StoreRefused
+from unirun.names import is_run_id
+from unirun.rendezvous.keys import INDEX, index_key
 from unirun.rendezvous.store.protocol import Item, Store
 
 
@@ -24,7 +24,7 @@ class Summary:
     started: float
     ended: float | None
     code: int | None
-    roles: Mapping[str, int]
+    roles: dict[str, int]
 
     def line(self) -> str:
         """The job's value in the index."""
@@ -38,11 +38,17 @@ def read_index(store: Store) -> list[Summary]:
 
 
 def _read(item: Item) -> Summary:
+    # Who has no store does not wait for this import.
+    from unirun.wire.codec import from_json
+
     try:
-        data = json.loads(item.value)
-        return Summary(**{field.name: data[field.name] for field in dataclasses.fields(Summary)})
-    except (ValueError, TypeError, KeyError) as error:
-        raise StoreRefused(
-            f"{item.key} holds {item.value!r:.80}, which no unirun of this version has written",
-            "does the store's prefix belong to something else?",
-        ) from error
+        summary = from_json(Summary, item.value)
+        if is_run_id(summary.run_id) and item.key == index_key(summary.run_id):
+            return summary
+        problem: FrameError | None = None
+    except FrameError as error:
+        problem = error
+    raise StoreRefused(
+        f"{ascii(item.key)[1:-1]} holds {item.value!a:.80}, which no unirun of this version has written",
+        "does the store's prefix belong to something else?",
+    ) from problem

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import SpecError
+from unirun.names import RUN_ID_RULE, is_run_id
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
 from unirun.spec.read import Reader, nearest
 from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
@@ -80,8 +81,8 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
             read.fault("primary", f"no role is called {name!r}", nearest(name, names))
     numa = data.get("numa_binding")
     run = read.text(data.get("run_id"), "run_id") or run_id
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", run):
-        read.fault("run_id", f"{run!r} is no job id", "use letters, digits, '.', '-' and '_', at most 63")
+    if not is_run_id(run):
+        read.fault("run_id", f"{run!r} is no job id", RUN_ID_RULE)
     fields: dict[str, Any] = {
         "name": read.text(data.get("name"), "name") or _job_name(roles),
         "run_id": run,

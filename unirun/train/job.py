@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import JobFailed, UsageError
-from unirun.rendezvous.jobdir import JobDir, jobs_root
+from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.spec import JobSpec, parse_job
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path
@@ -66,7 +66,7 @@ class Job:
         run_id = f"{_clean(stem)}-{secrets.token_hex(3)}"
         # What was said here may be wrong as well; better told by an exception than by the command.
         parse_job(mapping, count_slots=lambda _: 1, run_id=run_id)
-        job = JobDir(jobs_root() / run_id)
+        job = job_at(run_id)
         folder = tempfile.mkdtemp(prefix="unirun-")
         try:
             file = Path(folder, "job.json")

@@ -205,7 +205,7 @@ class TestARequest:
         request = spawn_request(7, spec(), ORDER, MEMBER, JOB, "n1", "/where", {"PATH": "/bin"})
         assert (request.id, request.title, request.kind, request.target) == (7, "actor:3", "script", "a.py")
         assert (request.cwd, request.fresh, request.cpus) == ("/where", False, None)
-        assert request.stdout == "/jobs/run-1/logs/actor/3/2/stdout.log"
+        assert (request.logs, request.folder) == ("/jobs/run-1/logs", "actor/3/2")
         assert request.env["PATH"] == "/bin"
 
     def test_fills_in_the_local_rank(self) -> None:
