@@ -175,7 +175,7 @@ def test_the_cores_do_no_input_and_no_output(module: Module) -> None:
     pure = (
         *(f"roles.calls.{name}" for name in calls),
         "roles.transport.frames",
-        *(f"launcher.{name}" for name in ("core", "hearing", "state", "events")),
+        *(f"launcher.{name}" for name in ("core", "hearing", "ends", "state", "events")),
         "failover.",
         "graph.",
         *(f"collocation.{name}" for name in ("inventory", "fake")),

@@ -11,6 +11,7 @@ import signal
 from dataclasses import replace
 
 from unirun.errors import IllegalTransition
+from unirun.launcher.ends import short_end
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
     Abandon,
@@ -330,6 +331,7 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         note=worker.doom or end.note,
         tail="" if worker.error else end.tail,
     )
+    end = short_end(end)
     state = _remembering(state, worker, end)
     commands: list[Command] = [ToMaster(end)]
     if state.leaving and not state.workers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from unirun.launcher.ends import short_error
 from unirun.launcher.events import (
     After,
     Command,
@@ -44,7 +45,7 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
         case WorkerError():
             # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
             end = After(worker.grace, GraceOver(worker.id))
-            return state.with_worker(replace(worker, error=event.message)), [end]
+            return state.with_worker(replace(worker, error=short_error(event.message))), [end]
         case Serving():
             state = state.with_worker(replace(worker, serving=event.message))
             return state, [ToMaster(_signed(worker, event.message))]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
 from unirun.wire.messages import View, Welcome
@@ -35,20 +36,6 @@ def sendable(message: Message) -> bool:
     if isinstance(message, Metrics | WorkerMetrics) and any(map(math.isnan, message.values.values())):
         return False
     return within(encode(message))
-
-
-def within(value: object) -> bool:
-    """Whether numbers are finite, and integers (but a user's own) have 64 bits at most."""
-    match value:
-        case dict():
-            return all(within(item) for key, item in value.items() if key != "config")
-        case list() | tuple():
-            return all(map(within, value))
-        case float():
-            return math.isfinite(value)
-        case int():
-            return -(1 << 63) <= value < 1 << 64
-    return True
 
 
 @given(messages.filter(sendable))
