@@ -39,9 +39,10 @@ MAY_PRINT = frozenset(
     {
         *(f"unirun.launcher.{name}" for name in ("worker", "child", "local", "standby")),
         *(f"unirun.master.{name}" for name in ("__main__", "writing")),
+        "unirun.roles.serving",
     }
 )
-"""Bootstraps, a master whose store is away, an agent that can start no master: what they have to say goes to the stderr of their process."""
+"""Bootstraps, a worker that ends from a thread, a master whose store is away, an agent that can start no master: what they have to say goes to the stderr of their process."""
 
 MASTER_SHELLS = frozenset(f"unirun.master.{name}" for name in ("shell", "writing", "lead", "__main__"))
 """Streams, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""

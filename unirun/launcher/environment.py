@@ -65,9 +65,11 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     if spec.transport == "torch" and any(each.restart == "process" for each in spec.roles):
         # torch's RPC agent warns of every peer that ends, also when all is well.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Without these, TensorPipe, gloo and NCCL listen where the host's name points to, which others may reach.
+    # Calls stay on this host wherever the stores are.
+    env.setdefault("TP_SOCKET_IFNAME", "lo")
     if is_loopback(spec.master_addr):
-        # gloo, NCCL and TensorPipe would listen where the host's name points to, which others may reach.
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(variable, "lo")
     env.update(spec.env)
     env.update(spec.role(role).env)

@@ -117,6 +117,12 @@ def test_libraries_listen_on_loopback_when_the_job_does() -> None:
     assert "GLOO_SOCKET_IFNAME" not in base_env(spec(master_addr="10.0.0.1"), "actor", {})
 
 
+def test_calls_stay_on_loopback_wherever_the_stores_are() -> None:
+    elsewhere = spec(master_addr="10.0.0.1")
+    assert base_env(elsewhere, "actor", {})["TP_SOCKET_IFNAME"] == "lo"
+    assert base_env(elsewhere, "actor", {"TP_SOCKET_IFNAME": "eth0"})["TP_SOCKET_IFNAME"] == "eth0"
+
+
 @pytest.mark.parametrize(
     ("addr", "local"),
     [
