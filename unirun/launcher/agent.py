@@ -25,6 +25,7 @@ from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
 from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
+from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
 from unirun.wire import load_token
@@ -77,6 +78,9 @@ class Agent:
         if owner_pid is not None:
             lost = events.Abandon("the unirun command is gone")
             owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
+        timers = (
+            TimerPipe(self._job.timer_pipe(self._state.node), self._late) if self._orders.timers else None
+        )
         try:
             self._background(self._be_led())
             self._background(self._sample())
@@ -87,6 +91,8 @@ class Agent:
                 task.cancel()
             if owner is not None:
                 owner.close()
+            if timers is not None:
+                timers.close()
             await self._end_spawners()
             if self._master is not None:
                 await self._master.close()
@@ -144,6 +150,9 @@ class Agent:
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
                 kill_children(keep={*(popen.pid for popen in self._popens), *self._masters.pids})
+            case events.Signal(pid, signum):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signum)
             case events.Leave():
                 self._left.set()
 
@@ -242,6 +251,10 @@ class Agent:
             self._apply(events.SpawnerDown(key, reason, time.time()))
         finally:
             await stream.close()
+
+    def _late(self, expiry: Expiry) -> None:
+        session = session_of(expiry.pid)
+        self._apply(events.TimerExpired(expiry.pid, session, expiry.scopes, expiry.signal))
 
     def _note(self, message: Message) -> str:
         """Whether a SIGKILL that nobody here has sent came from the kernel, for want of memory."""

@@ -33,12 +33,20 @@ from unirun.launcher.events import (
     StartSpawner,
     StillWithoutLink,
     Store,
+    TimerExpired,
     ToMaster,
     ToSpawner,
     ToWorkers,
     Worker,
 )
-from unirun.launcher.hearing import answered, from_worker, link_closed, runs, still_without_link
+from unirun.launcher.hearing import (
+    answered,
+    from_worker,
+    link_closed,
+    runs,
+    still_without_link,
+    timer_expired,
+)
 from unirun.launcher.state import AgentState, held
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Shutdown, StopWorkers, View
@@ -85,6 +93,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return _grace_over(state, event)
         case StillWithoutLink():
             return still_without_link(state, event)
+        case TimerExpired():
+            return timer_expired(state, event)
 
 
 def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
@@ -328,7 +338,7 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         cause=worker.cause,
         sent=worker.sent,
         error=worker.error,
-        note=worker.doom or end.note,
+        note=worker.doom or worker.expired or end.note,
         tail="" if worker.error else end.tail,
     )
     end = short_end(end)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirun.launcher.timers import ENABLE, PIPE
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
@@ -113,6 +114,8 @@ def worker_env(
         "UNIRUN_INCARNATION": str(member.incarnation),
         "UNIRUN_SOCKET": str(job.agent_socket(node)),
     }
+    if env.get(ENABLE) == "1":
+        env[PIPE] = str(job.timer_pipe(node))
     own_mask = order.mask in {**spec.env, **role.env}
     if member.devices is not None and order.mask and role.auto_visible_device and not own_mask:
         env[order.mask] = ",".join(member.devices)

@@ -15,6 +15,7 @@
         alive.lock              held by the agents and the master as long as one of them lives
         master.<pid>.sock       0600; where each master listens
         agent.<node>.sock       0600; where the agent of each node listens for its workers
+        timer.<node>            0600; a named pipe for torch's timers, when they are wanted
         master.log agent.<node>.log  what these processes say themselves
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
 
@@ -90,6 +91,10 @@ class JobDir:
     def agent_socket(self, node: str) -> Path:
         """Where the agent of `node` listens for its workers."""
         return self.path / f"agent.{node}.sock"
+
+    def timer_pipe(self, node: str) -> Path:
+        """Where the agent of `node` takes requests for torch's timers."""
+        return self.path / f"timer.{node}"
 
     def agent_log(self, node: str) -> Path:
         """What the agent of `node` and its spawners say themselves."""
