@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unirun.cli.compose import job_spec
 from unirun.cli.options import CommandLine
+from unirun.cli.torchrun_env import check_environment
 from unirun.collocation import (
     Inventory,
     Placement,
@@ -61,7 +63,7 @@ def plan_job(line: CommandLine) -> PlannedJob:
     """
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
-    for warning in unknown_nodes(spec, inventory):
+    for warning in (*check_environment(os.environ, spec), *unknown_nodes(spec, inventory)):
         print(f"unirun: {warning}", file=sys.stderr)
     # Nodes that are not there have no files to be read.
     topology = told_topology if "inventory" in line.options else local_topology

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters, static_tcp_rendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose, same
+from unirun.cli.compose import BETWEEN_NODES, ONE_NODE
 from unirun.errors import SpecError, UsageError
 from unirun.spec import Entry, RoleSpec
 
@@ -99,6 +106,38 @@ class TestEveryTorchrunOption:
         (scripts / "tool").touch()
         assert landed(compose("tool", environ={f"PET_{dest.upper()}": value or "1"}))
 
+    @pytest.mark.parametrize("value", ["1", "1:1", "1:2", "1:64"])
+    def test_one_node_is_enough_where_the_least_is_one(self, compose: Compose, value: str) -> None:
+        assert same(compose("--nnodes", value, "train.py"), compose("train.py"))
+
+    @pytest.mark.parametrize(
+        "value",
+        ["last_call_timeout=5", "close_timeout=1,read_timeout=3", "is_host=True", "store_type=TCP", "rank=0"],
+    )
+    def test_settings_between_nodes_change_nothing_on_one(self, compose: Compose, value: str) -> None:
+        plain = compose("train.py")
+        assert same(compose("--rdzv-backend", "c10d", "--rdzv-conf", value, "train.py"), plain)
+        mixed = compose("--rdzv-conf", f" {value} , join_timeout = 7 ", "train.py")
+        assert mixed.join_timeout == 7.0
+
+    def test_every_setting_that_torch_asks_for_is_known(self) -> None:
+        """Of the backends that apply on one node. torch asks by name; whatever it asks for is in this record."""
+        asked: set[str] = set()
+
+        class Recorder(RendezvousParameters):
+            def get(self, key: str, default: Any = None) -> Any:
+                asked.add(key)
+                return super().get(key, default)
+
+        params = Recorder("c10d", "localhost:0", "run", 1, 1)
+        backend, store = create_backend(params)
+        create_handler(store, backend, params)
+        asked |= set(
+            re.findall(r'params\.config(?:\.get\(|\[)"(\w+)"', inspect.getsource(static_tcp_rendezvous))
+        )
+        assert asked >= {"join_timeout", "is_host", "timeout", "rank"}
+        assert asked <= {"join_timeout", "timeout", *BETWEEN_NODES, *ONE_NODE}
+
     def test_filters_are_split_as_torchrun_does(self, compose: Compose) -> None:
         for text in ("a", "a,b", "a,,b", ",,", "a,,,b", "a b,c"):
             theirs = get_args_parser().parse_args(["--duplicate-stdout-filters", text, "train.py"])
@@ -113,11 +152,21 @@ class TestWhatCannotApplyIsRefused:
     @pytest.mark.parametrize(
         ("argv", "says"),
         [
-            (["--nnodes", "2"], "--nnodes 2: this version of unirun runs on one node"),
-            (["--nnodes", "1:4"], "runs on one node"),
+            (["--nnodes", "2"], "--nnodes 2: this version of unirun runs on one node, and the job wants 2"),
+            (["--nnodes", "2:4"], "runs on one node, and the job wants 2"),
+            (["--nnodes", "2:1"], "no more than MAX"),
+            (["--nnodes", "0:1"], "at least 1"),
+            (["--nnodes", "1:2:3"], "expected N or MIN:MAX"),
+            (["--nnodes", "one"], "expected N or MIN:MAX"),
             (["--node-rank", "1"], "the rank of the node is 0"),
             (["--rdzv-backend", "etcd-v2"], "only static and c10d apply"),
-            (["--rdzv-conf", "is_host=1"], "only join_timeout and timeout apply"),
+            (["--rdzv-conf", "is_host=0"], "on one node only 1 applies"),
+            (["--rdzv-conf", "store_type=file"], "on one node only tcp applies"),
+            (["--rdzv-conf", "rank=1"], "on one node only 0 applies"),
+            (["--rdzv-conf", "last_cal_timeout=1"], "did you mean 'last_call_timeout'"),
+            (["--rdzv-conf", "last_call_timeout=soon"], "expected a whole number"),
+            (["--rdzv-conf", "last_call_timeout"], "write key=value"),
+            (["--rdzv-conf", "join_timeout="], "write key=value"),
             (["--logs-specs", "mine"], "has nothing to decide"),
             (["--numa-binding", "node"], "there are none"),
             (["-m", "--no-python"], "exclude each other"),
