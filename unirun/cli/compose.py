@@ -304,7 +304,8 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
             job["master_port"] = port
     for option in ("local_addr", "master_addr"):
         if option in options:
-            job["master_addr"] = options[option]
+            # torchrun wants an IPv6 address in brackets.
+            job["master_addr"] = options[option].removeprefix("[").removesuffix("]")
     if "master_port" in options:
         job["master_port"] = options["master_port"]
     for item in items([options.get("rdzv_conf", "")]):

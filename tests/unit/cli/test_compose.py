@@ -106,6 +106,11 @@ class TestEveryTorchrunOption:
         (scripts / "tool").touch()
         assert landed(compose("tool", environ={f"PET_{dest.upper()}": value or "1"}))
 
+    @pytest.mark.parametrize("option", ["--master-addr", "--local-addr"])
+    def test_an_ipv6_address_may_stand_in_brackets(self, compose: Compose, option: str) -> None:
+        for text in ("::1", "[::1]"):
+            assert compose(option, text, "train.py").master_addr == "::1"
+
     @pytest.mark.parametrize("value", ["1", "1:1", "1:2", "1:64"])
     def test_one_node_is_enough_where_the_least_is_one(self, compose: Compose, value: str) -> None:
         assert same(compose("--nnodes", value, "train.py"), compose("train.py"))
