@@ -208,7 +208,7 @@ def jobs_root() -> Path:
             raise JobError(f"{root} belongs to {owner(info)}", "set UNIRUN_HOME to a directory of your own")
     except OSError as error:
         raise JobError(
-            f"the jobs in {root} cannot be read: {error.strerror}",
+            f"jobs cannot be kept in {root}: {(error.strerror or str(error)).lower()}",
             "set UNIRUN_HOME to a directory that you may write",
         ) from error
     if exposed is not None:

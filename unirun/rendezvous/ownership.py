@@ -7,6 +7,7 @@ write, unless the directory has the sticky bit (as ``/tmp``) and the entry is no
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -29,7 +30,7 @@ class Exposure:
 def make_private(folder: Path) -> None:
     """Make `folder` and what is missing above it, each 0700 whatever the umask. What is there stays as it is.
 
-    Raises OSError.
+    Raises OSError, also for what is no directory.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
@@ -43,7 +44,8 @@ def exposure(folder: Path) -> Exposure | None:
     """The first place on the way to `folder` where another user can interpose; None when there is none.
 
     In `folder` itself others may not even make new entries. What is not there yet is not looked at: check again after
-    it was made. The walk goes down from ``/``, so nobody can change what was checked before. Raises OSError.
+    it was made. The walk goes down from ``/``, so nobody can change what was checked before. Raises OSError, also for
+    what is no directory.
     """
     at, links = "/", 0
     todo = [*reversed(Path(os.path.abspath(folder)).parts[1:])]
@@ -73,6 +75,8 @@ def exposure(folder: Path) -> Exposure | None:
 
 def _directory(path: str, *, last: bool) -> Exposure | None:
     info = os.stat(path)
+    if not stat.S_ISDIR(info.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if info.st_uid not in _trusted():
         return Exposure(f"{path} belongs to {_user(info.st_uid)}", "name a directory of your own")
     if writers(info) and (last or not info.st_mode & stat.S_ISVTX):

@@ -46,7 +46,8 @@ class Job:
         role may be started again (default 3). With ``blocking=False`` the job goes on without this process, and
         the handle can wait for it.
 
-        Raises `JobFailed` when it cannot be started, or, when blocking, when it does not succeed.
+        Raises `JobError` when there is no safe place for it, `JobFailed` when it cannot be started, or, when blocking,
+        when it does not succeed.
         """
         if "UNIRUN_JOB" in os.environ:
             raise UsageError(
