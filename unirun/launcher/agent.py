@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
 from unirun.errors import IllegalTransition, RendezvousError, WireError
 from unirun.launcher import core, events
+from unirun.launcher.backlog import Backlog
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, spawner_key
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
@@ -29,14 +29,11 @@ from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
 from unirun.wire import load_token
-from unirun.wire.aio import BACKLOG, Stream, accept, listen
+from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
 from unirun.wire.spawning import Reaped, SpawnFailed
-
-UNSENT = 1000
-"""Notices and metrics that are kept for the next master."""
 
 SPAWNER_END = 2.0
 """Seconds that a spawner has to end after its stream was closed."""
@@ -56,7 +53,7 @@ class Agent:
         self._state = AgentState(node, in_place=self._orders.in_place)
         self._master: Stream | None = None
         self._masters = Standby(job, self._token, lock)
-        self._unsent: deque[Message] = deque(maxlen=UNSENT)
+        self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -163,7 +160,7 @@ class Agent:
             self._master.send(message)
         elif isinstance(message, Notice | WorkerMetrics):
             # The rest is told in what a new master hears first.
-            self._unsent.append(message)
+            self._unsent.add(frame_of(message))
 
     async def _be_led(self) -> None:
         """Follow one master after another; the workers do not notice."""
@@ -177,8 +174,8 @@ class Agent:
             stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores))
             for ask in self._state.asks.values():
                 stream.send(ask)
-            while self._unsent:
-                stream.send(self._unsent.popleft())
+            for frame in self._unsent.take():
+                stream.send_frame(frame)
             if before is not None:
                 await before.close()
             await self._until_another_leads(epoch, stream)
