@@ -308,7 +308,7 @@ class TestAStore:
             {"name": "\ud800"},
             {"extra": 1},
         ],
-        ids=str,
+        ids=lambda change: next(iter(change)),
     )
     def test_with_a_line_of_another_kind_is_refused(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str], change: dict[str, object]
