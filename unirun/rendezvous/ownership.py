@@ -47,14 +47,15 @@ def exposure(folder: Path) -> Exposure | None:
     it was made. The walk goes down from ``/``, so nobody can change what was checked before. Raises OSError, also for
     what is no directory.
     """
-    at, links = "/", 0
-    todo = [*reversed(Path(os.path.abspath(folder)).parts[1:])]
+    at, links, trusted = "/", 0, _trusted()
+    todo = [*reversed(folder.absolute().parts[1:])]
     while True:
-        found = _directory(at, last=not todo)
+        found = _directory(at, trusted, last=not todo)
         if found is not None or not todo:
             return found
         name = todo.pop()
         if name == "..":
+            # `at` has no links any more, so this is what the kernel takes for the directory above.
             at = os.path.dirname(at)
             continue
         entry = os.path.join(at, name)
@@ -66,18 +67,18 @@ def exposure(folder: Path) -> Exposure | None:
             at = entry
             continue
         links += 1
-        if links > MAX_LINKS or info.st_uid not in _trusted():
+        if links > MAX_LINKS or info.st_uid not in trusted:
             return Exposure(f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
         target = Path(os.readlink(entry))
         at = "/" if target.is_absolute() else at
         todo += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
 
-def _directory(path: str, *, last: bool) -> Exposure | None:
+def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Exposure | None:
     info = os.stat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    if info.st_uid not in _trusted():
+    if info.st_uid not in trusted:
         return Exposure(f"{path} belongs to {_user(info.st_uid)}", "name a directory of your own")
     if writers(info) and (last or not info.st_mode & stat.S_ISVTX):
         return Exposure(

@@ -83,6 +83,13 @@ def test_a_link_is_followed_and_what_it_leads_through_is_looked_at(tmp_path: Pat
         assert exposure(tmp_path / name / "jobs") is None
 
 
+def test_what_lies_above_a_link_is_where_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "open" / "inner").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to("open/inner")
+    assert problem(tmp_path / "link" / ".." / "jobs") == f"{tmp_path}/open may be written by all users"
+
+
 @as_root
 def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
