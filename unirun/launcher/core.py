@@ -338,7 +338,7 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         cause=worker.cause,
         sent=worker.sent,
         error=worker.error,
-        note=worker.doom or worker.expired or end.note,
+        note=worker.doom or (worker.expired if end.code != 0 else "") or end.note,
         tail="" if worker.error else end.tail,
     )
     end = short_end(end)

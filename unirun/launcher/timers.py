@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ LOOK = 1.0
 
 MANY = 10_000
 """Timers at a time: a worker that releases none must not fill the agent's memory."""
+
+MAX_PID = 1 << 22
+"""The greatest that Linux gives."""
 
 _LINE = 4096
 """Bytes that are written to a pipe at once, and so the longest request (``PIPE_BUF``)."""
@@ -55,16 +59,16 @@ class Timers:
         self._running: dict[tuple[int, str], Request] = {}
 
     def take(self, request: Request) -> None:
-        """Start a timer, start it anew, or release it."""
+        """Start a timer, start it anew, or release it. What is no process has none."""
         key = request.pid, request.scope_id
         self._running.pop(key, None)
-        if request.expiration_time >= 0 and len(self._running) < MANY:
+        if request.expiration_time >= 0 and 0 < request.pid <= MAX_PID and len(self._running) < MANY:
             self._running[key] = request
 
     def expired(self, now: float) -> list[Expiry]:
         """What has expired, by process. With one of them, all timers of a process are over.
 
-        A timer without a signal (0 or less) expires without consequences, as in torch.
+        A timer without a signal (0 or less, or a number that is none) expires without consequences, as in torch.
         """
         late: dict[int, list[Request]] = {}
         for request in sorted(self._running.values(), key=lambda each: each.expiration_time):
@@ -74,7 +78,7 @@ class Timers:
         return [
             Expiry(pid, tuple(each.scope_id for each in found), signum)
             for pid, found in late.items()
-            if (signum := next((each.signal for each in found if each.signal > 0), 0))
+            if (signum := next((each.signal for each in found if 0 < each.signal < signal.NSIG), 0))
         ]
 
     def until(self, now: float) -> float | None:

@@ -60,7 +60,11 @@ class TestTimers:
         assert timers.until(20.0) is None
 
     def test_without_a_signal_have_no_consequence(self) -> None:
-        assert running(request("a", 1.0, signum=0), request("b", 1.0, signum=-1)).expired(2.0) == []
+        wrong = (request(str(signum), 1.0, signum=signum) for signum in (0, -1, 65, 1 << 40))
+        assert running(*wrong).expired(2.0) == []
+
+    def test_of_what_is_no_process_are_not_taken(self) -> None:
+        assert running(*(request("a", 1.0, pid=pid) for pid in (0, -1, 1 << 40))).expired(2.0) == []
 
     def test_that_nobody_releases_are_bounded(self) -> None:
         timers = running(*(request(str(number), 1.0) for number in range(MANY + 10)))
@@ -106,6 +110,11 @@ class TestAWorkerThatIsLate:
         )
         (end,) = agent.spawner(Reaped(1, 2.0, None, KILL)).told(WorkerExited)
         assert (end.cause, end.sent, end.note) == ("own", None, "its timer 'batch' has expired")
+
+    def test_and_ends_well_all_the_same_has_no_note(self) -> None:
+        agent = Agent().alive().on(TimerExpired(101, 101, ("batch",), TERM))
+        (end,) = agent.spawner(Reaped(1, 2.0, 0, None)).told(WorkerExited)
+        assert end.note == ""
 
     def test_may_be_a_process_that_a_worker_has_started(self) -> None:
         agent = Agent().alive().on(TimerExpired(555, 102, ("load",), TERM))
