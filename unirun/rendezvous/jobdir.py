@@ -272,7 +272,9 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
         if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         shutil.rmtree(job.path, ignore_errors=True)
-    make_private(job.path)
+    job.path.mkdir(0o700)
+    # A umask may have taken rights of the owner.
+    job.path.chmod(0o700)
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())

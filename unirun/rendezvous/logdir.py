@@ -6,7 +6,6 @@ directory is shared with a group, the group may read what it may read there (275
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
@@ -33,11 +32,13 @@ def make_log_dir(target: Path, uid: str) -> None:
             f"{target} is not empty and holds no logs of unirun", "choose another --log-dir or --rdzv-id"
         )
     shutil.rmtree(target, ignore_errors=True)
-    if target.exists():
-        raise OSError(errno.EEXIST, f"{target} cannot be removed")
     make_private(target.parent)
-    handle = open_log(target.parent, Path(target.name, MARK))
-    with os.fdopen(handle, "w") as file:
+    folder = os.open(target.parent, _FOLDER)
+    try:
+        os.close(_make(folder, target.name))
+    finally:
+        os.close(folder)
+    with os.fdopen(open_log(target, Path(MARK)), "w") as file:
         file.write(uid)
 
 
@@ -61,11 +62,16 @@ def open_log(base: Path, name: Path) -> int:
 
 def _enter(folder: int, name: str) -> int:
     """A descriptor of the directory `name` in the one behind `folder`; it is made if it is missing."""
-    rights = _rights(folder)
     try:
-        os.mkdir(name, rights, dir_fd=folder)
+        return _make(folder, name)
     except FileExistsError:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+
+
+def _make(folder: int, name: str) -> int:
+    """The same for one that is new. Raises FileExistsError."""
+    rights = _rights(folder)
+    os.mkdir(name, rights, dir_fd=folder)
     return _with_rights(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder), rights)
 
 

@@ -71,3 +71,13 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, planted: Path) -> None:
         open_log(tmp_path / "logs", NAME)
     assert [each.name for each in victim.iterdir()] == ["precious"]
     assert (victim / "precious").read_text() == "precious"
+
+
+def test_a_directory_that_somebody_else_has_made_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there is removed first; in a directory where others may write, they may be quicker than we are."""
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: (tmp_path / "run-1").mkdir())
+    with pytest.raises(FileExistsError):
+        make_log_dir(tmp_path / "run-1", "uid")
+    assert [*(tmp_path / "run-1").iterdir()] == []
