@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     figures = [figure for name in options.suites or names for figure in load(name)(options.runs)]
     if options.json:
+        for figure in figures:
+            for line in figure.fault.splitlines():
+                print(f"{figure.bar.name}: {line}", file=sys.stderr)
         print(json.dumps({"figures": [figure.to_json() for figure in figures]}, indent=2, ensure_ascii=False))
     else:
         print(table(figures))

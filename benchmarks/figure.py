@@ -15,6 +15,14 @@ class BenchmarkError(RuntimeError):
     """Something could not be measured: a process failed, or a wait reached its deadline."""
 
 
+class ProgramMissing(BenchmarkError):
+    """What is to be measured needs a program that is not here."""
+
+    def __init__(self, program: str, remedy: str) -> None:
+        self.program = program
+        super().__init__(f"{program} is not installed: {remedy}")
+
+
 @dataclass(frozen=True, slots=True)
 class Bar:
     """What `value` may be at most (with `at_least`: at least) for a figure to hold."""

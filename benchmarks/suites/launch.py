@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.figure import Bar, BenchmarkError, Figure, compared, measured, say
+from benchmarks.calibration import bar, in_units
+from benchmarks.figure import Bar, BenchmarkError, Figure, compared, say
 from benchmarks.job import (
     DEADLINE,
     TORCHRUN,
@@ -37,8 +38,8 @@ STARTS = (
 RESTART = Bar("restart of 4 ranks after SIGKILL of one ÷ torchrun", "ratio", 0.15)
 NODE = Bar("restart of 4 ranks after SIGKILL of a node's agent ÷ of one rank", "ratio", 3.0)
 MEMORY = Bar("memory per rank of 8 (PSS) ÷ torchrun", "ratio", 0.40)
-HELP = Bar("unirun --help", "s", 0.2)
-STATUS = Bar("unirun status", "s", 0.3)
+HELP = bar("unirun --help", 0.2)
+STATUS = bar("unirun status", 0.3)
 ORPHANS = Bar("processes left 1 s after SIGKILL of a part of unirun", "processes", 0)
 
 VICTIMS = ("unirun", "unirun-agent", "unirun-spawner")
@@ -70,8 +71,8 @@ def figures(runs: int) -> list[Figure]:
     found.append(compared(NODE, "s", runs, node_loss_time, "one rank", restart[0]))
     memory = partial(rank_memory, UNIRUN, 8), partial(rank_memory, TORCHRUN, 8)
     found.append(compared(MEMORY, "MB", runs, memory[0], "torchrun", memory[1]))
-    found.append(measured(HELP, runs, help_time))
-    found.append(measured(STATUS, runs, status_time))
+    found.append(in_units(HELP, runs, help_time))
+    found.append(in_units(STATUS, runs, status_time))
     found.append(orphans(runs))
     return found
 

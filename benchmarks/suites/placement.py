@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
 from unirun.collocation.planning import plan, replan
@@ -25,12 +26,12 @@ from unirun.graph import affected
 from unirun.graph.scenarios import ppo
 from unirun.spec import Entry, JobSpec, RoleSpec
 
-PLAN = Bar("plan 10 000 nodes × 8 slots, 5 roles", "s", 1.0)
-SPARE = Bar("re-plan after a node's loss, 10 000 nodes, a spare", "s", 0.2)
-ROOM = Bar("re-plan after a node's loss, 10 000 nodes, room elsewhere", "s", 0.2)
-REFUSAL = Bar("what does not fit on 10 000 nodes is told with what would", "s", 2.0)
-QUIET = Bar("place 1 000 ranks on one host, as under torchrun", "s", 0.1)
-AFFECTED = Bar("who is affected by a failure among 50 000 ranks", "s", 2.0)
+PLAN = bar("plan 10 000 nodes × 8 slots, 5 roles", 1.0)
+SPARE = bar("re-plan after a node's loss, 10 000 nodes, a spare", 0.2)
+ROOM = bar("re-plan after a node's loss, 10 000 nodes, room elsewhere", 0.2)
+REFUSAL = bar("what does not fit on 10 000 nodes is told with what would", 2.0)
+QUIET = bar("place 1 000 ranks on one host, as under torchrun", 0.1)
+AFFECTED = bar("who is affected by a failure among 50 000 ranks", 2.0)
 MEMORY = Bar("peak memory of inventory, plan and re-plan", "MB", 500)
 GROWTH = Bar("plan: cost per node, 10 000 nodes ÷ 1 000", "ratio", 2.0)
 
@@ -42,12 +43,13 @@ PER_NODE = {"actor": 2, "reference": 2, "critic": 2, "reward": 2, "rollout": 4}
 
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite, each from `runs` runs."""
-    found = [measured(PLAN, runs, partial(plan_time, NODES))]
-    found.append(measured(SPARE, runs, partial(replan_time, spares=1)))
-    found.append(measured(ROOM, runs, partial(replan_time, spares=0)))
-    found.append(measured(REFUSAL, runs, refusal_time))
-    found.append(measured(QUIET, runs, quiet_time))
-    found.append(measured(AFFECTED, runs, affected_time))
+    timed = partial(in_units, clock=time.process_time)
+    found = [timed(PLAN, runs, partial(plan_time, NODES))]
+    found.append(timed(SPARE, runs, partial(replan_time, spares=1)))
+    found.append(timed(ROOM, runs, partial(replan_time, spares=0)))
+    found.append(timed(REFUSAL, runs, refusal_time))
+    found.append(timed(QUIET, runs, quiet_time))
+    found.append(timed(AFFECTED, runs, affected_time))
     found.append(measured(MEMORY, 1, peak_memory))
     found.append(measured(GROWTH, 1, growth))
     return found

@@ -7,9 +7,7 @@ stores: the agents', and the one that workers find at MASTER_ADDR. What a backen
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,10 +17,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from benchmarks.etcd import etcd, free_port
 from benchmarks.figure import Bar, BenchmarkError, Figure, compared
 from benchmarks.job import DEADLINE, environment
-from unirun.errors import StoreError
-from unirun.rendezvous.store.url import open_store
 
 MEETING = Bar("two-node rendezvous, etcd-v3 ÷ c10d", "ratio", 1.0)
 
@@ -98,36 +95,3 @@ def answer(process: subprocess.Popen[str]) -> str:
     if not line:
         raise BenchmarkError(f"a node ended with {process.wait()} before it had its rank and store")
     return line
-
-
-@contextlib.contextmanager
-def etcd() -> Iterator[str]:
-    """An etcd on this host, with its data on disk; yields its endpoint. Raises `BenchmarkError` without one."""
-    program = shutil.which("etcd")
-    if program is None:
-        raise BenchmarkError("etcd is not installed: apt-get install etcd-server")
-    home = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
-    endpoint, peer = f"127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
-    command = [
-        *(program, "--data-dir", str(home), "--initial-cluster", f"default={peer}"),
-        *("--listen-client-urls", f"http://{endpoint}", "--advertise-client-urls", f"http://{endpoint}"),
-        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-    ]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, env=dict(os.environ), stdin=quiet, stdout=quiet, stderr=quiet)
-    try:
-        open_store(f"etcd://{endpoint}?timeout={DEADLINE:g}").close()
-        yield endpoint
-    except StoreError as error:
-        raise BenchmarkError(str(error)) from error
-    finally:
-        process.kill()
-        process.wait()
-        shutil.rmtree(home, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago; both backends have to be told one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,6 +1,6 @@
 """What it costs that a job survives its master: failover, writes, large contexts, many agents.
 
-etcd is one member on loopback, when the program is installed.
+etcd is one member on loopback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import psutil
 
+from benchmarks.calibration import bar, in_units
+from benchmarks.etcd import etcd
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
@@ -39,12 +41,12 @@ from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire import new_token
 
 FAILOVER = {
-    "sqlite": Bar("master killed → the next one has decided (SQLite)", "s", 1.0),
-    "etcd": Bar("master killed → the next one has decided (etcd)", "s", 2.0),
+    "sqlite": bar("master killed → the next one has decided (SQLite)", 1.0),
+    "etcd": bar("master killed → the next one has decided (etcd)", 2.0),
 }
 WRITES = Bar("store writes for a worker's failure and restart", "writes", 4)
-LARGE = Bar("persist and load a context of 10 000 ranks", "s", 1.0)
-JOIN = Bar("1 000 agents join", "s", 5.0)
+LARGE = bar("persist and load a context of 10 000 ranks", 1.0)
+JOIN = bar("1 000 agents join", 5.0)
 IDLE = Bar("master of 1 000 agents, idle: share of a core", "%", 10.0)
 
 RANKS, AGENTS = 10_000, 1_000
@@ -54,16 +56,29 @@ IDLE_FOR = 10.0
 
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite; what needs many processes is measured with few runs."""
-    found = [measured(FAILOVER["sqlite"], runs, partial(failover_time, None))]
-    if shutil.which("etcd"):
-        with etcd() as url:
-            found.append(measured(FAILOVER["etcd"], runs, partial(failover_time, url)))
+    found = [in_units(FAILOVER["sqlite"], runs, partial(failover_time, None)), failover_with_etcd(runs)]
     found.append(measured(WRITES, runs, failure_writes))
-    found.append(measured(LARGE, runs, large_context))
-    crowd = [crowd_costs() for _ in range(min(runs, 3))]
-    found.append(measured(JOIN, len(crowd), iter([join for join, _ in crowd]).__next__))
-    found.append(measured(IDLE, len(crowd), iter([idle for _, idle in crowd]).__next__))
+    found.append(in_units(LARGE, runs, large_context))
+    shares: list[float] = []
+
+    def join_time() -> float:
+        seconds, share = crowd_costs()
+        shares.append(share)
+        return seconds
+
+    found.append(in_units(JOIN, min(runs, 3), join_time))
+    share = median(shares) if shares else None
+    found.append(Figure(IDLE, share, len(shares), IDLE.unit, tuple(shares), fault=found[-1].fault))
     return found
+
+
+def failover_with_etcd(runs: int) -> Figure:
+    """The figure with etcd, or why there is none."""
+    try:
+        with etcd() as endpoint:
+            return in_units(FAILOVER["etcd"], runs, partial(failover_time, f"etcd://{endpoint}"))
+    except BenchmarkError as error:
+        return Figure(FAILOVER["etcd"], None, runs, "s", fault=str(error))
 
 
 def failover_time(url: str | None) -> float:
@@ -192,27 +207,3 @@ def _store_of(job: Job) -> Iterator[tuple[Store, JobDir]]:
 def _writes(store: Store, job: JobDir) -> int:
     head = store.get(f"{job_prefix(job.run_id)}head")
     return int(json.loads(head.value)["write"]) if head else 0
-
-
-@contextlib.contextmanager
-def etcd() -> Iterator[str]:
-    """One member on free ports of loopback; its URL."""
-    home = tempfile.mkdtemp(prefix="unirun-bench-etcd-")
-    client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
-    command = ["etcd", "--data-dir", home, "--listen-client-urls", client, "--advertise-client-urls", client]
-    command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
-    command += ["--initial-cluster", f"default={peer}", "--log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield f"etcd://{client.removeprefix('http://')}"
-    finally:
-        process.kill()
-        process.wait()
-        shutil.rmtree(home)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

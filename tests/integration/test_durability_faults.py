@@ -106,7 +106,7 @@ class TestAFile:
 def mounted(where: Path, options: str) -> Iterator[Path | None]:
     """A file system of its own, where one can be mounted, else None."""
     where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(where)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "none", str(where)]
     done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
     try:
         yield where if done else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import START, Running, Script, Unirun, eventually, gone
+from .harness import START, Running, Script, Unirun, eventually
 from .masters import Masters
 
 WAITING = """
@@ -129,10 +129,14 @@ class TestANodeOfSeveral:
         nodes = ["node0", "node0", "node2", "node2"]
         assert up(job, 1, 4) == [(str(n), node, "0,1", "4") for n, node in enumerate(nodes)]
         assert unirun.events("move") == ["actor:2-3 from node1 to node2"]
-        assert [worker["node"] for worker in unirun.workers().values()] == nodes
+        # The status is written a moment after what it tells of.
+        eventually(
+            lambda: [worker["node"] for worker in unirun.workers().values()] == nodes,
+            "the status knows the nodes",
+        )
         assert "nodes: node1 lost" in unirun("status").out
-        assert gone(agent, 1.0)
-        assert not Path(f"/proc/{agent}").exists(), "it is a zombie"
+        # Its handle tells of its end before the command has reaped it.
+        eventually(lambda: not Path(f"/proc/{agent}").exists(), "the agent leaves no zombie")
         enough(unirun)
         end = job.end()
         assert end.code == 0, end.err
@@ -176,7 +180,7 @@ class TestANodeOfSeveral:
         (agent,) = agents(unirun, "node0")
         os.kill(agent, signal.SIGKILL)
         assert up(job, 1, 2) == [("0", "node1", "0,1", "2"), ("1", "node1", "0,1", "2")]
-        assert len(unirun.workers()) == 2
+        eventually(lambda: len(unirun.workers()) == 2, "the status knows the smaller role")
         enough(unirun)
         end = job.end()
         assert end.code == 0, end.err

@@ -66,6 +66,29 @@ class TestOneRoleIsTorchrun:
         env = result.rows[0]["env"]
         assert (env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == (str(port), "mine")
 
+    def test_a_timer_of_torch_that_expires_ends_its_worker_which_comes_back(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        train = script(
+            """
+            import os, time
+            from torch.distributed.elastic import timer
+
+            timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+            with timer.expires(after=600):
+                print("in time", flush=True)
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                with timer.expires(after=0.1, scope="batch"):
+                    time.sleep(600)
+            """
+        )
+        result = unirun("--max-restarts", 1, train, env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
+        assert result.code == 0, result.err
+        assert result.lines == ["in time", "in time"]
+        assert "default:0: its timer 'batch' has expired: process" in result.err
+        (failure,) = unirun.status()["failures"]
+        assert failure["exit"] == "killed by SIGKILL"
+
     def test_a_virtual_local_rank_is_0_everywhere(self, unirun: Unirun) -> None:
         result = unirun("--virtual-local-rank", "--nproc-per-node", 2, "--start-method", "exec", ENVIRON)
         assert [(row["rank"], row["env"]["LOCAL_RANK"]) for row in result.rows] == [(0, "0"), (1, "0")], (

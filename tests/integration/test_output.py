@@ -317,7 +317,9 @@ class TestADiskThatIsFull:
         where = tmp_path / "small"
         where.mkdir()
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(where)], capture_output=True, check=False
+            ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "none", str(where)],
+            capture_output=True,
+            check=False,
         )
         try:
             yield where if mounted.returncode == 0 else None

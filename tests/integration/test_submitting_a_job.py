@@ -137,7 +137,7 @@ def test_that_cannot_be_started_is_told(program: Program) -> None:
         """
     ).end()
     assert end.code == 1
-    assert "JobFailed: the job could not be started: unirun: the job's directory /dev/null" in end.err
+    assert "JobError: jobs cannot be kept in /dev/null/jobs: not a directory; set UNIRUN_HOME to" in end.err
 
 
 def test_is_not_submitted_by_its_own_workers(program: Program) -> None:

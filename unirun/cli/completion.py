@@ -14,18 +14,28 @@ from unirun.cli.optiontable import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
 EVERY = (*OPTIONS, *PLAN_OPTIONS, *GRAPH_OPTIONS)
 
 _BASH = """# unirun completion for bash: source <(unirun completion bash)
+# What compgen -W gets it expands as the shell would: only words of this script, never names of jobs or files.
+_unirun_jobs() {{
+  local job
+  while IFS= read -r job; do
+    [[ $job == "$1"* && $job != *[!A-Za-z0-9._-]* ]] && COMPREPLY+=("$job")
+  done < <(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
+}}
+_unirun_files() {{
+  local file
+  while IFS= read -r file; do COMPREPLY+=("$file"); done < <(compgen -f -- "$1")
+}}
 _unirun() {{
   local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}}
   COMPREPLY=()
   case ${{COMP_WORDS[1]}} in
     status|logs|stop|gc)
-      local jobs=$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
-      [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "$jobs" -- "$cur"))
+      [[ $COMP_CWORD -eq 2 ]] && _unirun_jobs "$cur"
       return ;;
     graph)
       if [[ $COMP_CWORD -eq 2 && $cur != -* ]]; then
-        local seen=$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)
-        COMPREPLY=($(compgen -W "$seen" -- "$cur") $(compgen -f -- "$cur"))
+        _unirun_jobs "$cur"
+        _unirun_files "$cur"
         return
       fi ;;
   esac
@@ -35,9 +45,10 @@ _unirun() {{
   if [[ $cur == -* ]]; then
     COMPREPLY=($(compgen -W "{options}" -- "$cur"))
   elif [[ $COMP_CWORD -eq 1 ]]; then
-    COMPREPLY=($(compgen -W "{commands}" -- "$cur") $(compgen -f -- "$cur"))
+    COMPREPLY=($(compgen -W "{commands}" -- "$cur"))
+    _unirun_files "$cur"
   else
-    COMPREPLY=($(compgen -f -- "$cur"))
+    _unirun_files "$cur"
   fi
 }}
 complete -o filenames -F _unirun unirun
@@ -45,20 +56,24 @@ complete -o filenames -F _unirun unirun
 
 _ZSH = """#compdef unirun
 # unirun completion for zsh: source <(unirun completion zsh)
+_unirun_jobs() {{
+  local -a jobs
+  jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
+  jobs=(${{jobs:#*[^A-Za-z0-9._-]*}})
+  compadd -a jobs
+}}
 _unirun() {{
-  local -a commands options jobs
+  local -a commands options
   commands=({commands})
   options=(
 {options}
   )
   case $words[2] in
     status|logs|stop|gc)
-      jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
-      compadd -a jobs
+      _unirun_jobs
       return ;;
     graph)
-      jobs=(${{(f)"$(UNIRUN_STORE= unirun ls 2>/dev/null | tail -n +2 | cut -d' ' -f1)"}})
-      (( CURRENT == 3 )) && compadd -a jobs ;;
+      (( CURRENT == 3 )) && _unirun_jobs ;;
   esac
   if [[ $PREFIX == -* ]]; then
     _describe option options

@@ -14,8 +14,8 @@ from unirun.cli.options import CommandLine, from_environment, items
 from unirun.cli.slips import refuse_slip
 from unirun.collocation import Inventory, count_slots
 from unirun.errors import Fault, SpecError, UsageError
+from unirun.names import id_stem
 from unirun.spec import JobSpec, parse_job
-from unirun.spec.names import id_stem
 from unirun.spec.read import nearest
 from unirun.spec.roles import ENTRY_KINDS, NAME, TRAINER
 
@@ -280,9 +280,7 @@ def _plain(options: Mapping[str, Any], job: dict[str, Any]) -> None:
 
 
 def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
-    nnodes = str(options.get("nnodes", "1"))
-    if nnodes.split(":")[0] != "1" or nnodes not in ("1", "1:1"):
-        raise UsageError(f"--nnodes {nnodes}: this version of unirun runs on one node", "use --nnodes 1")
+    _one_node(str(options.get("nnodes", "1")))
     if str(options.get("node_rank", "0")) != "0":
         raise UsageError("--node-rank: on one node the rank of the node is 0", "leave it out")
     backend = options.get("rdzv_backend", "static")
@@ -301,15 +299,58 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
             job["master_port"] = port
     for option in ("local_addr", "master_addr"):
         if option in options:
-            job["master_addr"] = options[option]
+            # torchrun wants an IPv6 address in brackets.
+            job["master_addr"] = options[option].removeprefix("[").removesuffix("]")
     if "master_port" in options:
         job["master_port"] = options["master_port"]
     for item in items([options.get("rdzv_conf", "")]):
-        key, equals, value = item.partition("=")
-        if not equals or key not in ("join_timeout", "timeout"):
+        _rendezvous_setting(item, job)
+
+
+def _one_node(nnodes: str) -> None:
+    """``1``, or ``MIN:MAX`` with one node as the least: then the job starts with the one that is there."""
+    least, colon, most = nnodes.partition(":")
+    try:
+        low, high = int(least), int(most if colon else least)
+    except ValueError as error:
+        raise UsageError(f"--nnodes {nnodes:.80}: expected N or MIN:MAX", "use --nnodes 1") from error
+    if not 0 < low <= high:
+        raise UsageError(f"--nnodes {nnodes}: expected at least 1, and no more than MAX", "use --nnodes 1")
+    if low > 1:
+        raise UsageError(
+            f"--nnodes {nnodes}: this version of unirun runs on one node, and the job wants {low}",
+            "use --nnodes 1, or 1:MAX when one is enough",
+        )
+
+
+BETWEEN_NODES = (
+    *("last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt"),
+)
+"""Settings of c10d for what nodes do with each other: one node satisfies them, whatever their number is."""
+
+ONE_NODE = {"is_host": ("1", "true", "t", "yes", "y"), "store_type": ("tcp",), "rank": ("0",)}
+"""Settings that one node satisfies with these values: it holds the rendezvous, in a TCPStore, and has rank 0."""
+
+
+def _rendezvous_setting(item: str, job: dict[str, Any]) -> None:
+    """One ``key=value`` of ``--rdzv-conf``."""
+    key, equals, value = (part.strip() for part in item.partition("="))
+    known = ("join_timeout", "timeout", *BETWEEN_NODES, *ONE_NODE)
+    if not equals or not value or key not in known:
+        remedy = nearest(key, known) if value else "write key=value"
+        raise UsageError(f"--rdzv-conf {item}: no setting that a rendezvous of one node has", remedy)
+    if key in ONE_NODE:
+        if value.lower() not in ONE_NODE[key]:
             raise UsageError(
-                f"--rdzv-conf {item}: on one node only join_timeout and timeout apply", "leave it out"
+                f"--rdzv-conf {item}: on one node only {ONE_NODE[key][0]} applies", "leave it out"
             )
+    elif key in BETWEEN_NODES:
+        if not value.isascii() or not value.isdecimal():
+            raise UsageError(
+                f"--rdzv-conf {item}: expected a whole number", "leave it out: on one node it does nothing"
+            )
+    else:
         job["join_timeout"] = value
 
 

@@ -172,9 +172,11 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         value = environ[variable]
         if option.kind == "flag":
-            if not value.strip().lstrip("+-").isdigit():
-                raise UsageError(f"{variable}={value!r} is no number", "use 0 or 1")
-            if int(value):
+            try:
+                wanted = int(value)
+            except ValueError as error:
+                raise UsageError(f"{variable}={value!r:.80} is no number", "use 0 or 1") from error
+            if wanted:
                 found[option.dest] = True
         else:
             found[option.dest] = [value] if option.kind == "list" else value

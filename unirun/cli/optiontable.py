@@ -142,7 +142,13 @@ OURS: tuple[Option, ...] = (
 )
 
 TORCHRUN: tuple[Option, ...] = (
-    Option(("--nnodes",), "value", NODES, "number of nodes; this version runs on one", "N"),
+    Option(
+        ("--nnodes",),
+        "value",
+        NODES,
+        "number of nodes, or MIN:MAX; this version runs on one: 1 or 1:MAX",
+        "N",
+    ),
     Option(
         ("--nproc-per-node",),
         "list",
@@ -153,7 +159,13 @@ TORCHRUN: tuple[Option, ...] = (
     Option(("--rdzv-backend",), "value", NODES, "static or c10d; on one node they are the same", "NAME"),
     Option(("--rdzv-endpoint",), "value", NODES, "address and port of the first role's store", "HOST:PORT"),
     Option(("--rdzv-id",), "value", NODES, "the job's id (default: a new one)", "ID"),
-    Option(("--rdzv-conf",), "value", NODES, "join_timeout=SECONDS or timeout=SECONDS", "K=V,…"),
+    Option(
+        ("--rdzv-conf",),
+        "value",
+        NODES,
+        "join_timeout=SECONDS; what is between nodes does nothing on one",
+        "K=V,…",
+    ),
     Option(("--standalone",), "flag", NODES, "one node, a free port, a new id: what unirun does anyway"),
     Option(
         ("--max-restarts",),

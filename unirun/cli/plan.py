@@ -23,7 +23,7 @@ from unirun.cli.tables import print_table
 from unirun.cli.terminal import columns, in_colour, say
 from unirun.collocation import Placement, slot_types
 from unirun.launcher.environment import worker_env
-from unirun.rendezvous.jobdir import JobDir, jobs_root
+from unirun.rendezvous.jobdir import job_at
 from unirun.spec import JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
 
@@ -124,7 +124,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
 
     The port of a store is known once it is held, so a free one stands as 0.
     """
-    job = JobDir(jobs_root() / spec.run_id)
+    job = job_at(spec.run_id)
     rows = []
     for index, role in enumerate(spec.roles):
         port = spec.master_port if index == 0 else 0

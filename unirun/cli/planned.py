@@ -10,6 +10,7 @@ from unirun.cli.compose import job_spec
 from unirun.cli.options import CommandLine
 from unirun.cli.slips import misplaced
 from unirun.cli.terminal import warn
+from unirun.cli.torchrun_env import check_environment
 from unirun.collocation import (
     Inventory,
     Placement,
@@ -67,7 +68,8 @@ def plan_job(line: CommandLine) -> PlannedJob:
         raise UsageError("the working directory is gone", "call unirun in another one") from error
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
-    for warning in [*misplaced(line), *unknown_nodes(spec, inventory), *endless(spec)]:
+    warnings = check_environment(os.environ, spec)
+    for warning in (*warnings, *misplaced(line), *unknown_nodes(spec, inventory), *endless(spec)):
         warn(warning)
     # Nodes that are not there have no files to be read.
     topology = told_topology if "inventory" in line.options else local_topology

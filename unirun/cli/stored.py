@@ -15,7 +15,7 @@ from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import Summary, read_index
 from unirun.observe.status import ENDED, JobStatus, runs, verified
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, jobs_root
+from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, job_at
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
@@ -101,7 +101,7 @@ def _is_led(store: Store, summary: Summary) -> bool:
 
 def directory_of(run_id: str, uid: str) -> JobDir | None:
     """The directory of a job, when this user has it here."""
-    job = JobDir(jobs_root() / run_id)
+    job = job_at(run_id)
     try:
         return job if job.uid == uid else None
     except JobError:

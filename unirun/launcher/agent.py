@@ -11,13 +11,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
 from unirun.errors import IllegalTransition, RendezvousError, WireError
 from unirun.launcher import core, events
+from unirun.launcher.backlog import Backlog
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, spawner_key
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
@@ -25,17 +25,15 @@ from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
 from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
+from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.spec import JobSpec
 from unirun.wire import load_token
-from unirun.wire.aio import BACKLOG, Stream, accept, listen
+from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
 from unirun.wire.spawning import Reaped, SpawnFailed
-
-UNSENT = 1000
-"""Notices and metrics that are kept for the next master."""
 
 SPAWNER_END = 2.0
 """Seconds that a spawner has to end after its stream was closed."""
@@ -55,7 +53,7 @@ class Agent:
         self._state = AgentState(node, in_place=self._orders.in_place)
         self._master: Stream | None = None
         self._masters = Standby(job, self._token, lock)
-        self._unsent: deque[Message] = deque(maxlen=UNSENT)
+        self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -77,6 +75,9 @@ class Agent:
         if owner_pid is not None:
             lost = events.Abandon("the unirun command is gone")
             owner = ProcessWatch(owner_pid, lambda: self._apply(lost))
+        timers = (
+            TimerPipe(self._job.timer_pipe(self._state.node), self._late) if self._orders.timers else None
+        )
         try:
             self._background(self._be_led())
             self._background(self._sample())
@@ -87,6 +88,8 @@ class Agent:
                 task.cancel()
             if owner is not None:
                 owner.close()
+            if timers is not None:
+                timers.close()
             await self._end_spawners()
             if self._master is not None:
                 await self._master.close()
@@ -144,6 +147,9 @@ class Agent:
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
                 kill_children(keep={*(popen.pid for popen in self._popens), *self._masters.pids})
+            case events.Signal(pid, signum):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signum)
             case events.Leave():
                 self._left.set()
 
@@ -154,7 +160,7 @@ class Agent:
             self._master.send(message)
         elif isinstance(message, Notice | WorkerMetrics):
             # The rest is told in what a new master hears first.
-            self._unsent.append(message)
+            self._unsent.add(frame_of(message))
 
     async def _be_led(self) -> None:
         """Follow one master after another; the workers do not notice."""
@@ -168,8 +174,8 @@ class Agent:
             stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores))
             for ask in self._state.asks.values():
                 stream.send(ask)
-            while self._unsent:
-                stream.send(self._unsent.popleft())
+            for frame in self._unsent.take():
+                stream.send_frame(frame)
             if before is not None:
                 await before.close()
             await self._until_another_leads(epoch, stream)
@@ -243,6 +249,10 @@ class Agent:
         finally:
             await stream.close()
 
+    def _late(self, expiry: Expiry) -> None:
+        session = session_of(expiry.pid)
+        self._apply(events.TimerExpired(expiry.pid, session, expiry.scopes, expiry.signal))
+
     def _note(self, message: Message) -> str:
         """Whether a SIGKILL that nobody here has sent came from the kernel, for want of memory."""
         if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
@@ -260,7 +270,8 @@ class Agent:
         """The last lines of the stderr of a worker that failed."""
         if not isinstance(message, Reaped) or message.code == 0 or message.id not in self._state.workers:
             return ""
-        return tail_of(self._state.workers[message.id].request.stderr)
+        request = self._state.workers[message.id].request
+        return tail_of(os.path.join(request.logs, request.folder, "stderr.log"))
 
     async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

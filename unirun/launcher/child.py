@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol
 
 from unirun.launcher import worker
 from unirun.launcher.process import set_title
+from unirun.rendezvous.logdir import open_log
 from unirun.wire.spawning import Spawn
 
 SETUP_FAILED = 126
@@ -34,12 +35,11 @@ class Logs:
 
 
 def open_logs(request: Spawn) -> Logs:
-    """Create and open the log files of a worker. Raises OSError."""
-    Path(request.stdout).parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    stdout = os.open(request.stdout, flags, 0o644)
+    """Create and open the log files of a worker, with their directories. Raises OSError."""
+    base, folder = Path(request.logs), Path(request.folder)
+    stdout = open_log(base, folder / "stdout.log")
     try:
-        return Logs(stdout, os.open(request.stderr, flags, 0o644))
+        return Logs(stdout, open_log(base, folder / "stderr.log"))
     except OSError:
         os.close(stdout)
         raise

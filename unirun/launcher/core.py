@@ -11,6 +11,7 @@ import signal
 from dataclasses import replace
 
 from unirun.errors import IllegalTransition
+from unirun.launcher.ends import short_end
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
     Abandon,
@@ -32,12 +33,20 @@ from unirun.launcher.events import (
     StartSpawner,
     StillWithoutLink,
     Store,
+    TimerExpired,
     ToMaster,
     ToSpawner,
     ToWorkers,
     Worker,
 )
-from unirun.launcher.hearing import answered, from_worker, link_closed, runs, still_without_link
+from unirun.launcher.hearing import (
+    answered,
+    from_worker,
+    link_closed,
+    runs,
+    still_without_link,
+    timer_expired,
+)
 from unirun.launcher.state import AgentState, held
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Shutdown, StopWorkers, View
@@ -84,6 +93,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return _grace_over(state, event)
         case StillWithoutLink():
             return still_without_link(state, event)
+        case TimerExpired():
+            return timer_expired(state, event)
 
 
 def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Command]]:
@@ -327,9 +338,10 @@ def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentStat
         cause=worker.cause,
         sent=worker.sent,
         error=worker.error,
-        note=worker.doom or end.note,
+        note=worker.doom or (worker.expired if end.code != 0 else "") or end.note,
         tail="" if worker.error else end.tail,
     )
+    end = short_end(end)
     state = _remembering(state, worker, end)
     commands: list[Command] = [ToMaster(end)]
     if state.leaving and not state.workers:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirun.launcher.timers import ENABLE, PIPE
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
@@ -65,9 +66,11 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     if spec.transport == "torch" and any(each.restart == "process" for each in spec.roles):
         # torch's RPC agent warns of every peer that ends, also when all is well.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Without these, TensorPipe, gloo and NCCL listen where the host's name points to, which others may reach.
+    # Calls stay on this host wherever the stores are.
+    env.setdefault("TP_SOCKET_IFNAME", "lo")
     if is_loopback(spec.master_addr):
-        # gloo, NCCL and TensorPipe would listen where the host's name points to, which others may reach.
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(variable, "lo")
     env.update(spec.env)
     env.update(spec.role(role).env)
@@ -113,6 +116,8 @@ def worker_env(
         "UNIRUN_INCARNATION": str(member.incarnation),
         "UNIRUN_SOCKET": str(job.agent_socket(node)),
     }
+    if env.get(ENABLE) == "1":
+        env[PIPE] = str(job.timer_pipe(node))
     own_mask = order.mask in {**spec.env, **role.env}
     if member.devices is not None and order.mask and role.auto_visible_device and not own_mask:
         env[order.mask] = ",".join(member.devices)
@@ -150,7 +155,7 @@ def spawn_request(
         fresh=role.start_method == "exec",
         env=worker_env(spec, order, member, job, node, inherited),
         cwd=role.cwd or cwd,
-        stdout=str(logs / "stdout.log"),
-        stderr=str(logs / "stderr.log"),
+        logs=str(job.logs),
+        folder=str(logs.relative_to(job.logs)),
         cpus=member.cpus,
     )

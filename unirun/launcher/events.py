@@ -26,7 +26,8 @@ class Worker:
 
     `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
     for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
-    `generation`, `serving` and `calls` are what it has said of itself.
+    `generation`, `serving` and `calls` are what it has said of itself. `expired` names a timer that it has not released
+    in time.
     """
 
     id: int
@@ -46,6 +47,7 @@ class Worker:
     calls: tuple[CallCount, ...] = ()
     grace: float = 30.0
     doom: str = ""
+    expired: str = ""
 
     @property
     def who(self) -> str:
@@ -123,6 +125,17 @@ class StillWithoutLink:
 
 
 @dataclass(frozen=True, slots=True)
+class TimerExpired:
+    """Timers of the process `pid`, in the session of a worker, were not released in time; `signal` is what their owner
+    wants to be sent then."""
+
+    pid: int
+    session: int
+    scopes: tuple[str, ...]
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
 class Led:
     """A master has said that it leads in the term `epoch`."""
 
@@ -149,7 +162,16 @@ class Abandon:
 
 
 Event = (
-    Led | Order | FromSpawner | SpawnerDown | FromWorker | LinkClosed | GraceOver | StillWithoutLink | Abandon
+    Led
+    | Order
+    | FromSpawner
+    | SpawnerDown
+    | FromWorker
+    | LinkClosed
+    | GraceOver
+    | StillWithoutLink
+    | TimerExpired
+    | Abandon
 )
 
 
@@ -206,8 +228,16 @@ class KillGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class Signal:
+    """Send `signal` to one process."""
+
+    pid: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Nothing is left to do; the agent ends."""
 
 
-Command = ToMaster | ToSpawner | StartSpawner | ToWorker | ToWorkers | After | KillGroups | Leave
+Command = ToMaster | ToSpawner | StartSpawner | ToWorker | ToWorkers | After | KillGroups | Signal | Leave

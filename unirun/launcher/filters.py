@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from unirun.launcher.logs import LogFollower
 from unirun.rendezvous import JobDir
+from unirun.rendezvous.logdir import open_log
 from unirun.spec import LogSpec
 
 
@@ -19,11 +21,7 @@ class LineFilters:
         words = {"stdout": log.duplicate_stdout_filters, "stderr": log.duplicate_stderr_filters}
         self._words = {name: tuple(w.encode() for w in found if w) for name, found in words.items()}
         self._files = {
-            name: os.open(
-                job.logs / f"filtered_{name}.log",
-                os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-                0o644,
-            )
+            name: open_log(job.logs, Path(f"filtered_{name}.log"))
             for name, found in self._words.items()
             if found
         }

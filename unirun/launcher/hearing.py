@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
+from unirun.launcher.ends import short_error
 from unirun.launcher.events import (
     After,
     Command,
     FromWorker,
     GraceOver,
     LinkClosed,
+    Signal,
     StillWithoutLink,
+    TimerExpired,
     ToMaster,
     ToWorker,
     Worker,
@@ -44,7 +48,7 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
         case WorkerError():
             # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
             end = After(worker.grace, GraceOver(worker.id))
-            return state.with_worker(replace(worker, error=event.message)), [end]
+            return state.with_worker(replace(worker, error=short_error(event.message))), [end]
         case Serving():
             state = state.with_worker(replace(worker, serving=event.message))
             return state, [ToMaster(_signed(worker, event.message))]
@@ -92,6 +96,30 @@ def _signed(worker: Worker, message: Serving | GroupFormed | Metrics | Calls) ->
             return WorkerMetrics(*who, values, time)
         case Calls(counts):
             return WorkerCalls(*who, counts)
+
+
+def timer_expired(state: AgentState, event: TimerExpired) -> tuple[AgentState, list[Command]]:
+    """A worker, or a process that it has started, did not release a timer of torch's in time."""
+    worker = next((each for each in state.workers.values() if each.pid == event.session), None)
+    scopes = ", ".join(repr(scope) for scope in event.scopes[:3])
+    if worker is None:
+        # Its number may be another process's by now.
+        text = f"timer {scopes} of process {event.pid}, which is no worker's here, has expired"
+        return state, [ToMaster(Notice(state.node, text))]
+    text = f"its timer {scopes} has expired"
+    told = Notice(worker.who, f"{text}: process {event.pid} is sent {signal_name(event.signal)}")
+    return state.with_worker(replace(worker, expired=text)), [
+        ToMaster(told),
+        Signal(event.pid, event.signal),
+    ]
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``, or the number of a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
 from unirun.launcher.events import Launch, Store, Worker
+from unirun.launcher.timers import ENABLE
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
 from unirun.wire.messages import OpenStore, RoleBrief, StartRole, View, Welcome
@@ -39,6 +40,12 @@ class Orders:
         """Every spawner that the job needs, that of the first store first."""
         names = [role.name for role in self._spec.roles]
         return tuple(dict.fromkeys([*map(self._store_key, names), *map(self._key, names)]))
+
+    @property
+    def timers(self) -> bool:
+        """Whether some role wants torch's timers."""
+        roles = (base_env(self._spec, role.name, self._inherited) for role in self._spec.roles)
+        return any(env.get(ENABLE) == "1" for env in roles)
 
     @property
     def modules(self) -> tuple[str, ...]:

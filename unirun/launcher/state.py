@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from unirun.launcher.ends import fitting
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Store, Worker
 from unirun.wire.asking import WorkerAsk
@@ -52,7 +53,7 @@ def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]
         HeldStore(role, store.request.generation, store.opened, store.ended)
         for role, store in state.stores.items()
     )
-    return (*state.ended.values(), *live), tuple(stores)
+    return fitting((*state.ended.values(), *live)), tuple(stores)
 
 
 def held(worker: Worker) -> Held:

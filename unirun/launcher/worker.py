@@ -169,10 +169,16 @@ def _report(link: BlockingStream, error: BaseException, *, lasting: bool = False
     with contextlib.suppress(UnirunError):
         link.send(WorkerError(message[:MAX_MESSAGE], trace[-MAX_TRACEBACK:], now, lasting))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not os.path.exists(path):
+    if path:
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        text = json.dumps({"message": {"message": message, "extraInfo": extra}})
+        # One that is there already is `@record`'s, or a link that another user has put where he may write.
+        with contextlib.suppress(OSError), open(path, "x", opener=_private) as file:
+            file.write(text)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def _without_bootstrap(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 
 from unirun.errors import FrameError, StoreRefused
-from unirun.rendezvous.keys import INDEX
+from unirun.names import is_run_id
+from unirun.rendezvous.keys import INDEX, index_key
 from unirun.rendezvous.store.protocol import Item, Store
-from unirun.wire.codec import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,17 @@ def read_index(store: Store) -> Index:
 
 
 def _read(item: Item) -> Summary:
+    # Who has no store does not wait for this import.
+    from unirun.wire.codec import from_json
+
     try:
-        data = json.loads(item.value)
-        summary = typed(Summary, {field.name: data[field.name] for field in dataclasses.fields(Summary)})
-        if not all(math.isfinite(time) for time in (summary.started, summary.ended or 0.0)):
-            raise ValueError("a time that is none")
-    except (ValueError, TypeError, KeyError, RecursionError, FrameError) as error:
-        raise StoreRefused(
-            f"{item.key} holds {item.value!r:.80}, which no unirun of this version has written",
-            "does the store's prefix belong to something else?",
-        ) from error
-    return summary
+        summary = from_json(Summary, item.value)
+        if is_run_id(summary.run_id) and item.key == index_key(summary.run_id):
+            return summary
+        problem: FrameError | None = None
+    except FrameError as error:
+        problem = error
+    raise StoreRefused(
+        f"{ascii(item.key)[1:-1]} holds {item.value!a:.80}, which no unirun of this version has written",
+        "does the store's prefix belong to something else?",
+    ) from problem

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from unirun.errors import Fenced, LeaseExpired, OutcomeUnknown, StoreRefused
+from unirun.errors import Fenced, FrameError, LeaseExpired, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.store.protocol import Compare, Item, Lease, Put, RevisionIs, Store, ValueIs
 
 
@@ -33,9 +33,12 @@ def leader_of(store: Store, prefix: str) -> Leader | None:
 def _leader(item: Item | None) -> Leader | None:
     if item is None:
         return None
+    # Who has no store does not wait for this import.
+    from unirun.wire.codec import from_json
+
     try:
-        return Leader(**json.loads(item.value))
-    except (ValueError, TypeError) as error:
+        return from_json(Leader, item.value)
+    except FrameError as error:
         raise _foreign(item) from error
 
 
@@ -48,7 +51,7 @@ def _number(item: Item) -> int:
 
 def _foreign(item: Item) -> StoreRefused:
     return StoreRefused(
-        f"{item.key} holds {item.value!r:.80}, which no unirun has written",
+        f"{ascii(item.key)[1:-1]} holds {item.value!a:.80}, which no unirun has written",
         "does the store's prefix belong to something else? choose another one",
     )
 

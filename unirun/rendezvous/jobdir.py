@@ -15,6 +15,7 @@
         alive.lock              held by the agents and the master as long as one of them lives
         master.<pid>.sock       0600; where each master listens
         agent.<node>.sock       0600; where the agent of each node listens for its workers
+        timer.<node>            0600; a named pipe for torch's timers, when they are wanted
         master.log agent.<node>.log  what these processes say themselves
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
 
@@ -35,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import JobError
+from unirun.names import RUN_ID_RULE, is_run_id
+from unirun.rendezvous.logdir import MARK, make_log_dir
+from unirun.rendezvous.ownership import exposure, is_ours, make_private, owner
 
 MATCHES_SHOWN = 5
 _FIRST = "context.json"
-
-_LOG_MARK = ".unirun"
-"""A file in a directory below ``--log-dir``: what lies there is ours, and a later run may replace it. It holds the uid
-of the job whose logs they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,10 @@ class JobDir:
     def agent_socket(self, node: str) -> Path:
         """Where the agent of `node` listens for its workers."""
         return self.path / f"agent.{node}.sock"
+
+    def timer_pipe(self, node: str) -> Path:
+        """Where the agent of `node` takes requests for torch's timers."""
+        return self.path / f"timer.{node}"
 
     def agent_log(self, node: str) -> Path:
         """What the agent of `node` and its spawners say themselves."""
@@ -153,7 +157,7 @@ class JobDir:
         """The directory below ``--log-dir`` with the logs of this job, unless they are another's by now."""
         target = self.logs.resolve()
         try:
-            own = self.logs.is_symlink() and (target / _LOG_MARK).read_text() == self.uid
+            own = self.logs.is_symlink() and (target / MARK).read_text() == self.uid
         except (OSError, JobError):
             return None
         return target if own else None
@@ -193,12 +197,36 @@ class JobDir:
 
 
 def jobs_root() -> Path:
-    """The directory that holds this user's jobs."""
+    """The directory that holds this user's jobs; it need not be there.
+
+    Raises `JobError` when another user could put something in the place of a job: then tokens, sockets and logs would
+    be his to choose.
+    """
     home = os.environ.get("UNIRUN_HOME")
-    if home:
-        return Path(home).expanduser().absolute() / "jobs"
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "unirun" / "jobs"
+    root = Path(home).expanduser().absolute() / "jobs" if home else Path(state, "unirun", "jobs")
+    try:
+        exposed = exposure(root)
+        if exposed is None and root.exists() and not is_ours(info := root.stat()):
+            raise JobError(f"{root} belongs to {owner(info)}", "set UNIRUN_HOME to a directory of your own")
+    except OSError as error:
+        raise JobError(
+            f"jobs cannot be kept in {root}: {(error.strerror or str(error)).lower()}",
+            "set UNIRUN_HOME to a directory that you may write",
+        ) from error
+    if exposed is not None:
+        raise JobError(
+            f"jobs are not safe in {root}: {exposed.problem}",
+            f"{exposed.remedy}; UNIRUN_HOME says where jobs are",
+        )
+    return root
+
+
+def job_at(run_id: str) -> JobDir:
+    """The place of the job `run_id`, which need not be there. Raises `JobError` for what is no run id."""
+    if not is_run_id(run_id):
+        raise JobError(f"{run_id!r:.80} is no job id", RUN_ID_RULE)
+    return JobDir(jobs_root() / run_id)
 
 
 def create_job(
@@ -210,9 +238,11 @@ def create_job(
     the job counts as running. Raises `JobError` when the id is taken by a job that runs, or when a directory
     cannot be made. A finished job of the same id is replaced, as a second run of one ``--rdzv-id`` is usual.
     """
-    job = JobDir(jobs_root() / run_id)
+    job = job_at(run_id)
     try:
-        job.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(job.path.parent)
+        # Somebody else may have made it in the meantime.
+        job = job_at(run_id)
         with one_at_a_time(job.path.parent):
             lock = _make(job, token, store)
     except OSError as error:
@@ -241,11 +271,13 @@ def one_at_a_time(root: Path) -> Iterator[None]:
 
 
 def _make(job: JobDir, token: bytes, store: str | None) -> int:
-    if job.path.exists():
+    if os.path.lexists(job.path):
         if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         shutil.rmtree(job.path, ignore_errors=True)
-    job.path.mkdir(mode=0o700)
+    job.path.mkdir(0o700)
+    # A umask may have taken rights of the owner.
+    job.path.chmod(0o700)
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())
@@ -262,17 +294,10 @@ def _make_logs(job: JobDir, log_dir: str | None) -> None:
     """The log directory, or with ``--log-dir`` a link to one there."""
     try:
         if log_dir is None:
-            job.logs.mkdir()
+            make_private(job.logs)
         else:
             target = Path(log_dir).expanduser().absolute() / job.run_id
-            if target.is_dir() and any(target.iterdir()) and not (target / _LOG_MARK).exists():
-                raise JobError(
-                    f"{target} is not empty and holds no logs of unirun",
-                    "choose another --log-dir or --rdzv-id",
-                )
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-            (target / _LOG_MARK).write_text(job.uid)
+            make_log_dir(target, job.uid)
             job.logs.symlink_to(target)
     except OSError as error:
         raise JobError(
@@ -287,7 +312,11 @@ def all_jobs() -> Iterator[JobDir]:
     if not root.is_dir():
         return
     with os.scandir(root) as entries:
-        found = [(_made_at(entry.path), entry.path) for entry in entries if entry.is_dir()]
+        found = [
+            (_made_at(entry.path), entry.path)
+            for entry in entries
+            if is_run_id(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
     for _, path in sorted(found):
         yield JobDir(Path(path))
 

@@ -64,9 +64,9 @@ class MasterHandle:
         for key, value in metrics.items():
             try:
                 values[str(key)] = float(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise UsageError(
-                    f"metric {key!r} is {value!r:.80}, which is no number", "report floats"
+                    f"metric {key!r} is a {type(value).__name__} that is no float: {error}", "report floats"
                 ) from error
         self._peers.tell(Metrics(values, time.time()))
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import threading
+import time
+import traceback
 from types import TracebackType
 from typing import Any
 
+from unirun.errors import ChannelError, UnirunError
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
-from unirun.wire.reports import Serving
+from unirun.wire.reports import Serving, WorkerError
 
 
 class Server:
@@ -47,7 +53,8 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
     endpoint = session.transport.serve(session.me, dispatcher.handle)
     peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
     if not block:
-        thread = threading.Thread(target=dispatcher.serve, name="unirun-serve", daemon=True)
+        thread = threading.Thread(target=_serve_beside, args=(dispatcher, peers), daemon=True)
+        thread.name = "unirun-serve"
         thread.start()
         return Server(dispatcher, thread)
 
@@ -60,6 +67,18 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
     dispatcher.serve()
     dispatcher.close()
     return None
+
+
+def _serve_beside(dispatcher: Dispatcher, peers: Peers) -> None:
+    """Serve in this thread. A process that others cannot call any more must not go on as if they could."""
+    try:
+        dispatcher.serve()
+    except ChannelError as error:
+        trace = traceback.format_exc()
+        print(trace, file=sys.stderr, end="", flush=True)
+        with contextlib.suppress(UnirunError):
+            peers.tell(WorkerError(f"{type(error).__name__}: {error}", trace, time.time()))
+        os._exit(1)
 
 
 def callers_are_gone(peers: Peers) -> bool:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import SpecError
+from unirun.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
-from unirun.spec.names import RUN_ID, id_stem
 from unirun.spec.read import Reader, nearest, shown
 from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
 from unirun.spec.together import group_faults, handle_faults
@@ -80,9 +80,8 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
             read.fault("primary", f"no role is called {name!r}", nearest(name, names))
     numa = data.get("numa_binding")
     run = read.text(data.get("run_id"), "run_id") or run_id
-    if not RUN_ID.fullmatch(run):
-        remedy = "use A-Z, a-z, 0-9, '.', '-' and '_', at most 63, a letter or a digit first"
-        read.fault("run_id", f"{run!r} is no job id", remedy)
+    if not is_run_id(run):
+        read.fault("run_id", f"{run!r} is no job id", RUN_ID_RULE)
     fields: dict[str, Any] = {
         "name": read.text(data.get("name"), "name") or _job_name(roles),
         "run_id": run,

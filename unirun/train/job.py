@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import JobFailed, UsageError
-from unirun.rendezvous.jobdir import JobDir, jobs_root
+from unirun.names import id_stem
+from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.spec import JobSpec, parse_job
-from unirun.spec.names import id_stem
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path
 
@@ -46,7 +46,8 @@ class Job:
         role may be started again (default 3). With ``blocking=False`` the job goes on without this process, and
         the handle can wait for it.
 
-        Raises `JobFailed` when it cannot be started, or, when blocking, when it does not succeed.
+        Raises `JobError` when there is no safe place for it, `JobFailed` when it cannot be started, or, when blocking,
+        when it does not succeed.
         """
         if "UNIRUN_JOB" in os.environ:
             raise UsageError(
@@ -66,7 +67,7 @@ class Job:
         run_id = f"{id_stem(stem)}-{secrets.token_hex(3)}"
         # What was said here may be wrong as well; better told by an exception than by the command.
         parse_job(mapping, count_slots=lambda _: 1, run_id=run_id)
-        job = JobDir(jobs_root() / run_id)
+        job = job_at(run_id)
         folder = tempfile.mkdtemp(prefix="unirun-")
         try:
             file = Path(folder, "job.json")

@@ -2,11 +2,17 @@
 
 `FrameReader` does no I/O: bytes go in, objects come out. It never trusts a length: one over the cap is
 refused before a byte of the frame is kept.
+
+Numbers are finite. Text is Unicode, and may have the code points U+DC80 to U+DCFF, by which Python stands for bytes of
+file names and variables that are no UTF-8 (PEP 383). Other surrogates are no text, cannot be printed or written, and
+are sent as ``\\ud800``.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -24,10 +30,40 @@ _LENGTH = struct.Struct(">I")
 
 def encode_frame(payload: dict[str, Any], *, limit: int = MAX_FRAME) -> bytes:
     """The bytes of one frame. Raises `FrameError` when they pass `limit`."""
-    body = json.dumps(payload, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        body = _to_json(payload)
+        if "\\ud" in body:
+            # Either characters outside of the basic plane, or lone surrogates in what a user's code has said.
+            body = _to_json(_printable(payload))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FrameError(f"a message has no form in JSON: {error}") from error
     if len(body) > limit:
         raise FrameError(f"a frame of {len(body)} bytes is over the limit of {limit}")
-    return _LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(len(body)) + body.encode()
+
+
+def _to_json(payload: dict[str, Any]) -> str:
+    return json.dumps(payload, separators=(",", ":"), allow_nan=False)
+
+
+_NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that stand for no byte."""
+
+
+def is_text(value: str) -> bool:
+    """Whether `value` can be written: it has no surrogate but those that stand for bytes."""
+    # The first costs nothing, as strings know whether they are ASCII.
+    return value.isascii() or _NO_TEXT.search(value) is None
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return _NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in value]
+    return value
 
 
 class FrameReader:
@@ -54,18 +90,26 @@ class FrameReader:
                 return
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            yield _parse(body)
+            yield parse_object(body)
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """The JSON object that `text` is. Raises `FrameError`."""
     try:
-        payload = json.loads(body, parse_constant=_no_constant)
+        payload = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"a frame is no JSON: {error}") from error
+        raise FrameError(f"what should be JSON is not: {error}") from error
     if not isinstance(payload, dict):
-        raise FrameError(f"a frame holds a {type(payload).__name__}, expected an object")
+        raise FrameError(f"there is a {type(payload).__name__}, expected an object")
     return payload
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not allowed")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value

@@ -10,7 +10,8 @@ class Spawn:
     """Start one process. `id` is the agent's name for it; `kind` and `target` are those of the role's entry.
 
     `fresh`: in a new interpreter instead of a fork that keeps what the spawner imported. `env` is the whole
-    environment. `stdout` and `stderr` are files to append to. `cpus`: the processors it may run on.
+    environment. Its output is appended to ``stdout.log`` and ``stderr.log`` in `folder`, which lies below the directory
+    `logs`. `cpus`: the processors it may run on.
     """
 
     id: int
@@ -21,8 +22,8 @@ class Spawn:
     fresh: bool
     env: dict[str, str]
     cwd: str
-    stdout: str
-    stderr: str
+    logs: str
+    folder: str
     cpus: tuple[int, ...] | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.contract.store.places import Place, read
@@ -71,9 +71,7 @@ def overlap(puts: list[Put], deletes: list[str]) -> bool:
 
 @settings(
     max_examples=20,
-    deadline=None,
     derandomize=True,  # a build does not fail for what nobody has changed
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=steps)
 def test_a_store_is_a_dictionary_with_a_history(place: Place, steps: list[object]) -> None:

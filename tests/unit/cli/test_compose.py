@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose, same
 from unirun.errors import SpecError, UsageError
@@ -47,114 +45,6 @@ class TestALineLikeTorchruns:
     def test_says_that_there_is_no_such_device(self, compose: Compose, count: str) -> None:
         with pytest.raises(SpecError, match="use a number"):
             compose("--nproc-per-node", count, "train.py")
-
-
-LANDS = {
-    "nnodes": ("1:1", lambda s: True),
-    "nproc_per_node": ("2", lambda s: s.roles[0].count == 2),
-    "rdzv_backend": ("c10d", lambda s: True),
-    "rdzv_endpoint": ("127.0.0.2:29501", lambda s: (s.master_addr, s.master_port) == ("127.0.0.2", 29501)),
-    "rdzv_id": ("run7", lambda s: s.run_id == "run7"),
-    "rdzv_conf": ("join_timeout=7", lambda s: s.join_timeout == 7.0),
-    "standalone": (None, lambda s: s.master_port == 0),
-    "max_restarts": ("3", lambda s: s.roles[0].max_restarts == 3),
-    "monitor_interval": ("0.5", lambda s: s.sample_interval == 0.5),
-    "start_method": ("spawn", lambda s: s.roles[0].start_method == "exec"),
-    "event_log_handler": ("console", lambda s: s.event_log == "console"),
-    "role": ("trainer", lambda s: s.roles[0].name == "trainer"),
-    "module": (None, lambda s: s.roles[0].entry.kind == "module"),
-    "no_python": (None, lambda s: s.roles[0].entry.kind == "program"),
-    "run_path": (None, lambda s: s.roles[0].entry.kind == "script" and s.roles[0].start_method == "fork"),
-    "log_dir": ("some/logs", lambda s: s.log.dir == "some/logs"),
-    "redirects": ("0:1,1:3", lambda s: s.log.redirects == "0:1,1:3"),
-    "tee": ("3", lambda s: s.log.tee == "3"),
-    "local_ranks_filter": ("0,2", lambda s: s.log.local_ranks_filter == (0, 2)),
-    "duplicate_stdout_filters": ("loss,a,,b", lambda s: s.log.duplicate_stdout_filters == ("loss", "a,b")),
-    "duplicate_stderr_filters": ("warn", lambda s: s.log.duplicate_stderr_filters == ("warn",)),
-    "node_rank": ("0", lambda s: True),
-    "master_addr": ("127.0.0.3", lambda s: s.master_addr == "127.0.0.3"),
-    "master_port": ("29502", lambda s: s.master_port == 29502),
-    "local_addr": ("127.0.0.4", lambda s: s.master_addr == "127.0.0.4"),
-    "signals_to_handle": ("SIGTERM,SIGUSR1", lambda s: s.signals == ("SIGTERM", "SIGUSR1")),
-    "shutdown_timeout": ("9", lambda s: s.shutdown_timeout == 9.0),
-    "virtual_local_rank": (None, lambda s: s.virtual_local_rank),
-}
-NOT_HERE = {"logs_specs", "numa_binding", "help"}
-
-
-class TestEveryTorchrunOption:
-    def test_is_looked_at_here(self) -> None:
-        dests = {action.dest for action in get_args_parser()._actions if action.option_strings}
-        assert dests == LANDS.keys() | NOT_HERE
-
-    @pytest.fixture
-    def tool(self, scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is a script, a module and a program."""
-        (scripts / "tool").touch(0o755)
-        monkeypatch.setenv("PATH", str(scripts), prepend=os.pathsep)
-
-    @pytest.mark.parametrize("dest", LANDS)
-    def test_lands_where_it_should(self, dest: str, compose: Compose, tool: None) -> None:
-        value, landed = LANDS[dest]
-        argv = [f"--{dest.replace('_', '-')}", *([value] if value else [])]
-        assert landed(compose(*argv, "tool"))
-
-    @pytest.mark.parametrize("dest", LANDS)
-    def test_may_come_from_the_environment(self, dest: str, compose: Compose, tool: None) -> None:
-        value, landed = LANDS[dest]
-        assert landed(compose("tool", environ={f"PET_{dest.upper()}": value or "1"}))
-
-    def test_filters_are_split_as_torchrun_does(self, compose: Compose) -> None:
-        for text in ("a", "a,b", "a,,b", ",,", "a,,,b", "a b,c"):
-            theirs = get_args_parser().parse_args(["--duplicate-stdout-filters", text, "train.py"])
-            ours = compose("--duplicate-stdout-filters", text, "train.py").log.duplicate_stdout_filters
-            assert [*ours] == theirs.duplicate_stdout_filters
-
-    def test_numa_binding_lands_on_a_host_with_devices(self, compose: Compose) -> None:
-        assert compose("--numa-binding", "node", "train.py", inventory=GPUS).numa_binding == "node"
-
-
-class TestWhatCannotApplyIsRefused:
-    @pytest.mark.parametrize(
-        ("argv", "says"),
-        [
-            (["--nnodes", "2"], "--nnodes 2: this version of unirun runs on one node"),
-            (["--nnodes", "1:4"], "runs on one node"),
-            (["--node-rank", "1"], "the rank of the node is 0"),
-            (["--rdzv-backend", "etcd-v2"], "only static and c10d apply"),
-            (["--rdzv-conf", "is_host=1"], "only join_timeout and timeout apply"),
-            (["--logs-specs", "mine"], "has nothing to decide"),
-            (["--numa-binding", "node"], "there are none"),
-            (["-m", "--no-python"], "exclude each other"),
-            (["-m", "--run-path"], "--run-path runs a file"),
-        ],
-    )
-    def test_with_a_reason(self, compose: Compose, argv: list[str], says: str) -> None:
-        with pytest.raises(UsageError, match=says) as caught:
-            compose(*argv, "train.py")
-        assert caught.value.remedy
-        assert caught.value.exit_code == 2
-
-    @pytest.mark.parametrize(
-        ("argv", "says"),
-        [
-            (["--max-restarts", "many"], "roles.default.max_restarts: expected a whole number, found 'many'"),
-            (["--max-restarts", "-1"], "from 0 to"),
-            (["--nproc-per-node", "0"], "roles.default.count: expected a number from 1"),
-            (["--nproc-per-node=-2"], "roles.default.count: expected a number from 1"),
-            (["--redirects", "4"], "log.redirects: expected 0, 1, 2, 3 or RANK:N"),
-            (["--local-ranks-filter", "a"], "log.local_ranks_filter: expected a whole number"),
-            (["--signals-to-handle", "SIGFOO"], "'SIGFOO' is no signal"),
-            (["--signals-to-handle", "SIGKILL"], "SIGKILL cannot be handled"),
-            (["--shutdown-timeout", "-1"], "shutdown_timeout: expected a number of seconds"),
-            (["--master-port", "70000"], "from 0 to 65535"),
-            (["--rdzv-id", "../x"], "is no job id"),
-            (["--primary", "other"], "no role is called 'other'"),
-        ],
-    )
-    def test_a_wrong_value_is_told_with_its_place(self, compose: Compose, argv: list[str], says: str) -> None:
-        with pytest.raises(SpecError, match=says):
-            compose(*argv, "train.py")
 
 
 class TestRoles:

@@ -277,6 +277,47 @@ class TestAStore:
         assert "job a is led on host far" in capsys.readouterr().err
         assert context_prefix("a") + "job" in keys(store)
 
+    @pytest.mark.parametrize(
+        "run_id", ["../../victim", "../../../victim", "..", ".", "a/../../../../victim", "/victim", ""]
+    )
+    def test_names_no_directory_outside_of_the_place_of_jobs(
+        self, store: Store, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_id: str
+    ) -> None:
+        job("a")
+        victim = tmp_path / "victim"
+        for folder in (victim, tmp_path, tmp_path / "home", tmp_path / "home" / "jobs"):
+            folder.mkdir(exist_ok=True)
+            (folder / "uid").write_text("other")
+        when = time.time() - 30 * DAY
+        line = Summary(run_id, "other", "t", "succeeded", when, when, 0, {"a": 1}).line()
+        for key in ("index/x", "index/a"):
+            store.txn([], [Put(key, line)])
+            assert gc("--store", url) == 4
+            assert gc("--store", url, run_id or "x") in (2, 4)
+            assert f"{key} holds" in capsys.readouterr().err
+            store.txn([], deletes=[key])
+        assert (victim / "uid").exists()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"started": 10**400},
+            {"started": "now"},
+            {"roles": {"a": "many"}},
+            {"phase": None},
+            {"name": "\ud800"},
+            {"extra": 1},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_with_a_line_of_another_kind_is_refused(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str], change: dict[str, object]
+    ) -> None:
+        line = {**json.loads(Summary("x", "u", "t", "failed", 1.0, 2.0, 1, {"a": 1}).line()), **change}
+        store.txn([], [Put("index/x", json.dumps(line))])
+        assert gc("--store", url) == 4
+        assert "index/x holds" in capsys.readouterr().err
+
     def test_that_is_not_there_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert gc("--store", f"sqlite:{tmp_path / 'typo.db'}") == 4
         assert "there is no store sqlite:" in capsys.readouterr().err

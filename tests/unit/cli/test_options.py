@@ -80,6 +80,9 @@ def test_a_flag_in_the_environment_means_what_int_says(
 def test_a_flag_in_the_environment_that_is_no_number_is_refused() -> None:
     with pytest.raises(UsageError, match="PET_STANDALONE='yes' is no number"):
         from_environment({"PET_STANDALONE": "yes"})
+    for value in ("²", "9" * 5000):
+        with pytest.raises(UsageError, match="is no number; use 0 or 1"):
+            from_environment({"PET_STANDALONE": value})
 
 
 def test_a_list_in_the_environment_is_one_item() -> None:

@@ -21,7 +21,7 @@ from unirun.collocation.planning.rooms import Rooms
 from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
-slow = settings(deadline=None, suppress_health_check=list(HealthCheck))
+slow = settings(suppress_health_check=list(HealthCheck))
 TWO = Fraction(2)
 
 

@@ -213,7 +213,7 @@ def check_offers(request: Request, inventory: Inventory) -> PlacementError:
     return found
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(requests(elastic=True, most=6), inventories())
 def test_whatever_does_not_fit_something_near_it_does(request: Request, inventory: Inventory) -> None:
     try:

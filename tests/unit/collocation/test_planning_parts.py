@@ -8,7 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.collocation.checking import gpu, hosts
@@ -79,7 +79,6 @@ class TestWhatAPlanGoesBy:
 class TestThousandsOfRanks:
     """Where nodes are filled, and not all that is possible is looked at."""
 
-    @settings(deadline=None)
     @given(
         st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), min_size=2, max_size=4),
         st.integers(0, 40),

@@ -37,7 +37,7 @@ from unirun.collocation.planning import plan, replan
 from unirun.collocation.request import Request, Ties
 from unirun.errors import PlacementError
 
-slow = settings(deadline=None, suppress_health_check=list(HealthCheck))
+slow = settings(suppress_health_check=list(HealthCheck))
 
 
 def planned(request: Request, inventory: Inventory) -> Placement | None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipeline import pipelined
 
@@ -53,7 +53,6 @@ def submitted(workers: ThreadPoolExecutor, work: Callable[[], object]) -> Promis
     return promise
 
 
-@settings(deadline=None)
 @given(count=st.integers(0, 30), depth=st.integers(1, 8), stages=st.integers(1, 4))
 def test_every_item_goes_through_every_stage_and_comes_out_in_order(
     count: int, depth: int, stages: int
@@ -83,7 +82,6 @@ def test_a_slow_first_stage_of_one_item_does_not_keep_the_next_from_starting(
     assert [value for _, value in pipelined(range(3), [first], depth=2)] == [0, 1, 2]
 
 
-@settings(deadline=None)
 @given(order=st.permutations(range(6)))
 def test_the_last_stage_is_entered_in_order_whoever_is_ready_first(order: list[int]) -> None:
     ready: dict[int, Promise] = {}
@@ -106,7 +104,6 @@ def test_the_last_stage_is_entered_in_order_whoever_is_ready_first(order: list[i
     assert entered == list(range(6))
 
 
-@settings(deadline=None)
 @given(depth=st.integers(1, 5))
 def test_no_more_than_depth_items_are_under_way(depth: int) -> None:
     inside: set[int] = set()

@@ -38,7 +38,7 @@ OTHER: SpawnerKey = (("OMP_NUM_THREADS", "2"),)
 
 
 def spawn(number: int, role: str, rank: int, kind: str = "script") -> Spawn:
-    return Spawn(number, f"{role}:{rank}", kind, "a.py", (), False, {}, "/", "/o", "/e")
+    return Spawn(number, f"{role}:{rank}", kind, "a.py", (), False, {}, "/", "/logs", f"{role}/{rank}/0")
 
 
 def worker(

@@ -118,6 +118,12 @@ def test_libraries_listen_on_loopback_when_the_job_does() -> None:
     assert "GLOO_SOCKET_IFNAME" not in base_env(spec(master_addr="10.0.0.1"), "actor", {})
 
 
+def test_calls_stay_on_loopback_wherever_the_stores_are() -> None:
+    elsewhere = spec(master_addr="10.0.0.1")
+    assert base_env(elsewhere, "actor", {})["TP_SOCKET_IFNAME"] == "lo"
+    assert base_env(elsewhere, "actor", {"TP_SOCKET_IFNAME": "eth0"})["TP_SOCKET_IFNAME"] == "eth0"
+
+
 @pytest.mark.parametrize(
     ("addr", "local"),
     [
@@ -206,7 +212,7 @@ class TestARequest:
         request = spawn_request(7, spec(), ORDER, MEMBER, JOB, "n1", "/where", {"PATH": "/bin"})
         assert (request.id, request.title, request.kind, request.target) == (7, "actor:3", "script", "a.py")
         assert (request.cwd, request.fresh, request.cpus) == ("/where", False, None)
-        assert request.stdout == "/jobs/run-1/logs/actor/3/2/stdout.log"
+        assert (request.logs, request.folder) == ("/jobs/run-1/logs", "actor/3/2")
         assert request.env["PATH"] == "/bin"
 
     def test_fills_in_the_local_rank(self) -> None:

@@ -69,8 +69,8 @@ class Spawner:
             "fresh": True,
             "env": {"PATH": os.environ["PATH"], "ROLE_NAME": "actor", "RANK": str(number)},
             "cwd": str(self.folder),
-            "stdout": str(self.folder / f"{number}" / "stdout.log"),
-            "stderr": str(self.folder / f"{number}" / "stderr.log"),
+            "logs": str(self.folder),
+            "folder": str(number),
             **more,
         }
         return Spawn(number, **fields)  # type: ignore[arg-type]
@@ -110,12 +110,11 @@ def spawner(start: Callable[..., Spawner]) -> Spawner:
 
 
 def gone(pid: int) -> bool:
+    """Whether there is no such process, or a zombie, which may be reaped between two looks at it."""
     try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
         return True
-    os.close(handle)
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 def test_a_program_runs_and_its_end_is_told(spawner: Spawner) -> None:
@@ -178,9 +177,8 @@ def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything
 
 def test_what_cannot_be_started_is_told(spawner: Spawner) -> None:
     (spawner.folder / "blocked").touch()
-    blocked = str(spawner.folder / "blocked" / "1" / "stdout.log")
     spawner.send(
-        spawner.program(1, "true", stdout=blocked),
+        spawner.program(1, "true", folder="blocked/1"),
         spawner.program(2, "no-such-program"),
         spawner.program(3, "true", cwd=str(spawner.folder / "nowhere")),
     )

@@ -233,7 +233,7 @@ class TestAStoreThatFails:
         assert hand.write(before, after)
         assert load(store, RUN) == kept(after)
 
-    @settings(deadline=None, max_examples=60)
+    @settings(max_examples=60)
     @given(
         st.integers(0, 2**32),
         st.lists(st.sampled_from([None, "away", "done", "lost"]), max_size=40),

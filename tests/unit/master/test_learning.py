@@ -110,7 +110,7 @@ class TestTheStore:
         assert list(news) == ["calls/logger/0"]
         assert observations(found.state, found.state) == {}
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     def test_loses_no_call_through_restarts_and_masters(self, reports: list[int]) -> None:
         """Each incarnation of the logger reports once; after each the master is another one."""

@@ -116,7 +116,7 @@ def test_everything_can_be_waived() -> None:
     assert ledger.add(job.exits("actor", 1, by=TERM, asked=TERM).state, note("end")) == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.data())
 def test_in_any_order_of_steps_and_writes_each_command_is_done_once_and_nothing_too_early(
     seed: int, data: st.DataObject

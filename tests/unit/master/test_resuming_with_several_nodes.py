@@ -76,7 +76,7 @@ class TestANodeOfSeveral:
         assert job.on(RejoinTimedOut()).commands == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(3, 80), st.booleans())
 def test_wherever_a_master_dies_what_was_decided_stands_and_nothing_is_done_twice(
     seed: int, length: int, some_orders_are_lost: bool

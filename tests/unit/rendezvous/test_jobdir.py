@@ -13,7 +13,7 @@ import pytest
 
 from unirun.errors import JobError
 from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
-from unirun.rendezvous.jobdir import choose_job
+from unirun.rendezvous.jobdir import choose_job, job_at
 from unirun.wire import load_token, new_token
 
 Create = Callable[..., JobDir]
@@ -123,8 +123,48 @@ class TestANewJob:
     def test_says_where_it_may_not_write(self, home: Path, create: Create) -> None:
         home.mkdir()
         (home / "jobs").touch()
-        with pytest.raises(JobError, match="set UNIRUN_HOME to a directory that you may write"):
+        says = "jobs cannot be kept in .*: not a directory; set UNIRUN_HOME to a directory that you may write"
+        with pytest.raises(JobError, match=says):
             create()
+
+
+class TestTheRootOfJobs:
+    @pytest.mark.parametrize("mask", [0o000, 0o077])
+    def test_is_made_private_whatever_the_umask(self, create: Create, home: Path, mask: int) -> None:
+        previous = os.umask(mask)
+        try:
+            job = create()
+        finally:
+            os.umask(previous)
+        assert [mode(path) for path in (home, jobs_root(), job.path, job.logs)] == [0o700] * 4
+
+    def test_is_refused_where_another_user_could_replace_it(self, create: Create, home: Path) -> None:
+        home.mkdir()
+        home.chmod(0o777)
+        for use in (create, lambda: [*all_jobs()]):
+            with pytest.raises(JobError, match="home may be written by all users; chmod go-w"):
+                use()
+        assert [*home.iterdir()] == []
+
+    def test_is_refused_when_others_may_write_into_it(self, create: Create) -> None:
+        create(running=False)
+        jobs_root().chmod(0o1777)
+        with pytest.raises(JobError, match="jobs may be written by all users"):
+            create()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+    def test_of_another_user_is_refused(self, create: Create) -> None:
+        create(running=False)
+        os.chown(jobs_root(), 65534, 65534)
+        with pytest.raises(JobError, match="jobs belongs to user"):
+            create()
+
+    def test_shows_no_job_with_a_name_that_none_can_have(self, create: Create) -> None:
+        root = create().path.parent
+        for name in ("$(touch x)", ".hidden", "a b", "x" * 64):
+            (root / name).mkdir()
+        (root / "link").symlink_to("run-1")
+        assert [job.run_id for job in all_jobs()] == ["run-1"]
 
 
 class TestALogDirectory:
@@ -206,6 +246,12 @@ def test_the_root_follows_the_usual_variables(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert jobs_root() == Path("/home/me/.local/state/unirun/jobs")
+
+
+@pytest.mark.parametrize("name", ["../x", "..", "", "a/b", "$(id)", "\x1b[2J", "x" * 64])
+def test_a_name_that_no_job_can_have_has_no_place(name: str) -> None:
+    with pytest.raises(JobError, match="is no job id; use letters, digits"):
+        job_at(name)
 
 
 def test_a_document_is_replaced_as_a_whole(create: Create) -> None:

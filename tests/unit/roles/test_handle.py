@@ -69,9 +69,11 @@ def test_figures_that_are_no_longer_finite_are_told_too(agent: Any, value: float
     assert str(told.values["loss"]) == str(value)
 
 
-@pytest.mark.parametrize("value", [None, "high", [1], torch.ones(3), {}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, "high", [1], torch.ones(3), {}, 10**400, 10**5000], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_figure_is_refused_by_name(agent: Any, value: Any) -> None:
-    with pytest.raises(UsageError, match="metric 'loss' is .*, which is no number; report floats"):
+    with pytest.raises(UsageError, match="metric 'loss' is a .* that is no float: .*; report floats"):
         handle(agent.worker).report({"good": 1.0, "loss": value})
 
 

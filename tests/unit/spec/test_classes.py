@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unirun.spec.classes import missing_class
@@ -135,7 +135,7 @@ def test_the_first_folder_wins_over_sys_path(tmp_path: Path) -> None:
     assert missing_class("json:JSONDecoder", folders) is None
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     target=st.text("ab.:_9\0/\ud800é ", max_size=9) | st.from_regex(r"[a-z.]{1,5}:[A-Z]\w{0,4}"),
     text=st.text("class A:\n pdef()=1'\0é", max_size=20),

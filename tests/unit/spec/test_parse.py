@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from unirun.errors import SpecError
@@ -20,7 +20,7 @@ from unirun.spec.roles import ROLE_KEYS, TRAINER_KEYS
 from unirun.spec.together import handle_name
 from unirun.spec.yaml import load_job_file
 
-quick = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=80)
 
 scalars = (
     st.none()

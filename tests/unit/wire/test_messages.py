@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import struct
 import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
-from unirun.wire.messages import Welcome
-from unirun.wire.reports import Metrics, WorkerMetrics
+from unirun.wire.messages import View, Welcome
+from unirun.wire.reports import Metrics, Notice, WorkerMetrics
+from unirun.wire.spawning import Spawn
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
@@ -27,20 +31,20 @@ messages = (
 )
 
 
-def finite(message: Message) -> bool:
-    """Whether a message is equal to itself, and has a form in JSON."""
+def sendable(message: Message) -> bool:
+    """Whether a message is equal to itself, and has a form on the wire."""
     if isinstance(message, Metrics | WorkerMetrics) and any(map(math.isnan, message.values.values())):
         return False
-    return "NaN" not in json.dumps(encode(message)) and "Infinity" not in json.dumps(encode(message))
+    return within(encode(message))
 
 
-@given(messages.filter(finite))
+@given(messages.filter(sendable))
 def test_a_message_comes_back_as_it_went(message: Message) -> None:
     (payload,) = FrameReader().feed(encode_frame(encode(message)))
     assert decode(payload) == message
 
 
-@given(messages.filter(finite), st.data())
+@given(messages.filter(sendable), st.data())
 def test_frames_may_be_cut_anywhere(message: Message, data: st.DataObject) -> None:
     raw = encode_frame(encode(message)) * 2
     cut = data.draw(st.integers(0, len(raw)))
@@ -58,7 +62,7 @@ def test_bytes_from_outside_give_objects_or_a_named_error(raw: bytes) -> None:
         pass
 
 
-@given(messages.filter(finite), st.data(), json_values)
+@given(messages.filter(sendable), st.data(), json_values)
 def test_a_field_of_another_type_is_refused_or_kept_as_the_declared_type(
     message: Message, data: st.DataObject, wrong: object
 ) -> None:
@@ -107,3 +111,85 @@ def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
 def test_a_wrong_message_says_what_is_wrong(payload: dict[str, object], says: str) -> None:
     with pytest.raises(FrameError, match=says):
         decode(payload)
+
+
+HUGE = "9" * 400
+
+STOP = '{"type": "Stop", "signal": 15, "reason": "x"'
+
+
+def read_one(body: bytes) -> Message:
+    """The message in a frame with this body."""
+    (payload,) = FrameReader().feed(struct.pack(">I", len(body)) + body)
+    return decode(payload)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'{STOP}, "grace": {HUGE}}}',
+        f'{STOP}, "grace": {"9" * 5000}}}',
+        f'{STOP}, "grace": 1e999}}',
+        f'{STOP}, "grace": -1e999}}',
+        f'{STOP}, "grace": NaN}}',
+        f'{STOP}, "grace": Infinity}}',
+        f'{{"type": "Stop", "signal": {HUGE}, "reason": "x"}}',
+        f'{{"type": "Stop", "signal": {1 << 64}, "reason": "x"}}',
+        f'{{"type": "Metrics", "time": 1.0, "values": {{"loss": {HUGE}}}}}',
+        '{"type": "Metrics", "time": 1.0, "values": {"loss": NaN}}',
+        '{"type": "Metrics", "time": "nan", "values": {}}',
+        f'{{"type": {HUGE}}}',
+        f'{{"type": "Shutdown", "{"x" * 10_000}": 1}}',
+        r'{"type": "Notice", "source": "a", "text": "\ud800"}',
+        r'{"type": "Notice", "source": "a", "text": "\udd00"}',
+        r'{"type": "Sample", "node": "a", "memory": {"\ud800": 1}, "cpu": {}}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+    ],
+    ids=lambda text: f"{text[:60]}({len(text)})",
+)
+def test_what_is_no_message_is_a_frame_error_with_a_short_message(text: str) -> None:
+    with pytest.raises(FrameError) as refused:
+        read_one(text.encode())
+    assert len(str(refused.value)) < 300
+    assert str(refused.value).isascii()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"time": math.nan},
+        {"grace": math.inf},
+        {"config": {"a": [-math.inf]}},
+        {"number": 10**5000},
+        {"what": object()},
+    ],
+    ids=lambda payload: next(iter(payload)),
+)
+def test_what_has_no_form_on_the_wire_is_not_sent(payload: dict[str, object]) -> None:
+    with pytest.raises(FrameError, match="has no form in JSON"):
+        encode_frame(payload)
+
+
+def test_surrogates_in_what_a_user_has_said_are_written_out() -> None:
+    said = Notice("a", "lone \ud800 and \udfff, pair \U0001f600, byte \udcff")
+    (payload,) = FrameReader().feed(encode_frame(encode(said)))
+    assert decode(payload) == Notice("a", r"lone \ud800 and \udfff, pair " + "\U0001f600, byte \udcff")
+
+
+def test_bytes_of_names_that_are_no_text_come_through() -> None:
+    name = os.fsdecode(b"caf\xe9")
+    kept = Spawn(1, "a:0", "script", name, (name,), False, {"NAME": name}, "/", "/logs", "a/0/0")
+    (payload,) = FrameReader().feed(encode_frame(encode(kept)))
+    assert decode(payload) == kept
+
+
+def test_a_users_config_may_have_any_number_that_json_has() -> None:
+    welcome = decode(
+        {
+            **encode(Welcome(View(()), {}, "n", (), (), 1.0, "socket")),
+            "config": {"big": 10**400, "list": [1, {"x": None}]},
+        }
+    )
+    assert isinstance(welcome, Welcome)
+    assert welcome.config == {"big": 10**400, "list": [1, {"x": None}]}

@@ -200,8 +200,8 @@ class TestWhoIsNotLetIn:
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parsed: list[bytes] = []
-        parse = frames._parse
-        monkeypatch.setattr(frames, "_parse", lambda body: parsed.append(body) or parse(body))
+        parse = frames.parse_object
+        monkeypatch.setattr(frames, "parse_object", lambda body: parsed.append(body) or parse(body))
 
         async def main() -> None:
             refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()

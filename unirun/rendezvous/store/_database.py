@@ -10,11 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
+from unirun.rendezvous.ownership import exposure, owner, writers
 
 _APPLICATION = 0x756E6972
 """``unir``: which application a database belongs to stands in its header."""
 
 _VERSION = 1
+
+_SHARED = "users who share jobs keep them in etcd"
 
 _SCHEMA = (
     # `first`: the oldest revision whose changes are still known; `written`: bytes of all changes ever made.
@@ -59,9 +62,26 @@ def open_database(path: Path, timeout: float) -> sqlite3.Connection:
 
 
 def _touch(path: Path) -> None:
-    """SQLite would make the file with the mode of the umask; what it puts beside it gets the mode of the file."""
+    """Make the file if it is missing, private, and refuse one that another user could change.
+
+    SQLite would make it with the mode of the umask; what it puts beside it gets the mode of the file. Whoever may make
+    files beside it could make those first, and so choose what is read from them.
+    """
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        exposed = exposure(path.parent) or exposure(path.resolve().parent)
+        if exposed is not None:
+            raise StoreRefused(
+                f"a store in {path} is not safe: {exposed.problem}", f"{exposed.remedy}; {_SHARED}"
+            )
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            info = os.fstat(handle)
+        finally:
+            os.close(handle)
+        if info.st_uid not in (0, os.geteuid()):
+            raise StoreRefused(f"{path} belongs to {owner(info)}", f"name a file of your own; {_SHARED}")
+        if writers(info):
+            raise StoreRefused(f"{path} may be written by {writers(info)}", f"chmod 600 {path}; {_SHARED}")
     except FileNotFoundError as error:
         raise StoreRefused(f"there is no directory {path.parent}", "make it, or name another file") from error
     except IsADirectoryError as error:

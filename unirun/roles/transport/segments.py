@@ -3,10 +3,14 @@
 A sender writes into a memfd and passes the descriptor; the receiver maps it copy-on-write, so what it changes stays
 its own. When the last tensor over the mapping is gone, the receiver says so with its next frame, and the sender uses
 the memory again: pages that exist already are written four times as fast as new ones.
+
+The size of a memfd that was sent is sealed: touching a mapping beyond the end of its file is a SIGBUS, so
+nobody who has the descriptor may shrink it. A receiver maps nothing that is not sealed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,9 +29,13 @@ MANY = 64
 """Segments that are lent, and free ones, from which on no more are kept: each takes a descriptor."""
 
 
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Its content is not sealed, as it is used again."""
+
+
 @dataclass(eq=False)
 class Segment:
-    """A piece of shared memory of `size` bytes."""
+    """A piece of shared memory of `size` bytes; 0 as long as it is new."""
 
     number: int
     handle: int
@@ -50,8 +58,9 @@ class SegmentPool:
         try:
             for place, buffer in zip(places, buffers, strict=True):
                 _write(segment.handle, buffer.cast("B"), place)
-            if segment.size < total:
+            if segment.size == 0:
                 os.ftruncate(segment.handle, total)
+                fcntl.fcntl(segment.handle, fcntl.F_ADD_SEALS, SEALS)
                 segment.size = total
         except OSError:
             os.close(segment.handle)
@@ -71,7 +80,7 @@ class SegmentPool:
             best = min(fitting, key=lambda s: s.size)
             self._free.remove(best)
             return Segment(self._number, best.handle, best.size)
-        return Segment(self._number, os.memfd_create("unirun"), 0)
+        return Segment(self._number, os.memfd_create("unirun", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), 0)
 
     def release(self, number: int) -> None:
         """The receiver needs it no more. Raises `FrameError` for one that was not lent."""
@@ -100,13 +109,23 @@ def _write(handle: int, buffer: memoryview, place: int) -> None:
         buffer, place = buffer[count:], place + count
 
 
+def _is_sealed(handle: int) -> bool:
+    """Whether nobody can shrink the file behind `handle` any more. Only memory files can be sealed."""
+    try:
+        return bool(fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+
+
 def map_segment(handle: int, sizes: Sequence[int], released: Callable[[], None]) -> tuple[memoryview, ...]:
     """The buffers in the segment behind `handle`, which is closed. `released` is called when the last is gone.
 
-    Raises `FrameError` when the segment is smaller than the buffers.
+    Raises `FrameError` when its size can be changed, or is less than that of the buffers.
     """
     places, total = offsets(list(sizes))
     try:
+        if not _is_sealed(handle):
+            raise FrameError("a segment could be shrunk while it is mapped")
         if os.fstat(handle).st_size < total or not total:
             raise FrameError(f"a segment holds less than {total} bytes")
         # Copy-on-write. Python's own mmap would keep a descriptor for each mapping.

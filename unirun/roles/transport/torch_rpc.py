@@ -26,6 +26,7 @@ from torch.distributed import rpc
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.frames import offsets
+from unirun.roles.transport.listening import ListenerGuard, Listeners, listeners
 from unirun.roles.transport.mail import Mail
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait, writable
 
@@ -34,6 +35,10 @@ THREADS = 4
 
 MOMENT = 0.001
 """Seconds for which an answer is looked for without a pause."""
+
+CHANNELS = ("cma", "basic")
+"""How tensors travel. Of torch's others, ``mpt_uv`` opens 16 more ports in each process, for several network cards, and
+aborts the process when it is greeted on the wrong one of them; those for CUDA have no use without a device map."""
 
 APART = 1 << 20
 """Buffers of fewer bytes travel together in one tensor: each tensor costs as much as a call, and 100 000 of them end
@@ -86,6 +91,16 @@ def rpc_worker_name(address: Address) -> str:
     return f"{address.role}:{address.rank}:{address.incarnation}"
 
 
+class _Inbox(queue.SimpleQueue[Any]):
+    """Whoever takes the error out of it raises it."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        item = super().get(block, timeout)
+        if isinstance(item, ChannelError):
+            raise item
+        return item
+
+
 class TorchTransport:
     """One per process, as torch has one RPC agent per process."""
 
@@ -101,17 +116,26 @@ class TorchTransport:
         self._store: Any = None
         self._peers: dict[str, int] = {}
         self._mail = Mail("unirun-rpc")
+        self._inbox = _Inbox()
+        self._listening: Listeners = {}
+        self._guard: ListenerGuard | None = None
 
     def inbox(self) -> Inbox:
-        """A plain one."""
-        return queue.SimpleQueue()
+        """One whose `get` raises `ChannelError` when nobody can connect to this process any more."""
+        return self._inbox
 
     def serve(self, me: Address, handler: Handler) -> str:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
         global _reception
         _reception = _Reception(handler)
         self._start()
-        return str(self._store.get(f"addrs/{rpc_worker_name(self._me)}").decode())
+        endpoint = str(self._store.get(f"addrs/{rpc_worker_name(self._me)}").decode())
+        lost = ChannelError(
+            f"torch.distributed.rpc does not listen at {endpoint} any more, as it got bytes that are not its own",
+            "find out who connects to the ports of this host; --transport socket lets nobody else in",
+        )
+        self._guard = ListenerGuard(self._listening, lambda: self._inbox.put(lost))
+        return endpoint
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """Tell the agent where `peer` is. Whether somebody is there shows at the first call."""
@@ -133,6 +157,8 @@ class TorchTransport:
     def close(self) -> None:
         """End the agent; what is open fails in the peers at once."""
         global _reception
+        if self._guard is not None:
+            self._guard.close()
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is not None:
@@ -148,12 +174,17 @@ class TorchTransport:
         # Through shared memory an agent polls without a pause: where there are fewer cores than agents, they would
         # take them from each other, and from those who compute.
         crowded: Any = {"_transports": ["uv"]} if self._workers > (os.cpu_count() or 1) else {}
-        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=THREADS, rpc_timeout=0, **crowded)
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=THREADS, rpc_timeout=0, _channels=[*CHANNELS], **crowded
+        )
         number = self._index(self._me)
         self._used.add(number)
         _module("torch.distributed.autograd")._init(number)
         agent = _rpc().TensorPipeAgent(store, name, number, None, options, {}, [])
+        before = listeners()
+        # Starts it, too.
         rpc.api._init_rpc_states(agent)
+        self._listening = dict(listeners().items() - before.items())
         self._agent, self._store = agent, store
 
     def _number(self, peer: Address) -> int:

@@ -43,6 +43,43 @@ def test_only_its_owner_may_read_the_file_and_what_lies_beside_it(tmp_path: Path
     assert sorted(tmp_path.iterdir()) == files[:1]
 
 
+class TestAFileThatAnotherUserCouldChange:
+    """Who can write the store decides what a job's next master does."""
+
+    @pytest.mark.parametrize(("mode", "who"), [(0o666, "all users"), (0o602, "all users")])
+    def test_is_refused_when_others_may_write_it(self, tmp_path: Path, mode: int, who: str) -> None:
+        path = tmp_path / "store.db"
+        SqliteStore(path).close()
+        path.chmod(mode)
+        says = f"store.db may be written by {who}; chmod 600 .*; users who share jobs keep them in etcd"
+        with pytest.raises(StoreRefused, match=says):
+            SqliteStore(path)
+        path.chmod(0o644)
+        SqliteStore(path).close()
+
+    @pytest.mark.parametrize("mode", [0o777, 0o1777], ids=oct)
+    def test_is_refused_where_others_may_make_files_beside_it(self, tmp_path: Path, mode: int) -> None:
+        (tmp_path / "link").symlink_to("shared/store.db")
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared").chmod(mode)
+        for name in ("shared/store.db", "link"):
+            with pytest.raises(StoreRefused, match="is not safe: .*/shared may be written by all users"):
+                SqliteStore(tmp_path / name)
+        assert [*(tmp_path / "shared").iterdir()] == []
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+    def test_is_refused_when_it_is_anothers(self, tmp_path: Path) -> None:
+        path = tmp_path / "store.db"
+        SqliteStore(path).close()
+        os.chown(path, 65534, 0)
+        with pytest.raises(StoreRefused, match="store.db belongs to user .*; name a file of your own"):
+            SqliteStore(path)
+        os.chown(path, 0, 65534)
+        path.chmod(0o660)
+        with pytest.raises(StoreRefused, match="store.db may be written by group"):
+            SqliteStore(path)
+
+
 def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     lease = store.grant(60)
@@ -136,7 +173,7 @@ def test_a_file_that_was_deleted_or_replaced_is_noticed(store: SqliteStore, *, t
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,mode=700", "none", str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("only root may mount")
     yield folder

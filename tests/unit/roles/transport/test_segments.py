@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,16 +136,46 @@ def test_what_was_never_lent_cannot_come_back(pool: SegmentPool) -> None:
         pool.release(segment.number)
 
 
-def test_a_descriptor_of_too_little_is_refused_and_closed(tmp_path: Path) -> None:
-    path = tmp_path / "small"
-    path.write_bytes(bytes(100))
+def test_a_descriptor_of_too_little_is_refused_and_closed(pool: SegmentPool) -> None:
+    handle = pool.write([buffer(100)]).handle
     before = files()
     with pytest.raises(FrameError, match="holds less than"):
-        map_segment(os.open(path, os.O_RDONLY), [101], lambda: None)
+        map_segment(os.dup(handle), [200], lambda: None)
     with pytest.raises(FrameError):
-        map_segment(os.open(path, os.O_RDONLY), [], lambda: None)
+        map_segment(os.dup(handle), [], lambda: None)
     with pytest.raises(FrameError):
-        map_segment(os.open(path, os.O_RDONLY), [1 << 62, 1 << 62], lambda: None)
+        map_segment(os.dup(handle), [1 << 62, 1 << 62], lambda: None)
+    assert files() == before
+
+
+def test_nobody_can_change_the_size_of_what_was_sent_not_even_when_it_is_used_again(
+    pool: SegmentPool,
+) -> None:
+    for _ in range(2):
+        segment = pool.write([buffer(10_000)])
+        (view,) = map_segment(os.dup(segment.handle), [10_000], lambda: None)
+        for size in (0, 9_999, 20_000):
+            with pytest.raises(PermissionError):
+                os.ftruncate(segment.handle, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(segment.handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert sum(view) == 10_000
+        pool.release(segment.number)
+
+
+@pytest.mark.parametrize("seals", [None, 0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE])
+def test_what_could_be_shrunk_is_not_mapped(tmp_path: Path, seals: int | None) -> None:
+    before = files()
+    if seals is None:
+        path = tmp_path / "file"
+        path.write_bytes(bytes(100))
+        handle = os.open(path, os.O_RDONLY)
+    else:
+        handle = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.write(handle, bytes(100))
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(FrameError, match="could be shrunk"):
+        map_segment(handle, [100], lambda: None)
     assert files() == before
 
 

@@ -1,0 +1,30 @@
+"""What holds for all tests.
+
+Examples of properties have no deadline of their own, as a busy machine is no error. Fixtures of a function are made once
+for all examples of a property; those that properties use hold no state.
+
+Signals are as a terminal has them: ``sh -c 'pytest &'`` and ``nohup pytest`` have some ignored, what they start inherits
+that, and unirun leaves a signal alone that is ignored when it starts.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "busy machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("busy machine")
+
+for number, handler in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGTERM: signal.SIG_DFL,
+}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)

@@ -1,0 +1,64 @@
+"""torchrun's own variables are honoured, known to have no effect, or refused; none is overlooked."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from tests.unit.cli.conftest import Compose
+from unirun.cli.torchrun_env import HEALTH, PYTHON, SLEEP, check_environment
+from unirun.errors import UsageError
+from unirun.spec.read import RESERVED_ENV
+
+TORCH = Path(torch.distributed.__file__).parent
+
+HONOURED = {
+    "TORCHELASTIC_ENABLE_FILE_TIMER",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+}
+WITHOUT_EFFECT = {
+    "TORCHELASTIC_TIMER_FILE",  # the pipe is in the job's directory, and workers are told
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",  # torchrun sets it for itself, from its option
+    "TORCH_ELASTIC_WORKER_IDENTICAL",  # about the ranks of several nodes
+    "TORCHELASTIC_ETCD_BINARY_PATH",  # for torch's own tests with etcd
+    HEALTH,
+}
+REFUSED = {SLEEP, PYTHON}
+
+
+def test_every_variable_that_torchrun_reads_is_known() -> None:
+    sources = [*(TORCH / "elastic").rglob("*.py"), *(TORCH / "launcher").glob("*.py"), TORCH / "run.py"]
+    text = "".join(path.read_text() for path in sources)
+    found = set(re.findall(r'"(TORCH_?ELASTIC_[A-Z_]+|PYTHON_EXEC)"', text))
+    assert found >= {"TORCHELASTIC_ENABLE_FILE_TIMER", "PYTHON_EXEC"}, "they are found where torch reads them"
+    assert found <= HONOURED | WITHOUT_EFFECT | REFUSED | RESERVED_ENV
+
+
+def test_a_health_check_that_nobody_serves_is_told(compose: Compose) -> None:
+    (told,) = check_environment({HEALTH: "8080"}, compose("train.py"))
+    assert told.startswith("TORCHELASTIC_HEALTH_CHECK_PORT has no effect: torch comes without")
+    assert [*check_environment({"TORCHELASTIC_TIMER_FILE": "/tmp/x"}, compose("train.py"))] == []
+
+
+def test_a_watch_over_uninterruptible_sleep_is_refused(compose: Compose) -> None:
+    with pytest.raises(UsageError, match=f"{SLEEP}: unirun does not watch for .*; unset it"):
+        [*check_environment({SLEEP: "30"}, compose("train.py"))]
+    for off in ("", "0", "-1", "never"):
+        assert [*check_environment({SLEEP: off}, compose("train.py"))] == []
+
+
+def test_another_interpreter_is_refused_for_scripts(compose: Compose, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "python3"
+    elsewhere.symlink_to(os.path.realpath(sys.executable))
+    for other in ("/opt/python3", str(elsewhere)):
+        with pytest.raises(UsageError, match=f"use --no-python {other} -u train.py"):
+            [*check_environment({PYTHON: other}, compose("train.py"))]
+        assert [*check_environment({PYTHON: other}, compose("--no-python", "ls"))] == []
+    assert [*check_environment({PYTHON: sys.executable}, compose("train.py"))] == []

@@ -1,0 +1,30 @@
+"""What waits for the next master is bounded in bytes, and comes in order."""
+
+from __future__ import annotations
+
+from unirun.launcher.backlog import Backlog
+
+
+def test_comes_in_order_and_once() -> None:
+    backlog = Backlog()
+    for frame in (b"a", b"b", b"c"):
+        backlog.add(frame)
+    assert [*backlog.take()] == [b"a", b"b", b"c"]
+    assert [*backlog.take()] == []
+
+
+def test_forgets_the_oldest() -> None:
+    backlog = Backlog(limit=10)
+    for frame in (b"aaaa", b"bbbb", b"cccc", b"dd"):
+        backlog.add(frame)
+    assert [*backlog.take()] == [b"bbbb", b"cccc", b"dd"]
+    backlog.add(b"e" * 10)
+    assert [*backlog.take()] == [b"e" * 10], "what was taken does not count any more"
+
+
+def test_keeps_nothing_that_is_too_large_alone() -> None:
+    backlog = Backlog(limit=10)
+    backlog.add(b"a")
+    backlog.add(b"b" * 11)
+    backlog.add(b"c")
+    assert [*backlog.take()] == [b"c"]

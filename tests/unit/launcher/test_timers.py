@@ -1,0 +1,128 @@
+"""torch's timers: whoever does not release one in time is told of, once, with the signal that it has chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+from torch.distributed.elastic.timer import FileTimerClient, FileTimerRequest
+
+from tests.unit.launcher.agent import KILL, TERM, Agent
+from unirun.launcher.events import Signal, TimerExpired
+from unirun.launcher.timers import MANY, Expiry, Request, TimerPipe, Timers
+from unirun.wire.codec import from_json
+from unirun.wire.reports import Notice, WorkerExited
+from unirun.wire.spawning import Reaped
+
+SOON = 20.0
+
+
+def request(scope: str, expires: float, *, pid: int = 7, signum: int = KILL) -> Request:
+    return Request(1, pid, scope, expires, signum)
+
+
+def running(*requests: Request) -> Timers:
+    timers = Timers()
+    for each in requests:
+        timers.take(each)
+    return timers
+
+
+class TestTimers:
+    def test_expire_when_their_time_is_over(self) -> None:
+        timers = running(request("a", 10.0), request("b", 20.0, pid=8))
+        assert timers.until(4.0) == 6.0
+        assert timers.expired(9.9) == []
+        assert timers.expired(10.0) == [Expiry(7, ("a",), KILL)]
+        assert timers.until(10.0) == 10.0
+
+    def test_that_are_released_do_not(self) -> None:
+        timers = running(request("a", 10.0), request("b", 10.0), request("a", -1.0, signum=0))
+        assert timers.expired(11.0) == [Expiry(7, ("b",), KILL)]
+        assert timers.until(11.0) is None
+
+    def test_that_are_started_again_have_their_new_time(self) -> None:
+        timers = running(request("a", 10.0), request("a", 30.0))
+        assert timers.expired(29.0) == []
+
+    def test_of_one_process_are_over_together_and_the_first_one_chooses_the_signal(self) -> None:
+        timers = running(
+            request("late", 12.0, signum=TERM),
+            request("none", 9.0, signum=0),
+            request("first", 10.0, signum=KILL),
+            request("never", 99.0),
+        )
+        assert timers.expired(20.0) == [Expiry(7, ("none", "first", "late"), KILL)]
+        assert timers.until(20.0) is None
+
+    def test_without_a_signal_have_no_consequence(self) -> None:
+        wrong = (request(str(signum), 1.0, signum=signum) for signum in (0, -1, 65, 1 << 40))
+        assert running(*wrong).expired(2.0) == []
+
+    def test_of_what_is_no_process_are_not_taken(self) -> None:
+        assert running(*(request("a", 1.0, pid=pid) for pid in (0, -1, 1 << 40))).expired(2.0) == []
+
+    def test_that_nobody_releases_are_bounded(self) -> None:
+        timers = running(*(request(str(number), 1.0) for number in range(MANY + 10)))
+        (expiry,) = timers.expired(2.0)
+        assert len(expiry.scopes) == MANY
+
+
+def test_torchs_requests_are_understood() -> None:
+    asked = FileTimerRequest(worker_pid=7, scope_id="batch", expiration_time=12.5, signal=signal.SIGTERM)
+    assert from_json(Request, asked.to_json()) == request("batch", 12.5, signum=TERM)
+
+
+def test_a_pipe_takes_requests_of_torchs_client_between_lines_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "timer"
+    path.write_text("left by an agent before")
+
+    async def main() -> None:
+        expired: asyncio.Queue[Expiry] = asyncio.Queue()
+        pipe = TimerPipe(path, expired.put_nowait)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        client = FileTimerClient(str(path), signal=signal.SIGTERM)
+        client.acquire("released", time.time() + 3600)
+        with path.open("wb") as stranger:
+            stranger.write(b"\xff\n{}\n[1]\n" + b"x" * 5000 + b"\n" + b'{"pid": 1e999}\n')
+        client.release("released")
+        client.acquire("held", time.time() + 0.01)
+        assert await asyncio.wait_for(expired.get(), SOON) == Expiry(os.getpid(), ("held",), TERM)
+        pipe.close()
+        assert expired.empty()
+
+    asyncio.run(main())
+    assert not path.exists()
+
+
+class TestAWorkerThatIsLate:
+    def test_gets_the_signal_and_its_end_says_why(self) -> None:
+        agent = Agent().alive().on(TimerExpired(101, 101, ("batch",), KILL))
+        assert Signal(101, KILL) in agent.commands
+        (notice,) = agent.told(Notice)
+        assert (notice.source, notice.text) == (
+            "actor:0",
+            "its timer 'batch' has expired: process 101 is sent SIGKILL",
+        )
+        (end,) = agent.spawner(Reaped(1, 2.0, None, KILL)).told(WorkerExited)
+        assert (end.cause, end.sent, end.note) == ("own", None, "its timer 'batch' has expired")
+
+    def test_and_ends_well_all_the_same_has_no_note(self) -> None:
+        agent = Agent().alive().on(TimerExpired(101, 101, ("batch",), TERM))
+        (end,) = agent.spawner(Reaped(1, 2.0, 0, None)).told(WorkerExited)
+        assert end.note == ""
+
+    def test_may_be_a_process_that_a_worker_has_started(self) -> None:
+        agent = Agent().alive().on(TimerExpired(555, 102, ("load",), TERM))
+        assert Signal(555, TERM) in agent.commands
+        assert agent.told(Notice)[0].source == "actor:1"
+
+    def test_that_is_no_worker_is_left_alone(self) -> None:
+        for session in (0, 77):
+            agent = Agent().alive().on(TimerExpired(555, session, ("load",), KILL))
+            assert not agent.has(Signal)
+            assert "process 555, which is no worker's here" in agent.told(Notice)[0].text

@@ -1,0 +1,83 @@
+"""Logs are private, or shared with a group on purpose; nothing is written through a link that somebody planted."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.rendezvous.logdir import MARK, make_log_dir, open_log
+
+NAME = Path("actor", "0", "1", "stdout.log")
+
+
+@pytest.fixture(autouse=True, params=[0o000, 0o022, 0o077], ids=lambda mask: f"umask {mask:03o}")
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def modes(base: Path) -> dict[str, int]:
+    return {
+        str(each.relative_to(base)): stat.S_IMODE(each.stat().st_mode) for each in sorted(base.rglob("*"))
+    }
+
+
+def written(target: Path) -> None:
+    make_log_dir(target, "uid")
+    os.close(open_log(target, NAME))
+
+
+def test_nobody_else_reads_what_workers_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    written(tmp_path / "logs" / "run-1")
+    found = modes(tmp_path)
+    files = {name for name in found if name.endswith(("log", MARK))}
+    assert {found[name] for name in files} == {0o600}
+    assert {found[name] for name in found.keys() - files} == {0o700}
+
+
+def test_a_directory_with_the_setgid_bit_is_shared_with_its_group(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o2775)
+    written(shared / "run-1")
+    found = modes(shared)
+    assert found["run-1"] == found["run-1/actor/0/1"] == 0o2750
+    assert found["run-1/actor/0/1/stdout.log"] == 0o640
+
+
+def test_what_is_written_later_is_appended(tmp_path: Path) -> None:
+    for word in (b"one ", b"two"):
+        handle = open_log(tmp_path, NAME)
+        os.write(handle, word)
+        os.close(handle)
+    assert (tmp_path / NAME).read_bytes() == b"one two"
+
+
+@pytest.mark.parametrize("planted", [NAME, NAME.parent, Path("actor")], ids=str)
+def test_a_planted_link_is_not_followed(tmp_path: Path, planted: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("precious")
+    link = tmp_path / "logs" / planted
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim / "precious" if planted == NAME else victim)
+    with pytest.raises(OSError, match="symbolic links|Not a directory"):
+        open_log(tmp_path / "logs", NAME)
+    assert [each.name for each in victim.iterdir()] == ["precious"]
+    assert (victim / "precious").read_text() == "precious"
+
+
+def test_a_directory_that_somebody_else_has_made_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there is removed first; in a directory where others may write, they may be quicker than we are."""
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: (tmp_path / "run-1").mkdir())
+    with pytest.raises(FileExistsError):
+        make_log_dir(tmp_path / "run-1", "uid")
+    assert [*(tmp_path / "run-1").iterdir()] == []

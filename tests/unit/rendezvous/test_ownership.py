@@ -1,0 +1,115 @@
+"""Where another user could put something in the place of ours is found, wherever it is on the way."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.rendezvous.ownership import Exposure, exposure, make_private
+
+NOBODY = 65534
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
+
+
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    """Sets the umask until the end of the test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def problem(path: Path) -> str:
+    found = exposure(path)
+    assert isinstance(found, Exposure)
+    return found.problem
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_directory_of_our_own_below_others_of_our_own_is_safe(tmp_path: Path) -> None:
+    assert exposure(tmp_path) is None
+    assert exposure(tmp_path / "not" / "there" / "yet") is None
+
+
+def test_where_everybody_may_write_everybody_can_interpose(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert problem(tmp_path) == f"{tmp_path} may be written by all users"
+    assert problem(tmp_path / "jobs") == f"{tmp_path} may be written by all users"
+
+
+def test_in_a_sticky_directory_what_is_ours_stays_ours(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir(mode=0o700)
+    tmp_path.chmod(0o1777)
+    assert exposure(tmp_path / "own") is None
+    assert "all users" in problem(tmp_path), (
+        "files of ours must not lie in it directly: others can make some beside them"
+    )
+
+
+@as_root
+def test_a_group_of_several_users_is_others_too(tmp_path: Path) -> None:
+    os.chown(tmp_path, 0, NOBODY)
+    tmp_path.chmod(0o770)
+    assert "may be written by group" in problem(tmp_path)
+    os.chown(tmp_path, 0, 0)
+    assert exposure(tmp_path) is None, "root's group is root"
+
+
+@as_root
+def test_another_user_owns_what_he_can_replace(tmp_path: Path) -> None:
+    (tmp_path / "his" / "ours").mkdir(parents=True)
+    os.chown(tmp_path / "his", NOBODY, NOBODY)
+    assert "belongs to user" in problem(tmp_path / "his" / "ours")
+
+
+def test_a_link_is_followed_and_what_it_leads_through_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "open" / "below").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "absolute").symlink_to(tmp_path / "open" / "below")
+    (tmp_path / "relative").symlink_to("x/../open/below")
+    (tmp_path / "x").mkdir()
+    for name in ("absolute", "relative"):
+        assert problem(tmp_path / name / "jobs") == f"{tmp_path}/open may be written by all users"
+    (tmp_path / "open").chmod(0o755)
+    for name in ("absolute", "relative"):
+        assert exposure(tmp_path / name / "jobs") is None
+
+
+def test_what_lies_above_a_link_is_where_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "open" / "inner").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to("open/inner")
+    assert problem(tmp_path / "link" / ".." / "jobs") == f"{tmp_path}/open may be written by all users"
+
+
+@as_root
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    os.lchown(tmp_path / "link", NOBODY, NOBODY)
+    assert "is a link of user" in problem(tmp_path / "link")
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert "is a link" in problem(tmp_path / "a")
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
+def test_what_is_made_is_private_whatever_the_umask(
+    tmp_path: Path, umask: Callable[[int], int], mask: int
+) -> None:
+    tmp_path.chmod(0o750)
+    umask(mask)
+    make_private(tmp_path / "a" / "b")
+    assert [mode(each) for each in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
+    assert mode(tmp_path) == 0o750, "what was there is the user's"
+    make_private(tmp_path / "a" / "b")

@@ -1,0 +1,56 @@
+"""A listener that a library has closed is noticed, whatever its descriptor is used for afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from unirun.roles.transport import listening
+from unirun.roles.transport.listening import ListenerGuard, listeners
+
+SOON = 20.0
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "PERIOD", 0.01)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield sock
+
+
+def test_only_sockets_that_listen_are_found(listener: socket.socket) -> None:
+    before = listeners()
+    assert listener.fileno() in before
+    one, two = socket.socketpair()
+    with one, two, open(os.devnull), socket.create_connection(listener.getsockname()):
+        assert listeners() == before
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["closed", "number used again"])
+def test_the_end_of_one_is_told(listener: socket.socket, reused: bool) -> None:
+    lost = threading.Event()
+    guard = ListenerGuard(dict(listeners()), lost.set)
+    if reused:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            os.dup2(other.fileno(), listener.fileno())
+    else:
+        listener.close()
+    assert lost.wait(SOON)
+    guard.close()
+
+
+def test_nothing_is_told_while_all_are_open_nor_afterwards(listener: socket.socket) -> None:
+    lost = threading.Event()
+    guard = ListenerGuard(dict(listeners()), lost.set)
+    assert not lost.wait(0.1)
+    guard.close()
+    listener.close()
+    assert not lost.wait(0.1)

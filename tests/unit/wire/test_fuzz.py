@@ -1,0 +1,146 @@
+"""Whatever bytes come, they are a message, or a `WireError` with a short text; and they are not kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import typing
+
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from tests.unit.wire.values import within
+from unirun.errors import FrameError, WireError
+from unirun.wire import FrameReader, Message, decode, encode, encode_frame
+from unirun.wire.handshake import ClientHandshake, ServerHandshake, Token
+from unirun.wire.messages import Welcome
+
+TOKEN = Token(b"t" * 32)
+LIMIT = 4096
+
+KINDS = {kind.__name__: kind for kind in typing.get_args(Message)}
+NAMES = sorted({name for kind in KINDS.values() for name in typing.get_type_hints(kind)})
+
+hostile = st.sampled_from(
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        10**400,
+        -(10**400),
+        1 << 64,
+        "nan",
+        "inf",
+        "\ud800",
+        "\udcff",
+        "\x1b[2J",
+        "",
+    ]
+)
+anything = st.recursive(
+    hostile | st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+any_text = st.text(st.characters(codec=None), max_size=20)
+
+
+def shaped(name: str) -> st.SearchStrategy[dict[str, object]]:
+    """Objects that have the fields of a message, with any values."""
+    fields = dict.fromkeys(typing.get_type_hints(KINDS[name]), anything)
+    return st.fixed_dictionaries({"type": st.just(name)}, optional=fields)
+
+
+def read(raw: bytes, *cuts: int) -> list[Message]:
+    """The messages in `raw`, which comes in pieces. Raises `WireError`."""
+    reader, found = FrameReader(limit=LIMIT), []
+    ends = sorted({*(cut for cut in cuts if cut < len(raw)), len(raw)})
+    for start, end in zip([0, *ends], ends, strict=False):
+        found += [decode(payload) for payload in reader.feed(raw[start:end])]
+        assert reader.pending < LIMIT + 4
+    return found
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+@given(
+    st.lists(st.binary() | st.binary().map(framed), max_size=4).map(b"".join), st.lists(st.integers(0, 200))
+)
+def test_any_bytes(raw: bytes, cuts: list[int]) -> None:
+    try:
+        read(raw, *cuts)
+    except WireError as error:
+        assert len(str(error)) < 400
+
+
+@given(st.sampled_from(sorted(KINDS)).flatmap(shaped) | anything)
+@example({"type": "Stop", "signal": 10**400, "reason": "x"})
+@example({"type": "Sample", "node": "n", "memory": {}, "cpu": {"a:0": 10**400}})
+def test_any_json_in_the_form_of_a_message(payload: object) -> None:
+    body = json.dumps(payload).encode()
+    try:
+        read(framed(body))
+    except WireError as error:
+        assert len(str(error)) < 400
+        assert str(error).isascii()
+
+
+@given(st.text(st.sampled_from('{}[]":,0123456789eE+-.truefalsnNIity\\ud89')).map(str.encode))
+def test_any_text_that_is_nearly_json(body: bytes) -> None:
+    try:
+        read(framed(body))
+    except WireError as error:
+        assert len(str(error)) < 400
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_any_handshake(first: bytes, second: bytes) -> None:
+    client = ClientHandshake(TOKEN)
+    for attempt in (
+        lambda: ServerHandshake(TOKEN).proof(first),
+        lambda: client.answer(first),
+        lambda: client.check(second),
+    ):
+        try:
+            attempt()
+        except WireError:
+            continue
+
+
+@given(
+    st.sampled_from(sorted(KINDS.values(), key=lambda kind: kind.__name__))
+    .filter(lambda kind: kind is not Welcome)
+    .flatmap(st.from_type),
+    any_text,
+)
+def test_what_is_sent_is_taken(message: Message, text: str) -> None:
+    """A process that means well never breaks its own stream, whatever a user's code has said."""
+    payload = encode(message)
+    assume(within({name: value for name, value in payload.items() if not isinstance(value, float)}))
+    for name, value in payload.items():
+        if (
+            isinstance(value, str)
+            and typing.get_type_hints(type(message), include_extras=True).get(name) is str
+        ):
+            payload[name] = text
+    try:
+        frame = encode_frame(payload)
+    except FrameError:
+        return
+    (again,) = FrameReader().feed(frame)
+    assert isinstance(decode(again), type(message))
+
+
+def test_a_frame_of_any_length_is_not_kept_beyond_the_limit() -> None:
+    reader = FrameReader(limit=LIMIT)
+    head = struct.pack(">I", LIMIT)
+    for _ in range(3):
+        assert [*reader.feed(head)] == []
+        assert [*reader.feed(b" " * (LIMIT - 2))] == []
+        assert [*reader.feed(b"{}")] == [{}]
+        assert reader.pending == 0
