@@ -200,6 +200,10 @@ class Desk:
         """Ends its thread, as code that was written for a main program does."""
         sys.exit("I leave")
 
+    async def leave_loop(self) -> None:
+        """The same in an event loop."""
+        sys.exit(0)
+
     async def give_up(self) -> None:
         """Raises what is no `Exception`."""
         raise asyncio.CancelledError("given up")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,28 @@ class Voice:
             self._control.send(what)
 
 
-def work(kind: str, me: Address, folder: Path, token: Token, control: Connection) -> None:
+class Generations:
+    """The generations of a role's process group, which forms at once wherever it is told to."""
+
+    def __init__(self, generation: int, say: Callable[[Any], None]) -> None:
+        self.generation, self._say = generation, say
+
+    def catch_up(self, generation: int) -> None:
+        """Be in it."""
+        if generation > self.generation:
+            self.generation = generation
+            self._say(("formed", generation))
+
+
+def work(
+    kind: str, me: Address, folder: Path, token: Token, control: Connection, generation: int = 0
+) -> None:
     """Be a worker, until the test says stop, or is gone."""
     voice, gates = Voice(control), Gates()
+    generations = Generations(generation, voice.say)
     transport = open_transport(kind, me, folder, token)
     desk = Desk(me, voice.say, gates)
-    dispatcher = Dispatcher(desk, me, invocations(desk), inbox=transport.inbox())
+    dispatcher = Dispatcher(desk, me, invocations(desk), generations, transport.inbox())
     voice.say(("serving", transport.serve(me, dispatcher.handle)))
 
     def listen() -> None:
@@ -127,6 +144,8 @@ def work(kind: str, me: Address, folder: Path, token: Token, control: Connection
                 match order:
                     case ("open", name):
                         gates.open(name)
+                    case ("generation", number):
+                        dispatcher.run_first(partial(generations.catch_up, number))
                     case "interrupt":
                         assert isinstance(transport, InprocTransport)
                         transport.interrupt()
@@ -200,6 +219,10 @@ class Player:
         """Let a method go on that waits there."""
         self._control.send(("open", gate))
 
+    def form(self, generation: int) -> None:
+        """Tell it of the next generation of its role."""
+        self._control.send(("generation", generation))
+
     def say(self, what: Any) -> None:
         """Tell a script."""
         self._control.send(what)
@@ -224,6 +247,11 @@ class Player:
             self._process.close()
             self._process = None
         self._control.close()
+
+    def await_end(self) -> None:
+        """Wait until it has ended of itself."""
+        self._process.join(SOON)
+        assert self._process.exitcode is not None
 
     def signal(self, signum: int) -> None:
         """Stop or continue it."""
@@ -253,9 +281,16 @@ class Cast:
         """What the board says."""
         return self._stage.board.find(self.role, rank)
 
+    def kill(self, rank: int) -> None:
+        """End a worker without a word, and let the board say so, as the job's master does."""
+        self.players[rank].kill()
+        self.tell_gone(rank)
+
     def tell_gone(self, rank: int) -> None:
         """The board says that it is dead."""
-        self._stage.board.put(replace(self.place(rank), endpoint="", gone=True))
+        others = [self.place(other) for other in range(len(self.players)) if other != rank]
+        gone = replace(self.place(rank), endpoint="", gone=True, whole=False)
+        self._stage.board.put(gone, *(replace(place, whole=False) for place in others))
 
     def tell_over(self, rank: int) -> None:
         """The board says that it will not serve any more."""
@@ -270,12 +305,15 @@ class Cast:
         """It is on its way."""
         me = self.players[rank].me
         fresh = Address(me.role, me.rank, me.incarnation + 1)
-        self.players[rank] = self._stage.player(work, fresh)
-        others = [self.place(other) for other in range(len(self.players)) if other != rank]
+        others = [other for other in range(len(self.players)) if other != rank]
         generation = self.place(rank).generation + 1
+        self.players[rank] = self._stage.player(work, fresh, generation)
         self._stage.board.put(
-            Place(fresh, generation=generation), *(replace(place, generation=generation) for place in others)
+            Place(fresh, generation=generation),
+            *(replace(self.place(other), generation=generation, whole=True) for other in others),
         )
+        for other in others:
+            self.players[other].form(generation)
 
     def announce_again(self, rank: int) -> None:
         """It serves."""

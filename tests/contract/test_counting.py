@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.stage import Stage
+from tests.contract.stage import SOON, Stage
 from unirun.errors import WorkerLost
 from unirun.roles import shard
 from unirun.wire.reports import Span
@@ -64,6 +64,9 @@ def test_an_error_is_an_answer_too(stage: Stage) -> None:
 @pytest.mark.processes
 def test_a_call_that_is_lost_is_none(stage: Stage) -> None:
     cast = stage.role(1)
+    ref = cast.group.call_async("hold", "doomed")
+    cast[0].hear("holding doomed")
+    cast.kill(0)
     with pytest.raises(WorkerLost):
-        cast.group.die()
+        ref.result(SOON)
     assert stage.counted(cast) == {}

@@ -10,6 +10,8 @@ import pytest
 from tests.contract.stage import GO_ON, SOON, STOP, Stage, eventually
 from unirun.errors import InvocationTimeout, WorkerLost
 from unirun.roles import wait
+from unirun.roles.calls.group import role_group
+from unirun.roles.calls.policy import Invocation
 
 
 @pytest.mark.parametrize("method", ["hold_briefly", "hold_async"])
@@ -101,8 +103,7 @@ def test_a_process_that_is_stopped_takes_what_it_is_sent_when_it_goes_on(stage: 
 def test_a_call_for_a_worker_that_is_not_there_ends_at_its_deadline_too(stage: Stage) -> None:
     cast = stage.role(1)
     cast.group.echo()
-    cast[0].kill()
-    cast.tell_gone(0)
+    cast.kill(0)
     with pytest.raises(WorkerLost):
         cast.group.hold_briefly("")
     began = time.monotonic()
@@ -125,3 +126,32 @@ def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
     for gate in ("dam", ""):
         cast[0].open(gate)
     assert blocked.result(SOON) == ["dam"]
+
+
+@pytest.mark.processes
+def test_a_call_to_a_worker_that_is_stopped_and_was_never_called_ends_at_its_deadline(stage: Stage) -> None:
+    cast = stage.role(1)
+    cast.group._options("hold_briefly")
+    other = stage.role(1)
+    methods = cast.group._methods.all()
+    stopped = role_group(stage.caller, other.role, 1, methods)
+    other[0].signal(STOP)
+    began = time.monotonic()
+    ref = stopped.call_async("hold_briefly", "frozen")
+    assert time.monotonic() - began < 1.0, "a call that does not wait returns at once"
+    with pytest.raises(InvocationTimeout, match=r"within its deadline of 0.4 s by"):
+        stopped.hold_briefly("frozen")
+    assert ref.exception(SOON) is not None
+    assert time.monotonic() - began < 5.0
+    other[0].signal(GO_ON)
+    other[0].open("frozen")
+    assert stopped.echo("back") == ["back"], "it was late, not lost"
+
+
+def test_the_first_call_of_known_methods_does_not_wait_for_a_worker(stage: Stage) -> None:
+    cast = stage.role_to_come(1)
+    group = role_group(stage.caller, cast.role, 1, {"soon": Invocation(blocking=False)})
+    ref = group.soon()
+    assert not ref.done()
+    cast.enter()
+    assert isinstance(ref.exception(SOON), AttributeError)

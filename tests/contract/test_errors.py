@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 
@@ -120,16 +119,9 @@ def test_wrong_arguments_are_an_error_of_the_worker(troupe: Cast) -> None:
         troupe.group.echo(1, loudly=True)
 
 
-def test_a_thread_that_is_left_answers_all_the_same(stage: Stage) -> None:
-    cast = stage.role(1)
-    for _ in range(3):
-        with pytest.raises(SystemExit, match="I leave"):
-            cast.group.leave_thread()
-
-
 def test_a_coroutine_that_gives_up_answers_all_the_same(stage: Stage) -> None:
     cast = stage.role(1)
-    with pytest.raises(asyncio.CancelledError, match="given up"):
+    with pytest.raises(RemoteError, match="CancelledError: given up"):
         cast.group.give_up()
     ref = cast.group.call_async("meanwhile", "after")
     cast[0].open("after")
@@ -137,8 +129,12 @@ def test_a_coroutine_that_gives_up_answers_all_the_same(stage: Stage) -> None:
 
 
 @pytest.mark.processes
-def test_a_worker_whose_method_ends_the_program_is_lost(stage: Stage) -> None:
+@pytest.mark.parametrize("method", ["leave", "leave_thread", "leave_loop"])
+def test_a_worker_whose_method_ends_the_program_is_lost(stage: Stage, method: str) -> None:
     cast = stage.role(1)
+    ref = cast.group.call_async(method)
+    cast[0].await_end()
+    cast.kill(0)
     with pytest.raises(WorkerLost, match=f"{cast.role}:0 was lost"):
-        cast.group.leave()
+        ref.result(SOON)
     assert sys.exc_info() == (None, None, None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 
 from tests.contract.stage import SOON, Line, Stage, eventually
 from unirun.errors import InvocationTimeout, WorkerLost
-from unirun.roles import InvocationRef, wait
+from unirun.roles import InvocationRef, RoleGroup, wait
 
 
 def lost_within(ref: InvocationRef[object], seconds: float) -> WorkerLost:
@@ -27,7 +28,7 @@ def test_a_worker_that_dies_in_mid_call_is_told_at_once(stage: Stage) -> None:
     ref = cast.group[0].call_async("hold", "doomed")
     behind = cast.group[0].call_async("note", "behind it")
     cast[0].hear("holding doomed")
-    cast[0].kill()
+    cast.kill(0)
     assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
     assert lost_within(behind, 2.0).worker == f"{cast.role}:0"
     assert cast.group[1].echo(1) == 1
@@ -48,7 +49,7 @@ def test_a_group_call_ends_when_one_of_the_group_dies(stage: Stage) -> None:
     ref = cast.group.call_async("hold", "together")
     for player in cast:
         player.hear("holding together")
-    cast[1].kill()
+    cast.kill(1)
     assert lost_within(ref, 2.0).worker == f"{cast.role}:1"
     cast[0].open("together")
     cast[2].open("together")
@@ -61,7 +62,7 @@ def test_what_was_answered_before_a_death_has_its_result(stage: Stage) -> None:
     last = cast.group.call_async("hold", "last")
     cast[0].hear("holding last")
     wait(refs, len(refs), SOON)
-    cast[0].kill()
+    cast.kill(0)
     lost_within(last, 2.0)
     assert [ref.result(0) for ref in refs] == [[number] for number in range(100)]
 
@@ -70,6 +71,8 @@ def test_what_was_answered_before_a_death_has_its_result(stage: Stage) -> None:
 def test_a_method_that_ends_its_process_is_a_loss_and_not_repeated(stage: Stage) -> None:
     cast = stage.role(1)
     ref = cast.group.call_async("die")
+    cast[0].await_end()
+    cast.kill(0)
     lost_within(ref, 5.0)
     cast.start_again(0)
     assert cast.group.ran() == [[]]
@@ -78,7 +81,7 @@ def test_a_method_that_ends_its_process_is_a_loss_and_not_repeated(stage: Stage)
 def test_a_death_that_nobody_was_waiting_for_is_told_by_the_next_call(stage: Stage) -> None:
     cast = stage.role(2)
     assert cast.group.echo(1) == [1, 1]
-    cast[0].kill()
+    cast.kill(0)
     cast.start_again(0)
     assert cast.group[1].echo(2) == 2
     with pytest.raises(WorkerLost, match=f"{cast.role}:0"):
@@ -90,7 +93,7 @@ def test_calls_wait_for_a_worker_that_is_on_its_way(stage: Stage) -> None:
     cast = stage.role(1)
     ref = cast.group.call_async("hold", "first")
     cast[0].hear("holding first")
-    cast[0].kill()
+    cast.kill(0)
     lost_within(ref, 2.0)
     cast.prepare_again(0)
     refs = [cast.group.call_async("note", number) for number in range(50)]
@@ -105,7 +108,7 @@ def test_a_group_call_waits_for_the_successor_while_calls_of_single_workers_go_o
     cast = stage.role(2)
     ref = cast.group.call_async("hold_if", 0, "gone")
     cast[0].hear("holding gone")
-    cast[0].kill()
+    cast.kill(0)
     lost_within(ref, 2.0)
     assert cast.group[1].echo("alone") == "alone"
     together = cast.group.call_async("number")
@@ -126,7 +129,7 @@ def test_twenty_deaths_in_a_row_disturb_nobody_else(stage: Stage) -> None:
         assert group[0].me()[1] == life
         doomed = group[0].call_async("hold", "doomed")
         cast[0].hear("holding doomed")
-        cast[0].kill()
+        cast.kill(0)
         lost_within(doomed, 2.0)
         cast.start_again(0)
     assert not any(ref.done() for ref in (*long, *queued))
@@ -141,12 +144,27 @@ def test_an_idempotent_call_is_made_again_when_its_worker_is_back(stage: Stage) 
     cast = stage.role(1)
     ref = cast.group.call_async("again", "retry")
     cast[0].hear("holding retry")
-    cast[0].kill()
+    cast.kill(0)
     cast.start_again(0)
     cast[0].hear("holding retry")
     assert not ref.done()
     cast[0].open("retry")
     assert ref.result(SOON) == [(0, 1)]
+
+
+def test_a_loss_that_an_idempotent_call_got_over_is_told_by_the_next_other_call(stage: Stage) -> None:
+    cast = stage.role(1)
+    cast.group.echo(0)
+    ref = cast.group.call_async("again", "retry")
+    cast[0].hear("holding retry")
+    cast.kill(0)
+    cast.start_again(0)
+    cast[0].hear("holding retry")
+    cast[0].open("retry")
+    assert ref.result(SOON) == [(0, 1)]
+    with pytest.raises(WorkerLost, match=f"{cast.role}:0"):
+        cast.group.echo(1)
+    assert cast.group.echo(2) == [2]
 
 
 def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
@@ -155,7 +173,7 @@ def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
     ref = cast.group.call_async("again_if", 0, "all")
     cast[0].hear("holding all")
     eventually(lambda: "1 of 2" in repr(ref), "one has answered")
-    cast[0].kill()
+    cast.kill(0)
     cast.prepare_again(0)
     # The second attempt takes longer than the moment for which the first one's errors are weighed.
     for _ in range(3):
@@ -174,7 +192,7 @@ def test_an_idempotent_call_is_made_again_so_often_and_no_more(stage: Stage) -> 
     for _ in range(2):
         assert not ref.done()
         cast[0].hear("holding never")
-        cast[0].kill()
+        cast.kill(0)
         cast.start_again(0)
     lost_within(ref, 2.0)
     assert cast.group.ran() == [[]]
@@ -184,8 +202,7 @@ def test_an_idempotent_call_without_an_answer_ends_at_its_deadline(stage: Stage)
     cast = stage.role(1)
     ref = cast.group.call_async("again_briefly", "brief")
     cast[0].hear("holding brief")
-    cast[0].kill()
-    cast.tell_gone(0)
+    cast.kill(0)
     assert isinstance(ref.exception(SOON), InvocationTimeout)
 
 
@@ -207,8 +224,7 @@ def test_a_worker_that_has_ended_for_good_is_lost_at_once(stage: Stage) -> None:
 def test_any_goes_to_those_who_live(stage: Stage) -> None:
     cast = stage.role(3)
     cast.group.echo()
-    cast[1].kill()
-    cast.tell_gone(1)
+    cast.kill(1)
     assert {cast.group.anyone() for _ in range(6)} == {0, 2}
 
 
@@ -234,7 +250,7 @@ def test_calls_from_many_threads_survive_deaths_of_others(stage: Stage) -> None:
         for _ in range(5):
             ref = cast.group[0].call_async("hold", "x")
             cast[0].hear("holding x")
-            cast[0].kill()
+            cast.kill(0)
             lost_within(ref, 2.0)
             cast.start_again(0)
     finally:
@@ -260,3 +276,145 @@ def test_the_first_call_waits_for_those_who_have_not_started(stage: Stage) -> No
     assert cast.group.role == cast.role
     cast.enter()
     assert answers.get(timeout=SOON) == [0, 1]
+
+
+def test_only_the_board_says_that_a_worker_is_dead(stage: Stage) -> None:
+    cast = stage.role(1)
+    ref = cast.group.call_async("hold", "doomed")
+    cast[0].hear("holding doomed")
+    cast[0].kill()
+    with pytest.raises(InvocationTimeout):
+        ref.result(0.3)
+    cast.tell_gone(0)
+    lost_within(ref, 2.0)
+
+
+def test_a_worker_whose_connections_are_cut_again_and_again_is_not_lost(stage: Stage) -> None:
+    cast = stage.role(1)
+    with Line(cast) as line:
+        ref = cast.group.call_async("hold", "through")
+        cast[0].hear("holding through")
+    for number in range(6):
+        with Line(cast) as next_line:
+            line.cut()
+            assert cast.group.echo_beside(number) == [number]
+        line = next_line
+    cast[0].open("through")
+    assert ref.result(SOON) == ["through"]
+    assert cast.group.echo("after") == ["after"]
+    assert cast.group.ran() == [["through"]], "it ran once"
+
+
+def test_each_death_is_told_once(stage: Stage) -> None:
+    cast = stage.role(2)
+    assert cast.group.echo(0) == [0, 0]
+    for life in range(10):
+        ref = cast.group.call_async("hold_if", 0, "doomed")
+        cast[0].hear("holding doomed")
+        cast.kill(0)
+        assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+        cast.start_again(0)
+        assert cast.group.echo(life) == [life, life], "and not again by the next call"
+
+
+def test_queued_calls_of_a_group_do_not_run_in_the_next_generation(stage: Stage) -> None:
+    cast = stage.role(2)
+    first = cast.group.call_async("hold", "slow")
+    behind = [cast.group.call_async("note", number) for number in range(3)]
+    alone = cast.group[1].call_async("note", "alone")
+    cast[1].hear("holding slow")
+    cast.kill(0)
+    for ref in (first, *behind):
+        assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+    cast.start_again(0)
+    together = cast.group.call_async("note", "together")
+    cast[1].open("slow")
+    assert together.result(SOON) == ["together", "together"]
+    assert alone.result(SOON) == "alone"
+    assert cast.group.ran() == [["together"], ["slow", "alone", "together"]]
+
+
+def test_a_group_call_that_a_worker_refuses_is_lost_and_says_why(stage: Stage) -> None:
+    """A worker is in the next generation already, and the caller has not heard of it."""
+    cast = stage.role(2)
+    assert cast.group.echo(0) == [0, 0]
+    cast[1].form(1)
+    assert cast[1].hear("formed") == 1
+    ref = cast.group.call_async("note", "early")
+    assert not wait([ref], timeout=0.3)[0], "who was lost is not known yet"
+    cast.kill(0)
+    cast.start_again(0)
+    assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+    assert cast.group.note("next") == ["next", "next"], "that loss was told"
+    assert cast.group.ran()[1] == ["next"]
+
+
+def test_an_idempotent_group_call_that_is_refused_is_made_again(stage: Stage) -> None:
+    cast = stage.role(2)
+    cast.group.echo(0)
+    cast[1].form(1)
+    assert cast[1].hear("formed") == 1
+    ref = cast.group.call_async("again", "both")
+    cast.kill(0)
+    cast.start_again(0)
+    for player in cast:
+        player.hear("holding both")
+    cast.open("both")
+    assert ref.result(SOON) == [(0, 1), (1, 0)]
+
+
+def test_a_group_call_that_was_begun_for_one_generation_is_not_ended_in_the_next(stage: Stage) -> None:
+    """A worker has its part, and the other one is lost before it serves: its successor gets nothing of this call."""
+    cast = stage.role(2)
+    cast.kill(0)
+    cast.prepare_again(0)
+    ref = cast.group.call_async("note", "half")
+    eventually(lambda: "1 of 2" in repr(ref), "one has answered")
+    cast.kill(0)
+    cast.start_again(0)
+    assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+    assert cast.group.note("whole") == ["whole", "whole"]
+    assert cast.group.ran() == [["whole"], ["half", "whole"]]
+
+
+def test_a_trainer_that_was_started_again_is_told_of_those_who_were(stage: Stage) -> None:
+    """What its predecessor was told is not known."""
+    cast = stage.role(2)
+    cast.kill(0)
+    cast.start_again(0)
+
+    first = stage.trainer(0, call_twice, cast)
+    assert (first.hear("first"), first.hear("second")) == ("", [1, 1])
+    second = stage.trainer(1, call_twice, cast)
+    assert second.hear("first") == f"{cast.role}:0"
+    assert second.hear("second") == [1, 1]
+
+
+def call_twice(group: RoleGroup, control: Connection) -> None:
+    """Tell who is lost at the first call, and what the second returns."""
+    lost = ""
+    try:
+        group.echo(1)
+    except WorkerLost as error:
+        lost = error.worker
+    control.send(("first", lost))
+    control.send(("second", group.echo(1)))
+
+
+def test_a_worker_that_has_ended_well_is_not_advised_to_be_called_again(stage: Stage) -> None:
+    cast = stage.role(1)
+    cast[0].kill()
+    cast.tell_over(0)
+    with pytest.raises(WorkerLost, match="it has ended; it takes no calls any more"):
+        cast.group.echo()
+
+
+def test_a_callback_may_wait_for_another_call(stage: Stage) -> None:
+    cast = stage.role(1)
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+    for number in range(3):
+        ref = cast.group.call_async("echo", number)
+        ref.add_done_callback(lambda done: answers.put((done.result(), cast.group.echo("inside"))))
+        assert cast.group.echo("beside") == ["beside"]
+    found = sorted(answers.get(timeout=SOON) for _ in range(3))  # type: ignore[type-var]
+    assert found == [([number], ["inside"]) for number in range(3)]

@@ -39,7 +39,7 @@ class Member:
 
 
 class Context:
-    """What a worker knows of its job. Made by `init`, one per process."""
+    """What a worker knows of its job. `init` returns it; there is one per process."""
 
     def __init__(self, environ: Mapping[str, str], peers: Peers) -> None:
         self.peers = peers
@@ -50,13 +50,13 @@ class Context:
         self.role: str = peers.role
         """The name of this worker's role."""
         self.rank: int = peers.rank
-        """The rank in the role, 0..world_size-1. It is also the rank in the role's default process group."""
+        """The rank in the role and in its default process group, 0..world_size-1."""
         self.local_rank: int = int(environ.get("LOCAL_RANK", "0"))
         """The rank among the role's workers on this node."""
         self.local_world_size: int = int(environ.get("LOCAL_WORLD_SIZE", "1"))
         """How many workers of the role are on this node."""
         self.incarnation: int = int(environ.get("UNIRUN_INCARNATION", "0"))
-        """How many times this rank was started again."""
+        """How many times this rank was started again; 0 at first."""
         self.node: str = environ.get("UNIRUN_NODE", "localhost")
         """The name of this node."""
         self.job: str = environ.get("UNIRUN_JOB", environ.get("TORCHELASTIC_RUN_ID", ""))
@@ -66,7 +66,7 @@ class Context:
 
     @property
     def roles(self) -> Mapping[str, RoleInfo]:
-        """Every role of the job as it stands now: ``ctx.roles["rollout"].world_size``."""
+        """Every role of the job as it is now, by name: ``ctx.roles["rollout"].world_size``."""
         return self.peers.roles()
 
     @property
@@ -76,7 +76,7 @@ class Context:
 
     @property
     def generation(self) -> int:
-        """How many times the process group of this worker's role was formed before this one."""
+        """How many times the process group of this worker's role was formed again; 0 for the first one."""
         return self.peers.generation
 
     def members(self, role: str) -> tuple[Member, ...]:
@@ -88,16 +88,17 @@ class Context:
     ) -> ProcessGroup:
         """The process group of all ranks of `roles`, beside each role's default group.
 
-        The order is that of the names, then of the ranks: with 2 actors and 3 rollouts,
-        ``group("actor", "rollout")`` has actor:0, actor:1, rollout:0, rollout:1, rollout:2 as its ranks 0..4. In
-        calls of `torch.distributed` with ``group=`` this group, `src` and `dst` are these ranks. To learn one's own,
-        ask `group_rank` or ``group.rank()``: ``torch.distributed.get_rank(group)`` translates the rank in the
-        default group, which means nothing here.
+        Its ranks are ordered by role as named, then by rank: with 2 actors and 3 rollouts, ``group("actor",
+        "rollout")`` has actor:0, actor:1, rollout:0, rollout:1, rollout:2 as its ranks 0..4. In collectives of
+        ``torch.distributed`` with this group, `src` and `dst` are these ranks. Use `group_rank` or ``group.rank()``
+        to get one's own; ``torch.distributed.get_rank(group)`` is wrong here, as it translates the rank in the
+        default group.
 
-        Every member must call it, with the same names in the same order. It is built once per generation: as
-        long as no role was restarted, later calls return the same group. When a role is restarted, operations
-        on the old group fail in every member at once; call `group` again to form the next one with the new
-        workers. `backend` is that of the default group, else gloo (and nccl for CUDA tensors).
+        Every member must call it, with the same names in the same order. As long as no role was restarted, later calls
+        return the same group. When one of the roles is restarted, operations on the old group fail in every member;
+        call `group` again to form the next one with the new workers. `backend` is by default that of the default
+        group, else gloo (and nccl for CUDA tensors). `timeout` is 30 minutes by default and holds for the group's
+        operations too.
 
         Raises `GroupError` when the members do not meet within `timeout`, `UsageError` for wrong names.
         """
@@ -111,13 +112,16 @@ class Context:
         return self._forge.group(roles, backend, timeout)
 
     def group_rank(self, *roles: str, member: Member | None = None) -> int:
-        """The rank of `member` (default: this worker) in ``group(*roles)``."""
+        """The rank of `member` (default: this worker) in ``group(*roles)``.
+
+        Raises ValueError if its role is not named.
+        """
         who = member or Member(self.role, self.rank)
         before = roles[: roles.index(who.role)]
         return sum(self.peers.known(role).world_size for role in before) + who.rank
 
     def role_group(self, role: str) -> RoleGroup:
-        """The handle on all workers of `role`, which call `unirun.serve` or are workloads.
+        """The `RoleGroup` of `role`, whose workers call `unirun.serve` or are workloads.
 
         Raises `UsageError` for a role that the job does not have, and without a launcher.
         """
@@ -133,7 +137,11 @@ _contexts: dict[int, Context] = {}
 
 
 def init(environ: Mapping[str, str] | None = None) -> Context:
-    """The context of this process; the same one at every call.
+    """The context of this process: its role and rank, the other roles, groups with them. Every call returns the same
+    one.
+
+    It works under unirun, under torchrun and under plain ``python script.py``. Without unirun there is one role, with
+    the ranks that the environment tells. `environ` replaces ``os.environ``.
 
     Raises `WireError` or `RendezvousError` when the agent of this node does not answer.
     """
@@ -146,9 +154,10 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
 
 
 def rpc_name(role: str, rank: int) -> str:
-    """The name of a rank's worker for calls of ``torch.distributed.rpc``: ``rpc_sync(rpc_name("rollout", 0), fn)``.
+    """The name of a worker in ``torch.distributed.rpc``: ``rpc.rpc_sync(unirun.rpc_name("rollout", 0), fn)``.
 
-    Ask again after a worker was started again: the name belongs to the process. Raises `UsageError` when the job's
-    calls do not go over torch, `WorkerLost` when the worker does not serve calls.
+    The name belongs to the process, so call it again after the worker was started again. Raises `UsageError` if the
+    job's transport is not torch, `WorkerLost` if the worker does not serve calls now, `ChannelError` if it cannot be
+    reached.
     """
     return init().session.rpc_name(role, rank)

@@ -1,4 +1,4 @@
-"""The next generation of a role's process group, formed in place by those that live on."""
+"""The generations of a role's process group in one worker: the group is formed again in place after a loss."""
 
 from __future__ import annotations
 
@@ -7,104 +7,221 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
-from unirun.wire.reports import GroupFormed
+from unirun.roles.process_groups import process_groups
+from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
-"""Seconds in which the news of another death must come that explains why a group could not be formed."""
+"""Seconds in which the news of a loss must come that explains why a group could not be formed, or a collective
+failed."""
+STUCK = 1.0
+"""Seconds after which a worker that still waits in a group of the past is killed."""
+CONNECT_TIMEOUT = timedelta(milliseconds=500)
+"""For one attempt to connect to a store; more attempts follow."""
+KEY_TIMEOUT = timedelta(seconds=10)
+"""For the first key of a store, which its process sets when it starts."""
+SAMPLE = 0.1
+"""Seconds between two looks at where the main thread is."""
+
+_WAITS = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/rendezvous.py",
+    "unirun/roles/process_groups.py",
+)
+"""Where the innermost Python frame is while a thread waits for a process group or its store."""
 
 
 class Formation:
-    """Keeps the default group of this worker's role at the generation that the master has ordered."""
+    """Keeps the default process group of this worker's role at the generation that the master has ordered.
+
+    The main thread forms groups (`enter`, `follow`). The link's thread calls `news` after each view; what the main
+    thread waits for in a generation that is over then fails, wherever it waits.
+    """
 
     def __init__(self, peers: Peers, formed: Callable[[int], None]) -> None:
-        """`formed` is called with each generation, in the thread that calls `follow`."""
+        """`formed` is called with each generation, in the main thread, before it is told to the agent."""
         self._peers, self._formed = peers, formed
-        self._backend = ""
+        self._told = -1
+        self._groups = process_groups()
+        self._groups.begin = self._begin
+        self._watching = threading.Lock()
+
+    @property
+    def generation(self) -> int:
+        """The generation of this worker's group, or the one that it is being formed in."""
+        return self._peers.generation
 
     @property
     def outdated(self) -> bool:
         """Whether the role has a later generation than this worker's group."""
         return self._wanted() > self._peers.generation
 
-    def abort(self) -> None:
-        """Wake what waits in the old group, as far as a backend can: NCCL has a call for it.
-
-        In a gloo group everyone waits for somebody who is dead, or has given up and closed its connections, or is
-        about to: each failure wakes the next.
-        """
+    def news(self) -> None:
+        """The roles have changed. Nothing may wait in a generation that is over."""
+        if not self.outdated:
+            return
+        self._groups.end_outdated()
         distributed = _initialized()
         if distributed is not None and "nccl" in str(distributed.get_backend_config()):
             group = _c10d()._get_default_group()
             threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
+        if self._watching.acquire(blocking=False):
+            threading.Thread(target=self._watch, name="unirun-stuck", daemon=True).start()
+
+    def enter(self, setup: Callable[[], None]) -> None:
+        """Run `setup`, which forms the first group, and be in the present generation.
+
+        Raises what `setup` or the user's `on_generation` raises, when no loss explains it after `NEWS` seconds.
+        """
+        try:
+            setup()
+        except Exception as error:
+            # The exit of this worker must not overtake the news of the loss that caused it: it would be taken for
+            # a failure of its own.
+            if _in_a_group(error):
+                self._changes(self._peers.generation)
+            raise
+        self._announce()
+        self.follow()
 
     def catch_up(self, generation: int) -> None:
-        """Be at `generation`, of which somebody else has heard first; the agent's word is on its way."""
+        """Be at `generation`, of which a caller has heard first; the agent's word is on its way."""
         deadline = time.monotonic() + NEWS
         while self._wanted() < generation and time.monotonic() < deadline:
             self._peers.wait(deadline - time.monotonic())
         self.follow()
 
     def follow(self) -> None:
-        """Form the group of the present generation, again when a member dies meanwhile.
+        """Form the group of the present generation, again when another loss comes meanwhile.
 
-        Raises what forming or the user's `on_generation` raises when no death explains it.
+        Raises what forming or the user's `on_generation` raises when no loss explains it.
         """
         while self.outdated:
-            wanted = self._wanted()
             try:
                 self._form()
-                self._peers.generation = max(wanted, self.met())
-                self._formed(self._peers.generation)
             except Exception:
-                if not self._changes(wanted):
+                if not self._changes(self._peers.generation):
                     raise
                 continue
-            self._peers.tell(GroupFormed(self._peers.generation))
+            self._announce()
 
-    def met(self) -> int:
-        """The generation in whose store the members of the default group have met; that of the peers without a group.
-
-        All generations have one address, so who comes late for one may be in time for the next.
-        """
-        distributed = _initialized()
-        if distributed is None:
-            return self._peers.generation
-        store = _c10d()._get_default_store()
-        while isinstance(store, distributed.PrefixStore):
-            store = store.underlying_store
-        # A group that was made with another store is as old as this worker thinks.
-        return int(store.get(GENERATION_KEY)) if store.check([GENERATION_KEY]) else self._peers.generation
+    def _announce(self) -> None:
+        """The group is formed: the user's part of it, then the agent hears of it."""
+        generation = self._peers.generation
+        try:
+            self._formed(generation)
+        except Exception:
+            if not self._changes(generation):
+                raise
+            return
+        self._peers.tell(GroupFormed(generation))
 
     def _form(self) -> None:
-        """Leave the old default group, if there is one, and meet in the new store, where MASTER_ADDR and _PORT say.
+        """Leave the old default group, if there is one, and meet in the store of the present generation.
 
-        With the node of rank 0 that may have moved.
+        Its address is another one when the node of rank 0 was lost.
         """
+        self._peers.generation = self._wanted()
         distributed = _initialized()
         if distributed is not None:
-            # Kept: when forming the next one fails half-way, there is no group to ask.
-            self._backend = str(distributed.get_backend_config())
             distributed.destroy_process_group()
-        if endpoint := self._peers.known(self._peers.role).endpoint:
-            os.environ["MASTER_ADDR"], port = split_endpoint(endpoint)
-            os.environ["MASTER_PORT"] = str(port)
-        if self._backend:
-            importlib.import_module("torch.distributed").init_process_group(self._backend)
+        self._groups.end_all()
+        info = self._peers.known(self._peers.role)
+        address, port = split_endpoint(info.endpoint)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+        made = self._groups.default
+        if made is None:
+            return
+        # A failed attempt counts as a group, and the count is the name under which the ranks meet: a rank that has
+        # failed once would wait for the others where they do not come.
+        _c10d()._world.group_count = 0
+        dist: Any = importlib.import_module("torch.distributed")
+        # The prefix is the one that new ranks get from ``env://``.
+        store = dist.PrefixStore("default_pg", self._connect(address, port, made.timeout))
+        dist.init_process_group(
+            made.backend,
+            store=store,
+            rank=self._peers.rank,
+            world_size=info.world_size,
+            timeout=made.timeout,
+            device_id=made.device_id,
+        )
+
+    def _connect(self, address: str, port: int, timeout: timedelta) -> Any:
+        """A client of the role's store. Raises torch's `DistError`.
+
+        With its usual timeout a client whose connection breaks sleeps for seconds before it tries again.
+        """
+        dist: Any = importlib.import_module("torch.distributed")
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                store = dist.TCPStore(address, port, is_master=False, timeout=CONNECT_TIMEOUT)
+            except dist.DistError:
+                if self.outdated or time.monotonic() > deadline:
+                    raise
+            else:
+                store.set_timeout(timeout)
+                return store
+
+    def _begin(self, store: Any) -> Callable[[], bool]:
+        """The ranks of a group meet in `store`. Returns what tells whether its generation is over."""
+        generation = self._peers.generation = max(self._peers.generation, self._generation_of(store))
+        if generation != self._told:
+            # Before anything is written to the store.
+            self._told = generation
+            self._peers.tell(GroupMeets(generation))
+        return lambda: self._wanted() > generation
+
+    def _generation_of(self, store: Any) -> int:
+        """The generation whose store this is; 0 for one that is not the role's.
+
+        All generations of a role have one address, so a worker that connects late for one may meet in the next.
+        Raises torch's `DistError` when the store is gone.
+        """
+        distributed: Any = importlib.import_module("torch.distributed")
+        while isinstance(store, distributed.PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, distributed.TCPStore):
+            return 0
+        endpoint = self._peers.known(self._peers.role).endpoint
+        if endpoint and (store.host, store.port) == split_endpoint(endpoint):
+            # A store takes connections a moment before it has this key.
+            store.wait([GENERATION_KEY], KEY_TIMEOUT)
+        return int(store.get(GENERATION_KEY)) if store.check([GENERATION_KEY]) else 0
 
     def _wanted(self) -> int:
         return self._peers.known(self._peers.role).generation
 
     def _changes(self, generation: int) -> bool:
-        """Whether the role has, or soon gets, another generation."""
+        """Whether the role has a later generation than `generation`, or gets one within `NEWS` seconds."""
         deadline = time.monotonic() + NEWS
-        while self._wanted() == generation and time.monotonic() < deadline:
+        while self._wanted() <= generation and time.monotonic() < deadline:
             self._peers.wait(deadline - time.monotonic())
-        return self._wanted() != generation
+        return self._wanted() > generation
+
+    def _watch(self) -> None:
+        """Tell the agent if the main thread does not leave one and the same wait in a group for `STUCK` seconds.
+
+        What can be woken has been by then; what is left, like the constructor of an NCCL communicator, ends with
+        the process only.
+        """
+        try:
+            began, waits = time.monotonic(), _main_wait()
+            while self.outdated and waits is not None and _main_wait() == waits:
+                if time.monotonic() - began > STUCK:
+                    self._peers.tell(Stuck(self._peers.generation, _main_stack()))
+                    return
+                time.sleep(SAMPLE)
+        finally:
+            self._watching.release()
 
 
 def _initialized() -> Any:
@@ -117,3 +234,28 @@ def _initialized() -> Any:
 
 def _c10d() -> Any:
     return importlib.import_module("torch.distributed.distributed_c10d")
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _main_wait() -> tuple[int, int] | None:
+    """Which call into a process group or its store the main thread is in; None when it is in none."""
+    frame = _main_frame()
+    if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
+        return None
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITS[-1]):
+        # The store's part of a wait has a frame of its own for each slice of it.
+        frame = frame.f_back
+    return id(frame), frame.f_lasti
+
+
+def _main_stack() -> str:
+    frame = _main_frame()
+    return "".join(traceback.format_stack(frame)) if frame else ""
+
+
+def _in_a_group(error: BaseException) -> bool:
+    """Whether `error` was raised inside torch.distributed."""
+    return any("torch/distributed/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))

@@ -19,7 +19,7 @@ from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.roles.absence import never_comes
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.sever import Connections
+from unirun.roles.process_groups import GlooGroup, end_outdated, process_groups
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,18 +27,25 @@ if TYPE_CHECKING:
 
 LOOK = 0.02
 """Seconds between two looks into the store while members are missing; news from the agent come at once."""
+STORE_TIMEOUT = timedelta(seconds=2)
+"""For one attempt to connect to a store; more attempts follow."""
 
 Key = tuple[tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A group, the generations of its roles, and the connections it stands on."""
+    """A group, the generations of its roles, and its gloo groups, one for each device that gloo serves."""
 
     infos: tuple[RoleInfo, ...]
     backend: str
     pg: ProcessGroup
-    connections: Connections
+    gloo: tuple[GlooGroup, ...]
+
+    @property
+    def intact(self) -> bool:
+        """Whether all its connections stand, as far as they are known."""
+        return all(group.intact() for group in self.gloo)
 
 
 class GroupForge:
@@ -47,8 +54,7 @@ class GroupForge:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._groups: dict[Key, _Group] = {}
-        self._forming: tuple[tuple[RoleInfo, ...], Connections] | None = None
-        peers.when_changed(self._sever_outdated)
+        peers.when_changed(self._end_outdated)
 
     def group(self, roles: tuple[str, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
         """The group of all ranks of `roles` in their present generations."""
@@ -56,17 +62,17 @@ class GroupForge:
         deadline = time.monotonic() + timeout.total_seconds()
         kept = self._groups.get((roles, backend))
         if kept is not None:
-            if kept.infos == self._infos(roles) and kept.connections.intact():
+            if kept.infos == self._infos(roles) and kept.intact:
                 return kept.pg
             del self._groups[roles, backend]
-            kept.connections.sever()
+            for each in kept.gloo:
+                each.end()
             _forget(kept.pg)
             self._await_change(kept, deadline)
         while True:
-            approach = Connections.from_now()
             infos, store = self._meet(roles, backend, deadline)
             try:
-                formed = self._form(infos, store, backend, timeout, approach)
+                formed = self._form(infos, store, backend, timeout)
             except GroupError:
                 if self._infos(roles) == infos:
                     raise
@@ -75,43 +81,21 @@ class GroupForge:
             self._groups[roles, backend] = formed
             return formed.pg
 
-    def _form(
-        self,
-        infos: tuple[RoleInfo, ...],
-        store: Store,
-        backend: str,
-        timeout: timedelta,
-        approach: Connections,
-    ) -> _Group:
-        """Connect with the other members.
+    def _form(self, infos: tuple[RoleInfo, ...], store: Store, backend: str, timeout: timedelta) -> _Group:
+        """Connect with the other members. Raises `GroupError`, also as soon as a role has another generation."""
+        size, name = sum(info.world_size for info in infos), _name(infos, backend)
+        store.set_timeout(timeout)
+        with process_groups().forming(lambda: self._outdated(infos)) as made:
+            pg = _build(self._rank(infos), size, name, store, backend, timeout)
+        return _Group(infos, backend, pg, tuple(made))
 
-        A member that dies now is waited for in the store, where it never leaves its address. So `approach`, which
-        finds the connection to the store too, is severed when the generations change meanwhile.
-        """
-        size = sum(info.world_size for info in infos)
-        connections = Connections.from_now()
-        self._forming = infos, approach
-        try:
-            if self._outdated(infos):
-                raise GroupError(f"group {_name(infos, backend)} is out of date")
-            pg = _build(self._rank(infos), size, _name(infos, backend), store, backend, timeout)
-        finally:
-            self._forming = None
-        connections.note()
-        return _Group(infos, backend, pg, connections)
-
-    def _sever_outdated(self) -> None:
+    def _end_outdated(self) -> None:
         """Called when the agent has told something new: wake whatever waits in a group of the past."""
-        forming = self._forming
-        if forming is not None and self._outdated(forming[0]):
-            forming[1].note()
-            forming[1].sever()
+        end_outdated()
         for group in list(self._groups.values()):
-            if self._outdated(group.infos):
-                group.connections.sever()
-                if "nccl" in group.backend:
-                    # NCCL has connections of other kinds too, and a call that ends all of them.
-                    threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
+            if self._outdated(group.infos) and "nccl" in group.backend:
+                # NCCL has connections of other kinds too, and a call that ends all of them.
+                threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
 
     def _outdated(self, infos: tuple[RoleInfo, ...]) -> bool:
         return infos != tuple(self._peers.roles().get(info.name) for info in infos)
@@ -187,7 +171,7 @@ class GroupForge:
     def _store(self, infos: tuple[RoleInfo, ...]) -> Any:
         if self._peers.linked:
             addr, port = split_endpoint(infos[0].endpoint)
-            return dist().TCPStore(addr, port, is_master=False, timeout=timedelta(seconds=30))
+            return dist().TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
         if sum(info.world_size for info in infos) == 1:
             return dist().HashStore()
         if not dist().is_initialized():

@@ -34,14 +34,16 @@ class Identity:
 
 
 class MasterHandle:
-    """The job, as one of its workers sees it. It answers from this host; the master is not waited for."""
+    """The job, as one of its workers sees it: ``self.master_handle`` of a workload or a trainer."""
 
     def __init__(self, identity: Identity, peers: Peers, state: StateStore) -> None:
         self.identity = identity
         self._peers, self._state = peers, state
 
     def job_info(self) -> dict[str, Any]:
-        """The job's ``name`` and ``roles``: for each its world_size, generation, phase, kind and class."""
+        """A dict with the job's ``name`` and its ``roles``, and for each of them ``world_size``, ``generation``,
+        ``phase``,
+        ``kind`` (``script``, ``workload``, ``trainer``) and ``target``, the class."""
         welcome = self._peers.welcome
         roles = {}
         for name, info in self._peers.roles().items():
@@ -56,9 +58,9 @@ class MasterHandle:
         return {"name": welcome.name if welcome else "", "roles": roles}
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Have figures shown in ``unirun status`` and kept in the job's ``metrics.jsonl``.
+        """Report figures, by name. ``unirun status`` shows the latest; the job's ``metrics.jsonl`` keeps all.
 
-        Raises `UsageError` for what is no number, `ConnectionLost` when the agent is gone.
+        Raises `UsageError` for a value that is not a number, `ConnectionLost` if this node's agent is gone.
         """
         values = {}
         for key, value in metrics.items():
@@ -71,9 +73,10 @@ class MasterHandle:
         self._peers.tell(Metrics(values, time.time()))
 
     def save_state(self, state: bytes) -> None:
-        """Keep `state`, 8 MiB at most, for the next incarnation of this rank: when this returns, it is in the store.
+        """Keep `state`, at most 8 MiB, for the next incarnation of this rank. It is in the job's store when this
+        returns.
 
-        Raises `UsageError` for what is no bytes or too large, `StoreAway` when the store does not answer.
+        Raises `UsageError` for a value that is not bytes or is too large, `StoreAway` if the store does not answer.
         """
         if not isinstance(state, bytes | bytearray | memoryview):
             raise UsageError(
@@ -82,14 +85,15 @@ class MasterHandle:
         self._state.save(bytes(state))
 
     def load_state(self) -> bytes | None:
-        """What this rank saved last, in this incarnation or an earlier one; None when it saved nothing."""
+        """What this rank saved last, in this incarnation or an earlier one; None if nothing was."""
         return self._state.load()
 
     def commit_version(self, channel: str, version: int) -> int:
-        """Keep `version` as the latest of `channel` (of weights, of a data set), unless a higher one was kept.
+        """Keep `version` as the latest of `channel` (weights, a data set), unless a higher one is kept already.
 
-        Returns the one that is kept, when it is in the store; it survives every process of the job. Raises
-        `UsageError` for a negative version, `JobError` for a channel of none or more than 200 characters, `StoreAway`.
+        Returns the version that is kept. It is in the job's store by then, and survives every process of the job.
+        Raises `UsageError` for a negative version, `JobError` for a channel name that is empty or longer than 200
+        characters, `StoreAway` if the store does not answer.
         """
         if version < 0:
             raise UsageError(f"version {version} of {channel!r} is negative", "count from 0")
@@ -97,6 +101,6 @@ class MasterHandle:
         return int(kept or 0)
 
     def version(self, channel: str) -> int | None:
-        """The latest version of `channel` that was committed; None when none was."""
+        """The latest version of `channel` that was committed; None if none was."""
         kept = self._peers.ask("version", channel, timeout=PATIENCE)
         return None if kept is None else int(kept)

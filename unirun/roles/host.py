@@ -62,20 +62,19 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
         workload,
         session.me,
         invocations(workload, BaseWorkload),
-        formation.catch_up,
+        formation,
         session.transport.inbox(),
     )
 
+    peers.when_changed(formation.news)
+    formation.enter(workload.setup)
+
     def changed() -> None:
         if formation.outdated:
-            formation.abort()
             dispatcher.run_first(formation.follow)
 
-    workload.setup()
-    peers.generation = max(peers.generation, formation.met())
-    workload.on_generation(peers.generation)
     peers.when_changed(changed)
-    # What has come between the two lines above and the first view was not told.
+    # What has come between the two lines above was not told.
     changed()
     signal.signal(signal.SIGTERM, _stop)
     endpoint = session.transport.serve(session.me, dispatcher.handle)

@@ -31,11 +31,12 @@ def run_in_process(
     workloads: Mapping[str, tuple[type[BaseWorkload], int]],
     config: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run a job here: ``run_in_process(PPOTrainer, {"actor": (Actor, 2)}, {"steps": 3})``. Returns what `fit` returns.
+    """Run a job in this process, for notebooks and debuggers, and return what the trainer's `fit` returns.
 
-    Each workload has a thread instead of a process, so breakpoints work and nothing has to be started. Arguments
-    and results are copied as in a real job. There are no process groups (torch has one per process), no restarts,
-    and no environment per role; what `setup`, `init` or `fit` raises comes out here.
+    `workloads` has a class and a number of ranks for each role:
+    ``run_in_process(PPOTrainer, {"actor": (Actor, 2)}, {"steps": 3})``. Each worker is a thread, so breakpoints work.
+    Arguments and results are copied as in a real job. There are no process groups (torch has one per process), no
+    restarts, and no environment per role. Raises what `setup`, `init` or `fit` raises.
     """
     players: list[_Player] = []
     directory = _Directory({role: count for role, (_, count) in workloads.items()})

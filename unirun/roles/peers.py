@@ -27,7 +27,8 @@ WELCOME_TIMEOUT = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RoleInfo:
-    """A role as others see it. `endpoint` is where the store of its present generation listens."""
+    """A role as the other roles see it: `name`, `world_size`, `generation`, and `endpoint` (``host:port``), where the
+    rendezvous store of that generation listens."""
 
     name: str
     world_size: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import signal
 import threading
 import time
 import traceback
@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from unirun.errors import ChannelError, UnirunError
+from unirun.reporting import report_error
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import init
@@ -41,11 +42,11 @@ class Server:
 
 
 def serve(target: Any, *, block: bool = True) -> Server | None:
-    """Let the other roles call the public methods of `target`: ``ctx.role_group("rollout").generate(x)``.
+    """Let other roles call the public methods of `target`: ``ctx.role_group("rollout").generate(x)``.
 
-    Calls run in this thread, one at a time, until every role that serves nothing has ended; then `serve` returns.
-    With ``block=False`` it returns at once, and calls run in a thread of their own until the `Server` is closed.
-    Once per process. Raises `UsageError` without a launcher.
+    Calls run in this thread, one at a time, until every role that does not serve has ended; then `serve` returns None.
+    With ``block=False`` it returns a `Server` at once, and calls run in a thread of their own until its `close`. May be
+    called once per process. Raises `UsageError` without a launcher.
     """
     context = init()
     peers, session = context.peers, context.session
@@ -70,12 +71,15 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
 
 
 def _serve_beside(dispatcher: Dispatcher, peers: Peers) -> None:
-    """Serve in this thread. A process that others cannot call any more must not go on as if they could."""
+    """Serve in this thread. A process that others cannot call any more must not go on as if they could, and a method
+    that ends the program ends it, as SIGTERM does."""
     try:
         dispatcher.serve()
+    except SystemExit:
+        signal.raise_signal(signal.SIGTERM)
     except ChannelError as error:
         trace = traceback.format_exc()
-        print(trace, file=sys.stderr, end="", flush=True)
+        report_error(error)
         with contextlib.suppress(UnirunError):
             peers.tell(WorkerError(f"{type(error).__name__}: {error}", trace, time.time()))
         os._exit(1)

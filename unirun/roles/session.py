@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from unirun.errors import UsageError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.directory import Place
 from unirun.roles.calls.group import RoleGroup, role_group
+from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.peers import Peers
 from unirun.roles.state import job_folder
 from unirun.roles.transport.protocol import Address, Transport
+from unirun.roles.workload import BaseWorkload
 from unirun.wire.handshake import load_token
 
 
@@ -23,10 +27,11 @@ class PeerDirectory:
     def __init__(self, peers: Peers, transport: str) -> None:
         self._peers, self._transport = peers, transport
         self._places: dict[tuple[str, int], Place] = {}
+        self._whole: dict[str, bool] = {}
         peers.when_changed(self._forget)
 
     def _forget(self) -> None:
-        self._places = {}
+        self._places, self._whole = {}, {}
 
     def size(self, role: str) -> int:
         """How many ranks a role has."""
@@ -55,7 +60,15 @@ class PeerDirectory:
             self._peers.known(role).generation,
             gone=worker.phase == "lost",
             over=worker.phase == "ended",
+            whole=self._is_whole(role),
         )
+
+    def _is_whole(self, role: str) -> bool:
+        known = self._whole
+        if role not in known:
+            view = self._peers.view(role)
+            known[role] = view is None or all(worker.phase != "lost" for worker in view.workers)
+        return known[role]
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """After each view."""
@@ -128,8 +141,20 @@ class Session:
         size = self._peers.known(role).world_size
         with self._lock:
             if role not in self._groups:
-                self._groups[role] = role_group(self.caller, role, size)
+                self._groups[role] = role_group(self.caller, role, size, self._methods(role))
             return self._groups[role]
+
+    def _methods(self, role: str) -> Mapping[str, Invocation] | None:
+        """The methods of a role's workloads when the module of their class is imported here already: then no worker
+        has to be asked, and the first call need not wait for one."""
+        brief = self._peers.brief(role)
+        if brief is None or brief.kind != "workload":
+            return None
+        module, _, name = brief.target.partition(":")
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return invocations(found, BaseWorkload) if isinstance(found, type) else None
 
     def rpc_name(self, role: str, rank: int) -> str:
         """The name of a rank's worker in torch.distributed.rpc, which knows it from now on."""

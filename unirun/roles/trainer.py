@@ -14,10 +14,13 @@ from unirun.roles.handle import MasterHandle
 
 
 class BaseTrainer:
-    """Derive a job's trainer from it. unirun makes one, calls `init`, then `fit`; the job ends when `fit` returns.
+    """The base class of a job's trainer. unirun makes one object in a process of its own, calls `init`, then `fit`.
 
-    Once it is made, each role stands on it as a role group: ``self.RG_ACTOR.update(x)`` calls `update` on all
-    actors, ``self.RG_ACTOR[2].update(x)`` on one. Do not work in ``__init__``, only define.
+    The job ends when `fit` returns. What it returns is `JobHandle.result`.
+
+    Each role is an attribute, the `RoleGroup` of its workers: ``self.RG_ACTOR.update(x)`` calls ``update`` in all
+    actors, ``self.RG_ACTOR[2].update(x)`` in one. The attribute's name is ``RG_`` and the role's name in upper case.
+    Role groups and `master_handle` are there from `init` on, not yet in ``__init__``.
     """
 
     __unirun_kind__: ClassVar[str] = "trainer"
@@ -34,11 +37,11 @@ class BaseTrainer:
         self._resources: dict[str, dict[str, Any]] = {}
 
     def init(self) -> None:
-        """Prepare for the training: tokenizer, data, the workloads' models."""
+        """Prepare: data, tokenizer, first calls of the workloads. Must be defined."""
         raise NotImplementedError(f"{type(self).__name__} must define init()")
 
     def fit(self) -> Any:
-        """Train. What it returns is the job's result."""
+        """Train. Must be defined. What it returns, which has to be picklable, is the job's result."""
         raise NotImplementedError(f"{type(self).__name__} must define fit()")
 
     @property
@@ -48,17 +51,17 @@ class BaseTrainer:
 
     @property
     def actor_handles(self) -> Mapping[str, list[WorkerHandle]]:
-        """A handle on each worker, by role, in rank order."""
+        """The `WorkerHandle` of each worker, by role, in rank order."""
         return self._actor_handles
 
     @property
     def actor_classes(self) -> Mapping[str, type]:
-        """The workload class of each role, imported when it is looked at."""
+        """The workload class of each role. It is imported at the first access."""
         return self._actor_classes
 
     @property
     def master_handle(self) -> MasterHandle:
-        """The job: ``job_info()``, ``report(metrics)``. Not there yet in ``__init__``."""
+        """The job, for ``job_info()``, ``report(metrics)`` and more. Raises `UsageError` in ``__init__``."""
         if self._master_handle is None:
             raise UsageError(
                 "the trainer is not bound to a job yet", "use it in init() or fit(), not in __init__"
@@ -70,7 +73,7 @@ class BaseTrainer:
         return list(self._groups)
 
     def get_workload_resource(self, role: str) -> dict[str, Any]:
-        """What a role uses: ``total`` ranks, ``per_node``, its ``collocation``, the ``class`` that it runs.
+        """What a role uses: its ``total`` number of ranks, ranks ``per_node``, ``collocation`` and ``class``.
 
         Raises `UsageError` for a role that the job does not have.
         """
@@ -79,16 +82,23 @@ class BaseTrainer:
         return dict(self._resources[role])
 
     def is_recoverable(self) -> bool:
-        """Whether the trainer may be started again when it dies: it then finds what it saved with `load_state`,
-        and the workloads as they are. By default it may not, and the job fails."""
+        """Whether the trainer may be started again when it dies. False by default: then the job fails.
+
+        A trainer that is started again runs `init` and `fit` anew, with the workloads as they are, and reads with
+        `load_state` what its predecessor saved. The first call of a worker that has itself been started again raises
+        `WorkerLost`.
+        """
         return False
 
     def save_state(self, state: bytes) -> None:
-        """Keep `state` for a trainer that is started again in this one's place."""
+        """Keep `state`, at most 8 MiB, for a trainer that is started again. It is in the job's store when this returns.
+
+        Raises `UsageError` for a value that is not bytes or is too large, `StoreAway` if the store does not answer.
+        """
         self.master_handle.save_state(state)
 
     def load_state(self) -> bytes | None:
-        """What was saved last; None when nothing was."""
+        """What was saved last; None if nothing was."""
         return self.master_handle.load_state()
 
     def __getattr__(self, name: str) -> RoleGroup:

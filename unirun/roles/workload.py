@@ -10,20 +10,20 @@ from unirun.roles.handle import MasterHandle
 
 
 class BaseWorkload:
-    """Derive the actors, rollouts, critics … of a job from it; unirun makes one in each worker.
+    """The base class of a job's actors, rollouts, critics and so on. unirun makes one object in each worker of a role.
 
-    Every public method can be called by the trainer, decorated with `trainer_invocation` or not. A worker's life::
+    A trainer can call every public method, decorated with `trainer_invocation` or not. A worker's life::
 
         __init__(master_handle, config)     definitions only
         setup()                             models, data, torch.distributed.init_process_group(…)
-        on_generation(generation)           each time the role's process group was formed, in all ranks
-        …calls…                             one at a time, in this same thread
-        teardown()                          before it is stopped
+        on_generation(generation)           in all ranks, each time the role's process group was formed
+        …calls…                             one at a time, in the same thread
+        teardown()                          before the worker is stopped
 
-    When another rank of the role dies, it is started again alone. This object lives on: between two calls (a call
-    that waits for the dead rank in a collective fails), unirun forms the default process group anew, with the same
-    backend, and calls `on_generation` in every rank. So what all ranks do together after a change, like sending
-    the weights to the one that is new, belongs there.
+    When another rank of the role dies, that rank is started again alone, and this object lives on. A call that waits
+    for the dead rank in a collective fails. Before the next call unirun forms the default process group again, with
+    the same backend, and calls `on_generation` in every rank. What all ranks have to do together after a change, such
+    as sending the weights to the new rank, belongs there.
     """
 
     __unirun_kind__: ClassVar[str] = "workload"
@@ -33,7 +33,7 @@ class BaseWorkload:
 
     @property
     def master_handle(self) -> MasterHandle:
-        """The job: ``job_info()``, ``report(metrics)``, ``save_state(bytes)``, ``load_state()``."""
+        """The job, for ``job_info()``, ``report(metrics)``, ``save_state(bytes)``, ``load_state()`` and more."""
         return self._master_handle
 
     @property
@@ -48,12 +48,12 @@ class BaseWorkload:
 
     @property
     def role(self) -> str:
-        """The name of its role."""
+        """The name of the worker's role."""
         return self._master_handle.identity.role
 
     @property
     def rank(self) -> int:
-        """Its rank in the role, 0..world_size-1."""
+        """The worker's rank in its role, 0..world_size-1."""
         return self._master_handle.identity.rank
 
     @property
@@ -95,15 +95,20 @@ class BaseWorkload:
         return self._master_handle.identity.collocation
 
     def setup(self) -> None:
-        """Prepare for calls; called once, before the first. Nothing here may wait for ranks that are set up already,
-        except for ``init_process_group``."""
+        """Prepare for calls. Called once, before the first call.
+
+        In a rank that was started again, the other ranks do not run `setup` with it. So it must not wait for them,
+        except in ``init_process_group``.
+        """
 
     def on_generation(self, generation: int) -> None:
-        """The role's process group was formed, for the `generation`-th time after the first (0). Called in every
-        rank, also in one that was just set up."""
+        """Called in every rank after the role's process group was formed; 0 is the first time.
+
+        A rank that was started again gets it after its `setup`.
+        """
 
     def teardown(self) -> None:
-        """Called before the worker is stopped, not when it dies."""
+        """Called before the worker is stopped, but not when it dies."""
 
 
 Workload = BaseWorkload

@@ -122,7 +122,7 @@ BACKLOG = 4096
 
 def listen(path: str | Path, *, backlog: int = BACKLOG) -> socket.socket:
     """A listening unix socket at `path`, mode 0600 (its directory is 0700 before it exists)."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX)
     try:
         with unix_address(path) as address:
             sock.bind(address)

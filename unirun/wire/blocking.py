@@ -35,7 +35,7 @@ class BlockingStream:
 
         Raises `RendezvousError` when nobody listens, `AuthError` when a token is wrong.
         """
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock = socket.socket(socket.AF_UNIX)
         try:
             sock.settimeout(timeout)
             try:

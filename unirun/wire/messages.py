@@ -5,7 +5,7 @@ agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
               WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerCalls WorkerExited
               WorkerAsk
 master→agent  Appointed OpenStore StartRole StopWorkers ExitKept View WorkerAnswer Shutdown
-worker→agent  Hello Serving GroupFormed Metrics Calls Ask WorkerError
+worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop
 master→CLI    WorkerOutput RoleChanged Notice Ended
@@ -22,13 +22,16 @@ from typing import Any
 from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
 from unirun.wire.reports import (
     Calls,
+    Ending,
     GroupFormed,
+    GroupMeets,
     Join,
     Metrics,
     Notice,
     Sample,
     Serving,
     SpawnerReady,
+    Stuck,
     WorkerCalls,
     WorkerError,
     WorkerExited,
@@ -152,7 +155,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The job is over; the agent ends."""
+    """The job is over, or ends: the agent ends its workers and then itself.
+
+    Workers that were not told to end yet get SIGTERM and have `grace` seconds; all are killed at once when it is None.
+    `ending` is for the next master, when this one could not write how the job ends.
+    """
+
+    grace: float | None = None
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +257,8 @@ Message = (
     | Serving
     | WorkerServing
     | GroupFormed
+    | GroupMeets
+    | Stuck
     | WorkerFormed
     | Metrics
     | WorkerMetrics

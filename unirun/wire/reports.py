@@ -10,9 +10,9 @@ from unirun.wire.spawning import StoreEnded
 Figure = Annotated[float, "may be nan or infinite"]
 """A number that a user's code has computed."""
 
-Cause = Literal["own", "order", "leaving", "doom"]
+Cause = Literal["own", "order", "leaving", "doom", "stuck"]
 """What made a worker end: itself; the master's order; its agent, which leaves; its agent, because it cannot do its
-work any more."""
+work any more; its agent, because it waited in a process group that was over and could not be woken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,28 @@ class WorkerServing:
 
 @dataclass(frozen=True, slots=True)
 class GroupFormed:
-    """A worker that lived on has formed its role's process group again, as `generation`."""
+    """A worker has formed `generation` of its role's process group with the others."""
 
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMeets:
+    """A worker is about to meet the others in the store of `generation`: what it writes there from now on, its peers
+    may read."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A worker's main thread waits in the process group of `generation`, which is over, and nothing wakes it.
+
+    `stack` is the Python stack of that thread.
+    """
+
+    generation: int
+    stack: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +184,7 @@ class WorkerExited:
     `sent` is the last signal that it was sent for an order or because its agent leaves, None for other causes.
     `note` says what the agent knows besides: that the kernel was out of memory, or that the worker never ran.
     `tail` holds the last lines of its stderr when it failed without an exception.
+    `met` is the last generation in whose store it was to meet the others, 0 for none.
     """
 
     role: str
@@ -178,6 +198,7 @@ class WorkerExited:
     error: WorkerError | None = None
     note: str = ""
     tail: str = ""
+    met: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +232,24 @@ class HeldStore:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """How the job ends, as a master has decided that could not write it to the store.
+
+    `by_failure`: `code` is to be that of the root cause.
+    """
+
+    phase: str
+    code: int
+    reason: str
+    by_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """An agent is there. `endpoints`: for each role, the ``addr:port`` that it holds for its store.
 
     `workers` and `stores` are what it holds already: a master that has come in another's place learns it here.
+    `ending`: the agent was told that the job ends (see `Shutdown`).
     """
 
     node: str
@@ -223,6 +258,7 @@ class Join:
     endpoints: dict[str, str]
     workers: tuple[Held, ...] = ()
     stores: tuple[HeldStore, ...] = ()
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)

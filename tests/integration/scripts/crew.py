@@ -230,7 +230,7 @@ class Wrong(BaseTrainer):
         pass
 
 
-class NoSetup(BaseWorkload):
+class NoSetup(Actor):
     def setup(self):
         raise OSError("no such model")
 

@@ -83,6 +83,13 @@ def test_another_version_is_told_apart_from_nonsense() -> None:
         ClientHandshake(TOKEN).answer(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
+def test_a_hello_of_another_length_is_none() -> None:
+    hello = ServerHandshake(TOKEN).hello()
+    for other in (hello[:-1], hello + b"x"):
+        with pytest.raises(AuthError, match="does not speak unirun's wire"):
+            ClientHandshake(TOKEN).answer(other)
+
+
 @given(st.data())
 def test_no_bit_of_an_answer_can_be_changed_or_left_out(data: st.DataObject) -> None:
     server = ServerHandshake(TOKEN)
@@ -107,6 +114,7 @@ def test_bytes_from_anywhere_prove_nothing(raw: bytes) -> None:
 def test_every_connection_has_nonces_of_its_own() -> None:
     assert len({ServerHandshake(TOKEN).hello() for _ in range(50)}) == 50
     assert len({new_token() for _ in range(50)}) == 50
+    assert {len(new_token()) for _ in range(5)} == {32}, "as many bytes as a token file has"
 
 
 class TestATokenFile:

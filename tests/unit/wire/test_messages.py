@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
-from unirun.wire.messages import View, Welcome
+from unirun.wire.codec import from_json, typed
+from unirun.wire.messages import Stop, View, Welcome
 from unirun.wire.reports import Metrics, Notice, WorkerMetrics
 from unirun.wire.spawning import Spawn
 
@@ -75,6 +76,37 @@ def test_a_field_of_another_type_is_refused_or_kept_as_the_declared_type(
     except FrameError:
         return
     assert json.loads(json.dumps(encode(again)))[name] == wrong
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_a_frame_has_its_length_and_as_little_json_as_can_be(payload: dict[str, object]) -> None:
+    frame = encode_frame(payload)
+    (length,) = struct.unpack(">I", frame[:4])
+    assert length == len(frame) - 4 == len(json.dumps(payload, separators=(",", ":")))
+    assert encode_frame(payload, limit=length) == frame
+    with pytest.raises(FrameError, match=f"a frame of {length} bytes is over the limit of {length - 1}"):
+        encode_frame(payload, limit=length - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A document of somebody's own."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def test_a_document_has_the_fields_of_its_type() -> None:
+    assert from_json(Written, '{"name": "a", "ranks": [1, 2]}') == Written("a", (1, 2))
+    assert typed(Written, {"name": "a", "ranks": (1,)}) == Written("a", (1,))
+    for text, says in (
+        ('{"name": "a"}', "Written is incomplete"),
+        ('{"name": "a", "ranks": [true]}', "Written.ranks is True, expected"),
+        ('{"name": "a", "rank": 1}', "Written has no field 'rank'"),
+        ("[]", "there is a list, expected an object"),
+    ):
+        with pytest.raises(FrameError, match=says):
+            from_json(Written, text)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1, 0.5])
@@ -146,7 +178,8 @@ def read_one(body: bytes) -> Message:
         "[" * 100_000,
         '{"a":' * 100_000,
     ],
-    ids=lambda text: f"{text[:60]}({len(text)})",
+    # pytest cannot be asked for a test with a backslash in its name.
+    ids=lambda text: f"{text[:60]}({len(text)})".replace("\\", ""),
 )
 def test_what_is_no_message_is_a_frame_error_with_a_short_message(text: str) -> None:
     with pytest.raises(FrameError) as refused:
@@ -188,8 +221,58 @@ def test_a_users_config_may_have_any_number_that_json_has() -> None:
     welcome = decode(
         {
             **encode(Welcome(View(()), {}, "n", (), (), 1.0, "socket")),
-            "config": {"big": 10**400, "list": [1, {"x": None}]},
+            "config": {"big": 10**400, "list": [1, {"x": [2, None]}]},
         }
     )
     assert isinstance(welcome, Welcome)
-    assert welcome.config == {"big": 10**400, "list": [1, {"x": None}]}
+    assert welcome.config == {"big": 10**400, "list": [1, {"x": [2, None]}]}
+
+
+@pytest.mark.parametrize(
+    "config", [{"a": ["\ud800"]}, {"a": {"b": "\ud800"}}, {"a": {"\ud800": 1}}, {"\ud800": 1}]
+)
+def test_a_config_with_what_is_no_text_is_named(config: dict[str, object]) -> None:
+    payload = encode(Welcome(View(()), {}, "n", (), (), 1.0, "socket"))
+    with pytest.raises(FrameError, match=r"Welcome\.config is '\\ud800', expected"):
+        decode({**payload, "config": config})
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("form", ['{{"a": {}}}', '{{"a": [{{"b": {}}}]}}'])
+def test_no_frame_has_a_number_that_is_not_finite(form: str, number: str) -> None:
+    """Also where a user's own values stand, which no type describes."""
+    body = form.format(number).encode()
+    with pytest.raises(FrameError, match="what should be JSON is not"):
+        list(FrameReader().feed(struct.pack(">I", len(body)) + body))
+
+
+@given(
+    st.integers(-(1 << 66), 1 << 66) | st.sampled_from([-(1 << 63), -(1 << 63) - 1, (1 << 64) - 1, 1 << 64])
+)
+def test_an_integer_has_64_bits(number: int) -> None:
+    payload = {"type": "Stop", "signal": number, "reason": "x"}
+    if -(1 << 63) <= number < 1 << 64:
+        assert decode(payload) == Stop(number, "x")
+    else:
+        with pytest.raises(
+            FrameError, match=r"Stop\.signal is (an integer of 6[5-7] bits|-9\d{18}), expected"
+        ):
+            decode(payload)
+
+
+@pytest.mark.parametrize(
+    ("payload", "says"),
+    [
+        ({"type": "Join", "workers": [{"role": 1}]}, r"Join.workers.role is 1, expected"),
+        ({"type": "Join", "workers": [{"who": 1}]}, r"Join.workers has no field 'who'"),
+        ({"type": "Join", "endpoints": {"a": 1}}, r"Join.endpoints is 1, expected"),
+        ({"type": "Metrics", "values": {"loss": [1]}}, r"Metrics.values is a list, expected"),
+        ({"type": "Notice", "text": {}}, r"Notice.text is a dict, expected"),
+        ({"type": "Notice", "text": 1 << 63}, f"Notice.text is {1 << 63}, expected"),
+        ({"type": "Stop", "grace": "soon"}, r"Stop.grace is 'soon', expected"),
+        ({"type": "Notice", "x" * 100: 1}, f"Notice has no field '{'x' * 80}'"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_stands_in_it(payload: dict[str, object], says: str) -> None:
+    with pytest.raises(FrameError, match=says):
+        decode(payload)

@@ -16,8 +16,9 @@ import pytest
 
 from unirun.errors import AuthError, ConnectionLost, FrameError, RendezvousError, WireError
 from unirun.wire import BlockingStream, encode, encode_frame, frames, new_token
+from unirun.wire.address import unix_address
 from unirun.wire.aio import Stream, accept, connect, listen
-from unirun.wire.handshake import HELLO_SIZE, ClientHandshake, ServerHandshake
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, ServerHandshake
 from unirun.wire.messages import Message, Shutdown, Stop
 from unirun.wire.reports import Notice
 
@@ -161,6 +162,45 @@ class TestABlockingStream:
         ):
             stream.receive(0.02)
 
+    def test_waits_as_long_as_it_is_told_to(self) -> None:
+        ours, theirs = socket.socketpair()
+        with BlockingStream(ours) as stream, theirs:
+            late = threading.Timer(0.05, lambda: theirs.sendall(raw(Shutdown())))
+            late.start()
+            assert stream.receive(SOON) == Shutdown()
+            late.join(SOON)
+            theirs.sendall(raw(Shutdown()))
+            assert stream.receive() == Shutdown()
+
+    def test_takes_a_handshake_in_pieces_and_leaves_what_comes_after_it(self, path: Path) -> None:
+        def serve(connection: socket.socket) -> None:
+            handshake = ServerHandshake(TOKEN)
+            hello = handshake.hello()
+            for n in range(len(hello)):
+                time.sleep(0.002)
+                connection.sendall(hello[n : n + 1])
+            proof = handshake.proof(connection.recv(ANSWER_SIZE))
+            connection.sendall(proof[:10])
+            connection.sendall(proof[10:] + raw(Notice("a", "1")) + raw(Notice("a", "2")))
+
+        with serving(path, serve), BlockingStream.connect(path, TOKEN) as stream:
+            assert stream.receive(SOON) == Notice("a", "1")
+            assert [*stream.buffered()] == [Notice("a", "2")]
+
+    def test_waits_for_a_listener_whose_queue_is_full(self, path: Path) -> None:
+        listener = listen(path, backlog=0)
+        first = socket.socket(socket.AF_UNIX)
+        with listener, first, unix_address(path) as address:
+            first.connect(address)
+            with pytest.raises(RendezvousError, match="nobody answers at"):
+                BlockingStream.connect(path, TOKEN, timeout=0.05)
+            room = threading.Timer(0.05, lambda: listener.accept()[0].close())
+            room.start()
+            # Somebody takes the first; the second is in the queue then, and nobody speaks to it.
+            with pytest.raises(WireError, match="did not finish the handshake in time"):
+                BlockingStream.connect(path, TOKEN, timeout=1.0)
+            room.join(SOON)
+
     def test_tells_that_the_peer_is_gone(self) -> None:
         ours, theirs = socket.socketpair()
         theirs.close()
@@ -283,8 +323,6 @@ class TestWhoIsNotLetIn:
 
 
 async def connect_raw(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    from unirun.wire.address import unix_address
-
     with unix_address(path) as address:
         return await asyncio.open_unix_connection(address)
 

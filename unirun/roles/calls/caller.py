@@ -1,41 +1,43 @@
 """The calling end: ids, deadlines, what is owed by whom, and what happens when a worker is lost.
 
-A call is sent to the worker that holds the rank now; until that serves, it waits. When the connection breaks,
-the calls that are open there are sent once more with their ids over a new one: a worker that lives runs nothing
-twice and answers with what it has kept. When nobody is there any more, the calls fail with `WorkerLost`, or, in an
-idempotent invocation, the whole invocation is made again, with the worker that comes in its place.
+A call is sent to the worker that holds the rank now; until that serves, it waits. Only the directory, which the job's
+master writes, says who is dead. When a connection breaks, it is made again until the directory says that the worker is
+gone, and the open calls are sent once more with their ids: a worker that lives runs nothing twice and answers with what
+it has kept. When a worker is gone, its calls fail with `WorkerLost`, or, in an idempotent invocation, the whole
+invocation is made again, with the worker that comes in its place.
+
+The calls of one invocation to several workers are joint: they may meet in a collective. They are all sent for one
+generation of the role, and a worker that is in a later one refuses its part.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from unirun.errors import CallError, ChannelError, WorkerLost
+from unirun.errors import CallError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
 from unirun.roles.calls.directory import Directory, Place
-from unirun.roles.calls.dispatcher import ACK
-from unirun.roles.calls.envelope import encode_address, encode_request
-from unirun.roles.calls.pending import Call, Invoked, Method, Peer, called_ranks, lost
+from unirun.roles.calls.envelope import encode_address, refused_for
+from unirun.roles.calls.losses import Losses
+from unirun.roles.calls.peer import Peer
+from unirun.roles.calls.pending import Call, Invoked, Method, called_ranks, lost
 from unirun.roles.calls.policy import ANY, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Deadlines, Service
 from unirun.roles.calls.sharding import rearranged, split
-from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport, own
+from unirun.roles.transport.mail import Mail
+from unirun.roles.transport.protocol import Address, Parcel, Transport, own
 from unirun.wire.reports import Calls
 
 ERROR_GRACE = 0.1
 """Seconds between the first error of a group call and its end: an error in a collective comes a moment before the
 news of the death that caused it."""
-
-LARGE = 1 << 20
-"""Bytes from which a result is acked at once: the worker need not keep it until the next call."""
 
 
 class Caller:
@@ -49,19 +51,23 @@ class Caller:
         *,
         call_timeout: float,
         tell: Callable[[Calls], None] = lambda calls: None,
+        service: Service | None = None,
     ) -> None:
-        """`tell` hears now and then, and when `report` is called, what was called so far."""
+        """`tell` hears now and then, and when `report` is called, what was called so far. `service` has the clock."""
         self._me = encode_address(me)
         self._directory, self._transport, self._call_timeout = directory, transport, call_timeout
-        self._service = Service("unirun-calls")
+        self._service = service or Service("unirun-calls")
+        self._callbacks = Mail("unirun-callbacks")
+        self._deliver = self._callbacks.put
         self._book = CallBook(self._service, tell)
         self.report = self._book.report
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
+        self._order: dict[str, threading.RLock] = defaultdict(threading.RLock)
         self._peers: dict[Address, Peer] = {}
-        self._broken: dict[str, int] = {}
         self._parked: dict[tuple[str, int], deque[Call]] = {}
+        self._refused: list[tuple[Call, int]] = []
         self._seqs = itertools.count(1)
-        self._heard: dict[tuple[str, int], Peer] = {}
+        self._losses = Losses(directory, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Invoked]] = {}
         self._turn = itertools.count()
         self._chosen: dict[tuple[str, int], int] = {}
@@ -108,55 +114,43 @@ class Caller:
             # The trainer goes on and may change its tensors before they are sent, or sent again.
             parcels = [own(parcel) for parcel in parcels]
         ref: InvocationRef[Any] = InvocationRef(
-            method.name, workers, bare=method.bare, post=options.post_func, sharding=shares.sharding
+            method.name,
+            workers,
+            bare=method.bare,
+            post=options.post_func,
+            sharding=shares.sharding,
+            deliver=self._deliver,
         )
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
-        invoked = Invoked(ref, method, parcels, options.retries, time.monotonic())
-        invoked.calls = [Call(invoked, i, rank, next(self._seqs)) for i, rank in enumerate(ranks)]
+        invoked = Invoked(ref, method, parcels, options.retries, self._service.now(), joint=len(ranks) > 1)
+        invoked.calls = [Call(invoked, i, rank, 0) for i, rank in enumerate(ranks)]
         if options.blocking and len(ranks) == 1:
             invoked.patience = method.deadlines.seconds
         method.deadlines.add(invoked)
-        if not options.idempotent and (worker := self._untold(method.role, ranks)):
-            for call in invoked.calls:
-                reason = f"{worker} was started again since it was called last, what it held is gone"
-                self._settle(call, lost(worker, reason))
-            return ref
-        for call in invoked.calls:
-            self._send(call)
+        if not options.idempotent:
+            invoked.untold = self._losses.tell(method.role, ranks)
+        if invoked.untold:
+            for call in list(invoked.calls):
+                self._settle(call, _gone_since(invoked.untold))
+        else:
+            self._send_all(invoked)
         return ref
-
-    def _untold(self, role: str, ranks: Sequence[int]) -> str:
-        """A worker that has died since this caller's last call to it, which the caller does not know.
-
-        Every loss is told once, by a call that was open or by the next one: what it finds is not what was there.
-        """
-        found = ""
-        for rank in ranks:
-            heard = self._heard.get((role, rank))
-            if heard is not None:
-                place = self._directory.find(role, rank)
-                if place.gone or heard.lost or heard.address.incarnation < place.address.incarnation:
-                    found = found or f"{role}:{rank}"
-                    del self._heard[role, rank]
-        return found
 
     def connected(self, role: str, rank: int) -> Address:
         """The address of a rank's worker, with a channel to it. Raises `WorkerLost`, `ChannelError`."""
         place = self._directory.find(role, rank)
-        if not place.endpoint or place.gone:
+        if not place.endpoint:
             raise WorkerLost(f"{role}:{rank} does not serve calls now", worker=f"{role}:{rank}")
-        peer = self._peer(place.address, place.endpoint)
-        with peer.lock:
-            self._channel(peer)
+        self._peer(place).require()
         return place.address
 
     def close(self) -> None:
         """End every channel; open calls are not answered any more."""
         self._service.close()
         for peer in list(self._peers.values()):
-            if peer.channel is not None:
-                peer.channel.close()
+            peer.close()
+        self._callbacks.close()
 
     def _least_busy(self, role: str, ranks: Sequence[int]) -> int:
         """The rank with the fewest open calls of this caller; serving ones first, then who was chosen longest ago."""
@@ -164,26 +158,37 @@ class Caller:
         def busy(rank: int) -> tuple[bool, int, int]:
             place = self._directory.find(role, rank)
             peer = self._peers.get(place.address)
-            waiting = not place.endpoint or place.gone or (peer is not None and peer.lost)
-            return waiting, len(peer.calls) if peer else 0, self._chosen.get((role, rank), -1)
+            return not place.endpoint, len(peer) if peer else 0, self._chosen.get((role, rank), -1)
 
         chosen = min(ranks, key=busy)
         self._chosen[role, chosen] = next(self._turn)
         return chosen
 
+    def _send_all(self, invoked: Invoked) -> None:
+        """Send every call of an invocation. Joint ones come in one order to all workers of a role."""
+        if not invoked.joint:
+            for call in invoked.calls:
+                call.seq = next(self._seqs)
+                self._send(call)
+            return
+        with self._order[invoked.method.role]:
+            for call in invoked.calls:
+                call.seq = next(self._seqs)
+            for call in list(invoked.calls):
+                self._send(call)
+
     def _send(self, call: Call) -> None:
         """Send a call, or let it wait for its worker, behind those that wait already.
 
-        A call of several workers also waits while one that was lost has no successor: they may have something to do
-        together. What they do alone goes on.
+        A joint call also waits while a rank of the role is without a worker. What workers do alone goes on.
         """
         who = call.invocation.method.role, call.rank
         place = self._directory.find(*who)
         # Without the lock: what this thread has sent before either waits by now, or is on its way.
-        if who in self._parked or not self._ready(place, call):
+        if who in self._parked or not _ready(place, call):
             with self._lock:
                 place = self._directory.find(*who)
-                if who in self._parked or not self._ready(place, call):
+                if who in self._parked or not _ready(place, call):
                     # Another thread will send it, when the one that waits can no longer be told how.
                     call.invocation.patience = None
                     self._parked.setdefault(who, deque()).append(call)
@@ -191,125 +196,89 @@ class Caller:
                     return
         self._send_to(place, call)
 
-    def _ready(self, place: Place, call: Call) -> bool:
-        """Whether a call need not wait: its worker serves, or never will again."""
-        if place.over:
-            return True
-        peer = self._peers.get(place.address)
-        if (
-            not place.endpoint
-            or place.gone
-            or place.address.incarnation <= call.after
-            or (peer and peer.lost)
-        ):
-            return False
-        return len(call.invocation.calls) == 1 or place.generation > self._broken.get(place.address.role, -1)
-
     def _send_to(self, place: Place, call: Call) -> None:
-        reason = "it has ended"
-        if not place.over:
-            peer = self._peer(place.address, place.endpoint)
-            try:
-                with peer.lock:
-                    if peer.lost:
-                        raise ChannelError("it is gone")
-                    channel = peer.channel or self._channel(peer)
-                    call.peer = peer
-                    peer.calls[call.seq] = call
-                    self._heard.setdefault(place.address[:2], peer)
-                    self._transmit(channel, peer, call, place.generation)
-                return
-            except CallError:
-                # It cannot be sent, which says nothing about the worker.
-                peer.calls.pop(call.seq, None)
-                raise
-            except ChannelError as error:
-                reason = str(error)
-            self._lose(peer, reason)
-            if call.peer is not None:
-                return
-            call.after = place.address.incarnation
-        self._settle(call, lost(str(place.address), reason))
+        invoked, worker = call.invocation, str(place.address)
+        if place.over:
+            self._settle(call, lost(worker, "it has ended", "it takes no calls any more; call other workers"))
+            return
+        generation = self._started(invoked, place)
+        if invoked.untold:
+            self._settle(call, _gone_since(invoked.untold))
+            return
+        if invoked.joint and generation != place.generation:
+            self._settle(call, self._outdated(call, place, generation))
+            return
+        self._losses.call(place.address)
+        call.peer = self._peer(place)
+        if not call.peer.send(call, place.generation):
+            self._losses.told(place.address)
+            self._settle(call, lost(worker, "it is gone"))
 
-    def _peer(self, address: Address, endpoint: str) -> Peer:
+    def _started(self, invoked: Invoked, place: Place) -> int:
+        """The generation for which the calls of an invocation are sent: that of the first one. Before that is sent, a
+        worker may have died while it waited."""
+        with self._starting:
+            if invoked.generation is None:
+                invoked.generation = place.generation
+                if not invoked.method.options.idempotent:
+                    invoked.untold = self._losses.tell(invoked.method.role, invoked.ranks)
+            return invoked.generation
+
+    def _outdated(self, call: Call, place: Place, generation: int) -> WorkerLost:
+        """The error of a joint call that was made for an earlier `generation` than that of `place`: a rank was lost
+        meanwhile. It is told by this."""
+        invoked = call.invocation
+        worker = "" if invoked.retries else self._losses.tell(invoked.method.role, invoked.ranks)
+        reason = f"its role has formed generation {place.generation}, and the call was made for {generation}"
+        return lost(worker or str(place.address), reason)
+
+    def _peer(self, place: Place) -> Peer:
+        address = place.address
         peer = self._peers.get(address)
         if peer is None:
+            fresh = Peer(
+                address,
+                place.endpoint,
+                me=self._me,
+                transport=self._transport,
+                service=self._service,
+                answered=self._answered,
+                failed=self._settle,
+            )
             with self._lock:
-                peer = self._peers.setdefault(address, Peer(address, endpoint))
+                peer = self._peers.setdefault(address, fresh)
+            if self._directory.find(address.role, address.rank) != place:
+                # The directory changed before this peer was there to be lost.
+                self._service.soon(self._look)
         return peer
 
-    def _channel(self, peer: Peer) -> Channel:
-        if peer.channel is None:
-            peer.channel = self._transport.connect(
-                peer.address,
-                peer.endpoint,
-                lambda reason: self._service.soon(partial(self._mend, peer, reason)),
-            )
-        return peer.channel
-
-    def _transmit(self, channel: Channel, peer: Peer, call: Call, generation: int) -> None:
+    def _answered(self, call: Call, parcel: Parcel) -> None:
+        if (generation := refused_for(parcel.head)) is not None:
+            self._service.soon(partial(self._was_refused, call, generation))
+            return
         invoked = call.invocation
-        parcel = invoked.parcel(call.index)
-        head = encode_request(
-            self._me, call.seq, generation, peer.due_acks(), invoked.method.wire, parcel.head
-        )
-        patience, invoked.patience = invoked.patience, None
-        wait = channel.call(Parcel(head, parcel.buffers), partial(self._answered, peer, call), patience)
-        if wait is not None:
-            invoked.ref.wait_with(wait)
+        took = self._service.now() - invoked.began
+        invoked.method.count.add(call.rank, invoked.parcel(call.index).size, parcel.size, took)
+        self._settle(call, parcel)
 
-    def _answered(self, peer: Peer, call: Call, parcel: Parcel) -> None:
-        peer.breaks = 0
-        peer.acks.append(call.seq)
-        if peer.calls.pop(call.seq, None) is call:
-            invoked = call.invocation
-            took = time.monotonic() - invoked.began
-            invoked.method.count.add(call.rank, invoked.parcel(call.index).size, parcel.size, took)
-            self._settle(call, parcel)
-        if parcel.size >= LARGE:
-            self._service.soon(partial(self._ack, peer))
+    def _was_refused(self, call: Call, generation: int) -> None:
+        """A worker is in a later `generation` than the one that the call was made for. When the directory knows that
+        one, it tells who was lost."""
+        invoked = call.invocation
+        place = self._directory.find(invoked.method.role, call.rank)
+        if invoked.ref.done():
+            return
+        if place.generation < generation and not place.over:
+            self._refused.append((call, generation))
+        else:
+            self._settle(call, self._outdated(call, place, invoked.generation or 0))
 
-    def _ack(self, peer: Peer) -> None:
-        with peer.lock:
-            if peer.acks and peer.channel is not None:
-                head = encode_request(self._me, 0, 0, peer.due_acks(), ACK, b"")
-                peer.channel.call(Parcel(head), lambda parcel: None)
-
-    def _mend(self, peer: Peer, reason: str) -> None:
-        """A channel is broken. Whoever lives still has what it owes; who is dead is not there any more."""
-        with peer.lock:
-            peer.channel = None
-            peer.breaks += 1
-            if peer.lost or not peer.calls:
-                return
-            place = self._directory.find(peer.address.role, peer.address.rank)
-            if peer.breaks < 3 and place.address == peer.address and not place.gone and not place.over:
-                try:
-                    channel = self._channel(peer)
-                    open_calls = list(peer.calls.values())
-                    for call in sorted(open_calls, key=lambda call: call.seq):
-                        self._transmit(channel, peer, call, place.generation)
-                    return
-                except ChannelError as error:
-                    reason = str(error)
-        self._lose(peer, reason)
-
-    def _lose(self, peer: Peer, reason: str) -> None:
-        """The worker is dead: what it owes will not come."""
-        place = self._directory.find(*peer.address[:2])
-        if not peer.lost and place.address == peer.address and not place.over:
-            self._broken[peer.address.role] = place.generation
-        with peer.lock:
-            peer.lost = True
-            taken = [peer.calls.pop(seq, None) for seq in list(peer.calls)]
-            calls = [call for call in taken if call is not None]
-            channel, peer.channel = peer.channel, None
-        if channel is not None:
-            channel.close()
-        for call in calls:
-            call.after = peer.address.incarnation
+    def _lose(self, peer: Peer, place: Place) -> None:
+        """The worker is dead, or has ended: what it owes will not come. `place` is what the directory says."""
+        reason = "it has ended" if place.over else "it died" if place.gone else "it was started again"
+        for call in peer.lose():
             if not call.invocation.retries:
-                self._heard.pop(peer.address[:2], None)
+                self._losses.told(peer.address)
             self._settle(call, lost(str(peer.address), reason))
 
     def _look(self) -> None:
@@ -320,9 +289,12 @@ class Caller:
         for peer in peers:
             place = self._directory.find(peer.address.role, peer.address.rank)
             if place.address != peer.address or place.gone or place.over:
-                self._lose(peer, "was started again" if place.address != peer.address else "is gone")
+                self._lose(peer, place)
                 if place.address != peer.address:
                     self._peers.pop(peer.address, None)
+        refused, self._refused = self._refused, []
+        for call, generation in refused:
+            self._was_refused(call, generation)
         for who in waiting:
             self._send_parked(who)
 
@@ -337,12 +309,12 @@ class Caller:
                 if not queue:
                     del self._parked[who]
                     return
-                if not self._ready(place, queue[0]):
+                if not _ready(place, queue[0]):
                     return
                 call = queue.popleft()
             self._send_to(place, call)
 
-    def _settle(self, call: Call, outcome: Parcel | WorkerLost) -> None:
+    def _settle(self, call: Call, outcome: Parcel | CallError) -> None:
         invoked = call.invocation
         ref = invoked.ref
         ref.settle(call.index, outcome)
@@ -353,13 +325,21 @@ class Caller:
                 self._finish(invoked)
         elif ref.failed and not invoked.failing:
             invoked.failing = True
-            grace = time.monotonic() + ERROR_GRACE
-            self._service.at(grace, partial(self._fail, invoked, invoked.attempt))
+            self._fail_later(invoked)
+
+    def _fail_later(self, invoked: Invoked) -> None:
+        self._service.at(self._service.now() + ERROR_GRACE, partial(self._fail, invoked, invoked.attempt))
 
     def _fail(self, invoked: Invoked, attempt: int) -> None:
         """A moment after the first error. When the call will be made again, all must have left it first."""
-        if attempt == invoked.attempt and not (invoked.retries > 0 and invoked.ref.interrupted):
-            self._finish(invoked)
+        if attempt != invoked.attempt or (invoked.retries > 0 and invoked.ref.interrupted):
+            return
+        unreached = (call for call in invoked.calls if call.peer is None or call.peer.mending)
+        if any(not invoked.ref.has(call.index) for call in unreached):
+            # A worker that has not answered cannot be reached: perhaps it is dead, which would be the cause.
+            self._fail_later(invoked)
+            return
+        self._finish(invoked)
 
     def _again(self, invoked: Invoked, attempt: int) -> None:
         if invoked.ref.done() or attempt != invoked.attempt:
@@ -367,11 +347,11 @@ class Caller:
         invoked.attempt += 1
         invoked.retries -= 1
         invoked.failing = False
+        invoked.generation = None
         invoked.ref.start_again()
         for call in invoked.calls:
-            call.seq, call.peer = next(self._seqs), None
-        for call in list(invoked.calls):
-            self._send(call)
+            call.peer = None
+        self._send_all(invoked)
 
     def _finish(self, invoked: Invoked) -> None:
         invoked.method.deadlines.drop(invoked)
@@ -390,4 +370,17 @@ class Caller:
             return
         for call in invoked.calls:
             if call.peer is not None:
-                call.peer.calls.pop(call.seq, None)
+                call.peer.forget(call)
+
+
+def _gone_since(worker: str) -> WorkerLost:
+    return lost(worker, f"{worker} was started again since it was called last, what it held is gone")
+
+
+def _ready(place: Place, call: Call) -> bool:
+    """Whether a call need not wait: its worker serves, or never will again."""
+    if place.over:
+        return True
+    if not place.endpoint:
+        return False
+    return place.whole or not call.invocation.joint

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 from unirun.errors import WireError
@@ -109,7 +108,7 @@ class CallBook:
     def _news(self) -> None:
         if not self._due:
             self._due = True
-            self._service.at(time.monotonic() + self._delay, self._in_time)
+            self._service.at(self._service.now() + self._delay, self._in_time)
 
     def _in_time(self) -> None:
         self._delay = min(2 * self._delay, SELDOM)

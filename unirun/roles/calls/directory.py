@@ -11,8 +11,8 @@ from unirun.roles.transport.protocol import Address
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The worker that holds a rank now. `endpoint` is empty until it serves; `over`: it will not serve any more.
-    `generation` is that of its role's process group.
+    """The worker that holds a rank now. `endpoint` is empty unless it serves; `over`: it will not serve any more.
+    `generation` is that of its role's process group, and `whole` says whether no rank of the role is without a worker.
     """
 
     address: Address
@@ -20,6 +20,7 @@ class Place:
     generation: int = 0
     gone: bool = False
     over: bool = False
+    whole: bool = True
 
 
 class Directory(Protocol):

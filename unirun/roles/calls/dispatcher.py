@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from unirun.errors import CallError, EncodingError, FrameError, UnirunError
 from unirun.roles.calls.codec import dump, load
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
 from unirun.roles.transport.mail import await_end
@@ -46,6 +46,17 @@ class _Caller:
     runs: dict[int, _Run] = field(default_factory=dict)
 
 
+class Generations(Protocol):
+    """The generations of the process group that this process is in."""
+
+    @property
+    def generation(self) -> int:
+        """The present one."""
+
+    def catch_up(self, generation: int) -> None:
+        """Form the group of `generation`, or a later one, if that has not been done. In the main thread."""
+
+
 class Dispatcher:
     """Serves the methods of one object in this process."""
 
@@ -54,14 +65,14 @@ class Dispatcher:
         target: Any,
         me: Address,
         methods: Mapping[str, Invocation],
-        catch_up: Callable[[int], None] | None = None,
+        generations: Generations | None = None,
         inbox: Inbox | None = None,
     ) -> None:
-        """`catch_up` is called, in the serving thread, with the generation that a call wants, before it is run.
+        """`generations` is asked, in the serving thread, to be at the generation that a call wants, before it is run.
 
         `inbox` is where that thread waits, the transport's best.
         """
-        self._catch_up = catch_up
+        self._generations = generations
         self._target, self._me, self._methods = target, me, dict(methods)
         self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
@@ -132,7 +143,7 @@ class Dispatcher:
         elif name in self._coroutines:
             asyncio.run_coroutine_threadsafe(self._run_async(run), self._event_loop())
         elif options.concurrency > 1:
-            self._pool(name, options.concurrency).submit(self._run, run, BaseException)
+            self._pool(name, options.concurrency).submit(self._run_beside, run)
         else:
             self._inbox.put(run)
 
@@ -143,8 +154,8 @@ class Dispatcher:
             while self._first:
                 self._first.pop(0)()
             if run is not None and not self._stopped:
-                if self._catch_up is not None:
-                    self._catch_up(run.request.generation)
+                if self._generations is not None:
+                    self._generations.catch_up(run.request.generation)
                 self._run(run)
 
     def run_first(self, action: Callable[[], None]) -> None:
@@ -166,7 +177,21 @@ class Dispatcher:
             self._loop.call_soon_threadsafe(self._loop.stop)
             await_end(self._looping)
 
-    def _run(self, run: _Run, caught: type[BaseException] = Exception) -> None:
+    def _refused(self, run: _Run) -> bool:
+        """Refuse a joint call that was made for an earlier generation than this worker's: those who were to run it with
+        this one never will."""
+        if self._generations is None or not run.request.joint:
+            return False
+        generation = self._generations.generation
+        if run.request.generation >= generation:
+            return False
+        self._finish(run, Parcel(encode_refusal(generation)))
+        return True
+
+    def _run(self, run: _Run) -> None:
+        """What a method raises beyond `Exception` comes out: it is the end of this program."""
+        if self._refused(run):
+            return
         before = self._disturbed
         try:
             args, kwargs = self._arguments(run)
@@ -174,21 +199,40 @@ class Dispatcher:
             # The arguments are gone before the answer: their memory goes back to the caller with it.
             del args, kwargs
             outcome = self._encoded(result, run.request.method)
-        except caught as error:
-            # Whatever a method raises is the caller's; in the main thread, SystemExit is this program's end.
+        except Exception as error:  # noqa: BLE001 - whatever a method raises is the caller's
             outcome = self._error(error, disturbed=self._disturbed != before)
             _clear_frames(error)
         self._finish(run, outcome)
 
+    def _run_beside(self, run: _Run) -> None:
+        """The same in a thread of a pool, which cannot end the program."""
+        try:
+            self._run(run)
+        except BaseException as leave:  # noqa: BLE001 - nobody looks at what ends a thread
+            self._leave(leave)
+
+    def _leave(self, leave: BaseException) -> None:
+        """Let the serving thread raise what ends the program; its callers hear of the worker's end."""
+
+        def raise_it() -> None:
+            raise leave
+
+        self.run_first(raise_it)
+
     async def _run_async(self, run: _Run) -> None:
+        if self._refused(run):
+            return
         before = self._disturbed
         try:
             args, kwargs = self._arguments(run)
             outcome = self._encoded(
                 await getattr(self._target, run.request.method)(*args, **kwargs), run.request.method
             )
-        except BaseException as error:  # noqa: BLE001 - a cancellation, too: somebody waits for an answer
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - somebody waits for an answer
             outcome = self._error(error, disturbed=self._disturbed != before)
+        except BaseException as leave:  # noqa: BLE001 - it would end in the future that nobody looks at
+            self._leave(leave)
+            return
         self._finish(run, outcome)
 
     def _arguments(self, run: _Run) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,7 +251,8 @@ class Dispatcher:
         return own(Parcel(OK + head, buffers))
 
     def _error(self, error: BaseException, *, disturbed: bool = False) -> Parcel:
-        return Parcel((INTERRUPTED if disturbed else ERROR) + dump_error(error, str(self._me)))
+        head, buffers = dump_error(error, str(self._me))
+        return own(Parcel((INTERRUPTED if disturbed else ERROR) + head, buffers))
 
     def _finish(self, run: _Run, outcome: Parcel) -> None:
         with self._lock:

@@ -2,9 +2,10 @@
 
 A request can be routed, and told from one that was seen before, without unpickling what the user sends::
 
-    seq(8) generation(4) acks(2) caller(2) method(2) | the acks, 8 each | caller | method | pickled (args, kwargs)
+    seq(8) generation(4) joint(1) acks(2) caller(2) method(2) | acks, 8 each | caller | method | pickled (args, kwargs)
 
-An answer is one byte, `OK`, `ERROR` or `INTERRUPTED`, and the pickled result or error.
+An answer is one byte, `OK`, `ERROR` or `INTERRUPTED`, and the pickled result or error; or `REFUSED` and a
+generation (4).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import NamedTuple
 from unirun.errors import FrameError
 from unirun.roles.transport.protocol import Address
 
-_PREFIX = struct.Struct("<QIHHH")
+_PREFIX = struct.Struct("<QI?HHH")
+_GENERATION = struct.Struct("<I")
 
-OK, ERROR, INTERRUPTED = b"\0", b"\1", b"\2"
-"""`INTERRUPTED`: the method raised while its role lost a worker, so its error is a consequence."""
+OK, ERROR, INTERRUPTED, REFUSED = b"\0", b"\1", b"\2", b"\3"
+"""`INTERRUPTED`: the method raised while its role lost a worker, so its error is a consequence. `REFUSED`: the method
+did not run, as the call was made for an earlier generation than that of the worker."""
 
 MAX_ACKS = 0xFFFF
 
@@ -28,21 +31,23 @@ class Request(NamedTuple):
     """One call as a worker sees it. `caller` and `seq` are the same when it is sent again.
 
     `generation` is the one of the worker's role that the caller knows of: an earlier group has lost a member.
+    `joint`: other workers of the role are to run the same call, in that generation and in no other.
     """
 
     caller: Address
     seq: int
     generation: int
+    joint: bool
     acks: tuple[int, ...]
     method: str
     body: memoryview
 
 
 def encode_request(
-    caller: bytes, seq: int, generation: int, acks: list[int], method: bytes, body: bytes
+    caller: bytes, seq: int, generation: int, joint: bool, acks: list[int], method: bytes, body: bytes
 ) -> bytes:
     """The head of a request; `caller` is from `encode_address`, `body` from the codec."""
-    prefix = _PREFIX.pack(seq, generation, len(acks), len(caller), len(method))
+    prefix = _PREFIX.pack(seq, generation, joint, len(acks), len(caller), len(method))
     acked = struct.pack(f"<{len(acks)}Q", *acks) if acks else b""
     return b"".join((prefix, acked, caller, method, body))
 
@@ -50,7 +55,7 @@ def encode_request(
 def decode_request(head: bytes) -> Request:
     """The inverse. Raises `FrameError`."""
     try:
-        seq, generation, acks, caller, method = _PREFIX.unpack_from(head)
+        seq, generation, joint, acks, caller, method = _PREFIX.unpack_from(head)
         at = _PREFIX.size
         acked = struct.unpack_from(f"<{acks}Q", head, at) if acks else ()
         at += 8 * acks
@@ -61,7 +66,17 @@ def decode_request(head: bytes) -> Request:
             raise FrameError(f"a request of {len(head)} bytes ends early")
     except (struct.error, ValueError) as error:
         raise FrameError(f"a request of {len(head)} bytes is malformed: {error}") from error
-    return Request(sender, seq, generation, acked, name, memoryview(head)[at + method :])
+    return Request(sender, seq, generation, joint, acked, name, memoryview(head)[at + method :])
+
+
+def encode_refusal(generation: int) -> bytes:
+    """The answer of a worker that is in `generation` to a joint call that was made for an earlier one."""
+    return REFUSED + _GENERATION.pack(generation)
+
+
+def refused_for(answer: bytes) -> int | None:
+    """The generation of the worker that has refused a call; None for another answer."""
+    return _GENERATION.unpack_from(answer, 1)[0] if answer[:1] == REFUSED else None
 
 
 def encode_address(address: Address) -> bytes:

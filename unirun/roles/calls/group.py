@@ -18,14 +18,14 @@ _QUESTION = replace(DEFAULT, target=ANY, idempotent=True, retries=3)
 
 
 class RoleMethods:
-    """The methods of a role's workloads, asked from a worker at the first use."""
+    """The methods of a role's workloads; when they are not `known`, a worker is asked at the first use."""
 
-    def __init__(self, caller: Caller, role: str) -> None:
+    def __init__(self, caller: Caller, role: str, known: Mapping[str, Invocation] | None = None) -> None:
         self.caller, self.role = caller, role
-        self._known: Mapping[str, Invocation] | None = None
+        self._known = known
 
     def all(self) -> Mapping[str, Invocation]:
-        """Every method with its options. Waits until a worker serves."""
+        """Every method with its options. Waits until a worker serves, if one has to be asked."""
         if self._known is None:
             question = self.caller.method(self.role, DESCRIBE, _QUESTION)
             self._known = self.caller.invoke(question, (), {}).result()
@@ -53,11 +53,19 @@ class _Ranks:
         return self._methods.role
 
     def call_async(self, method: str, /, *args: Any, **kwargs: Any) -> InvocationRef[Any]:
-        """Start a call of `method`, whatever its ``blocking`` says."""
+        """Start a call of `method` and return at once, also if the method is ``blocking=True``.
+
+        Raises `AttributeError` for an unknown method, `EncodingError` for an argument that cannot be pickled,
+        `UsageError` for one that cannot be split. What happens in the workers is raised by ``ref.result()``.
+        """
         return self._methods.caller.invoke(self._by_name(method, False), args, kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` and wait for its result, whatever its ``blocking`` says; for names that are taken here."""
+        """Call `method` and wait for its result, also if the method is ``blocking=False``.
+
+        It also reaches methods whose names are taken here, like ``call``, ``map`` and ``role``. Raises what
+        `call_async` and `InvocationRef.result` raise.
+        """
         return self._methods.caller.invoke(self._by_name(method, True), args, kwargs).result()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -92,7 +100,10 @@ class _Ranks:
 
 
 class WorkerHandle(_Ranks):
-    """One worker of a role: ``RG_ACTOR[2].update(x)`` returns its bare result, whatever the method's target is."""
+    """One worker of a role: ``RG_ACTOR[2].update(x)`` calls that worker, whatever the method's `target` is.
+
+    It returns the bare result, or an `InvocationRef` if the method is ``blocking=False``.
+    """
 
     @property
     def rank(self) -> int:
@@ -107,10 +118,18 @@ class WorkerHandle(_Ranks):
 
 
 class RoleGroup(_Ranks, Sequence[WorkerHandle]):
-    """All workers of a role, or some: ``group.update(x)`` calls them as `trainer_invocation` says.
+    """All workers of a role, or some of them: ``self.RG_ACTOR`` in a trainer, ``ctx.role_group("actor")`` in a script.
 
-    ``group[2]`` is one worker, ``group[1:3]`` a smaller group, in which target ALL stands for its members. An
-    unknown method is an `AttributeError` that lists the methods.
+    Each public method of the workload is a method here. ``group.update(x)`` calls the workers that the method's
+    `trainer_invocation` names, and returns a list of results in rank order, or an `InvocationRef` if the method is
+    ``blocking=False``. An unknown method raises `AttributeError`, which lists the known ones.
+
+    ``group[2]`` is the `WorkerHandle` of one worker. ``group[1:3]`` is a smaller group, in which target ``"ALL"``
+    stands for its own workers. ``len(group)`` is the number of workers, and iterating gives their handles in rank
+    order.
+
+    A call raises what the method raised in the worker, `InvocationTimeout` at its deadline, `WorkerLost` when a worker
+    died, `EncodingError` for an argument that cannot be pickled.
     """
 
     def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
@@ -119,14 +138,15 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
 
     @property
     def rank0(self) -> WorkerHandle:
-        """The first worker."""
+        """The first worker of the group."""
         return self[0]
 
     def map(self, method: str, items: Iterable[Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` once for each of `items`, each on the worker that is least busy. Results in that order.
+        """Call `method` once for each of `items`, each time on the worker with the fewest open calls.
 
-        `args` and `kwargs` follow the item in every call. At most two calls wait in a worker, so that a slow one
-        does not hold back what others could do.
+        Returns the results in the order of `items`. `args` and `kwargs` follow the item in every call. At most two
+        calls per worker are open at a time, so a slow worker does not keep calls that others could do. Raises the
+        first error, in the order of `items`.
         """
         options = replace(self._options(method), target=ANY, blocking=False, auto_shard=False)
         called, invoke = self._method(method, options), self._methods.caller.invoke
@@ -181,9 +201,11 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
         return f"<role group {self.role} with rank{'s' * (len(self._ranks) > 1)} {spans(self._ranks)}>"
 
 
-def role_group(caller: Caller, role: str, size: int) -> RoleGroup:
-    """The group of all ranks of a role."""
-    return RoleGroup(RoleMethods(caller, role), range(size))
+def role_group(
+    caller: Caller, role: str, size: int, methods: Mapping[str, Invocation] | None = None
+) -> RoleGroup:
+    """The group of all ranks of a role, with its `methods` if they are known here."""
+    return RoleGroup(RoleMethods(caller, role, methods), range(size))
 
 
 __all__ = ["ALL", "RoleGroup", "RoleMethods", "WorkerHandle", "role_group"]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unirun.errors import UsageError, WorkerLost
 from unirun.roles.calls.counting import Count
-from unirun.roles.calls.envelope import MAX_ACKS
 from unirun.roles.calls.policy import RANK0, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Deadlines
-from unirun.roles.transport.protocol import Address, Channel, Parcel
+from unirun.roles.transport.protocol import Parcel
+
+if TYPE_CHECKING:
+    from unirun.roles.calls.peer import Peer
 
 
 @dataclass(eq=False, slots=True)
@@ -38,31 +38,43 @@ class Method:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One worker's part of an invocation. `after`: it needs an incarnation later than this one."""
+    """One worker's part of an invocation. `generation` is that of the role for which it was sent."""
 
     invocation: Invoked
     index: int
     rank: int
     seq: int
-    after: int = -1
+    generation: int = 0
     peer: Peer | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Invoked:
-    """An invocation that is under way since `began`, on the clock of `time.monotonic`. `parcels`: one for all calls, or
-    one for each. `patience`: how many seconds its caller will do nothing but wait for its only call, as long as that
-    was not sent."""
+    """An invocation that is under way since `began`, on the service's clock.
+
+    `parcels`: one for all calls, or one for each. `joint`: it has several calls, which all run in one generation of the
+    role; `generation` is that one, None until the first of them is sent. `untold`: a worker whose loss the invocation
+    tells instead of being sent. `patience`: how many seconds its caller will do nothing but wait for its only call, as
+    long as that was not sent.
+    """
 
     ref: InvocationRef[Any]
     method: Method
     parcels: Sequence[Parcel]
     retries: int
     began: float
+    joint: bool = False
+    generation: int | None = None
+    untold: str = ""
     calls: list[Call] = field(default_factory=list)
     failing: bool = False
     attempt: int = 0
     patience: float | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that it calls."""
+        return [call.rank for call in self.calls]
 
     def parcel(self, index: int) -> Parcel:
         """What the call at `index` sends."""
@@ -72,29 +84,6 @@ class Invoked:
         """Calls and their invocation name each other, and the ref has the results: so that their memory is free as soon
         as the user lets go of it, and not when Python looks for circles."""
         self.calls.clear()
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """One worker's process. `breaks` counts the broken channels since it last answered.
-
-    `lock` guards what sends; answers come without it, so that the reading thread never waits for a sending one.
-    """
-
-    address: Address
-    endpoint: str
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    channel: Channel | None = None
-    calls: dict[int, Call] = field(default_factory=dict)
-    acks: deque[int] = field(default_factory=deque)
-    breaks: int = 0
-    lost: bool = False
-
-    def due_acks(self) -> list[int]:
-        """The acks that the next request takes along."""
-        if not self.acks:
-            return []
-        return [self.acks.popleft() for _ in range(min(len(self.acks), MAX_ACKS))]
 
 
 def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int] | None) -> Sequence[int]:
@@ -117,10 +106,10 @@ def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int]
     return ranks
 
 
-def lost(worker: str, reason: str) -> WorkerLost:
+def lost(worker: str, reason: str, remedy: str = "") -> WorkerLost:
     """The error of a call whose worker is gone."""
     return WorkerLost(
         f"{worker} was lost before it answered: {reason}",
-        "mark the method idempotent=True to have it called again",
+        remedy or "mark the method idempotent=True to have it called again",
         worker=worker,
     )

@@ -73,36 +73,34 @@ def trainer_invocation(
 
 
 def trainer_invocation(*method: Any, **options: Any) -> Any:
-    """Say how a trainer's call of this method is carried out. The method itself is left as it is.
+    """Decorate a method of a workload with how a trainer's call of it is carried out. The method itself is unchanged.
 
-    blocking
-        True: the call returns the results, in rank order. False: it returns an `InvocationRef` at once
-        (``result(timeout)``, ``done()``, ``add_done_callback``, awaitable; see also `unirun.wait`).
-    is_async
-        True: wait `timeout` seconds (10 if none is given) for **all** results; those that are missing then are
-        named in `InvocationTimeout`, which has the finished ones.
-    timeout
-        The deadline of the call in seconds, whatever the other options; without one the job's ``call_timeout``
-        (30 minutes) counts. Every call has a deadline, and `InvocationTimeout` at its end.
-    target
-        ``"ALL"`` ranks; ``"RANK0"``, a rank, or ``"ANY"`` (the least busy worker): the bare result of that one is
-        returned instead of a list; or a list of ranks: their results in the order given.
-    auto_shard
-        True: what the caller marks with ``unirun.shard(x)`` is split over the ranks (lists, tuples, tensors, dicts
-        of these and whatever has a length and slices; parts differ by one at most); and when every argument is a
-        list of exactly as many items as there are targets, each rank gets its item. Everything else, and what is
-        marked with ``unirun.replicate(x)``, goes to every rank. ``ref.sharding`` tells what was done.
-    pre_func
-        Takes the method's arguments in the trainer, before they are split, and returns new ones: a tuple, a dict
-        (keywords), an ``(args, kwargs)`` pair, or one value.
-    post_func
-        Takes the result in the trainer (the list, or the bare result) and returns what the call returns.
-    idempotent
-        The method may run again: when a worker is lost in mid-call the whole call is made again, once the worker
-        is back, up to `retries` times (3 if none are given). Otherwise `WorkerLost` is raised.
-    concurrency
-        More than 1: up to so many calls of this method run in threads beside the main thread, where all other
-        calls run one at a time in the order of their arrival. ``async def`` methods run in an event loop beside it.
+    Used as ``@trainer_invocation()`` or ``@trainer_invocation(timeout=60, target="RANK0")``. Public methods without it
+    are called with the defaults.
+
+    - `blocking`: True (the default), the call waits for all results and returns them. False, it returns an
+      `InvocationRef` at once.
+    - `is_async`: True, the call waits for all results like a blocking one, and its `timeout` is 10 s by default.
+      Cannot be given together with ``blocking=False``.
+    - `timeout`: the deadline of the call in seconds. None (the default) stands for the job's ``call_timeout``, which is
+      1800 s by default. At the deadline the caller gets `InvocationTimeout`, which names the workers that have not
+      answered and has the results of the others.
+    - `target`: which workers are called. ``"ALL"`` (the default) returns a list of results in rank order; a list of
+      ranks returns a list in the order given. ``"RANK0"``, a single rank, and ``"ANY"`` (the worker with the fewest
+      open calls) return the bare result of that worker.
+    - `auto_shard`: True (the default), arguments that the caller marks with `shard` are split over the workers. If no
+      argument is marked and each one is a list with as many items as there are workers, each worker gets its item.
+      Everything else goes to all workers whole. False, everything goes to all workers whole, and `shard` is an error.
+    - `pre_func`: called in the trainer with the arguments, before they are split. It returns the new ones: a tuple, a
+      dict of keywords, a pair ``(args, kwargs)``, or one value.
+    - `post_func`: called in the trainer with the result (the list, or the bare result). The call returns what it
+      returns.
+    - `idempotent`: True, the method may run more than once. When a worker is lost during the call, the call is made
+      again in all its workers as soon as the lost one is back. False (the default), the caller gets `WorkerLost`.
+    - `retries`: how many times an idempotent call is made again, 3 by default.
+    - `concurrency`: more than 1, up to so many calls of this method run at the same time, in threads of the worker.
+      All other calls run in the main thread, one at a time, in the order of arrival; ``async def`` methods run in an
+      event loop beside it.
 
     Raises `UsageError` for a wrong option, when the class is defined.
     """
@@ -180,12 +178,13 @@ def _is_target(value: Any) -> bool:
 
 
 def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
-    """What can be called on an object: its public methods that are not those of `base`."""
+    """What can be called on an object, or an object of a class: its public methods that are not those of `base`."""
     found = {}
-    for name in dir(type(target)):
+    kind = target if isinstance(target, type) else type(target)
+    for name in dir(kind):
         if name.startswith("_") or hasattr(base, name):
             continue
-        method = inspect.getattr_static(type(target), name)
+        method = inspect.getattr_static(kind, name)
         plain = method.__func__ if isinstance(method, staticmethod | classmethod) else method
         if callable(plain) and not isinstance(plain, type):
             found[name] = getattr(method, _MARK, getattr(plain, _MARK, DEFAULT))

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from unirun.errors import EncodingError, InvocationTimeout, UsageError, WorkerLost
+from unirun.reporting import report_error
 from unirun.roles.calls.codec import load
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
@@ -25,17 +26,18 @@ thread here, a signal or a finalizer, may use other refs."""
 
 
 class InvocationRef(Generic[R]):
-    """The results of a call that may still be on their way. All methods may be used from any thread.
+    """The result of a call that may not be there yet, like a future. All methods may be used from any thread.
 
-    `workers` names who was called, in the order of the results; `sharding` says for each argument, by position
-    or name, what was done: ``replicate``, ``item`` or ``shard`` with the sizes of the parts.
+    ``ref.workers`` names the workers that were called (``actor:2``), in the order of the results. ``ref.sharding``
+    tells how each argument, by position or name, was given to them: ``replicate``, ``item``, or ``shard`` with the
+    sizes of the parts. In a coroutine, ``await ref`` gives the result.
     """
 
     __slots__ = (
         "__weakref__",
         "_bad",
         "_bare",
-        "_callbacks",
+        "_deliver",
         "_failure",
         "_gate",
         "_loaded",
@@ -45,6 +47,7 @@ class InvocationRef(Generic[R]):
         "_post",
         "_value",
         "_wait",
+        "_wakes",
         "_why",
         "method",
         "sharding",
@@ -59,7 +62,9 @@ class InvocationRef(Generic[R]):
         bare: bool,
         post: Callable[[Any], Any] | None,
         sharding: Mapping[int | str, str],
+        deliver: Callable[[Callable[[], None]], None] = lambda callback: callback(),
     ) -> None:
+        """`deliver` calls a user's callback, in a thread where it may wait for other calls."""
         self.method, self.workers, self.sharding = method, workers, sharding
         self._bare, self._post = bare, post
         # Held until the call is over, by whoever waits first: it is the cheapest wait that Python has.
@@ -74,17 +79,19 @@ class InvocationRef(Generic[R]):
         self._loaded: dict[int, Any] = {}
         self._value: tuple[Any] | None = None
         self._wait: Wait | None = None
-        self._callbacks: list[Callable[[InvocationRef[R]], None]] = []
+        self._wakes: list[Callable[[InvocationRef[R]], None]] = []
+        self._deliver = deliver
 
     def done(self) -> bool:
-        """Whether `result` would return or raise at once."""
+        """Whether `result` would return or raise without waiting."""
         return self._over
 
     def result(self, timeout: float | None = None) -> R:
-        """The results in rank order, or the bare result of one worker, after `post_func`.
+        """Wait for the results in rank order, or the bare result of one worker, after the method's `post_func`.
 
-        Raises what the method raised, with `RemoteTraceback` as its cause; `WorkerLost` when a worker died;
-        `InvocationTimeout` at the call's own deadline, or after `timeout` seconds, and then the call goes on.
+        Raises what the method raised, with `RemoteTraceback` as its ``__cause__``; `WorkerLost` when a worker died;
+        `EncodingError` for a result that cannot be unpickled here; `InvocationTimeout` at the call's deadline, or after
+        `timeout` seconds. In the last case the call goes on, and `result` may be called again.
         """
         if timeout is None and (wait := self._wait) is not None:
             self._wait = None
@@ -116,7 +123,10 @@ class InvocationRef(Generic[R]):
         return True
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise; None when it would return."""
+        """Wait, and return the exception that `result` would raise; None if it would return.
+
+        After `timeout` seconds it returns an `InvocationTimeout`, and the call goes on.
+        """
         try:
             self.result(timeout)
         except BaseException as error:
@@ -126,17 +136,29 @@ class InvocationRef(Generic[R]):
         return None
 
     def add_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
-        """Call `callback` with this ref once it is done; at once when it is. It may be called in another thread."""
+        """Call ``callback(ref)`` when the call is done: in this thread and at once if it is done already, else in a
+        thread that runs all callbacks of this process, one at a time.
+
+        The callback may make other calls and wait for them. An exception that it raises is printed and goes no further.
+        """
         with _STATE:
             if not self._over:
-                self._callbacks.append(callback)
+                self._wakes.append(lambda ref: self._deliver(partial(_call_back, callback, ref)))
                 return
         callback(self)
 
-    def remove_done_callback(self, callback: Callable[[InvocationRef[R]], None]) -> None:
-        """Do not call it; nothing happens when it was called already."""
+    def wake_with(self, wake: Callable[[InvocationRef[R]], None]) -> None:
+        """Call `wake` once it is done, in the thread that brings the answer: it must not wait for anything."""
         with _STATE:
-            self._callbacks = [each for each in self._callbacks if each is not callback]
+            if not self._over:
+                self._wakes.append(wake)
+                return
+        wake(self)
+
+    def forget_wake(self, wake: Callable[[InvocationRef[R]], None]) -> None:
+        """Undo `wake_with`."""
+        with _STATE:
+            self._wakes = [each for each in self._wakes if each is not wake]
 
     def __await__(self) -> Generator[Any, None, R]:
         loop = asyncio.get_running_loop()
@@ -151,7 +173,7 @@ class InvocationRef(Generic[R]):
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(finish)
 
-        self.add_done_callback(wake)
+        self.wake_with(wake)
         yield from over
         return self.result()
 
@@ -203,6 +225,10 @@ class InvocationRef(Generic[R]):
                 self._outcomes[index] = outcome
                 self._bad += isinstance(outcome, BaseException) or outcome.head[:1] != OK
 
+    def has(self, index: int) -> bool:
+        """Whether there is an outcome for this worker."""
+        return index in self._outcomes
+
     @property
     def settled(self) -> bool:
         """Whether there is an outcome for every worker."""
@@ -241,15 +267,11 @@ class InvocationRef(Generic[R]):
             if self._over:
                 return
             self._why, self._over, self._wait = failure, True, None
-            callbacks, self._callbacks = self._callbacks, []
+            wakes, self._wakes = self._wakes, []
         if self._gate is not None:
             self._gate.release()
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:  # noqa: BLE001 - a user's callback
-                # Like concurrent.futures: one callback must not keep others from being called.
-                traceback.print_exc()
+        for wake in wakes:
+            wake(self)
 
     def _error(self) -> BaseException:
         """The root cause: a loss before what follows from one, else the first error that came."""
@@ -261,7 +283,7 @@ class InvocationRef(Generic[R]):
                 ranked.append((1, outcome))
             elif outcome.head[:1] != OK:
                 kind, body = outcome_of(outcome)
-                ranked.append((2 if kind == INTERRUPTED else 1, load_error(body)))
+                ranked.append((2 if kind == INTERRUPTED else 1, load_error(body, outcome.buffers)))
         return min(ranked, key=lambda pair: pair[0])[1]
 
     def _timeout(self, when: str) -> InvocationTimeout:
@@ -283,9 +305,10 @@ class InvocationRef(Generic[R]):
 def wait(
     refs: Iterable[InvocationRef[Any]], num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[InvocationRef[Any]], list[InvocationRef[Any]]]:
-    """Wait until `num_returns` of `refs` are done, or `timeout` seconds are over.
+    """Wait until at least `num_returns` of `refs` are done, or `timeout` seconds have passed (None: no limit).
 
-    Returns those that are done and those that are not, each in the order of `refs`. A ref that failed is done.
+    Returns two lists, the refs that are done and those that are not, each in the order of `refs`. A ref whose call has
+    failed is done. Raises `UsageError` if `num_returns` is negative or larger than the number of refs.
     """
     every: Sequence[InvocationRef[Any]] = list(refs)
     if not 0 <= num_returns <= len(every):
@@ -297,7 +320,7 @@ def wait(
             news.notify_all()
 
     for ref in every:
-        ref.add_done_callback(wake)
+        ref.wake_with(wake)
     deadline = None if timeout is None else time.monotonic() + timeout
     try:
         with news:
@@ -306,9 +329,17 @@ def wait(
                     break
     finally:
         for ref in every:
-            ref.remove_done_callback(wake)
+            ref.forget_wake(wake)
     done = {id(ref) for ref in every if ref.done()}
     return [ref for ref in every if id(ref) in done], [ref for ref in every if id(ref) not in done]
+
+
+def _call_back(callback: Callable[[InvocationRef[R]], None], ref: InvocationRef[R]) -> None:
+    try:
+        callback(ref)
+    except Exception as error:  # noqa: BLE001 - a user's callback
+        # Like concurrent.futures: one callback must not keep others from being called.
+        report_error(error)
 
 
 def _clamped(seconds: float) -> float:

@@ -8,34 +8,37 @@ import re
 import traceback
 from typing import Any
 
-from unirun.errors import CallError, RemoteError, RemoteTraceback
+from unirun.errors import RemoteError, RemoteTraceback
 from unirun.roles.calls.codec import dump, load
 
 _TEXT = 1 << 20
 """Characters of a message or a traceback that are sent."""
-
-_DATA = 1 << 20
-"""Bytes of tensors and arrays that an exception may hold. Without larger ones it is sent all the same."""
-
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 """What Python shows of an object without a text of its own; another one after each unpickling."""
 
+Packed = tuple[bytes, tuple[memoryview, ...]]
+"""A pickle, and the buffers of the tensors and arrays in it."""
 
-def dump_error(error: BaseException, worker: str) -> bytes:
+
+def dump_error(error: BaseException, worker: str) -> Packed:
     """`error` for the wire, as much of it as can be sent."""
     trace = "".join(traceback.format_exception(error))
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-    return pickle.dumps((kind, _text(error)[:_TEXT], trace[-_TEXT:], worker, _pack(error)), 5)
+    head, buffers = _pack(error) or (None, ())
+    return pickle.dumps((kind, _text(error)[:_TEXT], trace[-_TEXT:], worker, head), 5), buffers
 
 
-def load_error(body: memoryview | bytes) -> BaseException:
-    """The exception to raise in the caller: the original's type where it is known here, else `RemoteError`."""
-    kind, message, trace, worker, packed = pickle.loads(body)  # noqa: S301 - peers have proved the job's token
+def load_error(body: memoryview | bytes, buffers: tuple[memoryview, ...] = ()) -> Exception:
+    """The exception to raise in the caller: the original's type where it is known here, else `RemoteError`.
+
+    What is no `Exception`, like SystemExit, would end the caller; it is a `RemoteError` too.
+    """
+    kind, message, trace, worker, head = pickle.loads(body)  # noqa: S301 - peers have proved the job's token
     error: BaseException | None = None
-    if packed is not None:
+    if head is not None:
         with contextlib.suppress(Exception):
-            error = _unpack(packed)
-    if error is None:
+            error = _unpack((head, buffers))
+    if not isinstance(error, Exception):
         return RemoteError(kind, message, worker=worker, traceback=trace)
     error.add_note(f"raised in {worker}")
     error.__cause__ = RemoteTraceback(worker, trace)
@@ -49,18 +52,28 @@ def _text(error: BaseException) -> str:
         return f"<its text cannot be made: {broken!r}>"
 
 
-def _pack(error: BaseException) -> bytes | None:
+def _pack(error: BaseException) -> Packed | None:
     """Something that `_unpack` rebuilds here; None when there is nothing of that kind."""
-    state = {name: value for name, value in error.__dict__.items() if name != "__notes__"}
+    state = {name: value for name, value in error.__dict__.items() if name != "__notes__"} | _slots(error)
     # Pickle's own way first, which knows what C code keeps; it calls the class with `args`, which fails or lies
-    # when the constructor takes others. The text alone is what is left when the arguments cannot be sent.
+    # when the constructor takes others, and leaves out slots. The text alone is what is left when the arguments cannot
+    # be sent.
     kind, args = type(error), error.args
-    for form in (error, (kind, args, state), (kind, args, {}), (kind, (_text(error),), {})):
+    for form in ((error, state), (kind, args, state), (kind, args, {}), (kind, (_text(error),), {})):
         with contextlib.suppress(Exception):
-            packed = _whole(form)
+            packed = dump(form, "an exception")
             if _alike(_unpack(packed), error):
                 return packed
     return None
+
+
+def _slots(error: BaseException) -> dict[str, Any]:
+    """The attributes that a class keeps in ``__slots__``."""
+    names: list[str] = []
+    for kind in type(error).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return {name: getattr(error, name) for name in names if name != "__dict__" and hasattr(error, name)}
 
 
 def _alike(again: BaseException, error: BaseException) -> bool:
@@ -68,24 +81,23 @@ def _alike(again: BaseException, error: BaseException) -> bool:
     return type(again) is type(error) and _ADDRESS.sub("", _text(again)) == _ADDRESS.sub("", _text(error))
 
 
-def _whole(form: Any) -> bytes:
-    head, buffers = dump(form, "an exception")
-    if sum(buffer.nbytes for buffer in buffers) > _DATA:
-        raise CallError("an exception holds large data")
-    return pickle.dumps((head, [bytearray(buffer) for buffer in buffers]), 5)
+def _unpack(packed: Packed) -> BaseException:
+    form = load(*packed)
+    if len(form) == 2:
+        error, state = form
+        error.__traceback__ = None
+    else:
+        kind, args, state = form
+        error = _made(kind, args)
+        error.args = args
+    for name, value in state.items():
+        setattr(error, name, value)
+    return error  # type: ignore[no-any-return]
 
 
-def _unpack(packed: bytes) -> BaseException:
-    head, buffers = pickle.loads(packed)  # noqa: S301 - peers have proved the job's token
-    form = load(head, tuple(memoryview(buffer) for buffer in buffers))
-    if isinstance(form, BaseException):
-        form.__traceback__ = None
-        return form
-    kind, args, state = form
+def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception without a call of its constructor."""
     try:
-        error: BaseException = kind.__new__(kind, *args)
+        return kind.__new__(kind, *args)
     except TypeError:
-        error = kind.__new__(kind)
-    error.args = args
-    error.__dict__.update(state)
-    return error
+        return kind.__new__(kind)

@@ -6,11 +6,11 @@ import heapq
 import itertools
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
+from unirun.reporting import report_error
 from unirun.roles.transport.mail import await_end
 
 T = TypeVar("T")
@@ -27,12 +27,16 @@ class Service:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def now(self) -> float:
+        """The time, in seconds, on the clock of `at`."""
+        return time.monotonic()
+
     def soon(self, action: Callable[[], None]) -> None:
         """Do it now, in the service's thread."""
         self.at(0.0, action)
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do it at `when`, on the clock of `time.monotonic`."""
+        """Do it at the time `when`, in the service's thread."""
         with self._news:
             heapq.heappush(self._heap, (when, next(self._number), action))
             if self._heap[0][2] is action:
@@ -52,9 +56,9 @@ class Service:
         while (action := self._next()) is not None:
             try:
                 action()
-            except Exception:  # noqa: BLE001 - an action's bug is shown
+            except Exception as error:  # noqa: BLE001 - an action's bug is shown
                 # A bug; the deadlines of other calls must be kept all the same.
-                traceback.print_exc()
+                report_error(error)
 
     def _next(self) -> Callable[[], None] | None:
         with self._news:
@@ -71,9 +75,9 @@ class Service:
 
 
 class Deadlines(Generic[T]):
-    """Things that have all the same time: they are late in the order in which they were added.
+    """A FIFO of items that share one timeout: they expire in the order in which they were added.
 
-    So the service has to look at the first one only, and nothing is told of one that was in time, as nearly all are.
+    So the service looks at the first item only, and an item that is dropped in time costs it nothing.
     """
 
     def __init__(self, seconds: float, service: Service, late: Callable[[T], None]) -> None:
@@ -86,7 +90,7 @@ class Deadlines(Generic[T]):
 
     def add(self, thing: T) -> None:
         """Its time begins."""
-        self._open[thing] = time.monotonic() + self.seconds
+        self._open[thing] = self._service.now() + self.seconds
         if not self._watched:
             self._watch()
 
@@ -99,12 +103,12 @@ class Deadlines(Generic[T]):
             if self._watched:
                 return
             self._watched = True
-        self._service.at(time.monotonic() + self.seconds, self._look)
+        self._service.at(self._service.now() + self.seconds, self._look)
 
     def _look(self) -> None:
         for thing in list(self._open):
             when = self._open.get(thing)
-            if when is not None and when > time.monotonic():
+            if when is not None and when > self._service.now():
                 self._service.at(when, self._look)
                 return
             if when is not None:

@@ -25,15 +25,17 @@ class Replicated(_Marked[T]):
 
 
 def shard(value: T) -> T:
-    """Mark an argument of a call: each rank gets a part of it, in order; the parts differ by one item at most.
+    """Mark an argument of a call: each worker gets a part of it, in rank order. Sizes of parts differ by one at most.
 
-    For lists, tuples, tensors (first dimension), mappings of these, and whatever has a length and slices.
+    For lists, tuples, tensors (split along the first dimension), mappings of these (each value is split), and anything
+    else with a length and slices. With fewer items than workers, the last workers get empty parts. The call raises
+    `UsageError` for a value that cannot be split.
     """
     return Sharded(value)  # type: ignore[return-value]
 
 
 def replicate(value: T) -> T:
-    """Mark an argument of a call: every rank gets all of it, also a list with an item for each rank."""
+    """Mark an argument of a call: every worker gets all of it, even if it is a list with an item for each worker."""
     return Replicated(value)  # type: ignore[return-value]
 
 

@@ -29,10 +29,12 @@ class Connection:
     called when the socket takes it.
 
     A frame that need not leave at once may wait for others: `BATCH` of them go in one system call. What waits is also
-    flushed as soon as the receiving thread has nothing else to do.
+    flushed as soon as the receiving thread has nothing else to do. Before it is `opened` every frame waits.
     """
 
-    def __init__(self, sock: socket.socket, wants_to_write: Callable[[bool], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, wants_to_write: Callable[[bool], None], *, opened: bool = True
+    ) -> None:
         sock.setblocking(False)
         self.socket = sock
         self._wants_to_write = wants_to_write
@@ -43,7 +45,13 @@ class Connection:
         self._handles: deque[int] = deque()
         self._released: deque[int] = deque()
         self._held: list[bytes] = []
-        self._closed = False
+        self._opened, self._closed = opened, False
+
+    def open(self) -> None:
+        """From now on frames are sent."""
+        with self._lock:
+            self._opened = True
+        self.flush()
 
     def send(self, kind: int, tag: int, parcel: Parcel, *, urgent: bool = True) -> bool:
         """Send a frame, now or as soon as the socket takes it. False when the connection has ended.
@@ -88,7 +96,7 @@ class Connection:
             self._write(())
         data = b"".join((*self._held, *pieces))
         self._held.clear()
-        sent = 0 if self._waiting else self._try(data, handle)
+        sent = 0 if self._waiting or not self._opened else self._try(data, handle)
         if sent < len(data):
             # A descriptor goes with the first byte, and must live until then even if it is given back meanwhile.
             left = None if sent or handle is None else os.dup(handle)
@@ -111,7 +119,7 @@ class Connection:
     def flush(self) -> None:
         """Send what waits, as much as the socket takes."""
         with self._lock:
-            while not self._closed:
+            while self._opened and not self._closed:
                 if not self._waiting:
                     if not self._held:
                         break

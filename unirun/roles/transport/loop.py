@@ -11,11 +11,11 @@ import os
 import select
 import threading
 import time
-import traceback
 from collections import deque
 from typing import Any, Protocol
 
 from unirun.errors import ChannelError
+from unirun.reporting import report_error
 from unirun.wire.handshake import DEADLINE
 
 
@@ -107,9 +107,9 @@ class Files:
             elif file is not None:
                 try:
                     file.ready(events)
-                except Exception:  # noqa: BLE001 - a handler's bug is shown
+                except Exception as error:  # noqa: BLE001 - a handler's bug is shown
                     # A bug in a handler: this connection ends, the others go on.
-                    traceback.print_exc()
+                    report_error(error)
                     file.close()
 
     def _shut(self) -> bool:

@@ -15,14 +15,22 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from unirun.errors import AuthError, ChannelError, FrameError, UnirunError
+from unirun.errors import AuthError, ChannelError, FrameError
 from unirun.roles.transport.connection import Connection
 from unirun.roles.transport.frames import REPLY, REQUEST
 from unirun.roles.transport.loop import Desk, Loop
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait
+from unirun.wire.address import unix_address
 from unirun.wire.aio import listen
-from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import ANSWER_SIZE, DEADLINE, ServerHandshake, Token
+from unirun.wire.handshake import (
+    ANSWER_SIZE,
+    DEADLINE,
+    HELLO_SIZE,
+    PROOF_SIZE,
+    ClientHandshake,
+    ServerHandshake,
+    Token,
+)
 
 BUSY = 4
 """Calls that are open on a connection from which on its frames need not leave at once."""
@@ -51,12 +59,15 @@ class SocketTransport:
         return str(path)
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        """Connect and prove the token."""
+        """Connect. The token is proved as soon as the peer answers, which nobody waits for."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
-            stream = BlockingStream.connect(endpoint, self._token)
-        except UnirunError as error:
+            with unix_address(endpoint) as address:
+                sock.connect(address)
+            return _Channel(sock, self._token, self._loop, broken)
+        except OSError as error:
+            sock.close()
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
-        return _Channel(stream.socket, self._loop, broken)
 
     def close(self) -> None:
         """End the thread and every connection."""
@@ -156,11 +167,13 @@ class _Served:
 
 
 class _Channel:
-    """The calling end of a connection."""
+    """The calling end of a connection. Requests wait until both ends have proved the token."""
 
-    def __init__(self, sock: socket.socket, loop: Loop, broken: Callable[[str], None]) -> None:
+    def __init__(self, sock: socket.socket, token: Token, loop: Loop, broken: Callable[[str], None]) -> None:
         self.number, self._loop, self._broken = sock.fileno(), loop, broken
-        self._connection = Connection(sock, partial(loop.writable, self))
+        self._socket, self._heard = sock, b""
+        self._handshake: ClientHandshake | None = ClientHandshake(token)
+        self._connection = Connection(sock, partial(loop.writable, self), opened=False)
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading = threading.Lock()
@@ -178,6 +191,21 @@ class _Channel:
         self._pending[tag] = done
         self._connection.send(REQUEST, tag, parcel, urgent=urgent)
         return None if patience is None else partial(self._wait, tag, patience)
+
+    def _greet(self, handshake: ClientHandshake) -> None:
+        """Take what the peer says before the first frame. Raises AuthError, OSError or EOFError."""
+        # The answer goes out between the two, so the peer cannot have sent more than this.
+        wanted = HELLO_SIZE + PROOF_SIZE
+        data = self._socket.recv(wanted - len(self._heard))
+        if not data:
+            raise EOFError("the peer closed the connection")
+        before, self._heard = len(self._heard), self._heard + data
+        if before < HELLO_SIZE <= len(self._heard):
+            self._socket.send(handshake.answer(self._heard[:HELLO_SIZE]), socket.MSG_NOSIGNAL)
+        if len(self._heard) == wanted:
+            handshake.check(self._heard[HELLO_SIZE:])
+            self._handshake = None
+            self._connection.open()
 
     def _wait(self, tag: int, patience: float) -> None:
         """Read here until the answer is there: waking a thread that wakes this one would take as long again.
@@ -208,12 +236,17 @@ class _Channel:
 
     def _take(self) -> None:
         try:
+            if self._handshake is not None:
+                self._greet(self._handshake)
+                return
             for frame, parcel in self._connection.receive():
                 done = self._pending.pop(frame.tag, None)
                 if frame.kind != REPLY or done is None:
                     raise FrameError("a worker sent an answer that nobody has asked for")
                 done(parcel)
-        except (OSError, EOFError, FrameError) as error:
+        except BlockingIOError:
+            return
+        except (OSError, EOFError, FrameError, AuthError) as error:
             was_open = self._open
             self.close()
             if was_open:

@@ -14,7 +14,7 @@ from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.dispatcher import ACK, DESCRIBE, Dispatcher, outcome_of
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.remote import load_error
 from unirun.roles.transport.protocol import Address, Parcel
@@ -47,9 +47,33 @@ class Desk:
         self.hold()
         raise RuntimeError("connection reset by peer")
 
+    @trainer_invocation(concurrency=2)
+    def beside(self, item: Any) -> Any:
+        """In a thread of a pool."""
+        return item
+
     async def later(self, item: Any) -> Any:
         """In the loop."""
         return item
+
+
+class Generations:
+    """The generations of a worker's process group; each one that is formed is noted at the desk."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self.generation = 0
+
+    def catch_up(self, generation: int) -> None:
+        """Form it."""
+        if generation > self.generation:
+            self.generation = generation
+            self._desk.ran.append(("generation", generation))
+
+
+def request(seq: int, method: str) -> bytes:
+    """A call of a method without arguments."""
+    return encode_request(encode_address(TRAINER), seq, 0, False, [], method.encode(), dump(((), {}), "x")[0])
 
 
 class Hall:
@@ -69,10 +93,13 @@ class Hall:
         caller: Address = TRAINER,
         acks: tuple[int, ...] = (),
         generation: int = 0,
+        joint: bool = False,
     ) -> queue.SimpleQueue[Parcel]:
         """A request; where its answer will be."""
         body, buffers = dump((args, {}), "arguments")
-        head = encode_request(encode_address(caller), seq, generation, list(acks), method.encode(), body)
+        head = encode_request(
+            encode_address(caller), seq, generation, joint, list(acks), method.encode(), body
+        )
         answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
         self.dispatcher.handle(Parcel(head, buffers), answers.put)
         return answers
@@ -196,7 +223,10 @@ class TestAnswers:
     def test_an_unknown_method_is_told_with_those_there_are(self, hall: Hall) -> None:
         error = error_of(hall.send(1, "nota"))
         assert isinstance(error, AttributeError)
-        assert str(error) == "desk:0 has no method 'nota'; its methods are: hold, hold_and_fail, later, note"
+        assert (
+            str(error)
+            == "desk:0 has no method 'nota'; its methods are: beside, hold, hold_and_fail, later, note"
+        )
 
     @pytest.mark.parametrize("name", ["ran", "__init__", "gate", "_private", ""])
     def test_what_is_no_public_method_is_unknown(self, hall: Hall, name: str) -> None:
@@ -210,7 +240,7 @@ class TestAnswers:
                 raise CallError("there is no memory")
             sent.put(parcel)
 
-        head = encode_request(encode_address(TRAINER), 1, 0, [], b"note", dump((("x",), {}), "x")[0])
+        head = encode_request(encode_address(TRAINER), 1, 0, False, [], b"note", dump((("x",), {}), "x")[0])
         hall.dispatcher.handle(Parcel(head), reply)
         assert "there is no memory" in str(error_of(sent))
         assert "there is no memory" in str(error_of(hall.send(1, "note", "x")))
@@ -228,11 +258,36 @@ class TestAnswers:
 class TestTheServingThread:
     def test_catches_up_with_the_generation_that_a_call_wants_before_it_runs(self) -> None:
         desk = Desk()
-        hall = Hall(desk, catch_up=lambda generation: desk.ran.append(("generation", generation)))
+        hall = Hall(desk, generations=Generations(desk))
         value_of(hall.send(1, "note", "a", generation=3))
         value_of(hall.send(2, "note", "b", generation=4))
         hall.close()
         assert desk.ran == [("generation", 3), "a", ("generation", 4), "b"]
+
+    @pytest.mark.parametrize("method", ["note", "beside", "later"])
+    def test_refuses_a_joint_call_that_was_made_for_an_earlier_generation(self, method: str) -> None:
+        desk = Desk()
+        hall = Hall(desk, generations=Generations(desk))
+        value_of(hall.send(1, "note", "a", generation=3, joint=True))
+        answer = hall.send(2, method, "b", generation=2, joint=True).get(timeout=SOON)
+        assert refused_for(answer.head) == 3
+        assert value_of(hall.send(3, "note", "alone", generation=2)) == "alone"
+        value_of(hall.send(4, "note", "c", generation=3, joint=True))
+        hall.close()
+        assert desk.ran == [("generation", 3), "a", "alone", "c"]
+
+    def test_refuses_what_waited_behind_a_call_in_which_the_generation_has_ended(self) -> None:
+        desk = Desk()
+        generations = Generations(desk)
+        hall = Hall(desk, generations=generations)
+        held = hall.send(1, "hold", generation=0, joint=True)
+        assert desk.begun.wait(SOON)
+        behind = hall.send(2, "note", "behind", generation=0, joint=True)
+        hall.dispatcher.run_first(lambda: generations.catch_up(1))
+        desk.gate.set()
+        assert value_of(held) == "held"
+        assert refused_for(behind.get(timeout=SOON).head) == 1
+        hall.close()
 
     def test_does_first_what_must_come_first(self, hall: Hall) -> None:
         held = hall.send(1, "hold")
@@ -250,12 +305,15 @@ class TestTheServingThread:
         assert done.wait(SOON)
 
     def test_says_of_an_error_that_it_came_with_a_loss(self, hall: Hall) -> None:
-        disturbed = hall.send(1, "hold_and_fail")
-        assert hall.desk.begun.wait(SOON)
-        hall.dispatcher.run_first(lambda: None)
-        hall.desk.gate.set()
-        assert "connection reset" in str(error_of(disturbed, INTERRUPTED))
-        assert "connection reset" in str(error_of(hall.send(2, "hold_and_fail"), ERROR))
+        for loss in (1, 2):
+            hall.desk.begun.clear()
+            hall.desk.gate.clear()
+            disturbed = hall.send(loss, "hold_and_fail")
+            assert hall.desk.begun.wait(SOON)
+            hall.dispatcher.run_first(lambda: None)
+            hall.desk.gate.set()
+            assert "connection reset" in str(error_of(disturbed, INTERRUPTED))
+        assert "connection reset" in str(error_of(hall.send(3, "hold_and_fail"), ERROR))
 
     def test_a_result_that_came_in_spite_of_a_loss_is_a_result(self, hall: Hall) -> None:
         held = hall.send(1, "hold")
@@ -264,18 +322,53 @@ class TestTheServingThread:
         hall.desk.gate.set()
         assert value_of(held) == "held"
 
-    def test_lets_out_what_ends_a_program(self) -> None:
+    @pytest.mark.parametrize("method", ["leave", "leave_beside", "leave_later"])
+    def test_lets_out_what_ends_a_program_and_answers_nothing(self, method: str) -> None:
         class Leaving(Desk):
             def leave(self) -> None:
                 """Ends the program."""
                 raise SystemExit(3)
 
+            @trainer_invocation(concurrency=2)
+            def leave_beside(self) -> None:
+                """The same in a thread."""
+                raise SystemExit(3)
+
+            async def leave_later(self) -> None:
+                """The same in an event loop."""
+                raise SystemExit(3)
+
         desk = Leaving()
         dispatcher = Dispatcher(desk, ME, invocations(desk))
-        head = encode_request(encode_address(TRAINER), 1, 0, [], b"leave", dump(((), {}), "x")[0])
-        dispatcher.handle(Parcel(head), lambda parcel: pytest.fail("no answer"))
+        dispatcher.handle(Parcel(request(1, method)), lambda parcel: pytest.fail("no answer"))
         with pytest.raises(SystemExit):
             dispatcher.serve()
+        dispatcher.close()
+
+    def test_as_many_as_were_said_run_beside_it_and_none_begins_after_the_end(self) -> None:
+        gate, entered = threading.Event(), threading.Semaphore(0)
+
+        class Crowd:
+            @trainer_invocation(concurrency=2)
+            def work(self) -> None:
+                """Waits in a thread of a pool."""
+                entered.release()
+                gate.wait(SOON)
+
+        crowd = Crowd()
+        dispatcher = Dispatcher(crowd, ME, invocations(crowd))
+        serving = threading.Thread(target=dispatcher.serve)
+        serving.start()
+        for seq in range(1, 6):
+            dispatcher.handle(Parcel(request(seq, "work")), lambda parcel: None)
+        assert entered.acquire(timeout=SOON)
+        assert entered.acquire(timeout=SOON)
+        assert not entered.acquire(timeout=0.1), "a third runs"
+        dispatcher.stop()
+        serving.join(SOON)
+        dispatcher.close()
+        gate.set()
+        assert not entered.acquire(timeout=0.1), "one that waited has begun"
 
     def test_coroutines_run_beside_it(self, hall: Hall) -> None:
         held = hall.send(1, "hold")

@@ -37,22 +37,23 @@ def test_an_address_is_printed_as_everywhere() -> None:
     ADDRESSES,
     NUMBERS,
     st.integers(0, (1 << 32) - 1),
+    st.booleans(),
     st.lists(NUMBERS, max_size=50),
     NAMES,
     st.binary(max_size=200),
 )
 def test_a_request_goes_there_and_back(
-    caller: Address, seq: int, generation: int, acks: list[int], method: str, body: bytes
+    caller: Address, seq: int, generation: int, joint: bool, acks: list[int], method: str, body: bytes
 ) -> None:
-    head = encode_request(encode_address(caller), seq, generation, acks, method.encode(), body)
+    head = encode_request(encode_address(caller), seq, generation, joint, acks, method.encode(), body)
     found = decode_request(head)
-    assert found == Request(caller, seq, generation, tuple(acks), method, memoryview(body))
+    assert found == Request(caller, seq, generation, joint, tuple(acks), method, memoryview(body))
     assert (found.caller, found.seq) == (caller, seq)
 
 
 def test_as_many_acks_as_there_may_be() -> None:
     acks = list(range(MAX_ACKS))
-    head = encode_request(b"a\x000\x000", 1, 0, acks, b"m", b"body")
+    head = encode_request(b"a\x000\x000", 1, 0, False, acks, b"m", b"body")
     assert decode_request(head).acks == tuple(acks)
     assert bytes(decode_request(head).body) == b"body"
 
@@ -65,7 +66,7 @@ def test_noise_is_a_frame_error_at_worst(noise: bytes) -> None:
 
 @given(st.data())
 def test_a_request_that_is_cut_or_changed_is_a_frame_error_at_worst(data: st.DataObject) -> None:
-    head = bytearray(encode_request(b"actor\x001\x002", 7, 1, [1, 2, 3], b"update", b""))
+    head = bytearray(encode_request(b"actor\x001\x002", 7, 1, True, [1, 2, 3], b"update", b""))
     for _ in range(data.draw(st.integers(0, 3))):
         head[data.draw(st.integers(0, len(head) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(FrameError):
@@ -73,7 +74,7 @@ def test_a_request_that_is_cut_or_changed_is_a_frame_error_at_worst(data: st.Dat
 
 
 def test_a_request_that_ends_early_is_told() -> None:
-    head = encode_request(b"actor\x001\x002", 7, 1, [1, 2, 3], b"update", b"")
+    head = encode_request(b"actor\x001\x002", 7, 1, True, [1, 2, 3], b"update", b"")
     for end in range(len(head)):
         with pytest.raises(FrameError, match=f"a request of {end} bytes"):
             decode_request(head[:end])

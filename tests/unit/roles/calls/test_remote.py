@@ -30,7 +30,7 @@ def through(error: BaseException) -> BaseException:
         raise error
     except BaseException as raised:  # noqa: BLE001 - whatever it is
         packed = dump_error(raised, "actor:2")
-    return load_error(packed)
+    return load_error(*packed)
 
 
 class Picky(Exception):
@@ -58,6 +58,18 @@ class Counting(Exception):
         super().__init__(f"{text}!")
 
 
+class Slotted(Exception):
+    """Keeps what it knows in slots."""
+
+    __slots__ = ("code", "unset")
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
 class Plain:
     """No text, no comparison."""
 
@@ -73,15 +85,13 @@ class Plain:
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
         json.JSONDecodeError("bad", "doc", 1),
         subprocess.CalledProcessError(3, ["cmd"], "out"),
-        asyncio.CancelledError("gone"),
         StopIteration(3),
-        SystemExit(4),
-        KeyboardInterrupt(),
         ExceptionGroup("several", [ValueError(1), KeyError(2)]),
         torch.OutOfMemoryError("no memory"),
         Picky(7, where="there"),
         Silent(1, 2),
         Counting("more"),
+        Slotted(5),
         UsageError("wrong", "do it right"),
         SpecError([Fault("roles.actor", "is bad")]),
         WorkerLost("lost", worker="rollout:1"),
@@ -129,10 +139,30 @@ def test_arguments_that_do_not_pickle_become_the_text() -> None:
     assert str(found).startswith("('with', <unlocked _thread.lock object")
 
 
-def test_large_tensors_in_an_error_are_left_behind() -> None:
-    found = through(ValueError("look", torch.ones(1 << 20)))
+def test_large_tensors_in_an_error_go_along() -> None:
+    sent = torch.arange(1 << 20)
+    found = through(ValueError("look", sent))
     assert type(found) is ValueError
-    assert "look" in str(found)
+    assert torch.equal(found.args[1], sent)
+
+
+def test_slots_are_kept_beside_attributes() -> None:
+    class Both(Slotted):
+        """Has a dict, too."""
+
+    error = Both(7)
+    error.more = "x"  # type: ignore[attr-defined]
+    error.code = 8
+    found: Any = through(error)
+    assert (found.code, found.more) == (8, "x"), "not what its constructor has made of its arguments"
+    assert not hasattr(found, "unset")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), asyncio.CancelledError("gone")])
+def test_what_would_end_the_caller_is_an_error_with_its_name(error: BaseException) -> None:
+    found = through(error)
+    assert isinstance(found, RemoteError)
+    assert found.kind.endswith(type(error).__name__)
 
 
 def test_what_cannot_be_rebuilt_is_told_of() -> None:
@@ -165,5 +195,5 @@ def test_an_error_whose_text_cannot_be_made_is_told_of() -> None:
 def test_a_very_long_text_is_cut() -> None:
     packed = dump_error(ValueError("x" * (50 << 20)), "actor:2")
     assert len(packed) < 60 << 20
-    found: Any = load_error(packed)
+    found: Any = load_error(*packed)
     assert str(found).startswith("xxx")

@@ -1,0 +1,69 @@
+"""500 pairs of kills, 0 to 200 ms apart: roles of 2, 3, 4 and 8 workloads over both transports, and scripts that meet in
+``ctx.group``. It takes a quarter of an hour, and wants a machine that does nothing else: ``make chaos``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+
+import pytest
+
+from tests.integration.conftest import script, unirun
+from tests.integration.harness import SOON, Script, Unirun
+from tests.integration.kills import ENVIRON, SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workloads_up
+
+__all__ = ["script", "unirun"]
+
+PAIRS = int(os.environ.get("UNIRUN_CHAOS_PAIRS", "50"))
+"""Of each kind of job; there are ten kinds."""
+SEED = int(os.environ.get("UNIRUN_CHAOS_SEED", "0"))
+UP_AGAIN = 3.0
+"""Seconds in which all ranks are up again."""
+
+pytestmark = pytest.mark.timeout(60 + PAIRS * 20)
+
+
+def judge(what: str, seconds: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """Show what was measured, and hold it to the bar."""
+    with capsys.disabled():
+        median, worst = statistics.median(seconds), max(seconds)
+        print(
+            f"\n{what}: {len(seconds)} pairs, up again after {median:.2f} s (median), {worst:.2f} s (worst)"
+        )
+    late = {pair: round(each, 2) for pair, each in enumerate(seconds) if each > UP_AGAIN}
+    assert not late, f"up again too late: {late}"
+
+
+@pytest.mark.parametrize("transport", ["socket", "torch"])
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_workloads_are_up_again_after_two_deaths(
+    unirun: Unirun, script: Script, count: int, transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = script(WORKLOADS, "chaotic.py").parent
+    roles = ("--roles", f"w={count}@chaotic:Worker", "--max-restarts", 10 * PAIRS, "--transport", transport)
+    job = unirun.start(*roles, "--cwd", folder, env=ENVIRON)
+    seconds = kill_pairs(
+        job, lambda: workloads_up(unirun), PAIRS, random.Random(f"{SEED} {count} {transport}")
+    )
+    job.signal(signal.SIGTERM)
+    job.end(SOON)
+    judge(f"{count} workloads over {transport}", seconds, capsys)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_scripts_meet_again_after_two_deaths(
+    unirun: Unirun, script: Script, count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = script(SCRIPTS)
+    roles = ("--roles", f"v=2,w={count}", "--max-restarts", 10 * PAIRS)
+    job = unirun.start(*roles, train, cwd=train.parent, env=ENVIRON)
+    names = ["v:0", "v:1", *(f"w:{rank}" for rank in range(count))]
+    seconds = kill_pairs(
+        job, lambda: scripts_up(train.parent, names), PAIRS, random.Random(f"{SEED} {count}")
+    )
+    job.signal(signal.SIGTERM)
+    job.end(SOON)
+    judge(f"2 and {count} scripts in one group", seconds, capsys)

@@ -1,0 +1,118 @@
+"""Two ranks of a job are killed within a moment, again and again; each time all ranks must be up again soon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .harness import START, Running, Unirun
+
+GAP = 0.2
+"""Seconds between the two kills of a pair, at most."""
+
+LATE = 2.0
+"""Seconds after which the state of the job is printed."""
+
+# torch looks up the name of each address that it connects to. A resolver that loses a packet asks again after five
+# seconds, which says nothing about unirun.
+ENVIRON = {"RES_OPTIONS": "timeout:1 attempts:1"}
+
+Pids = Mapping[str, int]
+"""Of all workers, by ``role:rank``."""
+
+WORKLOADS = """
+    import torch.distributed as dist, unirun
+
+    class Worker(unirun.BaseWorkload):
+        def setup(self):
+            dist.init_process_group("gloo")
+"""
+
+SCRIPTS = """
+    # Each rank says in a file of its own with whom it has met: the pids of all members of the group, by rank.
+    import json, os, torch, torch.distributed as dist, unirun
+    ctx = unirun.init()
+    dist.init_process_group("gloo")
+    name = f"{ctx.role}:{ctx.rank}"
+    while True:
+        try:
+            group = ctx.group("v", "w")
+            pids = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(pids, torch.tensor([os.getpid()]), group=group)
+            with open(name + ".new", "w") as file:
+                json.dump([int(pid) for pid in pids], file)
+            os.replace(name + ".new", name)
+            # Nobody sends: only the end of the group ends this.
+            other = (group.rank() + 1) % len(pids)
+            dist.recv(torch.zeros(1), src=other, group=group)
+        except RuntimeError:
+            pass
+"""
+
+
+def workloads_up(unirun: Unirun) -> Pids | None:
+    """The workers, when the only role runs and all its ranks take calls."""
+    with contextlib.suppress(OSError, ValueError):
+        (role,) = json.loads((unirun.job_dir() / "state.json").read_text())["roles"]
+        workers = role["workers"]
+        if role["phase"] == "running" and all(worker["phase"] == "serving" for worker in workers):
+            return {f"{role['name']}:{worker['rank']}": worker["pid"] for worker in workers}
+    return None
+
+
+def scripts_up(met: Path, names: list[str]) -> Pids | None:
+    """The workers called `names`, when all are in one group."""
+    try:
+        views = {tuple(json.loads((met / name).read_text())) for name in names}
+    except OSError:
+        return None
+    return dict(zip(names, views.pop(), strict=True)) if len(views) == 1 else None
+
+
+def kill_pairs(job: Running, up: Callable[[], Pids | None], pairs: int, rng: random.Random) -> list[float]:
+    """Kill `pairs` pairs of ranks. Returns the seconds from each second kill until all were up."""
+    seconds = []
+    pids = _await(job, up, frozenset(), "at the start")
+    for pair in range(pairs):
+        first, second = rng.sample(sorted(pids), 2)
+        gap = rng.uniform(0.0, GAP)
+        os.kill(pids[first], signal.SIGKILL)
+        time.sleep(gap)
+        # Its role may have been started again meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[second], signal.SIGKILL)
+        killed = time.monotonic()
+        what = f"after pair {pair}: {first}, and {second} {gap * 1000:.0f} ms later"
+        pids = _await(job, up, frozenset((pids[first], pids[second])), what)
+        seconds.append(time.monotonic() - killed)
+    return seconds
+
+
+def _await(job: Running, up: Callable[[], Pids | None], dead: frozenset[int], what: str) -> Pids:
+    began, shown = time.monotonic(), False
+    while time.monotonic() < began + START:
+        pids = up()
+        if pids is not None and dead.isdisjoint(pids.values()):
+            return pids
+        assert job.popen.poll() is None, f"the job has ended {what}:\n{job.text[-3000:]}"
+        if time.monotonic() > began + LATE and not shown:
+            shown = True
+            print(f"late {what}: {_state(job)}")
+        time.sleep(0.005)
+    raise AssertionError(f"not all ranks are up {what}:\n{_state(job)}")
+
+
+def _state(job: Running) -> str:
+    """How the job stands, and its latest events."""
+    try:
+        folder = job.command.job_dir()
+        events = (folder / "events.jsonl").read_text().splitlines()
+        return "\n".join([(folder / "state.json").read_text(), *events[-20:]])
+    except (OSError, ValueError):
+        return "it has just been started"

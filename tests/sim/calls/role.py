@@ -1,0 +1,298 @@
+"""The model of a role of workloads: its processes, their process group, and the master that starts them again."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tests.sim.calls.actors import Actor, Clock
+from unirun.errors import ChannelError
+from unirun.roles import trainer_invocation
+from unirun.roles.calls.directory import Place
+from unirun.roles.calls.dispatcher import Dispatcher
+from unirun.roles.calls.policy import invocations
+from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait
+
+ROLE = "w"
+
+
+class Desk:
+    """The user's class. `step` adds the arguments of all ranks; `note` is for one."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def step(self, number: int) -> int:
+        """A collective."""
+        return self._worker.all_reduce(number)
+
+    @trainer_invocation(idempotent=True)
+    def step_again(self, number: int) -> int:
+        """The same, and may be repeated."""
+        return self._worker.all_reduce(number)
+
+    def two_steps(self, number: int) -> int:
+        """Two collectives."""
+        return self._worker.all_reduce(number) + self._worker.all_reduce(1)
+
+    def note(self, number: int) -> int:
+        """No collective."""
+        self._worker.ran.append(number)
+        return number
+
+
+class Worker:
+    """One process: a dispatcher in an actor. It is in `generation` once it has met the others there."""
+
+    def __init__(self, role: Role, me: Address) -> None:
+        self.role, self.me = role, me
+        self.generation = -1
+        self.told = role.generation
+        """The generation that it has heard of."""
+        self.steps = 0
+        self.ran: list[int] = []
+        self.serving = self.called = False
+        self._items: deque[Any] = deque()
+        desk = Desk(self)
+        self.dispatcher = Dispatcher(desk, me, invocations(desk), self, self)
+        self.channels: list[Line] = []
+        self.actor = Actor(role.clock, role.rng, self._run, f"{me}:{me.incarnation}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return not self.actor.killed
+
+    def _run(self) -> None:
+        self.catch_up(self.told)
+        self.serving = True
+        self.role.clock.after(self.role.delay(), partial(self.role.serves, self))
+        self.dispatcher.serve()
+
+    # what a dispatcher needs: its inbox and its generations
+    def put(self, item: Any, /) -> None:
+        """For the serving thread."""
+        self._items.append(item)
+        self.actor.wake()
+
+    def get(self) -> Any:
+        """The next item."""
+        self.actor.wait(lambda: self._items)
+        return self._items.popleft()
+
+    def catch_up(self, generation: int) -> None:
+        """Be in `generation`, or a later one; whoever waits there for somebody who is dead goes on to the next."""
+        self.actor.wait(lambda: self.told >= generation)
+        while self.generation < self.told:
+            wanted = self.told
+            here = self.role.meeting.setdefault(wanted, {})
+            here[self.me.rank] = self
+            self.role.wake_all()
+            self.actor.wait(
+                lambda wanted=wanted, here=here: len(here) == self.role.size or self.told > wanted
+            )
+            if len(here) == self.role.size and (self.told == wanted or self.role.rng.random() < 0.5):
+                self.generation, self.steps = wanted, 0
+
+    def hear(self, generation: int) -> None:
+        """The news of the next generation."""
+        if self.alive and generation > self.told:
+            self.told = generation
+            if self.serving:
+                self.dispatcher.run_first(partial(self.catch_up, generation))
+            self.actor.wake()
+
+    def all_reduce(self, number: int) -> int:
+        """Wait until all ranks of the generation are in this step. It fails when one dies, or when that is known."""
+        group, generation = self.role.meeting[self.generation], self.generation
+        key = generation, self.steps
+        self.steps += 1
+        given = self.role.collectives.setdefault(key, {})
+        given[self.me.rank] = number
+        self.role.wake_all()
+
+        def over() -> bool:
+            return self.told > generation or any(rank in self.role.noticed.get(key, ()) for rank in group)
+
+        self.actor.wait(lambda: len(given) == self.role.size or over())
+        if len(given) < self.role.size:
+            raise RuntimeError("connection closed by peer")
+        return sum(given.values())
+
+
+class Line(Channel):
+    """The caller's connection to one worker."""
+
+    def __init__(self, worker: Worker, broken: Callable[[str], None]) -> None:
+        self._worker, self._broken, self._role = worker, broken, worker.role
+        self._open = True
+        self._last = [0.0, 0.0]
+
+    def _deliver(self, way: int, do: Callable[[], None]) -> None:
+        """In order, after a delay."""
+        clock = self._role.clock
+        self._last[way] = max(self._last[way], clock.now + self._role.delay())
+        clock.after(self._last[way] - clock.now, do)
+
+    def call(
+        self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
+    ) -> Wait | None:
+        def arrive() -> None:
+            if self._open and self._worker.alive:
+                self._worker.called = True
+                self._worker.dispatcher.handle(parcel, reply)
+
+        def reply(answer: Parcel) -> None:
+            self._deliver(1, lambda: done(answer) if self._open else None)
+
+        self._deliver(0, arrive)
+        return None
+
+    def cut(self) -> None:
+        """It breaks; the caller notices that."""
+        if self._open:
+            self._open = False
+            self._role.clock.after(self._role.delay(), partial(self._broken, "cut"))
+
+    def close(self) -> None:
+        self._open = False
+
+
+class Seen:
+    """What the caller knows of a role."""
+
+    def __init__(self, role: Role) -> None:
+        self._role = role
+
+    def size(self, role: str) -> int:
+        """How many ranks it has."""
+        return self._role.size
+
+    def find(self, role: str, rank: int) -> Place:
+        """The worker that holds a rank."""
+        return self._role.seen[rank]
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """After each view."""
+        self._role.listeners.append(listener)
+
+
+class Role:
+    """The workers of a role, what their master decides, and the transport of their caller."""
+
+    name = "simulated"
+
+    def __init__(self, clock: Clock, rng: random.Random, size: int) -> None:
+        self.clock, self.rng, self.size = clock, rng, size
+        self.generation = 0
+        self.meeting: dict[int, dict[int, Worker]] = {}
+        self.collectives: dict[tuple[int, int], dict[int, int]] = {}
+        self.noticed: dict[tuple[int, int], set[int]] = {}
+        self.deaths: list[int] = []
+        self.losses: list[tuple[int, float]] = []
+        """When a rank died that had been called: its next call tells that."""
+        self.listeners: list[Callable[[], None]] = []
+        self._views: deque[dict[int, Place]] = deque()
+        self._reforming = False
+        self.workers = [Worker(self, Address(ROLE, rank, 0)) for rank in range(size)]
+        self.seen = {rank: Place(Address(ROLE, rank, 0)) for rank in range(size)}
+        self._truth = dict(self.seen)
+
+    def delay(self) -> float:
+        """Of a message."""
+        return self.rng.choice((0.0, 0.001, 0.01, 0.1)) * self.rng.random()
+
+    def wake_all(self) -> None:
+        """Something has changed that workers wait for."""
+        for worker in self.workers:
+            worker.actor.wake()
+
+    # the master
+    def serves(self, worker: Worker) -> None:
+        """A worker takes calls."""
+        if worker.alive:
+            self._tell(worker.me.rank, endpoint="here")
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL, and what follows."""
+        worker = self.workers[rank]
+        if not worker.alive:
+            return
+        self.deaths.append(rank)
+        if worker.called:
+            self.losses.append((rank, self.clock.now))
+        worker.actor.kill()
+        for line in worker.channels:
+            line.cut()
+        for key, given in self.collectives.items():
+            # Neighbours notice at once, others do not notice at all.
+            if len(given) < self.size and key[0] == worker.generation and self.rng.random() < 0.7:
+                self.clock.after(self.delay(), partial(self._notice, key, rank))
+        self.clock.after(self.delay(), partial(self._dead, worker))
+
+    def _notice(self, key: tuple[int, int], rank: int) -> None:
+        self.noticed.setdefault(key, set()).add(rank)
+        self.wake_all()
+
+    def _dead(self, worker: Worker) -> None:
+        self._tell(worker.me.rank, gone=True, endpoint="")
+        if not self._reforming:
+            self._reforming = True
+            self.clock.after(self.delay() + 0.01, self._open)
+
+    def _open(self) -> None:
+        """The next generation: who is dead gets a successor, all others are told."""
+        self._reforming = False
+        self.generation += 1
+        for rank, worker in enumerate(self.workers):
+            if self._truth[rank].gone:
+                fresh = Address(ROLE, rank, worker.me.incarnation + 1)
+                self.workers[rank] = Worker(self, fresh)
+                self._truth[rank] = Place(fresh)
+        self._tell(None)
+        for worker in self.workers:
+            self.clock.after(self.delay(), partial(worker.hear, self.generation))
+
+    def _tell(self, rank: int | None, **changes: Any) -> None:
+        """The directory changes, as the caller sees it a moment later; views come in order."""
+        if rank is not None:
+            place = self._truth[rank]
+            self._truth[rank] = Place(
+                place.address,
+                changes.get("endpoint", place.endpoint),
+                gone=changes.get("gone", place.gone),
+            )
+        whole = not any(place.gone for place in self._truth.values())
+        self._views.append(
+            {
+                r: Place(p.address, p.endpoint, self.generation, gone=p.gone, whole=whole)
+                for r, p in self._truth.items()
+            }
+        )
+        self.clock.after(self.delay(), self._see)
+
+    def _see(self) -> None:
+        self.seen = self._views.popleft()
+        for listener in self.listeners:
+            listener()
+
+    # the transport
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+        worker = self.workers[peer.rank]
+        if worker.me != peer or not worker.alive:
+            raise ChannelError(f"{peer} is not there")
+        line = Line(worker, broken)
+        worker.channels.append(line)
+        return line
+
+    def serve(self, me: Address, handler: Handler) -> str:
+        raise NotImplementedError
+
+    def inbox(self) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to end."""

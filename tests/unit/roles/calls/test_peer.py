@@ -1,0 +1,303 @@
+"""What one worker gets of its caller, whatever happens to the connection between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.sim.calls.actors import Clock, FakeService
+from unirun.errors import CallError, ChannelError, EncodingError
+from unirun.roles.calls.dispatcher import ACK
+from unirun.roles.calls.envelope import Request, decode_request, encode_address
+from unirun.roles.calls.peer import LARGE, MAX_RECONNECT, Peer
+from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
+
+ME, WORKER = Address("trainer", 0, 0), Address("actor", 1, 2)
+
+
+class Line:
+    """A channel that notes what goes over it."""
+
+    def __init__(self, broken: Callable[[str], None], unsendable: list[int]) -> None:
+        self.requests: list[Request] = []
+        self._unsendable = unsendable
+        self.waiting: dict[int, Callable[[Parcel], None]] = {}
+        self._broken, self.open, self._closed = broken, True, False
+
+    def cut(self) -> None:
+        """It breaks. Until the peer hears of it, what it sends gets lost."""
+        self.open = False
+        self.waiting.clear()
+        self._broken("cut")
+
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
+        assert not self._closed, "a call over a channel that was closed"
+        request = decode_request(parcel.head)
+        if bytes(request.body) == b"unsendable":
+            self._unsendable.append(request.seq)
+            raise EncodingError("it cannot be sent")
+        if not self.open:
+            return
+        self.requests.append(request)
+        if request.method != ACK.decode():
+            self.waiting[request.seq] = done
+
+    def close(self) -> None:
+        self.open, self._closed = False, True
+
+
+class Network:
+    """Connects to the worker, when it can be reached."""
+
+    name = "noted"
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.unsendable: list[int] = []
+        self.reachable = True
+        self.refused = 0
+
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+        assert (peer, endpoint) == (WORKER, "there")
+        if not self.reachable:
+            self.refused += 1
+            raise ChannelError("nobody answers")
+        assert not any(line.open for line in self.lines), "a second channel beside the first"
+        self.lines.append(Line(broken, self.unsendable))
+        return self.lines[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+class Calls(RuleBasedStateMachine):
+    """A peer, and everything that may happen to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.network = Clock(), Network()
+        self.answers: list[tuple[int, bytes]] = []
+        self.failures: list[int] = []
+        self.seq = 0
+        self.open: dict[int, Any] = {}
+        self.due: list[int] = []
+        self.gone = False
+        network: Any = self.network
+        transport: Transport = network
+        self.peer = Peer(
+            WORKER,
+            "there",
+            me=encode_address(ME),
+            transport=transport,
+            service=FakeService(self.clock),
+            answered=lambda call, parcel: self.answers.append((call.seq, parcel.head)),
+            failed=self._failed,
+        )
+
+    def _failed(self, call: Any, error: CallError) -> None:
+        assert isinstance(error, EncodingError)
+        self.failures.append(call.seq)
+
+    @property
+    def line(self) -> Line | None:
+        lines = [line for line in self.network.lines if line.open]
+        return lines[-1] if lines else None
+
+    def drop_unsendable(self) -> None:
+        """Calls that no channel takes are not open any more."""
+        for seq in self.network.unsendable:
+            self.open.pop(seq, None)
+
+    def settle(self) -> None:
+        """Let everything happen that is due."""
+        while self.clock.turn():
+            if not self.network.reachable and self.network.refused > 20:
+                return
+
+    @rule(joint=st.booleans(), generation=st.integers(0, 3), unsendable=st.booleans())
+    def send(self, joint: bool, generation: int, unsendable: bool) -> None:
+        """One call more. The numbers of calls grow, but a call that waited may be sent after a later one."""
+        self.seq += 1
+        waits = SimpleNamespace(wait_with=lambda wait: None)
+        body = b"unsendable" if unsendable else str(self.seq).encode()
+        invoked = SimpleNamespace(
+            ref=waits,
+            method=SimpleNamespace(wire=b"step"),
+            parcel=lambda index: Parcel(body),
+            joint=joint,
+            patience=None,
+        )
+        call: Any = SimpleNamespace(seq=self.seq, index=0, generation=0, invocation=invoked)
+        assert self.peer.send(call, generation) is not self.gone
+        assert not self.gone or call.seq not in {r.seq for line in self.network.lines for r in line.requests}
+        if not self.gone:
+            self.open[self.seq] = (call, joint, generation)
+
+    @precondition(lambda self: self.line is not None and self.line.waiting)
+    @rule(data=st.data(), large=st.booleans())
+    def answer(self, data: st.DataObject, large: bool) -> None:
+        """The worker answers one of the calls that it has, known or forgotten."""
+        assert self.line is not None
+        seq = data.draw(st.sampled_from(sorted(self.line.waiting)))
+        size = LARGE if large else 1
+        parcel = Parcel(bytes([seq % 256]) * size)
+        known, before = seq in self.open, len(self.answers)
+        self.line.waiting.pop(seq)(parcel)
+        assert self.answers[before:] == ([(seq, parcel.head)] if known else [])
+        self.open.pop(seq, None)
+        self.due.append(seq)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """The caller does not wait for an answer any more."""
+        seq = data.draw(st.sampled_from(sorted(self.open)))
+        self.peer.forget(self.open.pop(seq)[0])
+
+    @precondition(lambda self: self.line is not None)
+    @rule()
+    def breaks(self) -> None:
+        """The connection is gone."""
+        assert self.line is not None
+        self.line.cut()
+
+    @rule(reachable=st.booleans())
+    def network_changes(self, reachable: bool) -> None:
+        """The worker can, or cannot, be reached."""
+        self.network.reachable, self.network.refused = reachable, 0
+
+    @rule()
+    def time_passes(self) -> None:
+        """As much as it takes; whoever can be reached has everything that is open then."""
+        self.settle()
+        if self.gone or not self.network.reachable:
+            return
+        self.drop_unsendable()
+        assert sorted(self.failures) == sorted(self.network.unsendable), "each is told once"
+        assert not self.open or self.line is not None, "nobody connects again"
+        if self.line is not None:
+            sent = [request.seq for request in self.line.requests if request.method == "step"]
+            assert self.open.keys() <= {*sent}, "a call was not sent again"
+        assert not self.peer.mending
+
+    @precondition(lambda self: not self.gone)
+    @rule()
+    def lose(self) -> None:
+        """The worker is dead."""
+        owed = self.peer.lose()
+        assert [call.seq for call in owed] == sorted(self.open), "what it owes, in order"
+        self.open.clear()
+        self.gone = True
+        assert self.line is None, "its channel is closed"
+
+    @invariant()
+    def requests_are_what_was_asked_for(self) -> None:
+        """Each call once on a channel, with what belongs to it; and as many are open as are."""
+        self.drop_unsendable()
+        for line in self.network.lines:
+            steps = [request for request in line.requests if request.method == "step"]
+            assert len({request.seq for request in steps}) == len(steps), "a call twice on one channel"
+            for request in steps:
+                assert (request.caller, bytes(request.body)) == (ME, str(request.seq).encode())
+                if request.seq in self.open:
+                    _, joint, generation = self.open[request.seq]
+                    assert (request.joint, request.generation) == (joint, generation)
+        acked = [seq for line in self.network.lines for request in line.requests for seq in request.acks]
+        due = iter(self.due)
+        assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
+        assert len(self.peer) == len(self.open)
+
+    @invariant()
+    def calls_that_are_sent_again_keep_their_order(self) -> None:
+        """The worker runs them as they come."""
+        for line in self.network.lines:
+            sent = [request.seq for request in line.requests if request.method == "step"]
+            assert sent == sorted(sent)
+
+    def teardown(self) -> None:
+        """Everybody can be reached again: what is open is with the worker, and large results are acked."""
+        self.network.reachable = True
+        self.time_passes()
+        self.peer.close()
+        assert self.line is None
+
+
+TestWhateverHappens = Calls.TestCase
+TestWhateverHappens.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def calls(*seqs: int) -> list[Any]:
+    """Calls that are told apart by their numbers."""
+    found = []
+    for seq in seqs:
+        invoked = SimpleNamespace(
+            ref=None,
+            method=SimpleNamespace(wire=b"step"),
+            parcel=lambda index: Parcel(b""),
+            joint=False,
+            patience=None,
+        )
+        found.append(SimpleNamespace(seq=seq, index=0, generation=0, invocation=invoked))
+    return found
+
+
+def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbers() -> None:
+    """One thread has numbered its calls first and sends them last."""
+    machine = Calls()
+    seqs = [1, 2, 3, 4, 5]
+    random.Random(1).shuffle(seqs)
+    for call in calls(*seqs):
+        machine.peer.send(call, 0)
+    first = machine.network.lines[0]
+    assert [request.seq for request in first.requests] == seqs
+    first.cut()
+    machine.settle()
+    assert [request.seq for request in machine.network.lines[1].requests] == [1, 2, 3, 4, 5]
+
+
+def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
+    machine = Calls()
+    machine.network.reachable = False
+    (call,) = calls(1)
+    machine.peer.send(call, 0)
+    times = []
+    for _ in range(9):
+        refused = machine.network.refused
+        while machine.network.refused == refused:
+            assert machine.clock.turn()
+        times.append(machine.clock.now - 1000.0)
+    assert times == pytest.approx([0, 0.02, 0.06, 0.14, 0.3, 0.62, 1.26, 2.26, 3.26])
+    assert MAX_RECONNECT == 1.0
+    machine.network.reachable = True
+    while not machine.network.lines:
+        machine.clock.turn()
+    machine.network.lines[0].waiting.pop(1)(Parcel(b""))
+    machine.network.lines[0].cut()
+    machine.network.reachable, machine.network.refused = False, 0
+    machine.clock.turn()
+    before, (call,) = machine.clock.now, calls(2)
+    machine.peer.send(call, 0)
+    while machine.network.refused < 3:
+        machine.clock.turn()
+    assert machine.clock.now - before == pytest.approx(0.02), "an answer shows that it is well"
+
+
+def test_a_large_result_is_acked_at_once() -> None:
+    machine = Calls()
+    first, second = calls(1, 2)
+    machine.peer.send(first, 0)
+    machine.peer.send(second, 0)
+    line = machine.network.lines[0]
+    line.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
+    machine.settle()
+    assert len(line.requests) == 2, "a small one waits for the next call"
+    line.waiting.pop(2)(Parcel(b"x" * LARGE))
+    machine.settle()
+    assert [(request.method, request.acks) for request in line.requests[2:]] == [(ACK.decode(), (1, 2))]

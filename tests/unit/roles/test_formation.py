@@ -1,0 +1,306 @@
+"""How a worker's default group follows the generations of its role. The worker is this process, its role has one rank
+or two, and the stores are real ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+import unirun.roles.formation
+from unirun.errors import GroupError
+from unirun.rendezvous.endpoints import GENERATION_KEY
+from unirun.roles.formation import Formation
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.process_groups import ProcessGroups, process_groups
+from unirun.wire.messages import Message
+from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
+
+distributed: Any = dist
+SOON = 10.0
+"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
+LONG = timedelta(minutes=30)
+
+
+class Worker(Peers):
+    """Rank 0 of a role. `role_has` is the agent's word, `tell` the worker's to its agent."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("actor", 0, {"actor": RoleInfo("actor", size, 0)})
+        self.size = size
+        self.told: list[Message] = []
+        self.says = threading.Condition()
+        self.stores: list[Any] = []
+        self.at_meeting: list[int] = []
+
+    def role_has(self, generation: int) -> None:
+        """The role is at `generation`, whose store stands."""
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set(GENERATION_KEY, str(generation))
+        self.stores.append(store)
+        info = RoleInfo("actor", self.size, generation, f"127.0.0.1:{store.port}")
+        with self._changed:
+            self._roles["actor"] = info
+            self._changed.notify_all()
+
+    def tell(self, message: Message) -> None:
+        with self.says:
+            self.told.append(message)
+            if isinstance(message, GroupMeets) and self.stores:
+                self.at_meeting.append(self.stores[-1].num_keys())
+            self.says.notify_all()
+
+    def has_told(self, kind: type[Message]) -> Message:
+        """The first message of a kind, awaited."""
+        with self.says:
+            assert self.says.wait_for(lambda: any(isinstance(m, kind) for m in self.told), SOON), self.told
+            return next(m for m in self.told if isinstance(m, kind))
+
+    def setup(self) -> None:
+        """As users write it."""
+        address, _, port = self.known("actor").endpoint.rpartition(":")
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=port, RANK="0", WORLD_SIZE=str(self.size))
+        dist.init_process_group("gloo", timeout=LONG)
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroups]:
+    """Those of this process, which has no default group before and after the test."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    groups = process_groups()
+    begin, default = groups.begin, groups.default
+    yield groups
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    groups.end_all()
+    groups.begin, groups.default = begin, default
+    # A failed group counts in torch, and a worker has a process of its own.
+    distributed.distributed_c10d._world.group_count = 0
+
+
+@pytest.fixture
+def formed() -> list[int]:
+    """The generations that the user's `on_generation` was given."""
+    return []
+
+
+@pytest.fixture
+def alone(groups: ProcessGroups, formed: list[int]) -> tuple[Worker, Formation]:
+    """The only rank of a role."""
+    worker = Worker(1)
+    return worker, Formation(worker, formed.append)
+
+
+def peer_meets(worker: Worker, pool: ThreadPoolExecutor) -> Callable[[], Any]:
+    """A newcomer, rank 1, comes to the latest store: it has made no group before. Returns what waits for its group."""
+    store = distributed.PrefixStore(
+        "default_pg", distributed.TCPStore("127.0.0.1", worker.stores[-1].port, is_master=False)
+    )
+    # As torch names the first group of a process.
+    prefix = distributed.PrefixStore("cpu/", distributed.PrefixStore("0/", store))
+    future = pool.submit(ProcessGroupGloo, prefix, 1, 2, timeout=timedelta(seconds=SOON))
+    return lambda: future.result(SOON)
+
+
+class TestEntering:
+    def test_meets_forms_and_tells(self, alone: tuple[Worker, Formation], formed: list[int]) -> None:
+        worker, formation = alone
+        worker.role_has(3)
+        formation.enter(worker.setup)
+        assert worker.told == [GroupMeets(3), GroupFormed(3)]
+        assert formation.generation == 3
+        assert formed == [3]
+
+    def test_tells_that_it_meets_before_anything_is_in_the_store(
+        self, alone: tuple[Worker, Formation]
+    ) -> None:
+        worker, formation = alone
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        # Torch itself counts the workers that join a store.
+        assert worker.at_meeting == [2]
+
+    def test_goes_on_to_the_generation_that_came_meanwhile(
+        self, alone: tuple[Worker, Formation], formed: list[int]
+    ) -> None:
+        worker, formation = alone
+        worker.role_has(0)
+
+        def slow() -> None:
+            worker.setup()
+            worker.role_has(1)
+
+        formation.enter(slow)
+        assert worker.told[-1] == GroupFormed(1)
+        assert formed == [0, 1]
+
+    def test_without_a_group_has_nothing_to_form(
+        self, alone: tuple[Worker, Formation], formed: list[int]
+    ) -> None:
+        worker, formation = alone
+        worker.role_has(2)
+        formation.enter(lambda: None)
+        assert not dist.is_initialized()
+        assert formed[-1] == 2
+
+    def test_fails_at_once_with_an_error_of_the_users_own(self, alone: tuple[Worker, Formation]) -> None:
+        worker, formation = alone
+        worker.role_has(0)
+        with pytest.raises(ZeroDivisionError):
+            formation.enter(lambda: 1 // 0)  # type: ignore[arg-type]
+
+    def test_fails_with_an_error_of_torch_that_no_loss_explains(
+        self, alone: tuple[Worker, Formation], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.01)
+        worker, formation = alone
+        worker.role_has(0)
+        with pytest.raises(AssertionError, match="Unknown backend"):
+            formation.enter(
+                lambda: dist.init_process_group(
+                    "nothing", store=distributed.HashStore(), rank=0, world_size=1
+                )
+            )
+        assert GroupFormed(0) not in worker.told
+
+
+class TestFollowing:
+    def test_forms_the_group_again_as_it_was(
+        self, alone: tuple[Worker, Formation], formed: list[int]
+    ) -> None:
+        worker, formation = alone
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        worker.role_has(1)
+        assert formation.outdated
+        formation.follow()
+        group: Any = dist.group.WORLD
+        assert group._get_backend(torch.device("cpu")).options._timeout == LONG
+        assert not formation.outdated
+        assert formed == [0, 1]
+        assert os.environ["MASTER_PORT"] == str(worker.stores[-1].port)
+
+    def test_takes_up_the_news_of_a_caller(self, alone: tuple[Worker, Formation]) -> None:
+        worker, formation = alone
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        agent = threading.Timer(0.05, worker.role_has, [1])
+        agent.start()
+        formation.catch_up(1)
+        agent.join()
+        assert formation.generation == 1
+
+    def test_a_user_who_fails_in_the_new_generation_fails(
+        self, groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.01)
+        worker = Worker(1)
+
+        def on_generation(generation: int) -> None:
+            if generation:
+                raise LookupError("user")
+
+        formation = Formation(worker, on_generation)
+        worker.role_has(0)
+        formation.enter(worker.setup)
+        worker.role_has(1)
+        with pytest.raises(LookupError):
+            formation.follow()
+        assert GroupFormed(1) not in worker.told
+
+
+class TestForming:
+    """Two ranks; rank 1 is a thread of this process, without a default group of its own."""
+
+    @pytest.fixture
+    def pool(self) -> Iterator[ThreadPoolExecutor]:
+        with ThreadPoolExecutor(2) as pool:
+            yield pool
+            process_groups().end_all()
+
+    @pytest.fixture
+    def worker(self) -> Worker:
+        return Worker(2)
+
+    @pytest.fixture
+    def formation(self, worker: Worker, groups: ProcessGroups, formed: list[int]) -> Formation:
+        return Formation(worker, formed.append)
+
+    def overtaken(self, worker: Worker, formation: Formation, generation: int) -> threading.Thread:
+        """The next generation comes while rank 0 waits for rank 1 in `generation`."""
+
+        def agent() -> None:
+            worker.has_told(GroupMeets)
+            store = worker.stores[-1]
+            store.wait(["default_pg/0//cpu//0/0"], timedelta(seconds=SOON))
+            worker.role_has(generation + 1)
+            formation.news()
+
+        thread = threading.Thread(target=agent)
+        thread.start()
+        return thread
+
+    def test_that_is_overtaken_ends_and_meets_a_newcomer_in_the_next(
+        self, worker: Worker, formation: Formation, pool: ThreadPoolExecutor, formed: list[int]
+    ) -> None:
+        worker.role_has(0)
+        agent = self.overtaken(worker, formation, 0)
+        with pytest.raises(GroupError, match="was ended"):
+            worker.setup()
+        agent.join()
+        newcomer = peer_meets(worker, pool)
+        formation.follow()
+        assert newcomer() is not None
+        assert formed == [1]
+        assert worker.told == [GroupMeets(0), GroupMeets(1), GroupFormed(1)]
+
+    def test_that_is_overtaken_again_goes_on_to_the_last(
+        self, worker: Worker, formation: Formation, pool: ThreadPoolExecutor, formed: list[int]
+    ) -> None:
+        worker.role_has(0)
+        first = self.overtaken(worker, formation, 0)
+        with pytest.raises(GroupError, match="was ended"):
+            worker.setup()
+        first.join()
+
+        def again() -> Any:
+            with worker.says:
+                assert worker.says.wait_for(lambda: GroupMeets(1) in worker.told, SOON)
+            worker.role_has(2)
+            formation.news()
+            return peer_meets(worker, pool)()
+
+        newcomer = pool.submit(again)
+        formation.follow()
+        assert newcomer.result(SOON) is not None
+        assert (formation.generation, formed) == (2, [2])
+        assert worker.told == [*map(GroupMeets, (0, 1, 2)), GroupFormed(2)]
+
+    def test_that_nothing_can_end_is_told_as_stuck(
+        self, worker: Worker, formation: Formation, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+    ) -> None:
+        monkeypatch.setattr(unirun.roles.formation, "STUCK", 0.05)
+        monkeypatch.setattr(unirun.roles.formation, "SAMPLE", 0.01)
+        end_outdated = process_groups().end_outdated
+        monkeypatch.setattr(process_groups(), "end_outdated", lambda: None)
+        worker.role_has(0)
+        agent = self.overtaken(worker, formation, 0)
+        freed = pool.submit(lambda: (worker.has_told(Stuck), end_outdated()))
+        with pytest.raises(GroupError, match="was ended"):
+            worker.setup()
+        agent.join()
+        freed.result(SOON)
+        stuck = worker.has_told(Stuck)
+        assert isinstance(stuck, Stuck)
+        assert stuck.generation == 0
+        assert "init_process_group" in stuck.stack

@@ -1,0 +1,209 @@
+"""Groups across roles. `actor:0` is this process; `rollout:0` is a thread of it, with a group of its own making."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from unirun.errors import GroupError
+from unirun.roles.groups import GroupForge
+from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.process_groups import process_groups
+from unirun.wire.messages import RoleView, WorkerView
+
+distributed: Any = dist
+SOON = 10.0
+"""Seconds in which everything must have happened that nothing holds up, on a busy machine."""
+LONG = timedelta(minutes=30)
+ROLES = ("actor", "rollout")
+
+
+class Actor(Peers):
+    """What `actor:0` knows; both roles have one rank and meet in a real store."""
+
+    def __init__(self) -> None:
+        super().__init__("actor", 0, {name: RoleInfo(name, 1, 0) for name in ROLES})
+        self.linked = True
+        self.store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.role_has("actor", 0)
+        self.role_has("rollout", 0)
+
+    def role_has(self, role: str, generation: int, phase: str = "running", worker: str = "running") -> None:
+        """The agent tells of a role."""
+        endpoint = f"127.0.0.1:{self.store.port}"
+        with self._changed:
+            self._roles = {**self._roles, role: RoleInfo(role, 1, generation, endpoint)}
+            self._views[role] = RoleView(
+                role, 1, generation, endpoint, phase, (WorkerView(0, 0, worker, {}),)
+            )
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
+
+
+class Rollout:
+    """`rollout:0`, in threads."""
+
+    def __init__(self, actor: Actor, pool: ThreadPoolExecutor) -> None:
+        self._actor, self._pool = actor, pool
+
+    def prefix(self, actor: int, rollout: int) -> str:
+        """Where the members of the roles' generations meet."""
+        return f"unirun/actor.{actor}+rollout.{rollout}/gloo"
+
+    def comes(self, actor: int, rollout: int) -> Future[Any]:
+        """It meets with the other in these generations, and has the group."""
+        client = distributed.TCPStore("127.0.0.1", self._actor.store.port, is_master=False)
+        store = distributed.PrefixStore(self.prefix(actor, rollout), client)
+        store.set("here/1", "1")
+        # As torch prefixes what it gives to a backend.
+        place = distributed.PrefixStore(
+            "cpu/", distributed.PrefixStore(self.prefix(actor, rollout)[7:] + "/", store)
+        )
+        return self._pool.submit(ProcessGroupGloo, place, 1, 2, timeout=LONG)
+
+    def meets(self, actor: int, rollout: int) -> None:
+        """Wait until the other is there."""
+        self._actor.store.wait([f"{self.prefix(actor, rollout)}/here/0"], timedelta(seconds=SOON))
+
+
+@pytest.fixture
+def actor() -> Iterator[Actor]:
+    yield Actor()
+    process_groups().end_all()
+    for group in list(distributed.distributed_c10d._world.pg_map):
+        distributed.distributed_c10d._abort_process_group(group)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture
+def rollout(actor: Actor, pool: ThreadPoolExecutor) -> Rollout:
+    return Rollout(actor, pool)
+
+
+@pytest.fixture
+def forge(actor: Actor) -> GroupForge:
+    return GroupForge(actor)
+
+
+def group_of(forge: GroupForge, timeout: timedelta = LONG) -> Any:
+    return forge.group(ROLES, "gloo", timeout)
+
+
+def sum_of(group: Any, peer: Any) -> int:
+    """Both members add up their ranks and one."""
+    mine, theirs = torch.tensor([1]), torch.tensor([2])
+    other = peer.allreduce([theirs])
+    group.allreduce([mine]).wait()
+    other.wait()
+    assert torch.equal(mine, theirs)
+    return int(mine)
+
+
+def test_all_ranks_of_all_roles_are_in_it_in_order(rollout: Rollout, forge: GroupForge) -> None:
+    peer = rollout.comes(0, 0)
+    group = group_of(forge)
+    assert (group.rank(), group.size()) == (0, 2)
+    assert sum_of(group, peer.result(SOON)) == 3
+
+
+def test_it_is_kept_as_long_as_the_generations_last(
+    actor: Actor, rollout: Rollout, forge: GroupForge
+) -> None:
+    peer = rollout.comes(0, 0)
+    group = group_of(forge)
+    assert group_of(forge) is group
+    actor.role_has("rollout", 1)
+    with pytest.raises(RuntimeError):
+        group.allreduce([torch.tensor([1])]).wait()
+    peer.result(SOON)
+    peer = rollout.comes(0, 1)
+    again = group_of(forge)
+    assert again is not group
+    assert sum_of(again, peer.result(SOON)) == 3
+
+
+def test_a_restart_while_it_is_waited_for_moves_the_meeting(
+    actor: Actor, rollout: Rollout, forge: GroupForge, pool: ThreadPoolExecutor
+) -> None:
+    def agent() -> Any:
+        rollout.meets(0, 0)
+        actor.role_has("rollout", 1)
+        rollout.meets(0, 1)
+        return rollout.comes(0, 1)
+
+    news = pool.submit(agent)
+    group = group_of(forge)
+    assert sum_of(group, news.result(SOON).result(SOON)) == 3
+
+
+def test_a_restart_while_it_is_being_formed_ends_that(
+    actor: Actor, rollout: Rollout, forge: GroupForge, pool: ThreadPoolExecutor
+) -> None:
+    def agent() -> Any:
+        # It has come, and dies before it has connected.
+        store = distributed.PrefixStore(rollout.prefix(0, 0), actor.store)
+        store.set("here/1", "1")
+        store.wait(["actor.0+rollout.0/gloo//cpu//0/0"], timedelta(seconds=SOON))
+        actor.role_has("rollout", 1)
+        return rollout.comes(0, 1)
+
+    news = pool.submit(agent)
+    group = group_of(forge)
+    assert sum_of(group, news.result(SOON).result(SOON)) == 3
+
+
+def test_a_member_that_does_not_come_is_named(forge: GroupForge) -> None:
+    began = time.monotonic()
+    with pytest.raises(GroupError, match="group rank 1 did not come in time"):
+        group_of(forge, timedelta(milliseconds=50))
+    assert time.monotonic() - began < SOON
+
+
+def test_a_role_that_has_ended_is_not_waited_for(actor: Actor, rollout: Rollout, forge: GroupForge) -> None:
+    def agent() -> None:
+        rollout.meets(0, 0)
+        actor.role_has("rollout", 0, "succeeded", "ended")
+
+    thread = threading.Thread(target=agent)
+    thread.start()
+    with pytest.raises(GroupError, match="rollout has ended with exit code 0, and is waited for"):
+        group_of(forge)
+    thread.join()
+
+
+def test_a_member_whose_connection_breaks_is_waited_for(
+    actor: Actor, rollout: Rollout, forge: GroupForge, pool: ThreadPoolExecutor
+) -> None:
+    peer = rollout.comes(0, 0)
+    group_of(forge)
+    # It dies, and its role is started again.
+    del peer
+    broken = threading.Event()
+
+    def agent() -> Any:
+        assert broken.wait(SOON)
+        actor.role_has("rollout", 1)
+        return rollout.comes(0, 1)
+
+    news = pool.submit(agent)
+    (kept,) = forge._groups.values()
+    for each in kept.gloo:
+        each.end()
+    assert not kept.intact
+    broken.set()
+    assert sum_of(group_of(forge), news.result(SOON).result(SOON)) == 3

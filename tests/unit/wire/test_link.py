@@ -1,0 +1,63 @@
+"""A worker has one link to its agent: it proves the job's token there, and says who it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.wire.test_streams import TOKEN, serving
+from unirun.errors import JobError, RendezvousError
+from unirun.wire import FrameReader, Message, decode, link
+from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
+from unirun.wire.messages import Hello
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What a worker finds; nothing of it stays open."""
+    (tmp_path / "token").write_text(TOKEN.hex())
+    (tmp_path / "token").chmod(0o600)
+    opened: dict[int, link.BlockingStream] = {}
+    monkeypatch.setattr(link, "_current", opened)
+    yield {
+        "UNIRUN_SOCKET": str(tmp_path / "agent.n0.sock"),
+        "ROLE_NAME": "actor",
+        "RANK": "3",
+        "UNIRUN_INCARNATION": "2",
+    }
+    for stream in opened.values():
+        stream.close()
+
+
+def test_it_says_who_it_is_to_an_agent_that_knows_the_token(environ: dict[str, str]) -> None:
+    heard: list[Message] = []
+
+    def agent(connection) -> None:  # type: ignore[no-untyped-def]
+        handshake, reader = ServerHandshake(TOKEN), FrameReader()
+        connection.sendall(handshake.hello())
+        connection.sendall(handshake.proof(connection.recv(ANSWER_SIZE)))
+        while not heard:
+            heard.extend(map(decode, reader.feed(connection.recv(4096))))
+
+    with serving(Path(environ["UNIRUN_SOCKET"]), agent):
+        opened = link.open_link(environ)
+    assert heard == [Hello(role="actor", rank=3, incarnation=2, pid=os.getpid(), running=True)]
+    assert link.open_link(environ) is opened, "a process has one"
+
+
+def test_a_fork_does_not_use_the_link_of_its_parent(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = link.BlockingStream.__new__(link.BlockingStream)
+    monkeypatch.setattr(link, "_current", {os.getppid(): theirs})
+    with pytest.raises(RendezvousError, match="nobody answers at .*agent.n0.sock"):
+        link.open_link(environ)
+
+
+def test_without_a_token_there_is_no_link(environ: dict[str, str]) -> None:
+    Path(environ["UNIRUN_SOCKET"]).with_name("token").unlink()
+    with pytest.raises(JobError, match="no token can be read"):
+        link.open_link(environ)

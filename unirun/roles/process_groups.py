@@ -1,0 +1,379 @@
+"""The process groups of this process: how the default one was made, which sockets gloo's have, and how to end them.
+
+gloo has no call that ends a group (`ProcessGroup.abort` does nothing for it, torch 2.13). A rank that waits for a dead
+peer, or for a survivor that has given up, waits until the group's timeout of half an hour. `GlooGroup.end` wakes it
+wherever it waits:
+
+- for an address in the rendezvous store: the store that the group was given looks at `ended`;
+- in a collective, or for an answer of a peer: the group's sockets are shut down;
+- for a peer that is to connect and never does: `end` connects in its place, and closes.
+
+The group's sockets are known exactly. Each rank publishes where it listens, and every connection of the group has such
+an address at one end. So the constructor of `ProcessGroupGloo` is given a store that notes what is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from unirun.errors import GroupError
+
+SLICE = 0.2
+"""Seconds of each wait in a store, between two looks at `GlooGroup.ended`."""
+KNOCK_TIMEOUT = 1.0
+"""Seconds for a connection to this process's own listening socket."""
+
+_ESTABLISHED = 1
+_SIZE = struct.Struct("=Q")
+_NUMBER = struct.Struct("=q")
+_STORAGE = 128
+"""Bytes of a ``sockaddr_storage``; a sequence number follows it in gloo's form of an address."""
+
+Address = tuple[str, int]
+"""IP address and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a rank puts into the store: where it listens, and the number with which each peer, in rank order,
+    announces itself there."""
+
+    address: Address
+    numbers: tuple[int, ...]
+
+
+def parse_published(value: bytes) -> Published:
+    """The inverse of ``Rank::bytes()`` in gloo/transport/tcp/context.cc. Raises ValueError.
+
+    ::
+
+        size(8) hostname | size(8) sockaddr_storage(128) sequence(8) | a number for each peer, 8 bytes each
+    """
+    try:
+        (length,) = _SIZE.unpack_from(value)
+        at = _SIZE.size + min(length, len(value))
+        (length,) = _SIZE.unpack_from(value, at)
+        at += _SIZE.size
+        storage, rest = value[at : at + _STORAGE], value[at + length :]
+        if length != _STORAGE + _NUMBER.size or len(storage) < _STORAGE or len(rest) % _NUMBER.size:
+            raise ValueError(f"an address of {length} bytes and {len(rest)} bytes of numbers")
+        (family,) = struct.unpack_from("=H", storage)
+        (port,) = struct.unpack_from(">H", storage, 2)
+        ip = {socket.AF_INET: storage[4:8], socket.AF_INET6: storage[8:24]}.get(family)
+        if ip is None:
+            raise ValueError(f"an address of family {family}")
+    except struct.error as error:
+        raise ValueError(f"{len(value)} bytes are no rank of a gloo group: {error}") from error
+    return Published(
+        (socket.inet_ntop(family, ip), port), tuple(number for (number,) in _NUMBER.iter_unpack(rest))
+    )
+
+
+class GlooGroup:
+    """One gloo group of this process. `over` tells whether it belongs to the past."""
+
+    def __init__(self, size: int, over: Callable[[], bool]) -> None:
+        self.over = over
+        self.ended = self.formed = False
+        self._size = size
+        self._own: Published | None = None
+        self._peers: set[Address] = set()
+        self._sockets: dict[int, int] = {}
+        self.store: Any = None
+        """Held as long as the group: gloo reads it again when it connects lazily, and does not keep it alive."""
+
+    def published(self, value: bytes) -> None:
+        """This rank's own word in the store."""
+        with contextlib.suppress(ValueError):
+            self._own = parse_published(value)
+
+    def found(self, value: bytes) -> None:
+        """A word of some rank, this one's perhaps."""
+        with contextlib.suppress(ValueError):
+            self._peers.add(parse_published(value).address)
+
+    def complete(self) -> None:
+        """The group is formed. Raises `GroupError` when it was ended meanwhile."""
+        if self.ended:
+            raise GroupError("the process group was ended while it was formed", "a rank was started again")
+        self._sockets = self._find()
+        self.formed = True
+
+    def intact(self) -> bool:
+        """Whether all connections that it was formed with still stand."""
+        return not self.ended and all(
+            _inode(number) == inode and _established(number) for number, inode in self._sockets.items()
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether this process still has a socket of it."""
+        return any(_inode(number) == inode for number, inode in self._sockets.items())
+
+    def end(self) -> None:
+        """Let everything fail that waits in this group, in this process and in its peers. Safe to call twice."""
+        self.ended = True
+        for number, inode in self._find().items():
+            if _inode(number) == inode:
+                with contextlib.suppress(OSError), _borrowed(number) as sock:
+                    sock.shutdown(socket.SHUT_RDWR)
+        if not self.formed and self._own is not None:
+            for number in self._own.numbers or range(self._size):
+                _knock(self._own.address, number)
+
+    def _find(self) -> dict[int, int]:
+        """The connections of the group that are open now: descriptors with their inodes, as a number is used again."""
+        found = {}
+        own = self._own.address if self._own else None
+        peers = self._peers - {own}
+        with _borrowing:
+            for number, inode in _sockets():
+                local, remote = _ends(number)
+                if remote is not None and (local == own or remote in peers):
+                    found[number] = inode
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultGroup:
+    """With what the user's code has made the default process group."""
+
+    backend: str
+    timeout: timedelta
+    device_id: Any
+
+
+class ProcessGroups:
+    """The process groups that this process makes; of gloo's those that are being formed or stand."""
+
+    def __init__(self) -> None:
+        self.begin: Callable[[Any], Callable[[], bool]] = lambda store: lambda: False
+        """Called with the store in which the ranks of a new group meet, of whatever backend. Returns what tells, at any
+        time, whether that group belongs to the past."""
+        self.default: DefaultGroup | None = None
+        """The latest one; None when there was none."""
+        self._groups: list[GlooGroup] = []
+        self._lock = threading.Lock()
+        self._mine = threading.local()
+
+    @contextlib.contextmanager
+    def forming(self, over: Callable[[], bool]) -> Iterator[list[GlooGroup]]:
+        """Groups that this thread makes in the block belong to the past when `over` says so. Yields the list of those
+        that were formed."""
+        made: list[GlooGroup] = []
+        before, self._mine.block = self._block, (over, made)
+        try:
+            yield made
+        finally:
+            self._mine.block = before
+
+    @property
+    def _block(self) -> tuple[Callable[[], bool], list[GlooGroup]] | None:
+        return getattr(self._mine, "block", None)
+
+    def end_outdated(self) -> None:
+        """End the groups that belong to the past. From any thread."""
+        with self._lock:
+            groups = list(self._groups)
+        for group in groups:
+            if not group.ended and group.over():
+                group.end()
+
+    def end_all(self) -> None:
+        """End every group, and forget it."""
+        with self._lock:
+            groups, self._groups = self._groups, []
+        for group in groups:
+            group.end()
+
+    def meeting(self, store: Any) -> contextlib.AbstractContextManager[Any]:
+        """Around torch's making of a group whose ranks meet in `store`."""
+        return contextlib.nullcontext() if self._block else self.forming(self.begin(store))
+
+    @contextlib.contextmanager
+    def building(self, store: Any, size: int) -> Iterator[Any]:
+        """Around the constructor of a gloo group, which is to be given the store that this yields.
+        Raises `GroupError` when the group was ended meanwhile."""
+        block = self._block
+        if block is None:
+            # Not made by torch.distributed itself: its owner looks after it.
+            yield store
+            return
+        over, made = block
+        group = GlooGroup(size, over)
+        with self._lock:
+            self._groups = [each for each in self._groups if each.open or not each.formed]
+            self._groups.append(group)
+        try:
+            # The news may have come before the group was in the list.
+            self.end_outdated()
+            group.store = _watched_store(store, group)
+            yield group.store
+            group.complete()
+        except BaseException:
+            with self._lock:
+                self._groups = [each for each in self._groups if each is not group]
+            raise
+        made.append(group)
+
+
+_known: ProcessGroups | None = None
+
+
+def process_groups() -> ProcessGroups:
+    """The process groups that this process makes after the first call of this. Imports torch.
+
+    torch has no hook there. So two functions of it are wrapped: the one by which `torch.distributed` makes any group,
+    and the constructor of gloo groups.
+    """
+    global _known
+    if _known is None:
+        _known = ProcessGroups()
+        c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+        c10d._new_process_group_helper = _wrapped_helper(_known, c10d._new_process_group_helper)
+        if (kind := getattr(c10d, "ProcessGroupGloo", None)) is not None:
+            kind.__init__ = _wrapped_constructor(_known, kind.__init__)
+    return _known
+
+
+def end_outdated() -> None:
+    """End the known groups that belong to the past."""
+    if _known is not None:
+        _known.end_outdated()
+
+
+def _wrapped_helper(groups: ProcessGroups, helper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(helper)
+    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group_desc") == "default_pg":
+            groups.default = DefaultGroup(str(backend), kwargs["timeout"], kwargs.get("device_id"))
+        with groups.meeting(store):
+            return helper(size, rank, ranks, backend, store, *args, **kwargs)
+
+    return make
+
+
+def _wrapped_constructor(groups: ProcessGroups, construct: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(construct)
+    def __init__(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        with groups.building(store, size) as watched:
+            construct(self, watched, rank, size, *args, **kwargs)
+
+    return __init__
+
+
+def _watched_store(store: Any, group: GlooGroup) -> Any:
+    """`store`, which notes what the ranks publish and ends its waits when the group is ended."""
+    distributed: Any = importlib.import_module("torch.distributed")
+
+    class Watched(distributed.Store):  # type: ignore[misc]
+        def set(self, key: str, value: Any) -> None:
+            group.published(value.encode() if isinstance(value, str) else value)
+            store.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            self.wait([key])
+            return self._found(store.get(key))
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            self.wait(keys)
+            return [self._found(value) for value in store.multi_get(keys)]
+
+        def _found(self, value: bytes) -> bytes:
+            group.found(value)
+            return value
+
+        def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            patience = timeout or store.timeout
+            deadline = time.monotonic() + patience.total_seconds()
+            while True:
+                if group.ended:
+                    raise GroupError(
+                        "the process group was ended while it was formed", "a rank was started again"
+                    )
+                left = deadline - time.monotonic()
+                try:
+                    store.wait(keys, timedelta(seconds=max(min(left, SLICE), 0.001)))
+                    return
+                except distributed.DistStoreError:
+                    if left <= SLICE:
+                        raise
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+            for value in values:
+                group.published(value)
+            store.multi_set(keys, values)
+
+        check, add, append, has_extended_api = store.check, store.add, store.append, store.has_extended_api
+        compare_set, delete_key, num_keys = store.compare_set, store.delete_key, store.num_keys
+
+    return Watched()
+
+
+def _knock(address: Address, number: int) -> None:
+    """Connect as the peer that announces itself with `number`, and close."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(KNOCK_TIMEOUT)
+        sock.connect(address)
+        sock.send(_NUMBER.pack(number))
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """The descriptors of this process that are sockets, with their inodes."""
+    for name in os.listdir("/proc/self/fd"):
+        inode = _inode(int(name))
+        if inode is not None:
+            yield int(name), inode
+
+
+def _inode(number: int) -> int | None:
+    try:
+        link = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return None
+    return int(link[8:-1]) if link.startswith("socket:[") else None
+
+
+_borrowing = threading.RLock()
+"""Held while this process has a second descriptor of a socket, and while it lists its descriptors."""
+
+
+@contextlib.contextmanager
+def _borrowed(number: int) -> Iterator[socket.socket]:
+    """The socket behind a descriptor that belongs to somebody else, who may close it meanwhile."""
+    with _borrowing, socket.socket(fileno=os.dup(number)) as sock:
+        yield sock
+
+
+def _ends(number: int) -> tuple[Address | None, Address | None]:
+    """The local and the remote address of a TCP connection; None for what is none, or has none."""
+    try:
+        with _borrowed(number) as sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+                return None, None
+            return sock.getsockname()[:2], sock.getpeername()[:2]
+    except OSError:
+        return None, None
+
+
+def _established(number: int) -> bool:
+    try:
+        with _borrowed(number) as sock:
+            return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    except OSError:
+        return False
