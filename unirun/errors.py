@@ -3,7 +3,7 @@
 ::
 
     UnirunError                 every error of unirun; has a one-line message, a `remedy`, an `exit_code`
-    ├── UsageError              the command line asks for something that cannot be            exit code 2
+    ├── UsageError              a command, an option or a call of the API is wrong            exit code 2
     ├── SpecError               the job's spec is wrong; carries every `Fault` at once        exit code 2
     ├── JobError                a job's directory cannot be made, found or read               exit code 2
     │   └── JobElsewhere        the job runs on another host, or ran there
@@ -29,6 +29,7 @@
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
     ├── JobFailed               a job that was submitted did not succeed
     ├── SpawnError              a worker's process could not be started
+    ├── Refused                 a peer has sent what cannot be; nothing is lost when it is not taken
     └── IllegalTransition       a state machine was given an event that its state does not allow (a bug)
 
 An exception that a workload's method raises keeps its type; `RemoteTraceback` is its ``__cause__`` then.
@@ -65,6 +66,7 @@ __all__ = [
     "LeaseExpired",
     "OutcomeUnknown",
     "PlacementError",
+    "Refused",
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
@@ -90,7 +92,8 @@ EXIT_BUDGET = 5
 class UnirunError(Exception):
     """Base of all errors that unirun raises on purpose.
 
-    `problem` says what was expected and what was found, `remedy` what to do about it.
+    `problem` says what was expected and what was found, `remedy` what to do about it; the message has both. `exit_code`
+    is that of the command when the error ends it.
     """
 
     exit_code = EXIT_FAILURE
@@ -102,7 +105,7 @@ class UnirunError(Exception):
 
 
 class UsageError(UnirunError):
-    """The command line asks for something that cannot be."""
+    """A command, an option or a call of the API asks for something that is not possible."""
 
     exit_code = EXIT_USAGE
 
@@ -204,7 +207,7 @@ class CallError(UnirunError):
 
 
 class EncodingError(CallError):
-    """An argument or a result cannot be pickled; nothing of it was sent."""
+    """An argument or a result cannot be pickled, and nothing was sent; or it cannot be unpickled at the other end."""
 
 
 class InvocationTimeout(CallError, TimeoutError):
@@ -294,6 +297,14 @@ class JobFailed(UnirunError):
 
 class SpawnError(UnirunError):
     """A worker's process could not be started."""
+
+
+class Refused(UnirunError):
+    """A peer has sent a state machine what cannot be. The state is as before, and nothing that matters is lost.
+
+    For what a peer can get wrong, or what a user's code can make it say. What must not be lost, as the end of a worker,
+    is never refused: if it cannot be taken, that is an `IllegalTransition`.
+    """
 
 
 class IllegalTransition(UnirunError):

@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+CHAOS = "UNIRUN_CHAOS" in os.environ
+"""Whether tests of random or of all moments take all of them, however long that takes: `make chaos`."""
+
 START = 60.0
 """Seconds in which everything that needs a torch import on a busy machine must have happened."""
 

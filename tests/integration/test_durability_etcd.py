@@ -159,7 +159,7 @@ def test_the_whole_cluster_may_hang_or_die_for_a_while(tmp_path: Path, cluster: 
         for way, stage in stages.items():
             eventually(stage.has_restarted, f"{way}: the dead worker is started again", START)
             stage.steady.goes_on(START)
-            assert stage.trouble() == ""
+            eventually(lambda stage=stage: stage.trouble() == "", f"{way}: the term is kept again, too")  # type: ignore[misc]
             assert stage.masters.restarts() == {"adder": 0, "thinker": 1, "trainer": 0}
         for stage in stages.values():
             row = stage.steady.end()
@@ -191,8 +191,8 @@ class TestCtrlCWhileTheStoreIsAway:
         masters.next()
         kill(servers)
         os.kill(masters.known.pid, signal.SIGKILL)
-        for count in (1, 2):
+        for answer in ("stopping", "killing"):
             steady.job.signal(signal.SIGINT)
-            steady.job.lines("SIGINT: stopping", count)
+            steady.job.lines(f"SIGINT: {answer}")
         end = steady.job.end(SOON)
         assert end.code == 130, end.err

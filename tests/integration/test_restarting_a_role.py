@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,18 @@ WAITING = """
     while True:
         signal.pause()
 """
+
+
+def restarted(unirun: Unirun, times: int) -> dict[str, dict[str, Any]]:
+    """The workers, as soon as the status shows that the rollouts were started again so often: it is written after
+    they were started."""
+
+    def look() -> dict[str, dict[str, Any]] | None:
+        workers = unirun.workers()
+        rollouts = [worker for who, worker in workers.items() if who.startswith("rollout")]
+        return workers if all(worker["incarnation"] == times for worker in rollouts) else None
+
+    return eventually(look, f"the rollouts were started again {times} times")
 
 
 class TestARestart:
@@ -38,7 +51,7 @@ class TestARestart:
             "rollout 0 1 1 1",
             "rollout 1 1 1 1",
         ]
-        after = unirun.workers()
+        after = restarted(unirun, 1)
         assert {who: w["pid"] for who, w in after.items() if who.startswith("actor")} == {
             who: pid for who, pid in before.items() if who.startswith("actor")
         }
@@ -51,7 +64,7 @@ class TestARestart:
             "rollout 0 2 2 2",
             "rollout 1 2 2 2",
         ]
-        last = unirun.workers()
+        last = restarted(unirun, 2)
         assert {last[who]["pid"] for who in ("actor:0", "actor:1")} == {before["actor:0"], before["actor:1"]}
         assert {who: worker["incarnation"] for who, worker in last.items()} == {
             "actor:0": 0,

@@ -26,8 +26,9 @@ class TestStatus:
     def test_tells_of_restarts(self, unirun: Unirun, running: Running) -> None:
         os.kill(unirun.workers()["actor:0"]["pid"], signal.SIGUSR2)
         running.lines("line actor", 4)
-        result = unirun("status")
-        assert re.search(r"^actor:0 .* 1 .*generation 1, 1/1 restarts", result.out, re.M), result.out
+        row = re.compile(r"^actor:0 .* 1 .*generation 1, 1/1 restarts", re.M)
+        # The status is written a moment after what it tells of.
+        eventually(lambda: row.search(unirun("status").out), "the status tells of the restart")
         running.signal(signal.SIGTERM)
         assert running.end().code == 143
 

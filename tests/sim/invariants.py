@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 
-from tests.sim.masters import FencedStore, MasterModel
+from tests.sim.masters import MasterModel
 from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
+from tests.sim.store import FencedStore
 from tests.sim.world import Clock, Plan
-from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, EXIT_RENDEZVOUS
+from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.launcher import events
 from unirun.launcher.state import AgentState
 from unirun.master import JobPhase, JobState, RolePhase, RoleState
 from unirun.master.context import changes, restore
+from unirun.master.crashes import MOST
 from unirun.master.events import (
     AgentLost,
     Command,
@@ -24,7 +26,7 @@ from unirun.master.events import (
 )
 from unirun.master.keeper import read_context
 from unirun.master.state import JOB_ENDS, ROLE_ENDS
-from unirun.master.turn import VIEW_DELAY
+from unirun.master.turn import VIEW_DELAY, leader
 from unirun.wire.messages import Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
@@ -55,6 +57,8 @@ class Invariants:
     state: JobState
     finish: Finish | None
     end: JobState | None
+    bugs: int
+    aborted: bool
     masters: list[MasterModel]
     nodes: dict[str, Node]
     _began: float
@@ -98,7 +102,9 @@ class Invariants:
                         name,
                         worker.rank,
                     )
-                    assert joins or isinstance(event, StoreOpened), f"{event} starts {name}:{worker.rank}"
+                    # When the last one is back, or given up, who was not started is started in the store that is open.
+                    opens = isinstance(event, StoreOpened | RejoinTimedOut)
+                    assert joins or opens, f"{event} starts {name}:{worker.rank}"
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
             if role.generation != old.generation and not isinstance(event, Join):
@@ -123,7 +129,8 @@ class Invariants:
                 gone = {*state.placement.lost} - {*before.placement.lost}
                 was = before.placement.of_role(name)
                 told = isinstance(event, AgentLost) and before.phase is JobPhase.RUNNING
-                if gone and told and was == places:
+                # Its store may have been there though nobody of it lived there any more.
+                if gone and told and was == places and leader(before, name) not in gone:
                     assert not any(worker.node in gone for worker in before.roles[name].live)
                     assert role == before.roles[name], f"{event} changes {name}, which had nothing there"
         assert not state.away & {*state.placement.lost}, "somebody is waited for who was given up"
@@ -236,7 +243,10 @@ class Invariants:
         self.trace(f"{node.name}: {_brief(event)}")
         state = node.state
         if state.leaving and not before.leaving:
-            self.clock.after(DELAYS, lambda: self._must_have_left(node))
+            # A grace period may be what its workers still have.
+            soon = DELAYS + (self.plan.spec.shutdown_timeout if self.aborted or state.ending else 0.0)
+            now = self.clock.now
+            self.clock.after(soon, lambda: self._must_have_left(node, now))
         ranks = [(w.role, w.rank) for w in state.workers.values()]
         assert len(set(ranks)) == len(ranks), f"two workers hold one rank: {ranks}"
         assert len(set(node.exits)) == len(node.exits), f"{node.exits} tells one end twice"
@@ -253,8 +263,8 @@ class Invariants:
                 "a store waits for a spawner that is ready"
             )
 
-    def _must_have_left(self, node: Node) -> None:
-        assert not node.alive, f"the agent of {node.name} does not leave"
+    def _must_have_left(self, node: Node, since: float) -> None:
+        assert not node.alive or self.troubled >= since, f"the agent of {node.name} does not leave"
 
     @property
     def _hopeless(self) -> bool:
@@ -269,6 +279,9 @@ class Invariants:
         assert not any(node.alive for node in joined), "an agent has not left"
         assert not any(master.leads for master in self.masters), "a master has not left"
         self._check_history()
+        # Without other trouble each crash is kept, and so many are enough; the first one may have come another way.
+        quiet = not (self.plan.crashes or self.plan.unknown or self.plan.accidents)
+        assert self.bugs <= (MOST + 1 if quiet else 4 * MOST), f"{self.bugs} masters have crashed"
         if self.finish is not None:
             self._check_verdict(self.finish)
 
@@ -290,6 +303,10 @@ class Invariants:
     def _check_verdict(self, finish: Finish) -> None:
         phase, code = finish.verdict.phase, finish.verdict.code
         assert phase in JOB_ENDS
+        if self.aborted:
+            assert (phase, code) == (JobPhase.FAILED, EXIT_FAILURE)
+            assert f"a bug in {self.plan.planted}" in finish.verdict.report
+            return
         end = self.end or self.state
         statuses = {failure.exit.status for failure in end.failures}
         if phase is JobPhase.SUCCEEDED:

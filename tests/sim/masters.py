@@ -1,96 +1,37 @@
-"""The model of the masters' processes and of the store between them: delays, crashes around every write, time-outs
-with an unknown outcome, partitions, and masters that hang while others take over."""
+"""The model of the masters' processes: crashes around every write and within it, errors of their own, and masters that
+hang while others take over."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import random
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import Protocol
 
 from tests.sim.node import Node
-from tests.sim.world import Clock, Pipe, Plan
-from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError
+from tests.sim.store import RUN, Client, Killed
+from tests.sim.world import Clock, Pipe, Plan, Planted
+from unirun.errors import EXIT_FAILURE, Fenced, StoreError
 from unirun.master import JobState, step
+from unirun.master.aborting import abort_step, begin_abort
 from unirun.master.context import changes, restore, urgent
+from unirun.master.crashes import crash_of, fatal, read_crashes, reason_of, record_crash, report_of
+from unirun.master.ending import shutdown_order
 from unirun.master.events import After, AgentLost, Command, Event, Finish, ToAgent
-from unirun.master.keeper import Keeper, load, read_context
+from unirun.master.keeper import Keeper, read_context
 from unirun.master.lead import TERM_TTL
 from unirun.master.ledger import Ledger
 from unirun.master.resuming import resume
-from unirun.master.state import JOB_ENDS, JobPhase
-from unirun.master.writing import END_PATIENCE
+from unirun.master.state import JOB_ENDS, JobPhase, Verdict
+from unirun.master.writing import END_PATIENCE, STOP_PATIENCE
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Lease, Listing, Outcome, Put
 from unirun.wire.messages import Message, Shutdown
 from unirun.wire.reports import Join
 
-RUN = "sim"
 GOODBYE = 5.0
-T = TypeVar("T")
-
-
-class FencedStore(MemoryStore):
-    """The store, which takes no write of an earlier term."""
-
-    def txn(
-        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
-    ) -> Outcome:
-        """As in `MemoryStore`; a write to the context that is done must come from the latest term."""
-        outcome = super().txn(compares, puts, deletes)
-        head = next((put for put in puts if put.key == f"{job_prefix(RUN)}head"), None)
-        if outcome.succeeded and head is not None:
-            epoch = self.get(f"{job_prefix(RUN)}epoch")
-            assert epoch is not None
-            assert json.loads(head.value)["epoch"] == int(epoch.value), "a write of an old term was taken"
-        return outcome
-
-
-class Client:
-    """One process's way to the store: it may be cut off, and answers may get lost."""
-
-    url = "memory:"
-
-    def __init__(self, store: MemoryStore, clock: Clock, rng: random.Random, unknown: float) -> None:
-        self._store, self._clock, self._rng, self._unknown = store, clock, rng, unknown
-        self.away_until = 0.0
-
-    def _here(self) -> None:
-        if self._clock.now < self.away_until:
-            raise StoreAway("the store cannot be reached")
-
-    def get(self, key: str) -> Item | None:
-        self._here()
-        return self._store.get(key)
-
-    def get_prefix(self, prefix: str) -> Listing:
-        self._here()
-        return self._store.get_prefix(prefix)
-
-    def txn(
-        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
-    ) -> Outcome:
-        self._here()
-        if self._rng.random() < self._unknown:
-            if self._rng.random() < 0.5:
-                self._store.txn(compares, puts, deletes)
-            raise OutcomeUnknown("no answer came")
-        return self._store.txn(compares, puts, deletes)
-
-    def grant(self, ttl: float) -> Lease:
-        self._here()
-        return self._store.grant(ttl)
-
-    def keep_alive(self, lease: Lease) -> None:
-        self._here()
-        self._store.keep_alive(lease)
-
-    def revoke(self, lease: Lease) -> None:
-        self._here()
-        self._store.revoke(lease)
 
 
 class Stage(Protocol):
@@ -110,6 +51,9 @@ class Stage(Protocol):
     def first_state(self) -> JobState:
         """The state of the job before anything happened."""
 
+    def wall(self, node: str) -> float:
+        """The wall clock of a node."""
+
     def trace(self, text: str) -> None:
         """Note something for a failing seed."""
 
@@ -124,24 +68,36 @@ class Stage(Protocol):
     def carried_out(self, master: MasterModel, command: Command) -> None:
         """A master does something."""
 
+    def hit_bug(self) -> None:
+        """An error of its own ends a master."""
+
+    def aborting(self, epoch: int, state: JobState) -> None:
+        """A master ends a job that none can lead."""
+
 
 class MasterModel:
     """One master's process, as `lead`, `shell` and `writing` are, without their sockets and threads."""
 
     def __init__(self, stage: Stage, number: int, deposing: int) -> None:
         self.stage, self.number = stage, number
+        self.node = stage.rng.choice([*stage.nodes])
         self.client = stage.client()
+        self.client.interrupt = self._crash_in_write
         self.alive = True
         self.term: Term | None = None
         self.agents: dict[str, Pipe] = {}
         self.sent_away: set[str] = set()
-        self.over = False
+        self.over = self.ends = False
+        self.unwritten = self.writes = False
+        self._began = stage.clock.now
         self._frozen_until = 0.0
-        self._next_write = self._trouble_since = math.inf
+        self._next_write = self._stuck_since = math.inf
         try:
             self._begin(deposing)
         except StoreError as error:
             self.die(f"it cannot begin: {error}")
+        except Killed:
+            pass
 
     def _begin(self, deposing: int) -> None:
         stage = self.stage
@@ -159,7 +115,7 @@ class MasterModel:
             return
         self.keeper = Keeper(self.client, RUN, term)
         self._crash("before it has loaded the context", 0.01)
-        state = load(self.client, RUN)
+        state = self.keeper.take_over()
         if state is None:
             state = stage.first_state()
             self.keeper.create(state)
@@ -167,18 +123,35 @@ class MasterModel:
         if not self.alive:
             return
         self.term = term
-        self.state, commands = resume(state, self._now())
-        self.ledger = Ledger(state)
+        self.state, self.ledger = state, Ledger(state)
+        self.writes = True
+        crash = fatal(read_crashes(self.client, RUN))
+        self.ends = self.unwritten = crash is not None
+        stage.trace(
+            f"master {self.number} on {self.node} {'leads' if not crash else 'ends the job'}: {term.epoch}"
+        )
+        try:
+            if crash is not None:
+                verdict = Verdict(
+                    JobPhase.FAILED, EXIT_FAILURE, reason_of(crash), report=report_of(crash, "log")
+                )
+                self.state, commands = begin_abort(state, verdict, self._now())
+                stage.aborting(term.epoch, self.state)
+            else:
+                stage.plan.break_at("begin")
+                self.state, commands = resume(state, self._now())
+        except Planted as error:
+            self._hit_bug(error, "begin")
+            return
         self.over = state.phase in JOB_ENDS
-        stage.trace(f"master {self.number} leads in term {term.epoch}")
         self._add(commands)
         stage.clock.after(TERM_TTL / 3, self._keep_term)
-        if self.over:
+        if state.phase in JOB_ENDS:
             stage.clock.after(GOODBYE, lambda: self.die("it is done"))
 
     def _now(self) -> float:
-        """The wall clock, which may jump."""
-        return self.stage.clock.now + self.stage.plan.skew
+        """The wall clock of its node."""
+        return self.stage.wall(self.node)
 
     @property
     def leads(self) -> bool:
@@ -211,10 +184,22 @@ class MasterModel:
             node = self.stage.nodes[name]
             pipe.close(lambda _, node=node: node.stream_ended(self))  # type: ignore[misc]
         if self.over and self.term is not None and reason == "it is done":
-            try:
+            with contextlib.suppress(StoreError, Killed):
                 self.term.resign()
-            except StoreError:
-                return
+
+    def _hit_bug(self, error: Planted, event: object) -> None:
+        """An error of its own: it is kept, and the process ends."""
+        assert self.term is not None
+        self.stage.hit_bug()
+        with contextlib.suppress(StoreError, Killed):
+            lasted = self.stage.clock.now - self._began
+            record_crash(self.client, RUN, self.term, crash_of(error, self.term.epoch, lasted, [event]))
+        self.die(f"{error!r} at {event}")
+
+    def _crash_in_write(self) -> None:
+        self._crash("in a write", 0.002)
+        if not self.alive:
+            raise Killed
 
     def _crash(self, when: str, chance: float) -> None:
         if self.alive and self.stage.rng.random() < chance * self.stage.plan.crashes:
@@ -232,8 +217,15 @@ class MasterModel:
         if self.state.phase in JOB_ENDS or self.state.given_up(join.node):
             self.sent_away.add(join.node)
             pipe.send(Shutdown())
-        else:
-            self.apply(join)
+            return
+        self.apply(join)
+        if self.unwritten and not self.ends and join.node in self.agents:
+            self._shut_down(join.node)
+
+    def _shut_down(self, node: str) -> None:
+        """The end of the job cannot be written."""
+        assert self.state.verdict is not None
+        self.agents[node].send(shutdown_order(self.state, self.state.verdict))
 
     def heard(self, node: str, message: Message) -> None:
         """A message of an agent has arrived."""
@@ -270,14 +262,30 @@ class MasterModel:
             return
         before = self.state
         self.stage.trace(f"master {self.number}: {event}")
-        self.state, commands = step(self.state, event, self._now())
-        self.state.check()
         assert self.term is not None
+        if self.ends:
+            self.state, commands = abort_step(self.state, event, self._now())
+            self.state.check()
+            self.stage.aborting(self.term.epoch, self.state)
+            self._add(commands)
+            return
+        try:
+            self.state, commands = step(self.state, event, self._now())
+        except Planted as error:
+            self._hit_bug(error, event)
+            return
+        self.state.check()
         self.stage.stepped(self.term.epoch, before, event, self.state, commands)
         self._add(commands)
 
     def _add(self, commands: list[Command]) -> None:
+        if self.ledger.due is None:
+            self._stuck_since = self.stage.clock.now
         self._carry_out(self.ledger.add(self.state, commands))
+        if self.unwritten:
+            self._carry_out(self.ledger.waive())
+        if not self.writes:
+            return
         delay = self.stage.rng.choice((0.001, 0.005, 0.05)) if self.ledger.due else 0.5
         when = self.stage.clock.now + delay
         if self.state is not self.ledger.kept and when < self._next_write:
@@ -291,23 +299,26 @@ class MasterModel:
             self._write(self.state)
 
     def _write(self, target: JobState) -> None:
-        """Write, and then do what follows; it may be killed before and after."""
+        """Write, and then do what follows; it may be killed before, within and after."""
         self._crash("before a write", 0.02)
         if not self.alive:
             return
         try:
-            written = self.keeper.write(self.ledger.kept, target)
-            assert written, "a small job needs no second transaction"
+            self.stage.plan.break_at("write")
+            self.keeper.write(self.ledger.kept, target)
+        except Killed:
+            return
         except Fenced as error:
             self.die(str(error))
             return
+        except Planted as error:
+            self.writes = False
+            if not self.unwritten:
+                self._hit_bug(error, "write")
+            return
         except StoreError as error:
             self.stage.trace(f"master {self.number} cannot write: {error}")
-            self._trouble_since = min(self._trouble_since, self.stage.clock.now)
-            long = self.stage.clock.now > self._trouble_since + END_PATIENCE
-            if self.state.verdict is not None and (self.state.verdict.phase is JobPhase.STOPPED or long):
-                self.stage.waived = self.stage.waived or self.state.phase in JOB_ENDS
-                self._carry_out(self.ledger.waive())
+            self._end_unwritten()
             self.stage.clock.after(0.4, lambda: self._awake(lambda: self._write(target)))
             return
         self.stage.trace(f"master {self.number} has written")
@@ -316,9 +327,22 @@ class MasterModel:
         self._crash("after a write", 0.02)
         if not self.alive:
             return
-        self._next_write = self._trouble_since = math.inf
+        self._next_write, self._stuck_since = math.inf, self.stage.clock.now
         self._carry_out(self.ledger.written(target))
         self._add([])
+
+    def _end_unwritten(self) -> None:
+        """Carry out an end of the job that has waited too long."""
+        state = self.state
+        patience = STOP_PATIENCE if state.asked_to_stop else END_PATIENCE
+        waited = self.stage.clock.now > self._stuck_since + patience
+        if state.verdict is None or self.unwritten or self.ledger.due is None or not waited:
+            return
+        self.unwritten = True
+        self.stage.waived = True
+        self._carry_out(self.ledger.waive())
+        for node in self.agents:
+            self._shut_down(node)
 
     def _check_kept(self, target: JobState) -> None:
         """What is in the store is the state."""
@@ -358,6 +382,8 @@ class MasterModel:
             self.term.keep()
         except Fenced as error:
             self.die(str(error))
+            return
+        except Killed:
             return
         except StoreError as error:
             self.stage.trace(f"master {self.number} cannot keep its term: {error}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tests.sim.world import Clock, Habits, Pipe, Plan
@@ -12,8 +13,9 @@ from unirun.launcher import events
 from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.launcher.state import AgentState
 from unirun.rendezvous.store.protocol import Store
+from unirun.roles.formation import NEWS, STUCK
 from unirun.wire.messages import Hello, Message, View
-from unirun.wire.reports import GroupFormed, Metrics, Serving, WorkerError
+from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, WorkerError
 from unirun.wire.spawning import (
     Forked,
     Kill,
@@ -42,8 +44,12 @@ class Process:
     node: str
     generation: int
     """That of the group which it is in, or was started for."""
-    forms: int = 0
-    """The generation that it is about to form."""
+    met: int = -1
+    """The latest generation in whose store it has been."""
+    waits: StoreModel | None = None
+    """The store in which it waits for its peers: until all are there, or until something wakes it."""
+    formed: bool = False
+    """Whether it is in a group, of the present generation or an earlier one."""
     welcome: bool = False
     serving: bool = False
     failed: bool = False
@@ -53,11 +59,12 @@ class Process:
 
 @dataclass
 class StoreModel:
-    """The store that is served at a role's socket, or was served last."""
+    """The store that is served at a role's socket, or was served last; `present` is who has been there, by rank."""
 
     spawner: Spawner
     generation: int
     alive: bool = True
+    present: dict[int, tuple[Spawner, int, Process]] = field(default_factory=dict)
 
 
 def rng_delay(rng: random.Random) -> float:
@@ -72,9 +79,14 @@ class World(Protocol):
     rng: random.Random
     plan: Plan
     stores: dict[str, StoreModel]
+    queues: dict[str, list[Callable[[], None]]]
+    """By role, who has connected to its socket while no store is served there."""
 
     def next_pid(self) -> int:
         """A pid that was never used."""
+
+    def wall(self, node: str) -> float:
+        """The wall clock of a node."""
 
     def lost(self, node: str) -> bool:
         """Whether the job goes on without a node."""
@@ -87,6 +99,12 @@ class World(Protocol):
 
     def disturb(self, role: str) -> None:
         """The store of a role is gone: those who wait in it may fail."""
+
+    def size(self, role: str) -> int:
+        """The number of ranks of a role."""
+
+    def left(self, process: Process, store: StoreModel) -> None:
+        """A process has died while it waited in a store."""
 
     def kill_pids(self, pids: tuple[int, ...]) -> None:
         """SIGKILL."""
@@ -120,19 +138,38 @@ class Spawner:
         self.inbox = Pipe(clock, rng, slow, self._receive)
         self.outbox = Pipe(clock, rng, slow, lambda m: node.apply(events.FromSpawner(key, m)))
         self._held: list[Message] = []
+        self._frozen_until = 0.0
         seconds = 0.01 if key == FRESH else rng.uniform(0.2, 2.0)
         clock.after(seconds, lambda: self._preloaded(seconds))
 
     def _preloaded(self, seconds: float) -> None:
-        if self.alive:
-            self.ready = True
-            self.outbox.send(Preloaded(seconds))
-            for message in self._held:
-                self._receive(message)
+        self._awake(lambda: self._begin(seconds))
+
+    def _begin(self, seconds: float) -> None:
+        self.ready = True
+        self._tell(Preloaded(seconds))
+        for message in self._held:
+            self._obey(message)
+
+    def hang(self, seconds: float) -> None:
+        """SIGSTOP to the spawner, and SIGCONT later; its workers go on."""
+        self._frozen_until = self.world.clock.now + seconds
+
+    def _awake(self, do: Callable[[], None]) -> None:
+        """Do something now, or when the spawner does not hang any more."""
+        left = self._frozen_until - self.world.clock.now
+        if left > 0:
+            self.world.clock.after(left, lambda: self._awake(do))
+        elif self.alive:
+            do()
+
+    def _tell(self, message: Message) -> None:
+        self._awake(lambda: self.outbox.send(message))
 
     def _receive(self, message: Message) -> None:
-        if not self.alive:
-            return
+        self._awake(lambda: self._obey(message))
+
+    def _obey(self, message: Message) -> None:
         if not self.ready:
             self._held.append(message)
             return
@@ -162,30 +199,33 @@ class Spawner:
             store.alive = False
             self._tell_store_end(role, store, "no process can be forked")
             return
-        self.outbox.send(StoreOpened(role, request.generation))
+        for waiting in self.world.queues.pop(role, []):
+            self.world.clock.after(rng.uniform(0.0, 0.02), waiting)
+        self._tell(StoreOpened(role, request.generation))
         if rng.random() < 0.02:
             self.world.clock.after(rng_delay(rng), lambda: self._store_dies(role, store))
 
     def _store_dies(self, role: str, store: StoreModel) -> None:
         if self.alive and store.alive:
             store.alive = False
+            self.world.disturb(role)
             self._tell_store_end(role, store, "its process was killed")
 
     def _tell_store_end(self, role: str, store: StoreModel, why: str) -> None:
-        self.outbox.send(StoreEnded(role, store.generation, self.world.clock.now, why))
+        self._tell(StoreEnded(role, store.generation, self.world.wall(self.node.name), why))
 
     def _spawn(self, request: Spawn) -> None:
         rng, clock = self.world.rng, self.world.clock
         role, _, rank = request.title.partition(":")
         if rng.random() < 0.01:
-            self.outbox.send(SpawnFailed(request.id, self.world.clock.now, "no process can be forked"))
+            self._tell(SpawnFailed(request.id, self.world.wall(self.node.name), "no process can be forked"))
             return
         who = role, int(rank), int(request.env["UNIRUN_INCARNATION"])
         generation = int(request.env["UNIRUN_GENERATION"])
         process = Process(self.world.next_pid(), who, self.node.name, generation)
         self.world.born(process)
         self.processes[request.id] = process
-        self.outbox.send(Forked(request.id, process.pid))
+        self._tell(Forked(request.id, process.pid))
         habits = self.world.plan.habits[role]
         if request.kind != "program":
             # The link is another stream: its hello may overtake the news of the fork.
@@ -195,6 +235,10 @@ class Spawner:
     def _hello(self, request: Spawn, process: Process) -> None:
         if not process.alive:
             return
+        if self.node.hangs_for > 0:
+            # It waits for its welcome.
+            self.world.clock.after(self.node.hangs_for, lambda: self._hello(request, process))
+            return
         rng = self.world.rng
         role, rank, incarnation = process.who
         assert self.node.state.view is not None, f"{process.who} is welcomed without a view"
@@ -203,13 +247,45 @@ class Spawner:
         assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
         process.generation, process.welcome = own.generation, True
         if role in self.node.state.in_place:
-            self.world.clock.after(rng.uniform(0.0, 0.5), lambda: self._serve(request.id, process))
+            self.world.clock.after(rng.uniform(0.0, 0.5), lambda: self._meet(request.id, process))
         if rng.random() < 0.02:
             self.node.apply(events.LinkClosed(request.id))
 
+    def _meet(self, number: int, process: Process) -> None:
+        """It goes to the store of its role, and waits there until all ranks have come. Nothing else ends that wait but
+        the news that the generation is over, or an error that may come of somebody's death and may not."""
+        role, rank, _ = process.who
+        store = self.world.stores.get(role)
+        if not process.alive or process.failed or process.waits is not None:
+            return
+        if store is None or not store.alive:
+            self.world.queues.setdefault(role, []).append(lambda: self._meet(number, process))
+            return
+        if store.generation <= process.met:
+            # It has heard twice of one generation.
+            return
+        # It says so before it leaves anything there.
+        process.met, process.waits = store.generation, store
+        self.node.apply(events.FromWorker(number, GroupMeets(store.generation)))
+        assert rank not in store.present, f"{process.who} finds what {store.present[rank][2].who} has left"
+        store.present[rank] = self, number, process
+        if len(store.present) == self.world.size(role):
+            for spawner, peer, member in store.present.values():
+                delay = self.world.rng.choice((0.001, 0.05, 0.5))
+                self.world.clock.after(delay, lambda s=spawner, n=peer, m=member: s._form(n, m, store))  # type: ignore[misc]
+
+    def _form(self, number: int, process: Process, store: StoreModel) -> None:
+        """All have come. It can connect with those that live on."""
+        if not process.alive or process.failed or process.waits is not store:
+            return
+        if all(peer.alive or peer.formed for _, _, peer in store.present.values()):
+            process.waits, process.formed, process.generation = None, True, store.generation
+            self.node.apply(events.FromWorker(number, GroupFormed(store.generation)))
+            self._serve(number, process)
+
     def _serve(self, number: int, process: Process) -> None:
-        """It has formed its group, or will form a later one, and takes calls."""
-        if process.alive and not process.failed:
+        """It takes calls, if it has not before."""
+        if process.alive and not process.failed and not process.serving:
             role, rank, _ = process.who
             process.serving = True
             recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
@@ -217,23 +293,49 @@ class Spawner:
             self.node.apply(events.FromWorker(number, Metrics({"loss": 0.5}, self.world.clock.now)))
 
     def sees(self, number: int, process: Process, view: View) -> None:
-        """A worker learns of a later generation of its role: it forms that, in a moment."""
+        """A worker learns of a later generation of its role. What it waits for is cut; if that does not wake it, it is
+        reported. One that has served forms the group again, one that has not can only start again."""
         (seen,) = (role for role in view.roles if role.name == process.who[0])
-        if seen.generation > max(process.generation, process.forms):
-            store = self.world.stores[seen.name]
-            assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
-            process.forms = seen.generation
-            delay = self.world.rng.choice((0.01, 0.5, 2.0))
-            self.world.clock.after(delay, lambda: self._form(number, process, seen.generation))
+        if seen.generation <= max(process.generation, process.met):
+            return
+        store = self.world.stores[seen.name]
+        assert store.generation >= seen.generation, f"{process.who} would meet in an old store"
+        clock, rng, waited = self.world.clock, self.world.rng, process.waits
+        if waited is not None and rng.random() < 0.03:
+            clock.after(STUCK, lambda: self._report(number, process, waited))
+            return
+        process.waits = None
+        if process.serving:
+            clock.after(rng.choice((0.01, 0.5, 2.0)), lambda: self._meet(number, process))
+        elif waited is not None:
+            clock.after(rng.uniform(0.0, 0.2), lambda: self.follow(number, process))
 
-    def _form(self, number: int, process: Process, generation: int) -> None:
-        if process.alive and not process.failed and process.forms == generation:
-            process.generation = generation
-            self.node.apply(events.FromWorker(number, GroupFormed(generation)))
+    def _report(self, number: int, process: Process, waited: StoreModel) -> None:
+        if process.alive and process.waits is waited:
+            self.node.apply(events.FromWorker(number, Stuck(waited.generation, "Stack: in a wait")))
+
+    def trips(self, number: int, process: Process) -> None:
+        """What it waits in fails: somebody has died, or the store has. It waits for the news of that."""
+        if process.alive and process.waits is not None:
+            met, process.waits = process.met, None
+            self.world.clock.after(NEWS, lambda: self._give_up(number, process, met))
+
+    def _give_up(self, number: int, process: Process, met: int) -> None:
+        """No death explains why it could not meet: it is its own failure."""
+        if (
+            process.met == met
+            and process.waits is None
+            and not (process.formed and process.generation == met)
+        ):
+            self.follow(number, process)
 
     def _live(self, number: int, process: Process, habits: Habits) -> None:
         """The process has done what it wanted to: it fails, ends well, or waits to be told."""
         if not process.alive:
+            return
+        if process.who[0] in self.node.state.in_place and not process.formed:
+            # What ends well, or fails of itself, has been set up.
+            self.world.clock.after(habits.lifetime, lambda: self._live(number, process, habits))
             return
         chance = self.world.rng.random()
         if chance < habits.fails:
@@ -245,7 +347,7 @@ class Spawner:
         rng = self.world.rng
         kind = rng.choice(("error", "code", "signal"))
         if kind == "error":
-            error = WorkerError(words, f"Traceback: {words}", self.world.clock.now)
+            error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
             self.node.apply(events.FromWorker(number, error))
             process.failed = True
             if rng.random() < 0.2:
@@ -263,7 +365,7 @@ class Spawner:
         """A peer is gone, and this one trips over it."""
         if process.alive:
             words = "RuntimeError: Connection closed by peer"
-            error = WorkerError(words, f"Traceback: {words}", self.world.clock.now)
+            error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
             self.node.apply(events.FromWorker(number, error))
             self.end(number, 1, None)
 
@@ -286,8 +388,10 @@ class Spawner:
         if not process.alive:
             return
         process.alive = False
+        if process.waits is not None:
+            self.world.left(process, process.waits)
         self.node.apply(events.LinkClosed(number))
-        self.outbox.send(Reaped(number, self.world.clock.now, code, None if by is None else int(by)))
+        self._tell(Reaped(number, self.world.wall(self.node.name), code, None if by is None else int(by)))
 
     def die(self) -> None:
         """SIGKILL: its processes go with it, and the agent sees the end of the stream."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from tests.sim.model import Spawner, Who, World
@@ -55,6 +56,7 @@ class Node:
         self.to_master: Pipe | None = None
         self._to_agent: Pipe | None = None
         self._looking = False
+        self._frozen_until = 0.0
         self._since = self._not_before = 0.0
         self.orders = Orders(JOB, world.plan.spec, name, "/", {})
         keys = self.orders.spawners
@@ -67,6 +69,22 @@ class Node:
         self._look_from_now()
         self.world.clock.after(CHECK, self._check)
 
+    @property
+    def hangs_for(self) -> float:
+        """Seconds for which the agent still does nothing."""
+        return max(0.0, self._frozen_until - self.world.clock.now)
+
+    def hang(self, seconds: float) -> None:
+        """SIGSTOP to the agent, and SIGCONT later."""
+        self._frozen_until = self.world.clock.now + seconds
+
+    def _awake(self, do: Callable[[], None]) -> None:
+        """Do something now, or when the agent does not hang any more."""
+        if self.hangs_for > 0:
+            self.world.clock.after(self.hangs_for, lambda: self._awake(do))
+        elif self.alive:
+            do()
+
     # the way to the master
 
     def _look_from_now(self) -> None:
@@ -76,6 +94,9 @@ class Node:
             self._look()
 
     def _look(self) -> None:
+        self._awake(self._look_now)
+
+    def _look_now(self) -> None:
         if not self.alive or self.master is not None:
             self._looking = False
             return
@@ -96,8 +117,9 @@ class Node:
 
     def _check(self) -> None:
         """Whether another leads, or the one that leads hangs."""
-        if not self.alive:
-            return
+        self._awake(self._check_now)
+
+    def _check_now(self) -> None:
         self.world.clock.after(CHECK, self._check)
         if self.master is None:
             return
@@ -139,7 +161,7 @@ class Node:
         self.master, self.to_master = master, Pipe(clock, rng, slow, arrived)
         self._to_agent = to_agent
         endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(world.plan.spec.roles)}
-        self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state)))
+        self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state), self.state.ending))
 
     def _disconnect(self, reason: str) -> None:
         master, pipe, back = self.master, self.to_master, self._to_agent
@@ -156,15 +178,36 @@ class Node:
             self._disconnect("it was cut")
             self._look_from_now()
 
-    def stream_ended(self, master: Led) -> None:
-        """A master's stream has ended."""
-        if self.alive and self.master is master:
-            self.master = self.to_master = self._to_agent = None
+    def lose_one_way(self, *, to_master: bool, seconds: float) -> None:
+        """What one end of the stream says is lost; after a while the stream breaks."""
+        master = self.master
+        if master is None or self.to_master is None:
+            return
+        if to_master:
+            self.to_master.cut = True
+        else:
+            master.cut(self.name)
+        self.world.clock.after(seconds, lambda: self._awake(lambda: self._break(master)))
+
+    def _break(self, master: Led) -> None:
+        if self.master is master:
+            self._disconnect("it was broken")
             self._look_from_now()
 
+    def stream_ended(self, master: Led) -> None:
+        """A master's stream has ended."""
+
+        def end() -> None:
+            if self.master is master:
+                self.master = self.to_master = self._to_agent = None
+                self._look_from_now()
+
+        self._awake(end)
+
     def _receive(self, epoch: int, message: Message) -> None:
-        if not self.alive:
-            return
+        self._awake(lambda: self._obey(epoch, message))
+
+    def _obey(self, epoch: int, message: Message) -> None:
         match message:
             case StartRole():
                 self.apply(events.Order(epoch, self.orders.launch(message)))
@@ -176,8 +219,11 @@ class Node:
                 raise AssertionError(f"the master sent an agent {message}")
 
     def apply(self, event: events.Event) -> None:
-        """One step of the real core, and its commands."""
+        """One step of the real core, and its commands, now or when the agent does not hang any more."""
         if not self.alive:
+            return
+        if self.hangs_for > 0:
+            self._awake(lambda: self.apply(event))
             return
         before = self.state
         self.state, commands = core.step(self.state, event)

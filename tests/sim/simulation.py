@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
 
 from tests.sim.invariants import Invariants
-from tests.sim.masters import Client, FencedStore, MasterModel
+from tests.sim.masters import MasterModel
 from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
+from tests.sim.store import Client, FencedStore
 from tests.sim.world import Clock, make_plan
 from unirun.launcher import events
-from unirun.master import JobState, new_job
+from unirun.master import JobState, keeper, new_job
 from unirun.master.context import changes
 from unirun.master.events import (
     Command,
@@ -22,9 +27,15 @@ from unirun.master.events import (
     ToAgent,
 )
 from unirun.master.state import JOB_ENDS
+from unirun.master.turn import Turn
 from unirun.wire.messages import Stop
 from unirun.wire.reports import Join
 from unirun.wire.spawning import StoreOpened
+
+deciding = import_module("unirun.master.step")
+"""The module, which the package hides behind its function."""
+
+handle = deciding._handle
 
 PATIENCE = 300.0
 """Seconds after which somebody stops a job that does not end of itself."""
@@ -39,6 +50,7 @@ class Simulation(Invariants):
         self.clock = Clock()
         self.log: list[str] = []
         self.stores: dict[str, StoreModel] = {}
+        self.queues: dict[str, list[Callable[[], None]]] = {}
         self.opened: dict[str, int] = {}
         self.viewed = self.clock.now
         self.processes: list[Process] = []
@@ -47,6 +59,8 @@ class Simulation(Invariants):
         self._away_until = 0.0
         self._epoch = 0
         self._orders_lost = False
+        self.bugs = 0
+        self.aborted = False
         self._clients: list[Client] = []
         self.store = FencedStore(lambda: self.clock.now)
         self.state = self.first_state()
@@ -100,16 +114,26 @@ class Simulation(Invariants):
                         delay = self.rng.uniform(0.0, 0.05)
                         self.clock.after(delay, lambda s=spawner, n=number, p=peer: s.follow(n, p))
 
+    def size(self, role: str) -> int:
+        """The number of ranks of a role."""
+        return len(self.state.roles[role].workers)
+
     def disturb(self, role: str) -> None:
-        """The store of a role is gone: those who wait in it, and could live on, fail."""
-        for node in self.nodes.values():
-            for spawner in node.spawners.values():
-                for number, process in spawner.processes.items():
-                    waits = process.alive and process.welcome and not process.serving
-                    if waits and process.who[0] == role and role in node.state.in_place:
-                        delay = self.rng.uniform(0.0, 0.05)
-                        if self.rng.random() < 0.7:
-                            self.clock.after(delay, lambda s=spawner, n=number, p=process: s.follow(n, p))
+        """The store of a role is gone: those who wait in it fail, or are past it and wait for each other."""
+        store = self.stores.get(role)
+        for spawner, number, process in store.present.values() if store else ():
+            if process.waits is store and self.rng.random() < 0.7:
+                self.clock.after(
+                    self.rng.uniform(0.0, 0.05), lambda s=spawner, n=number, p=process: s.trips(n, p)
+                )
+
+    def left(self, process: Process, store: StoreModel) -> None:
+        """A process has died while it waited in a store: its peers notice that, or do not."""
+        for spawner, number, peer in store.present.values():
+            if peer is not process and peer.waits is store and self.rng.random() < 0.5:
+                self.clock.after(
+                    self.rng.uniform(0.0, 0.05), lambda s=spawner, n=number, p=peer: s.trips(n, p)
+                )
 
     def _follows(self, process: Process) -> float:
         return self.plan.habits[process.who[0]].follows
@@ -128,7 +152,7 @@ class Simulation(Invariants):
 
     def client(self) -> Client:
         """A way to the store for a new process."""
-        client = Client(self.store, self.clock, self.rng, self.plan.unknown)
+        client = Client(self.store, self.clock, self.rng, self.plan)
         client.away_until = self._away_until
         self._clients.append(client)
         return client
@@ -137,6 +161,19 @@ class Simulation(Invariants):
         """The state of the job before anything happened."""
         plan = self.plan
         return new_job(plan.spec, plan.placement, started=self._began, logs="/logs", inventory=plan.inventory)
+
+    def wall(self, node: str) -> float:
+        """The wall clock of a node."""
+        return self.clock.now + self.plan.skews.get(node, 0.0)
+
+    def hit_bug(self) -> None:
+        """An error of its own ends a master."""
+        self.bugs += 1
+        self.troubled = max(self.troubled, self.clock.now + 60.0)
+
+    def aborting(self, epoch: int, state: JobState) -> None:
+        """A master ends a job that none can lead."""
+        self._epoch, self.state, self.aborted = max(epoch, self._epoch), state, True
 
     def start_master(self, deposing: int) -> None:
         """Start the process of a master."""
@@ -207,21 +244,39 @@ class Simulation(Invariants):
             self.clock.after(when, lambda what=what: self._accident(what))
         self.clock.after(PATIENCE - 1.0, self._must_have_stores)
         self.clock.after(PATIENCE, self._lose_patience)
-        while self.clock.turn():
-            assert self.clock.turns < 100_000, "the history does not end"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keeper, "MAX_OPERATIONS", self.plan.operations)
+            if self.plan.planted:
+                patch.setattr(deciding, "_handle", self._handle)
+            while self.clock.turn():
+                assert self.clock.turns < 100_000, "the history does not end"
         self._check_end()
 
+    def _handle(self, turn: Turn, event: Event) -> None:
+        """The branch of a step that `event` takes, which may have a bug."""
+        self.plan.break_at(event)
+        handle(turn, event)
+
     def _lose_patience(self) -> None:
-        """Somebody stops the job, and asks again when that master dies before it has written so."""
+        """Somebody stops the job, and asks again when that master dies before it has written so.
+
+        An end that was not written is forgotten when no agent had joined that could tell the next master: the job begins
+        again.
+        """
         self.tell(Stop(signal.SIGTERM, "it takes too long"))
-        if self.finish is None and not self._hopeless:
+        if (self.finish is None or self.waived) and not self._hopeless:
             self.clock.after(60.0, self._lose_patience)
 
     def _accident(self, what: str) -> None:
         self.trace(f"accident: {what}")
         node = self.rng.choice([*self.nodes.values()])
         alive = [master for master in self.masters if master.alive]
-        if what.startswith("stop"):
+        if what == "stop_unwritten":
+            # The store is away when somebody wants the job to end, and the master that sees to it dies.
+            self._trouble_masters("store_away", alive)
+            self.clock.after(self.rng.uniform(0.0, 3.0), lambda: self._accident("stop"))
+            self.clock.after(self.rng.uniform(1.0, 10.0), lambda: self._accident("master_killed"))
+        elif what.startswith("stop"):
             signum = self.rng.choice((signal.SIGTERM, signal.SIGINT))
             self.tell(Stop(signum, what, 0.0 if what == "stop_now" else None))
             if what == "stop_again":
@@ -240,9 +295,22 @@ class Simulation(Invariants):
         elif what == "agent_cut_off":
             node.cut_off()
         elif what == "clock_jumps":
-            self.plan.skew += self.rng.choice((-3600.0, -1.0, 1.0, 3600.0))
+            jump = self.rng.choice((-3600.0, -1.0, 1.0, 3600.0))
+            self.plan.skews[node.name] = self.plan.skews.get(node.name, 0.0) + jump
+        elif what in ("agent_hears_nothing", "agent_says_nothing", "agent_hangs", "spawner_hangs"):
+            self._trouble_node(what, node)
         elif node.spawners:
             self.rng.choice([*node.spawners.values()]).die()
+
+    def _trouble_node(self, what: str, node: Node) -> None:
+        seconds = self.rng.choice((0.5, 5.0, 20.0))
+        if what == "agent_hangs":
+            node.hang(seconds)
+        elif what != "spawner_hangs":
+            node.lose_one_way(to_master=what == "agent_says_nothing", seconds=seconds)
+        elif node.spawners:
+            self.rng.choice([*node.spawners.values()]).hang(seconds)
+        self.troubled = max(self.troubled, self.clock.now + seconds + 30.0)
 
     def _trouble_masters(self, what: str, alive: list[MasterModel]) -> None:
         seconds = self.rng.choice((0.5, 5.0, 20.0))

@@ -12,8 +12,8 @@ import pytest
 from tests.sim.simulation import Simulation
 from unirun.errors import IllegalTransition
 
-BLOCK = 250
-SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "2000"))
+BLOCK = 200
+SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "800"))
 ONE = os.environ.get("UNIRUN_SIM_SEED")
 
 

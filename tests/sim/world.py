@@ -112,9 +112,49 @@ class Plan:
     """How much more often than rarely masters die around their writes."""
     unknown: float = 0.0
     """Chance that the answer of the store to a write gets lost."""
-    skew: float = 0.0
-    """Seconds by which the wall clock is off."""
+    late: bool = False
+    """Whether such a write may be done much later."""
+    operations: int = 100
+    """Documents in one transaction at most: what is more is written in pieces."""
+    skews: dict[str, float] = field(default_factory=dict)
+    """Seconds by which the wall clock of each node is off."""
+    planted: str = ""
+    """What has a bug: a class of events, what a master begins with, or its writes."""
 
+    def break_at(self, event: object) -> None:
+        """Raise `Planted` where the bug is: of workers and nodes the first one meets it."""
+        name = event if isinstance(event, str) else type(event).__name__
+        rank, node = getattr(event, "rank", 0), getattr(event, "node", self.first)
+        if name == self.planted and (rank, node) == (0, self.first):
+            raise Planted(f"a bug in {name}")
+
+    @property
+    def first(self) -> str:
+        """The first node."""
+        return self.placement.nodes[0]
+
+
+class Planted(Exception):
+    """A bug in what decides, or in what writes."""
+
+
+PLANTED = (
+    "begin",
+    "write",
+    "Join",
+    "SpawnerReady",
+    "WorkerStarted",
+    "WorkerExited",
+    "WorkerExited",
+    "WorkerExited",
+    "WorkerServing",
+    "StoreOpened",
+    "StoreEnded",
+    "AgentLost",
+    "RejoinTimedOut",
+    "Stop",
+    "ViewDue",
+)
 
 ACCIDENTS = (
     "stop",
@@ -130,8 +170,13 @@ ACCIDENTS = (
     "master_hangs",
     "master_cut_off",
     "store_away",
+    "stop_unwritten",
     "agent_cut_off",
+    "agent_hears_nothing",
+    "agent_says_nothing",
+    "agent_hangs",
     "clock_jumps",
+    "spawner_hangs",
     "spawner_killed",
     "spawner_killed",
 )
@@ -190,7 +235,18 @@ def make_plan(seed: int) -> Plan:
     unknown = rng.choice((0.0, 0.0, 0.05, 0.3))
     wanted = {*placement.nodes, *placement.spares}
     inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
-    return Plan(spec, placement, inventory, habits, slow, accidents, absent, crashes, unknown)
+    plan = Plan(spec, placement, inventory, habits, slow, accidents, absent, crashes, unknown)
+    # Of these each history has one at most, so that it is not longer than others.
+    match rng.choice((*[""] * 8, "late", "late", "pieces", "pieces", "skew", "skew", "planted")):
+        case "late":
+            plan.late, plan.unknown = True, plan.unknown or 0.05
+        case "pieces":
+            plan.operations = rng.choice((1, 2, 4))
+        case "skew":
+            plan.skews = {node: rng.choice((-3600.0, -2.0, 0.0, 0.5, 3600.0)) for node in nodes}
+        case "planted":
+            plan.planted = rng.choice(PLANTED)
+    return plan
 
 
 def _placed(

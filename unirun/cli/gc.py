@@ -14,8 +14,8 @@ from unirun.cli.stored import directory_of, may_be_there, opened
 from unirun.cli.tables import age, print_table
 from unirun.cli.terminal import say, warn
 from unirun.errors import JobError, StoreError, StoreRefused, UnirunError, UsageError
-from unirun.observe.index import Summary, read_index
-from unirun.observe.status import ENDED, read_status
+from unirun.observe.index import read_index
+from unirun.observe.status import ENDED, Summary, read_summary
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs
@@ -134,8 +134,8 @@ def _here(job: JobDir) -> Remains:
         url = job.own_store
     elsewhere = url if url != job.own_store and may_be_there(url) else None
     try:
-        status = read_status(job)
-        phase, ended = status.phase, status.ended
+        summary = read_summary(job)
+        phase, ended = summary.phase, summary.ended
     except JobError:
         phase, ended = "running" if job.alive() else "lost", None
     return Remains(job.run_id, phase, ended or _last_seen(job), job, elsewhere)

@@ -12,7 +12,7 @@ from pathlib import Path
 from unirun.cli.options import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
-from unirun.observe.status import ENDED, read_status, verified
+from unirun.observe.status import ENDED, read_status, read_summary, verified
 from unirun.rendezvous.jobdir import JobDir
 
 
@@ -121,7 +121,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
 
     try:
         while True:
-            ended = read_status(job).phase in ENDED
+            ended = read_summary(job).phase in ENDED
             for path, prefix in _files(job, who, names, every=True):
                 if path not in seen:
                     seen.add(path)

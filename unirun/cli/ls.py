@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import opened
 from unirun.cli.tables import age, print_table
 from unirun.errors import JobError, StoreError, StoreRefused
-from unirun.observe.index import Summary, read_index
-from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.observe.index import read_index
+from unirun.observe.status import ENDED, Summary, read_status, read_summary
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs
 from unirun.rendezvous.keys import job_prefix
@@ -32,12 +32,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one object a line, for programs")
     options = parser.parse_args(argv)
-    here = [] if options.store else [(job, _status(job)) for job in all_jobs()]
+    here = [] if options.store else [*all_jobs()]
     url = store_url(options.store)
     stored: list[tuple[Summary, Leader | None]] = []
     trouble: StoreError | None = None
     try:
-        stored, refused = _stored(url, [job for job, _ in here]) if url else ([], ())
+        stored, refused = _stored(url, here) if url else ([], ())
         trouble = next(iter(refused), None)
     except StoreError as error:
         # What is here can be shown all the same.
@@ -49,33 +49,26 @@ def main(argv: list[str]) -> int:
 
 
 def _show(
-    here: list[tuple[JobDir, JobStatus | None]],
+    here: list[JobDir],
     stored: list[tuple[Summary, Leader | None]],
     url: str | None,
     *,
     as_json: bool,
 ) -> None:
     if as_json:
-        for job, status in here:
-            if status is not None:
-                print(json.dumps({**status.to_json(), "dir": str(job.path)}))
+        for job in here:
+            # What holds no readable state is listed for people only.
+            with contextlib.suppress(JobError):
+                print(json.dumps({**read_status(job).to_json(), "dir": str(job.path)}))
         for summary, leader in stored:
             print(json.dumps(_object(summary, leader, url)))
         return
-    rows = [_row(job, status) for job, status in here]
+    rows = [_row(job) for job in here]
     if url is None:
         print_table(HEADERS, rows)
         return
     rows = [*([*row, "here"] for row in rows), *(_stored_row(*each) for each in stored)]
     print_table([*HEADERS, "MASTER"], rows)
-
-
-def _status(job: JobDir) -> JobStatus | None:
-    """None for a directory that holds no readable state: it is listed all the same."""
-    try:
-        return read_status(job)
-    except JobError:
-        return None
 
 
 def _stored(
@@ -100,26 +93,26 @@ def _identity(job: JobDir) -> tuple[str, str]:
         return job.run_id, ""
 
 
-def _row(job: JobDir, status: JobStatus | None) -> list[str]:
-    if status is None:
+def _row(job: JobDir) -> list[str]:
+    """A directory that holds no readable state is listed all the same."""
+    try:
+        return [job.run_id, *_cells(read_summary(job))]
+    except JobError:
         return [job.run_id, "starting" if job.alive() else "lost", "", "", "", ""]
-    roles = {str(role.name): len(role.workers) for role in status.roles}
-    return _cells(job.run_id, status, roles)
 
 
 def _stored_row(summary: Summary, leader: Leader | None) -> list[str]:
     where = "" if summary.phase in ENDED else "nobody"
     where = f"{leader.host}:{leader.pid}" if leader else where
-    return [*_cells(summary.run_id, summary, summary.roles), where]
+    return [summary.run_id, *_cells(summary), where]
 
 
-def _cells(run_id: str, job: JobStatus | Summary, roles: Mapping[str, int]) -> list[str]:
+def _cells(job: Summary) -> list[str]:
     now = time.time()
     return [
-        run_id,
         job.phase,
         "" if job.code is None else str(job.code),
-        ",".join(f"{name}={count}" for name, count in roles.items()),
+        ",".join(f"{name}={count}" for name, count in job.roles.items()),
         f"{age(now - job.started)} ago",
         age((job.ended or now) - job.started),
     ]

@@ -66,21 +66,26 @@ class Processes:
         if not self._stopping:
             self._stopping = self._signal(signal.SIGTERM)
 
-    def end(self, led: bool = True) -> int | None:
-        """Leave nothing behind: wait for the processes, then kill whatever is left. Returns the first master's exit.
+    def kill_agents(self) -> None:
+        """End the agents that do not end; their workers end with them."""
+        self._signal(signal.SIGKILL)
+
+    def end(self, led: bool = True, farewell: float | None = None) -> int | None:
+        """Leave nothing behind: wait for the processes, each kind `farewell` seconds, then kill what is left.
+        Returns the first master's exit.
 
         As long as nobody has `led` the job, there is nothing that could end in order.
         """
+        farewell = FAREWELL if farewell is None else farewell
         code = self._wait(self._launched.master, 0.0)
         if self.refusal(led) is not None:
             self._signal(signal.SIGKILL)
         elif code:
             self.stop_agents()
-        deadline = time.monotonic() + FAREWELL
-        for agent in self._launched.agents:
-            self._wait(agent, deadline - time.monotonic())
-        for master in (self._launched.master, self.master):
-            self._wait(master, FAREWELL)
+        for pids in (self._launched.agents, (self._launched.master, self.master)):
+            deadline = time.monotonic() + farewell
+            for pid in pids:
+                self._wait(pid, deadline - time.monotonic())
         kill_children()
         return code
 
@@ -107,6 +112,15 @@ class Processes:
             else:
                 time.sleep(0.005)
         return self._exits[pid]
+
+
+def last_words(job: JobDir) -> str:
+    """The line that a master has written last."""
+    try:
+        lines = job.master_log.read_text(errors="backslashreplace").splitlines()
+    except OSError:
+        return ""
+    return next((line.removeprefix(_SAYS) for line in reversed(lines) if line.startswith(_SAYS)), "")
 
 
 def masters_words(job: JobDir) -> str:

@@ -16,14 +16,16 @@ from unirun.cli.session import Session
 from unirun.cli.stored import anchored
 from unirun.cli.terminal import say, warn
 from unirun.collocation import Inventory, Placement
+from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError
 from unirun.launcher import launch
 from unirun.launcher.agent import hold_endpoints
-from unirun.launcher.process import adopt_orphans
+from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.master.context import changes
 from unirun.master.lead import lead
 from unirun.master.state import JobState, Owner, new_job
 from unirun.master.telling import status_of
+from unirun.observe import write_status
 from unirun.rendezvous import JobDir, create_job, started_at
 from unirun.rendezvous.store.url import store_url
 from unirun.spec import JobSpec
@@ -47,6 +49,7 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     """
     spec, placement = planned.spec, planned.placement
     inventory = _wanted(planned)
+    refuse_impossible(spec, ((each.role, each.node) for each in placement.assignments), host_ceilings())
     detach = bool(line.options.get("detach"))
     store = store_url(line.options.get("store"))
     if store is not None:
@@ -63,7 +66,7 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         job.write_json("spec.json", spec.to_json())
         state = _first_state(job, spec, placement, inventory, detach)
         job.write_first_context(changes(None, state))
-        job.write_json(job.state.name, status_of(state, {}, {}).to_json())
+        write_status(job, status_of(state, {}, {}))
         listener = listen(path)
     except OSError as error:
         raise JobError(
@@ -94,6 +97,7 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         say(spec.run_id)
         warn(f"started; follow it with: unirun logs -f {spec.run_id}")
         return 0
+    spare_descriptors()
     console = Console(quiet=bool(line.options.get("quiet")))
     return asyncio.run(Session(job, spec, console, launched).run())
 

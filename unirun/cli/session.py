@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from unirun.cli.console import Console, Prefixer, shown
-from unirun.cli.processes import FAREWELL, Processes, masters_words
+from unirun.cli.processes import FAREWELL, Processes, last_words, masters_words
 from unirun.cli.stopping import Wishes
 from unirun.cli.terminal import warn
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
@@ -33,8 +33,15 @@ from unirun.wire.reports import Notice
 LOOK_AGAIN = 0.03
 """Seconds between two looks for a master, as long as there is none."""
 
+CHECK = 3.0
+"""Seconds between two looks for another master, as long as there is one: it may hang."""
+
 PATIENCE = 2.0
-"""Seconds in which a master must be there when the user has asked twice for the end."""
+"""Seconds that a master has when the user has asked twice for the end. Then the agents here are told to end, and killed
+when they do not within `FAREWELL`."""
+
+QUIET = 3.0
+"""Seconds without a master after which it is told why."""
 
 
 class Session:
@@ -46,8 +53,10 @@ class Session:
         self._masters = Masters(job, load_token(job.token))
         self._master: Stream | None = None
         self._wishes = Wishes()
-        self._asked_at = 0.0
+        self._forcing: asyncio.Task[None] | None = None
         self._led = False
+        self._alone_since = time.monotonic()
+        self._told = ""
         self._trouble = "it has left no end"
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._prefix = Prefixer(spec, console.colour, template)
@@ -70,6 +79,8 @@ class Session:
             ended = await self._follow_to_end()
         finally:
             ticker.cancel()
+            if self._forcing is not None:
+                self._forcing.cancel()
             self._console.live("")
             self._masters.close()
         if ended is None:
@@ -87,9 +98,7 @@ class Session:
                     return await self._follow_master(leader)
             except (StoreError, RendezvousError, WireError) as error:
                 self._trouble = str(error)
-            if self._wishes.urgent and time.monotonic() > self._asked_at + PATIENCE:
-                # Perhaps a master was told, which has died: nobody may be left to obey but the agents.
-                self._processes.stop_agents()
+            self._tell_why()
             if self._processes.given_up(self._led):
                 known = self._led and not self._wishes.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
@@ -107,7 +116,7 @@ class Session:
         master.send(Attach())
         phases: dict[str, str] = {}
         try:
-            while not isinstance(message := await master.receive(), Ended):
+            while not isinstance(message := await self._hear(master, leader), Ended):
                 self._show(message)
                 if self._master is None and isinstance(message, RoleChanged):
                     # It begins with how every role stands, which tells what it knows of the user's wishes.
@@ -119,7 +128,42 @@ class Session:
             return message
         finally:
             self._master = None
+            self._alone_since = time.monotonic()
             await master.close()
+
+    async def _hear(self, master: Stream, leader: Leader) -> Message:
+        """The next message of `master`. Raises `WireError` when it is gone, or is not to be waited for any more."""
+        looked = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK / 3):
+                    return await master.receive()
+            if self._wishes.urgent and self._processes.given_up(self._led):
+                raise WireError("the master does not end a job that has no agent any more")
+            if time.monotonic() < looked + CHECK:
+                continue
+            looked = time.monotonic()
+            with contextlib.suppress(StoreError):
+                now = await self._masters.leader()
+                if now is not None and now.epoch > leader.epoch:
+                    raise WireError(f"the master of term {leader.epoch} does not lead any more")
+
+    def _tell_why(self) -> None:
+        """As long as nobody leads: say what the latest master has said before it ended."""
+        if time.monotonic() < self._alone_since + QUIET:
+            return
+        self._alone_since = time.monotonic()
+        words = last_words(self._job)
+        if words and words != self._told:
+            self._told = words
+            self._console.note(f"nobody leads the job: {words}")
+
+    async def _force(self) -> None:
+        """End the job on this host, whoever leads it or does not."""
+        await asyncio.sleep(PATIENCE)
+        self._processes.stop_agents()
+        await asyncio.sleep(FAREWELL)
+        self._processes.kill_agents()
 
     def _end_in_store(self) -> Ended | None:
         """The end that a master has written and could not tell any more."""
@@ -142,13 +186,11 @@ class Session:
                 self._over.set()
                 return
             stop = Stop(int(signum), f"got {signum.name}")
-            self._asked_at = time.monotonic()
             self._wishes.add(stop, told=self._master is not None)
             if self._master is not None:
                 self._master.send(stop)
-            elif self._wishes.urgent:
-                # There is no master to tell; the agents end what runs on this host.
-                self._processes.stop_agents()
+            if self._wishes.urgent and self._forcing is None:
+                self._forcing = loop.create_task(self._force())
             self._console.note(self._wishes.answer(signum.name, self._spec.shutdown_timeout))
 
         for name in self._spec.signals:
@@ -221,7 +263,7 @@ class Session:
     def _lost(self) -> int:
         """There is no master and there will be none: see that nothing is left, and say what is known."""
         refused = self._processes.refusal(self._led)
-        code = self._processes.end(self._led)
+        code = self._processes.end(self._led, 0.0 if self._wishes.urgent else FAREWELL)
         self._follower.finish(FAREWELL)
         words = masters_words(self._job)
         if refused is not None and words:

@@ -10,7 +10,7 @@ from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere, running_j
 from unirun.cli.terminal import say
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.observe.following import follow_to_end
-from unirun.observe.status import ENDED, read_status
+from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.masters import call_master
 from unirun.wire.messages import Stop
 
@@ -38,10 +38,10 @@ def main(argv: list[str]) -> int:
     if options.job is not None and options.job.startswith("-"):
         raise UsageError(f"{options.job} is no option of unirun stop", "--now kills at once")
     job = find_here(options.store, options.job or _only_one(options.store), "stop")
-    status = read_status(job)
-    if status.phase in ENDED:
+    phase = read_summary(job).phase
+    if phase in ENDED:
         nothing = "" if options.job else "no job runs; the newest, "
-        say(f"{nothing}job {job.run_id} has ended already: {status.phase}")
+        say(f"{nothing}job {job.run_id} has ended already: {phase}")
         return 0
     with contextlib.suppress(StoreError):
         # Without its store nobody knows who leads; that is waited for below.

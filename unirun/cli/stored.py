@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
-from unirun.observe.index import Summary, read_index
-from unirun.observe.status import ENDED, JobStatus, runs, verified
+from unirun.observe.index import read_index
+from unirun.observe.status import ENDED, JobStatus, Summary, runs, verified
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, job_at
 from unirun.rendezvous.keys import job_prefix

@@ -15,12 +15,13 @@ class Limits:
     """What may be used; None where nothing limits it.
 
     `cpus` are the only processors, `cpu_count` how many at once (a quota of 2.5 is 2, and never less than 1), `memory`
-    is in bytes.
+    is in bytes, `pids` are processes and threads.
     """
 
     cpus: frozenset[int] | None = None
     cpu_count: int | None = None
     memory: int | None = None
+    pids: int | None = None
 
 
 def least(*limits: Limits) -> Limits:
@@ -30,6 +31,7 @@ def least(*limits: Limits) -> Limits:
         cpus=frozenset.intersection(*sets) if sets else None,
         cpu_count=min((each.cpu_count for each in limits if each.cpu_count is not None), default=None),
         memory=min((each.memory for each in limits if each.memory is not None), default=None),
+        pids=min((each.pids for each in limits if each.pids is not None), default=None),
     )
 
 
@@ -92,7 +94,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
         if kind[0] == "cgroup2" and "" in groups:
             yield _Mount(2, point, top, groups[""])
         elif kind[0] == "cgroup":
-            mine = [name for name in kind[2].split(",") if name in ("cpu", "cpuset", "memory")]
+            mine = [name for name in kind[2].split(",") if name in ("cpu", "cpuset", "memory", "pids")]
             group = next((groups[name] for name in mine if name in groups), None)
             if group is not None:
                 yield _Mount(1, point, top, group)
@@ -128,6 +130,10 @@ def _v2_memory(folder: Path) -> Limits:
     return Limits(memory=_number(_text(folder / "memory.max")))
 
 
+def _pids(folder: Path) -> Limits:
+    return Limits(pids=_number(_text(folder / "pids.max")))
+
+
 def _v1_cpu(folder: Path) -> Limits:
     quota, period = (_number(_text(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
     return Limits(cpu_count=_whole_cpus(quota, period))
@@ -143,8 +149,8 @@ def _v1_memory(folder: Path) -> Limits:
 
 
 _READERS: Mapping[int, tuple[Callable[[Path], Limits], ...]] = {
-    1: (_v1_cpu, _v1_cpuset, _v1_memory),
-    2: (_v2_cpu, _v2_cpuset, _v2_memory),
+    1: (_v1_cpu, _v1_cpuset, _v1_memory, _pids),
+    2: (_v2_cpu, _v2_cpuset, _v2_memory, _pids),
 }
 
 _V1_UNLIMITED = 1 << 62

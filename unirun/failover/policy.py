@@ -13,8 +13,8 @@ from unirun.spec import EntryKind, Restart
 class Decision:
     """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up.
 
-    ``restart_worker`` makes a new generation; ``join`` starts the worker again for the one that is being formed, and
-    spends no restart.
+    ``restart_worker`` starts the worker again and makes a new generation; ``join`` starts it again for the generation
+    that is being formed, and spends no restart.
     """
 
     action: Literal["restart_role", "restart_worker", "join", "end_job"]
@@ -28,8 +28,8 @@ class Circumstances:
 
     `survivors` are the workers of the role that live on. `recoverable` is what the failed worker had said of
     itself, None when it had said nothing yet; it counts for trainers. `generation` is the role's present one.
-    `superseded`: the worker was still setting itself up for an earlier one. `lasting`: its error would come again
-    however often it is started.
+    `behind`: the worker had not begun to form it, and was still setting itself up for an earlier one, or could not be
+    woken in that. `lasting`: its error would come again however often it is started.
     """
 
     kind: EntryKind = "script"
@@ -39,7 +39,7 @@ class Circumstances:
     survivors: int = 0
     generation: int = 0
     recoverable: bool | None = None
-    superseded: bool = False
+    behind: bool = False
     lasting: bool = False
 
 
@@ -47,8 +47,9 @@ def decide(failure: Failure, now: Circumstances) -> Decision:
     """The decision after `failure`.
 
     A restart resets nothing: the second failure is handled like the first, with one restart less left. Each worker
-    that is started again alone spends one restart of its role, as a restart of all of them does. Only one that was
-    waiting for its peers in a generation that another death has ended spends none: that death has.
+    that is started again alone spends one restart of its role, as a restart of all of them does. A worker that is
+    `behind` spends none: the death that ended its generation has. It has left nothing in the store of the present one,
+    so another can take its place there.
 
     A lasting error ends the job when it comes in the first start of a rank. Later it may be an accident all the same,
     as the code has run on that rank: its restarts are spent first.
@@ -58,8 +59,8 @@ def decide(failure: Failure, now: Circumstances) -> Decision:
         return Decision("end_job", f"{what}, before it was up, with an error that a restart cannot mend")
     if now.kind == "trainer" and not now.recoverable:
         return Decision("end_job", f"{what}; {_why_not_recoverable(failure.who, now)}")
-    if now.superseded:
-        why = f"it was setting itself up for a generation that is over, and joins generation {now.generation}"
+    if now.behind:
+        why = f"it was in a generation that another death had ended, and joins generation {now.generation}"
         return Decision("join", f"{what}; {why} at no cost")
     if now.restarts >= now.max_restarts:
         return _without_budget(what, failure.role, now)

@@ -10,23 +10,29 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
-from unirun.errors import IllegalTransition, RendezvousError, WireError
+from unirun.errors import Refused, RendezvousError, WireError
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, spawner_key
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
 from unirun.launcher.postmortem import tail_of
-from unirun.launcher.process import adopt_orphans, kill_children, kill_group, out_of_memory_kills
+from unirun.launcher.process import (
+    adopt_orphans,
+    kill_children,
+    kill_group,
+    out_of_memory_kills,
+    spare_descriptors,
+)
 from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
+from unirun.reporting import report_error
 from unirun.spec import JobSpec
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
@@ -60,11 +66,13 @@ class Agent:
         self._popens: set[subprocess.Popen[bytes]] = set()
         self._left = asyncio.Event()
         self._oom_kills = out_of_memory_kills()
+        self._descriptors = 0
         self._filters = LineFilters(job, spec.log)
 
     async def run(self, owner_pid: int | None) -> None:
         """Serve one master after another until one says `Shutdown`, or the process `owner_pid` is gone."""
         adopt_orphans()
+        self._descriptors = spare_descriptors()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
@@ -106,7 +114,14 @@ class Agent:
         """An agent that has lost a part of itself must not go on as if it could do its work."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            traceback.print_exception(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the workers, and leave; at once when that fails too."""
+        report_error(error)
+        if self._state.leaving:
+            self._left.set()
+        else:
             self._apply(events.Abandon(f"the agent cannot go on: {error!r}"))
 
     def _warm_up(self) -> None:
@@ -119,11 +134,14 @@ class Agent:
     def _apply(self, event: events.Event) -> None:
         try:
             self._state, commands = core.step(self._state, event)
-        except IllegalTransition as error:
+            for command in commands:
+                self._carry_out(command)
+        except Refused as error:
             self._tell(Notice(self._state.node, f"refused {type(event).__name__}: {error}"))
-            return
-        for command in commands:
-            self._carry_out(command)
+        except Exception as error:  # noqa: BLE001 - an event that is lost here nobody would make up for
+            if isinstance(event, events.Abandon):
+                self._state = replace(self._state, leaving=True)
+            self._fail(error)
 
     def _carry_out(self, command: events.Command) -> None:
         match command:
@@ -171,7 +189,8 @@ class Agent:
             workers, stores = holdings(self._state)
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
             host = socket.gethostname()
-            stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores))
+            ending = self._state.ending
+            stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores, ending))
             for ask in self._state.asks.values():
                 stream.send(ask)
             for frame in self._unsent.take():
@@ -219,7 +238,7 @@ class Agent:
         else:
             env = dict(self._inherited)
         handles = [theirs.fileno(), *(endpoint.socket.fileno() for endpoint in self._endpoints.values())]
-        about = [str(theirs.fileno()), str(os.getpid())]
+        about = map(str, (theirs.fileno(), os.getpid(), self._descriptors))
         command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", *about, *modules]
         popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
         self._popens.add(popen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import NoReturn, Protocol
 from unirun.launcher import worker
 from unirun.launcher.process import set_title
 from unirun.rendezvous.logdir import open_log
+from unirun.reporting import report
 from unirun.wire.spawning import Spawn
 
 SETUP_FAILED = 126
@@ -58,12 +60,13 @@ class WorkerTask:
 
     request: Spawn
     logs: Logs
+    descriptors: int
 
     def run(self) -> None:
         """Set the process up, then run the code. Never returns to the spawner's frames."""
         request = self.request
         try:
-            _set_up(request, self.logs)
+            _set_up(request, self.logs, self.descriptors)
         except OSError as error:
             _give_up(request, error)
         if request.kind == "program":
@@ -84,13 +87,23 @@ class StoreTask:
 
     def run(self) -> None:
         """Serve; the spawner kills this process when the next generation gets its store."""
+        _close_all_but(self.handle)
         set_title(f"store:{self.role}")
         from unirun.launcher.store import serve
 
         serve(self.handle, self.generation)
 
 
-def _set_up(request: Spawn, logs: Logs) -> None:
+def _close_all_but(*kept: int) -> None:
+    """Only the three standard streams and `kept` go on; everything else belongs to the spawner."""
+    start = 3
+    for handle in kept:
+        os.closerange(start, handle)
+        start = handle + 1
+    os.closerange(start, 1 << 16)
+
+
+def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
     set_title(request.title)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
@@ -98,8 +111,8 @@ def _set_up(request: Spawn, logs: Logs) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (logs.stdout, 1), (logs.stderr, 2)):
         os.dup2(source, target)
-    # Only the three standard streams go on; everything else belongs to the spawner.
-    os.closerange(3, 1 << 16)
+    _close_all_but()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
@@ -115,11 +128,11 @@ def _execute(command: list[str], request: Spawn) -> NoReturn:
     try:
         os.execvpe(command[0], command, request.env)
     except OSError as error:
-        print(f"unirun: {command[0]} cannot be executed: {error.strerror}", file=sys.stderr, flush=True)
+        report(f"unirun: {command[0]} cannot be executed: {error.strerror}")
         os._exit(127 if isinstance(error, FileNotFoundError) else SETUP_FAILED)
 
 
 def _give_up(request: Spawn, error: OSError) -> NoReturn:
     """Tell why in the worker's stderr; ``sys.stderr`` writes to it already."""
-    print(f"unirun: {request.title} could not be set up: {error}", file=sys.stderr, flush=True)
+    report(f"unirun: {request.title} could not be set up: {error}")
     os._exit(SETUP_FAILED)

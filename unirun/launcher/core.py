@@ -8,9 +8,10 @@ command or a spawner is gone.
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import replace
 
-from unirun.errors import IllegalTransition
+from unirun.errors import Refused
 from unirun.launcher.ends import short_end
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import (
@@ -80,7 +81,7 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             # What an earlier term has sent last may come late.
             return _obey(state, what) if epoch >= state.epoch else (state, [])
         case Abandon():
-            return _leave(state, signal.SIGTERM, LOST_GRACE)
+            return _leave(state, state.workers.values(), signal.SIGTERM, LOST_GRACE)
         case FromSpawner():
             return _from_spawner(state, event)
         case SpawnerDown():
@@ -113,8 +114,12 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
             return answered(state, what)
         case View():
             return replace(state, view=what), [ToWorkers(what)]
-        case Shutdown():
-            return _leave(state, signal.SIGKILL, 0.0)
+        case Shutdown(grace, ending):
+            state = replace(state, ending=ending or state.ending)
+            if grace is None:
+                return _leave(state, state.workers.values(), signal.SIGKILL, 0.0)
+            untold = [worker for worker in state.workers.values() if worker.sent is None]
+            return _leave(state, untold, signal.SIGTERM, grace)
 
 
 def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]]:
@@ -216,9 +221,12 @@ def _remembering(state: AgentState, worker: Worker, end: WorkerExited) -> AgentS
     return replace(state, ended={**state.ended, who: replace(held(worker), exit=end)})
 
 
-def _leave(state: AgentState, signum: int, grace: float) -> tuple[AgentState, list[Command]]:
+def _leave(
+    state: AgentState, workers: Iterable[Worker], signum: int, grace: float
+) -> tuple[AgentState, list[Command]]:
+    """End `workers`; the agent leaves when it has no worker any more."""
     state = replace(state, leaving=True)
-    who = [(worker.role, worker.rank) for worker in state.workers.values()]
+    who = [(worker.role, worker.rank) for worker in workers]
     state, commands = _stop(state, who, signum, grace, "leaving")
     return (state, [*commands, Leave()]) if not state.workers else (state, commands)
 
@@ -233,18 +241,16 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
         case Forked(number, pid):
             return _forked(state, state.workers[number], pid)
         case SpawnFailed(number, when, reason):
-            return _ended(state, number, WorkerExited("", 0, 0, when, 1, None, note=reason))
+            return _ended(state, state.workers[number], when, 1, None, reason)
         case Reaped(number, when, code, signum):
-            return _ended(
-                state, number, WorkerExited("", 0, 0, when, code, signum, note=event.note, tail=event.tail)
-            )
+            return _ended(state, state.workers[number], when, code, signum, event.note, event.tail)
         case StoreOpened():
             return _store_opened(state, event.message)
         case Notice():
             return state, [ToMaster(event.message)]
         case StoreEnded():
             return _store_ended(state, event.message)
-    raise IllegalTransition(f"a spawner sent {type(event.message).__name__}")
+    raise Refused(f"a spawner sent {type(event.message).__name__}")
 
 
 def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, list[Command]]:
@@ -281,8 +287,7 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
     for worker in lost:
         # One that was never started is not killed: there is nothing to run it.
         code, signum = (1, None) if worker.phase is Phase.QUEUED else (None, int(signal.SIGKILL))
-        end = WorkerExited("", 0, 0, event.time, code, signum, note=event.reason)
-        state, more = _ended(state, worker.id, end)
+        state, more = _ended(state, worker, event.time, code, signum, event.reason)
         commands += more
     for role, store in state.stores.items():
         if store.spawner == event.key and not store.ended:
@@ -322,24 +327,34 @@ def _lose_store(state: AgentState, worker: Worker, end: StoreEnded) -> tuple[Age
     """A worker that cannot meet its peers any more fails."""
     why = f"the store of its role is gone: {end.reason}"
     if worker.phase is Phase.QUEUED:
-        return _ended(state, worker.id, WorkerExited("", 0, 0, end.time, 1, None, note=why))
+        return _ended(state, worker, end.time, 1, None, why)
     state = state.with_worker(replace(worker, cause="doom", doom=why))
     return state, [ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL)))]
 
 
-def _ended(state: AgentState, number: int, end: WorkerExited) -> tuple[AgentState, list[Command]]:
-    worker = state.workers[number]
+def _ended(
+    state: AgentState,
+    worker: Worker,
+    time: float,
+    code: int | None,
+    signum: int | None,
+    note: str,
+    tail: str = "",
+) -> tuple[AgentState, list[Command]]:
     state = _without(state, worker)
-    end = replace(
-        end,
-        role=worker.role,
-        rank=worker.rank,
-        incarnation=worker.incarnation,
+    end = WorkerExited(
+        worker.role,
+        worker.rank,
+        worker.incarnation,
+        time,
+        code,
+        signum,
         cause=worker.cause,
         sent=worker.sent,
         error=worker.error,
-        note=worker.doom or (worker.expired if end.code != 0 else "") or end.note,
-        tail="" if worker.error else end.tail,
+        note=worker.doom or (worker.expired if code != 0 else "") or note,
+        met=worker.met,
+        tail="" if worker.error else tail,
     )
     end = short_end(end)
     state = _remembering(state, worker, end)

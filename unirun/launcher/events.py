@@ -26,8 +26,8 @@ class Worker:
 
     `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
     for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
-    `generation`, `serving` and `calls` are what it has said of itself. `expired` names a timer that it has not released
-    in time.
+    `generation` (that it has formed), `met` (whose store it has used), `serving` and `calls` are what it has said of
+    itself. `expired` names a timer that it has not released in time.
     """
 
     id: int
@@ -43,6 +43,7 @@ class Worker:
     error: WorkerError | None = None
     running: bool = False
     generation: int = 0
+    met: int = 0
     serving: Serving | None = None
     calls: tuple[CallCount, ...] = ()
     grace: float = 30.0

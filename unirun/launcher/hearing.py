@@ -16,6 +16,7 @@ from unirun.launcher.events import (
     StillWithoutLink,
     TimerExpired,
     ToMaster,
+    ToSpawner,
     ToWorker,
     Worker,
 )
@@ -25,9 +26,11 @@ from unirun.wire.messages import Hello, Message
 from unirun.wire.reports import (
     Calls,
     GroupFormed,
+    GroupMeets,
     Metrics,
     Notice,
     Serving,
+    Stuck,
     WorkerCalls,
     WorkerError,
     WorkerFormed,
@@ -35,6 +38,10 @@ from unirun.wire.reports import (
     WorkerRunning,
     WorkerServing,
 )
+from unirun.wire.spawning import Kill
+
+MAX_STACK = 4096
+"""Characters of a stack that are told."""
 
 
 def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[Command]]:
@@ -55,6 +62,10 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
         case GroupFormed(generation):
             state = state.with_worker(replace(worker, generation=max(generation, worker.generation)))
             return state, [ToMaster(_signed(worker, event.message))]
+        case GroupMeets(generation):
+            return state.with_worker(replace(worker, met=max(generation, worker.met))), []
+        case Stuck():
+            return _end_stuck(state, worker, event.message)
         case Metrics():
             return state, [ToMaster(_signed(worker, event.message))]
         case Calls(counts):
@@ -64,6 +75,19 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
             ask = WorkerAsk(worker.role, worker.rank, worker.incarnation, number, wish, name, data)
             return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
     return state, []
+
+
+def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
+    """Only SIGKILL ends its wait; the master has another worker started for the present generation."""
+    if worker.sent is not None or worker.cause != "own":
+        return state, []
+    why = f"it still waited in the process group of generation {told.generation}, which was over"
+    state = state.with_worker(replace(worker, cause="stuck", doom=why))
+    text = f"is killed: {why}; it was at\n{told.stack[-MAX_STACK:]}"
+    return state, [
+        ToMaster(Notice(worker.who, text)),
+        ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
+    ]
 
 
 def answered(state: AgentState, answer: WorkerAnswer) -> tuple[AgentState, list[Command]]:

@@ -17,6 +17,7 @@ from unirun.errors import UnirunError
 from unirun.launcher.agent import Agent
 from unirun.launcher.process import set_title
 from unirun.rendezvous import Endpoint, JobDir
+from unirun.reporting import flush, report, report_error
 from unirun.spec import JobSpec
 
 
@@ -93,9 +94,9 @@ def _become(title: str, log: Path, run: Callable[[], None]) -> NoReturn:
         code = 0
     except UnirunError as error:
         code = error.exit_code
-        print(f"{title}: {error}", file=sys.stderr, flush=True)
-    except BaseException:  # noqa: BLE001 - the last frame of a process: what is not written here is lost
-        sys.excepthook(*sys.exc_info())
+        report(f"{title}: {error}")
+    except BaseException as error:  # noqa: BLE001 - the last frame of a process: what is not written here is lost
+        report_error(error)
     finally:
-        sys.stderr.flush()
+        flush()
         os._exit(code)

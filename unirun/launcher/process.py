@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import time
@@ -116,6 +117,18 @@ def _reap(pid: int, end: float) -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     finally:
         os.close(handle)
+
+
+def spare_descriptors() -> int:
+    """Raise this process's limit of descriptors as far as it may. Returns what it was, for programs that are started.
+
+    An agent has a socket for each of its workers, a spawner a process handle, the command two log files. The usual
+    limit of 1024 is there for programs that use ``select``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft
 
 
 def out_of_memory_kills() -> int:

@@ -1,8 +1,9 @@
 """The spawner: imports once, never computes, forks workers, and reports how they end.
 
-Run as ``python -P -m unirun.launcher.spawner FD [MODULE…]``: FD is one end of a socket pair to the agent, the
-modules are imported before the first fork. One thread, no polling: it sleeps until the agent speaks or a
-child ends. When the agent is gone it kills everything that it started, and ends.
+Run as ``python -P -m unirun.launcher.spawner FD AGENT DESCRIPTORS [MODULE…]``: FD is one end of a socket pair to the
+agent, whose pid is AGENT; DESCRIPTORS is the limit that workers get. The modules are imported before the first fork.
+One thread, no polling: it sleeps until the agent speaks or a child ends. When the agent is gone it kills everything
+that it started, and ends.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from unirun.launcher.process import (
     set_title,
     title_of,
 )
+from unirun.reporting import flush
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Notice
 from unirun.wire.spawning import (
@@ -79,8 +81,8 @@ _OWNER = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION")
 class Spawner:
     """Serves one agent. In a forked child `serve` returns what the child shall become."""
 
-    def __init__(self, stream: BlockingStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: BlockingStream, descriptors: int) -> None:
+        self._stream, self._descriptors = stream, descriptors
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._stores: dict[str, _Store] = {}
@@ -138,7 +140,7 @@ class Spawner:
             )
             return None
         if pid == 0:
-            return child.WorkerTask(request, logs)
+            return child.WorkerTask(request, logs, self._descriptors)
         logs.close()
         handle = os.pidfd_open(pid)
         owner = tuple(request.env.get(name, "") for name in _OWNER)
@@ -171,14 +173,9 @@ class Spawner:
         return pid
 
     def _forget(self) -> None:
-        """In a child: close what belongs to the spawner."""
+        """In a child: what closes itself must do so now; `child` closes the descriptors that are left."""
         self._selector.close()
         self._stream.close()
-        for handle in [
-            *(c.handle for c in self._children.values()),
-            *(s.handle for s in self._stores.values()),
-        ]:
-            os.close(handle)
 
     def _open_store(self, request: ServeStore) -> child.Task | None:
         """A store lives in a process of its own, so a new generation cannot see a key of an old one."""
@@ -258,7 +255,7 @@ class Spawner:
 def main(argv: list[str]) -> None:
     """Import, serve, and in a child become what was asked for."""
     # The agent tells its pid: it may have died before this process could have asked for its parent's.
-    handle, agent, modules = int(argv[0]), int(argv[1]), argv[2:]
+    handle, agent, descriptors, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
     # Until the first worker exists nothing has to be cleaned up, so dying with the agent is enough.
     die_with_parent(agent)
     set_title("unirun-spawner")
@@ -277,7 +274,7 @@ def main(argv: list[str]) -> None:
     gc.collect()
     gc.freeze()
     outlive_parent()
-    spawner = Spawner(stream)
+    spawner = Spawner(stream, descriptors)
     try:
         stream.send(Preloaded(time.monotonic() - began))
         task = spawner.serve()
@@ -287,7 +284,7 @@ def main(argv: list[str]) -> None:
         # Nothing is left to do, and the end of the job waits for this process: taking the modules of torch apart
         # would hold it up by a quarter of a second.
         atexit._run_exitfuncs()
-        sys.stderr.flush()
+        flush()
         os._exit(0)
     # Nothing of the spawner is left on the stack: the child ends as any Python process does.
     del spawner, stream

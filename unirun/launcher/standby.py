@@ -6,6 +6,7 @@ Any number of agents may start one at once: the store lets one of them lead, and
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import time
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import MasterGone, Masters
+from unirun.reporting import report
 from unirun.wire import Token
 from unirun.wire.aio import Stream
 
@@ -29,6 +31,10 @@ DELAY = 1.0
 MAX_DELAY = 4.0
 """Seconds between two attempts to start a master, at first and at most."""
 
+STEADY = 10.0
+"""Seconds after which a master has led, so that the next one is started without delay. Masters that end sooner, one
+after the other, are started ever later."""
+
 
 class Standby:
     """Of one agent. `lock` is the job's lock, which every master holds."""
@@ -39,6 +45,7 @@ class Standby:
         self._started: list[subprocess.Popen[bytes]] = []
         self._not_before = 0.0
         self._delay = DELAY
+        self._followed_since = math.inf
 
     @property
     def pids(self) -> set[int]:
@@ -52,13 +59,15 @@ class Standby:
         for `patience` seconds; later ones are waited for as long as it takes.
         """
         began = time.monotonic()
+        if began >= self._followed_since + STEADY:
+            self._delay = DELAY
         trouble = "nobody leads"
         while known or time.monotonic() < began + patience:
             try:
                 leader = await self._masters.leader()
                 if leader is not None and leader.epoch >= known:
                     stream = await self._masters.reach(leader)
-                    self._delay = DELAY
+                    self._followed_since = time.monotonic()
                     return leader.epoch, stream
                 if time.monotonic() > began + PATIENCE:
                     self._start(0)
@@ -100,7 +109,7 @@ class Standby:
             self._started.append(self._popen(deposing))
         except OSError as error:
             # No process or no descriptor left: the workers go on, and it is tried again.
-            print(f"unirun-agent: no master can be started: {error}", file=sys.stderr, flush=True)
+            report(f"unirun-agent: no master can be started: {error}")
 
     def _popen(self, deposing: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "unirun.master", str(self._job.path), str(deposing)]

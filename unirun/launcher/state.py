@@ -10,7 +10,7 @@ from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Store, Worker
 from unirun.wire.asking import WorkerAsk
 from unirun.wire.messages import View
-from unirun.wire.reports import Held, HeldStore
+from unirun.wire.reports import Ending, Held, HeldStore
 
 Who = tuple[str, int, int]
 """Role, rank, incarnation."""
@@ -22,7 +22,8 @@ class AgentState:
 
     `in_place`: the roles whose workers outlive a peer, and a store. `epoch` is the term of the latest master.
     `launched` is the last incarnation of each rank that a master wanted, `ended` the workers that have ended, as long
-    as no master has kept that. `asks` are what workers have asked and no master has answered.
+    as no master has kept that. `asks` are what workers have asked and no master has answered. `ending` is how the
+    job ends, when a master has told so that could not write it.
     """
 
     node: str
@@ -36,6 +37,7 @@ class AgentState:
     launched: Mapping[tuple[str, int], int] = field(default_factory=dict)
     ended: Mapping[Who, Held] = field(default_factory=dict)
     asks: Mapping[tuple[int, int], WorkerAsk] = field(default_factory=dict)
+    ending: Ending | None = None
 
     def with_worker(self, worker: Worker) -> AgentState:
         """This state with one worker replaced."""

@@ -27,6 +27,7 @@ from typing import NoReturn
 
 from unirun.errors import UnirunError
 from unirun.failover import is_lasting
+from unirun.reporting import report, report_error
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
 from unirun.wire.reports import WorkerError
@@ -59,7 +60,7 @@ def _exit_code(leave: SystemExit) -> int:
     """The code of ``sys.exit(x)``, as the interpreter takes it."""
     if leave.code is None or isinstance(leave.code, int):
         return int(leave.code or 0)
-    print(leave.code, file=sys.stderr)
+    report(leave.code)
     return 1
 
 
@@ -73,8 +74,8 @@ def _leave(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-    except BaseException:  # noqa: BLE001 - an exit handler must not keep the process alive
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - an exit handler must not keep the process alive
+        report_error(error)
         code = code or 1
     _close_files()
     os._exit(code & 0xFF)
@@ -101,7 +102,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     try:
         link = open_link(os.environ)
     except UnirunError as error:
-        print(f"unirun: this worker cannot reach its agent: {error}", file=sys.stderr, flush=True)
+        report(f"unirun: this worker cannot reach its agent: {error}")
         raise SystemExit(1) from error
     try:
         if kind == "module":

@@ -10,6 +10,7 @@ from pathlib import Path
 from unirun.errors import UnirunError
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
+from unirun.reporting import report
 from unirun.wire.aio import listen
 
 
@@ -24,7 +25,7 @@ def main() -> int:
         with listen(path) as listener:
             lead(job, path, listener, deposing=int(sys.argv[2]))
     except UnirunError as error:
-        print(f"unirun-master: {error}", file=sys.stderr, flush=True)
+        report(f"unirun-master: {error}")
         return error.exit_code
     finally:
         path.unlink(missing_ok=True)

@@ -6,13 +6,15 @@ import signal
 from dataclasses import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
-from unirun.failover import diagnose, episode
+from unirun.failover import Exit, diagnose, episode
 from unirun.graph import spans
 from unirun.master.events import Finish
 from unirun.master.formation import form_next
 from unirun.master.report import failure_report
-from unirun.master.state import ROLE_ENDS, ROLE_WORKS, JobPhase, RolePhase, RoleState, Verdict
+from unirun.master.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.master.turn import Turn
+from unirun.wire.messages import Shutdown
+from unirun.wire.reports import Ending
 
 
 def advance(turn: Turn, role: RoleState) -> None:
@@ -73,6 +75,25 @@ def stop_all(turn: Turn, verdict: Verdict, signum: int, grace: float | None) -> 
         advance(turn, role)
 
 
+def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
+    """What agents are told when the job ends with a verdict that cannot be written: they end what they have, and tell
+    the next master."""
+    ending = Ending(verdict.phase.value, verdict.code, verdict.reason, verdict.by_failure)
+    return Shutdown(state.spec.shutdown_timeout, ending)
+
+
+def end_as_told(turn: Turn, ending: Ending) -> None:
+    """End the job as an earlier master has decided that could not write it."""
+    verdict = Verdict(JobPhase(ending.phase), ending.code, ending.reason, ending.by_failure)
+    if verdict.phase is JobPhase.SUCCEEDED:
+        # It has seen them succeed, and agents that have left since can tell of nobody.
+        for name in turn.state.spec.primary:
+            role = turn.state.roles[name]
+            workers = tuple(w.ended(Exit(code=0)) for w in role.workers)
+            turn.put(replace(role, phase=RolePhase.SUCCEEDED, workers=workers))
+    stop_all(turn, verdict, signal.SIGTERM, None)
+
+
 def end_if_over(turn: Turn) -> None:
     """Stop the job when its primary roles have succeeded; end it when it stops and nobody lives."""
     state = turn.state
@@ -88,7 +109,7 @@ def end_if_over(turn: Turn) -> None:
     if verdict is None:
         raise IllegalTransition("the job is stopping without a verdict")
     verdict = replace(verdict, report=verdict.reason)
-    if verdict.by_failure:
+    if verdict.by_failure and state.failures:
         diagnosis = diagnose(episode(state.failures))
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
         report = failure_report(verdict.reason, diagnosis)

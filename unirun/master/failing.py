@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS
+from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover import Circumstances, Decision, Exit, Failure, decide, decide_without_store
 from unirun.master.affecting import consequences, unit_of
 from unirun.master.ending import advance, form_anew, stop_all
@@ -18,7 +18,6 @@ from unirun.master.state import (
     RolePhase,
     RoleState,
     Verdict,
-    WorkerPhase,
     WorkerState,
 )
 from unirun.master.turn import Turn
@@ -43,13 +42,13 @@ def exited(turn: Turn, event: WorkerExited) -> None:
     works = role.phase in ROLE_WORKS
     text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
     turn.record("exit", text)
-    role = role.with_worker(ended(worker, end))
-    if works and event.cause in ("leaving", "order"):
-        # Not this master has asked but the agent, and why is told next (AgentLost or OwnerLost), or an earlier master.
+    role = role.with_worker(worker.ended(end))
+    if works and event.cause == "order":
+        raise IllegalTransition(f"{text}, by an order that no master has written")
+    if works and event.cause == "leaving":
+        # The agent has ended it; why is told next (AgentLost or OwnerLost).
         role = replace(role, phase=RolePhase.STOPPING)
     turn.put(role)
-    if event.cause == "order" and works:
-        stop_as_told_before(turn)
     if obstructs:
         clear_the_way(turn)
     if end.ok or _obeyed(event):
@@ -58,9 +57,12 @@ def exited(turn: Turn, event: WorkerExited) -> None:
         return
     failure = failure_of(turn.state, role, worker, event, end)
     if role.phase in ROLE_WORKS:
-        now = circumstances(turn.state, role, worker)
-        lasting = event.error is not None and event.error.lasting
-        decision = decide(failure, replace(now, lasting=lasting))
+        now = replace(
+            circumstances(turn.state, role, worker),
+            behind=_behind(role, worker, event),
+            lasting=event.error is not None and event.error.lasting,
+        )
+        decision = decide(failure, now)
         turn.state = turn.state.with_failures(replace(failure, decision=decision.reason))
         _act(turn, role, decision, by_failure=True, source=failure.who)
     else:
@@ -75,20 +77,6 @@ def _leaves_with_its_agent(turn: Turn, event: WorkerExited) -> bool:
     found = turn.find(event.role, event.rank, event.incarnation)
     works = found is not None and found[0].phase in ROLE_WORKS
     return works and event.cause == "leaving" and len(turn.state.nodes) > 1
-
-
-def stop_as_told_before(turn: Turn) -> None:
-    """An earlier master has stopped a worker, and nothing of that is in the store: only the end of a job is not
-    written first, when the store is away."""
-    reason = "an earlier master has ended the job"
-    verdict = Verdict(JobPhase.STOPPED, 128 + signal.SIGTERM, reason)
-    turn.state = replace(turn.state, asked_to_stop=True)
-    stop_all(turn, verdict, signal.SIGTERM, None)
-
-
-def ended(worker: WorkerState, end: Exit) -> WorkerState:
-    """The worker when its process is gone."""
-    return replace(worker, phase=WorkerPhase.EXITED, exit=end, addresses={})
 
 
 def _obeyed(event: WorkerExited) -> bool:
@@ -119,6 +107,12 @@ def failure_of(
     )
 
 
+def _behind(role: RoleState, worker: WorkerState, event: WorkerExited) -> bool:
+    """Whether `worker`, as it was before it ended, ended because of a death before its own."""
+    early = max(worker.generation, event.met) < role.generation
+    return early and (event.cause == "stuck" or not role.up(worker))
+
+
 def circumstances(state: JobState, role: RoleState, failed: WorkerState | None = None) -> Circumstances:
     """What the policy looks at; `failed` is the worker as it was before it ended."""
     return Circumstances(
@@ -129,7 +123,6 @@ def circumstances(state: JobState, role: RoleState, failed: WorkerState | None =
         survivors=len(role.live),
         generation=role.generation,
         recoverable=failed.recoverable if failed else None,
-        superseded=failed is not None and failed.generation < role.generation and not role.up(failed),
     )
 
 

@@ -51,8 +51,9 @@ def opened(turn: Turn, role: RoleState) -> None:
         places = turn.state.placement.of_role(role.name)
         role = replace(role, phase=RolePhase.STARTING, workers=role.workers[: len(places)])
         turn.record("restart", f"role {role.name} starts as generation {role.generation}")
-    # Who has ended well is needed once more: without it the others could not meet.
-    _complete(turn, role, [worker for worker in role.workers if not worker.live])
+    # A rank that has ended well is needed once more: the others wait for it. Unless it has formed this generation: that
+    # may be known before the store is known to be there.
+    _complete(turn, role, [w for w in role.workers if not w.live and w.generation < role.generation])
 
 
 def join(turn: Turn, role: RoleState) -> None:

@@ -8,13 +8,18 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from unirun.errors import JobError
+from unirun.errors import EXIT_FAILURE, JobError
+from unirun.master.aborting import abort_step, begin_abort
 from unirun.master.context import restore
+from unirun.master.crashes import Crash, fatal, read_crashes, reason_of, record_crash, report_of
 from unirun.master.keeper import Keeper, load
-from unirun.master.shell import Master
-from unirun.master.state import JOB_ENDS, JobState
+from unirun.master.resuming import resume
+from unirun.master.shell import Core, Master
+from unirun.master.state import JOB_ENDS, JobPhase, JobState, Verdict
+from unirun.master.step import step
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Term, campaign, leader_of
 from unirun.rendezvous.keys import job_prefix
@@ -48,7 +53,7 @@ def lead(
         if term is None:
             return
         keeper = Keeper(store, job.run_id, term)
-        state = _own(load(store, job.run_id), job)
+        state = _own(keeper.take_over(), job)
         if state is None and first is not None:
             state = restore(first)
             keeper.create(state)
@@ -57,7 +62,22 @@ def lead(
             problem = f"the store has no context of this job {job.run_id}"
             raise JobError(problem, "it was removed, or another job has taken its id")
         job.forget_first_context()
-        asyncio.run(Master(job, state, term, keeper, listener).run(agents or {}))
+        core = _core(read_crashes(store, job.run_id), job)
+        master = Master(
+            job, state, term, keeper, listener, core, partial(record_crash, store, job.run_id, term)
+        )
+        asyncio.run(master.run(agents or {}))
+
+
+def _core(crashes: tuple[Crash, ...], job: JobDir) -> Core:
+    """What decides in this term: a job of which one error has ended too many masters is not led any more but ended."""
+    crash = fatal(crashes)
+    if crash is None:
+        return Core(resume, step)
+    report = report_of(crash, str(job.master_log))
+    verdict = Verdict(JobPhase.FAILED, EXIT_FAILURE, reason_of(crash), report=report)
+    # What it does has been decided by those crashes, which are in the store; and the error may be one of writing.
+    return Core(lambda state, now: begin_abort(state, verdict, now), abort_step, writes_first=False)
 
 
 def _own(state: JobState | None, job: JobDir) -> JobState | None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import deque
 
 from unirun.master.context import urgent
-from unirun.master.events import Command
+from unirun.master.events import Command, ToAgent
 from unirun.master.state import JobState
+from unirun.wire.messages import Shutdown, StopWorkers
+
+_ENDS = StopWorkers | Shutdown
 
 
 class Ledger:
@@ -32,11 +35,6 @@ class Ledger:
         """The state that must be written for everything that waits; None when nothing does."""
         return self._steps[-1][0] if self._steps else None
 
-    @property
-    def first_due(self) -> JobState | None:
-        """The state that must be written for the first that waits."""
-        return self._steps[0][0] if self._steps else None
-
     def written(self, state: JobState) -> list[Command]:
         """`state` is in the store. Returns what may be done now."""
         self.kept = state
@@ -52,8 +50,8 @@ class Ledger:
         return released
 
     def waive(self) -> list[Command]:
-        """Everything that waits, though it is not written: whoever asks for the end of a job without a store is to
-        have it."""
-        released = [command for _, commands in self._steps for command in commands]
+        """What may be done of all that waits though it cannot be written, as the job ends: people are told, workers and
+        agents are ended. Nothing is started."""
+        waiting = [command for _, commands in self._steps for command in commands]
         self._steps.clear()
-        return released
+        return [c for c in waiting if not isinstance(c, ToAgent) or isinstance(c.message, _ENDS)]

@@ -25,7 +25,7 @@ from unirun.graph import spans, tight_parts, weights
 from unirun.master.affecting import consequences, seen_graph, unit_of
 from unirun.master.ending import advance, stop_all
 from unirun.master.events import ToWatchers
-from unirun.master.failing import circumstances, ended, failure_of
+from unirun.master.failing import circumstances, failure_of
 from unirun.master.formation import form_if_all_are_there, form_next, obstructed, order_store
 from unirun.master.state import (
     ROLE_ENDS,
@@ -35,6 +35,7 @@ from unirun.master.state import (
     RolePhase,
     RoleState,
     Verdict,
+    WorkerState,
     waiting,
 )
 from unirun.master.turn import Turn, leader
@@ -89,7 +90,7 @@ def _placement(state: JobState, gone: Collection[str]) -> Placement:
     """
     same = replace(state.placement, spares=tuple(name for name in state.placement.spares if name not in gone))
     here = [
-        worker
+        (role, worker)
         for role in state.roles.values()
         if role.phase not in ROLE_ENDS
         for worker, place in zip(role.workers, state.placement.of_role(role.name), strict=False)
@@ -97,7 +98,7 @@ def _placement(state: JobState, gone: Collection[str]) -> Placement:
     ]
     if not here:
         return same
-    if any(not worker.ended_well for worker in here):
+    if not all(_has_done_its_work(role, worker) for role, worker in here):
         return _placed_again(state, gone)
     try:
         found = _placed_again(state, gone)
@@ -105,6 +106,12 @@ def _placement(state: JobState, gone: Collection[str]) -> Placement:
         return same
     moves = any(_as_others_move(role, state.placement, found) for role in state.roles.values())
     return same if moves else found
+
+
+def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:
+    """Whether `worker` has ended well, and will not be started again for a generation that is decided."""
+    formed = role.opened == role.generation or worker.generation == role.generation
+    return worker.ended_well and formed and role.phase is not RolePhase.RESTARTING
 
 
 def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
@@ -185,7 +192,7 @@ def _fall(turn: Turn, nodes: Collection[str], reason: str) -> list[Failure]:
             end = WorkerExited(*who, turn.now, None, killed.signal, note=reason)
             failures.append(failure_of(turn.state, role, worker, end, killed))
         if fallen:
-            workers = tuple(ended(w, killed) if w.rank in fallen else w for w in role.workers)
+            workers = tuple(w.ended(killed) if w.rank in fallen else w for w in role.workers)
             turn.put(replace(role, workers=workers))
     return failures
 

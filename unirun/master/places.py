@@ -15,7 +15,7 @@ from unirun.graph import spans
 from unirun.master.documents import Changes, Documents, as_json, blocks, numbered, pieces
 
 RANKS = 50
-"""In a block: when eight of them move, not much more is written again."""
+"""In a block: when a few of them move, not much more is written again."""
 
 
 def inventory_documents(inventory: Inventory) -> Changes:

@@ -40,8 +40,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.phase in JOB_ENDS:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
-    agents = {node: agent for node, agent in state.agents.items() if not state.given_up(node)}
-    state = replace(state, roles=roles, agents=agents, away=frozenset(agents), view_due=False)
+    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False)
     commands: list[Command] = []
     if state.away or state.phase is not JobPhase.LAUNCHING:
         commands.append(Record("master", "another master goes on with the job"))
@@ -79,7 +78,7 @@ def _unseen(role: RoleState) -> RoleState:
 
 def bare(event: Join) -> Join:
     """What is kept of an agent: what it holds changes from now on."""
-    return replace(event, workers=(), stores=())
+    return replace(event, workers=(), stores=(), ending=None)
 
 
 def take_up(turn: Turn, event: Join) -> Iterator[WorkerCalls | WorkerExited | StoreOpened | StoreEnded]:
@@ -105,16 +104,6 @@ def take_up(turn: Turn, event: Join) -> Iterator[WorkerCalls | WorkerExited | St
             order_store(turn, role)
         elif store.ended is not None:
             yield store.ended
-
-
-def beyond(state: JobState, event: Join) -> bool:
-    """Whether a node holds what no master has written: that is done only when somebody wants the job to end, and
-    the store is away."""
-    return any(
-        each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING
-        for each in event.workers
-        for worker in state.roles[each.role].workers[each.rank : each.rank + 1]
-    )
 
 
 def all_back(turn: Turn) -> None:
@@ -152,18 +141,6 @@ def _take_up_role(turn: Turn, role: RoleState, event: Join) -> None:
         turn.send(ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace)))
 
 
-def adopt(turn: Turn, event: Join) -> None:
-    """Take over workers that no master has written of, so that they can be stopped."""
-    for each in event.workers:
-        role = turn.role(each.role)
-        # A role that has become smaller has no more to do with those that it had.
-        for worker in role.workers[each.rank : each.rank + 1]:
-            if each.incarnation > worker.incarnation or worker.phase is WorkerPhase.WAITING:
-                formed = max(role.opened, each.generation, each.incarnation)
-                role = replace(role, generation=max(role.generation, formed), opened=formed)
-                turn.put(role.with_worker(worker.ordered(each.incarnation, formed, event.node, worker.own)))
-
-
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
     phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
     phase = WorkerPhase.RUNNING if known.running else phase
@@ -172,7 +149,7 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
         worker,
         phase=phase,
         pid=known.pid,
-        generation=max(worker.generation, min(known.generation, role.opened)),
+        generation=max(worker.generation, min(known.generation, role.generation)),
         addresses=known.addresses or {},
         recoverable=worker.recoverable if known.addresses is None else known.recoverable,
     )

@@ -6,12 +6,15 @@ import asyncio
 import signal
 import socket
 import time
-import traceback
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from unirun.errors import IllegalTransition, WireError
+from unirun.errors import Refused, StoreError, WireError
+from unirun.master.crashes import STORY, Crash, crash_of
+from unirun.master.ending import shutdown_order
 from unirun.master.events import (
     After,
     AgentLost,
@@ -25,49 +28,80 @@ from unirun.master.events import (
     ToWatchers,
 )
 from unirun.master.keeper import Keeper
-from unirun.master.resuming import resume
-from unirun.master.state import JOB_ENDS, JobState
-from unirun.master.step import step
+from unirun.master.state import JOB_ENDS, JobState, Verdict
 from unirun.master.telling import farewell, present, status_of
 from unirun.master.writing import Writer
-from unirun.observe import EventLog, MetricsLog
+from unirun.observe import EventLog, MetricsLog, write_status
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
+from unirun.reporting import report
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
 from unirun.wire.asking import WorkerAsk
-from unirun.wire.messages import Appointed, Attach, Shutdown, Stop, View
+from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop, View
 from unirun.wire.reports import Join, Notice, Sample
 
-PERSIST_DELAY = 0.02
-"""Seconds in which changes are gathered into one writing of the status; more when that takes long."""
+PERSIST_DELAY, MAX_PERSIST_DELAY = 0.02, 1.0
+"""Seconds in which changes are gathered into one writing of the status: ten times what that takes, within these."""
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Core:
+    """What decides: how a job is taken over, and what follows from an event.
+
+    `writes_first`: what is decided is in the store before it is done.
+    """
+
+    begin: Callable[[JobState, float], tuple[JobState, list[Command]]]
+    step: Callable[[JobState, Event, float], tuple[JobState, list[Command]]]
+    writes_first: bool = True
+
+
 class Master:
-    """One master in one term. `run` returns when the job is over and everything is written, or the term is."""
+    """One master in one term. `run` returns when the job is over and everything is written, or the term is.
+
+    An error of its own ends the term too: what was not written is dropped, and agents tell the next master again.
+    `record_crash` is called first; it writes the error to the store and may raise `StoreError`.
+    """
 
     def __init__(
-        self, job: JobDir, state: JobState, term: Term, keeper: Keeper, listener: socket.socket
+        self,
+        job: JobDir,
+        state: JobState,
+        term: Term,
+        keeper: Keeper,
+        listener: socket.socket,
+        core: Core,
+        record_crash: Callable[[Crash], None],
     ) -> None:
         self._job, self._listener = job, listener
+        self._core, self._record_crash = core, record_crash
         self._token = load_token(job.token)
         self._log = EventLog(job.events)
         self._metrics = MetricsLog(job.metrics)
         self._state = state
         self._unaware = set(state.agents) if state.phase in JOB_ENDS else set()
-        self._writer = Writer(state, term, keeper, self._carry_out_all, self._persist_soon)
+        self._writer = Writer(
+            state, term, keeper, self._carry_out_all, self._store_changed, self._end_unwritten
+        )
+        self._writer.unwritten = not core.writes_first
         self._term = term
         self._agents: dict[str, Stream] = {}
         self._watchers: set[Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
+        self._began = time.monotonic()
+        self._error: Exception | None = None
+        self._story: deque[Event] = deque(maxlen=STORY)
+        self._shutdown: Shutdown | None = None
+        self._told_trouble = False
         self._memory: dict[str, int] = {}
         self._cpu: dict[str, float] = {}
         self._dirty = False
-        self._persist_took = 0.0
+        self._persist_took = (0.0, 0.0)
         self._persisted = 0
 
     async def run(self, agents: Mapping[str, int]) -> None:
@@ -81,8 +115,7 @@ class Master:
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
         )
-        self._state, commands = resume(self._state, time.time())
-        self._writer.add(self._state, commands)
+        self._take(lambda: self._core.begin(self._state, time.time()))
         if self._state.phase in JOB_ENDS:
             self._over.set()
         self._persist()
@@ -90,13 +123,14 @@ class Master:
         try:
             async with self._writer.working(self._over):
                 await self._over.wait()
-                if not self._writer.deposed:
+                if (error := self._error or self._writer.error) is not None:
+                    await self._crash(error)
+                elif not self._writer.deposed:
                     # As long as it leads: who does not know of the end has to find it.
                     await self._say_goodbye()
         finally:
             server.close()
-            if not self._writer.deposed:
-                self._persist()
+            self._persist()
             self._log.close()
             self._metrics.close()
             for watch in watches:
@@ -114,22 +148,48 @@ class Master:
         if node not in self._state.agents and node not in self._agents:
             self._apply(AgentLost(node, f"it died before it joined; see {self._job.agent_log(node)}"))
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: Event) -> bool:
+        """Take a step for `event`. False when it was refused."""
+        if self._error is not None:
+            # The term is over. The story ends with the event that could not be handled.
+            return True
         if isinstance(event, Sample):
             self._memory.update(event.memory)
             self._cpu.update(event.cpu)
+        self._story.append(event)
         try:
-            self._state, commands = step(self._state, event, time.time())
-        except IllegalTransition as error:
-            self._log.write("error", f"refused {event}: {error}")
-            return
-        except Exception:  # noqa: BLE001 - whatever it is, an event that is lost here nobody would make up for
-            traceback.print_exc()
+            self._take(lambda: self._core.step(self._state, event, time.time()))
+        except Refused as error:
+            self._log.write("refused", f"{event}: {error}")
+            self._tell_watchers(Notice("master", f"refused {type(event).__name__}: {error}"))
+            return False
+        return True
+
+    def _take(self, decide: Callable[[], tuple[JobState, list[Command]]]) -> None:
+        """Take a step. Raises `Refused`; any other error ends the term: the event must not be lost."""
+        try:
+            self._state, commands = decide()
+            self._writer.add(self._state, commands)
+        except Refused:
+            raise
+        except Exception as error:  # noqa: BLE001 - reported in `_crash`
+            self._error = error
             self._writer.deposed = True
             self._over.set()
             return
-        self._writer.add(self._state, commands)
         self._persist_soon()
+
+    async def _crash(self, error: Exception) -> None:
+        """This master ends by an error of its own. Written before its streams end and the next one comes."""
+        crash = crash_of(error, self._term.epoch, time.monotonic() - self._began, self._story)
+        text = f"an error in the master of term {crash.epoch}: {crash.cause}: {crash.message}"
+        report(f"unirun-master: {text}\n{crash.traceback}")
+        self._log.write("master", text, traceback=crash.traceback, story=crash.story)
+        self._tell_watchers(Notice("master", f"{text}; another master goes on"))
+        try:
+            await asyncio.to_thread(self._record_crash, crash)
+        except StoreError as away:
+            report(f"unirun-master: the error is not in the store: {away}")
 
     def _carry_out_all(self, commands: list[Command]) -> None:
         told: View | None = None
@@ -150,8 +210,7 @@ class Master:
                 if node in self._agents:
                     self._agents[node].send(message)
             case ToWatchers(message):
-                for watcher in self._watchers:
-                    watcher.send(message)
+                self._tell_watchers(message)
             case Record(kind, text):
                 self._log.write(kind, text)
             case KeepMetrics(role, rank, when, values):
@@ -161,10 +220,28 @@ class Master:
             case Finish():
                 self._over.set()
 
+    def _tell_watchers(self, message: Message) -> None:
+        for watcher in self._watchers:
+            watcher.send(message)
+
+    def _end_unwritten(self, verdict: Verdict) -> None:
+        """The end of the job cannot be written: agents end what they have, and tell the next master."""
+        self._shutdown = shutdown_order(self._state, verdict)
+        for agent in self._agents.values():
+            agent.send(self._shutdown)
+
+    def _store_changed(self) -> None:
+        trouble = self._writer.trouble
+        if bool(trouble) != self._told_trouble:
+            self._told_trouble = bool(trouble)
+            self._tell_watchers(Notice("store", trouble or "it is back"))
+        self._persist_soon()
+
     def _persist_soon(self) -> None:
         if not self._dirty:
             self._dirty = True
-            delay = max(PERSIST_DELAY, 10 * self._persist_took)
+            # The shorter of the last two: a disk that stalls once must not delay the next status.
+            delay = min(max(PERSIST_DELAY, 10 * min(self._persist_took)), MAX_PERSIST_DELAY)
             asyncio.get_running_loop().call_later(delay, self._persist)
 
     def _persist(self) -> None:
@@ -180,12 +257,12 @@ class Master:
             trouble=self._writer.trouble,
         )
         try:
-            self._job.write_json(self._job.state.name, status.to_json())
+            write_status(self._job, status)
         except OSError as error:
             # A full disk must not end a job that can go on; the next change tries again.
             self._log.write("error", f"the state cannot be written: {error}")
         self._persisted = _written_at(self._job.state)
-        self._persist_took = time.monotonic() - began
+        self._persist_took = (self._persist_took[1], time.monotonic() - began)
 
     def _another_writes(self) -> bool:
         """Whether another master has told how the job stands since this one did: it does not know yet, but its own
@@ -205,6 +282,9 @@ class Master:
         try:
             stream.send(Appointed(self._term.epoch))
             await self._converse(stream)
+        except asyncio.CancelledError:
+            # At the end of the process. A task of a server that counts as cancelled is shown as an error.
+            pass
         finally:
             await stream.close()
 
@@ -228,6 +308,7 @@ class Master:
         known = self._state.agents.get(join.node)
         if join.node in self._agents and (known is None or known.pid != join.pid):
             self._log.write("refused", f"a second agent says that it is {join.node}")
+            stream.send(Shutdown())
             return
         self._agents[join.node] = stream
         self._unaware.discard(join.node)
@@ -235,10 +316,14 @@ class Master:
         # It was given up, or does not know yet that the job is over.
         too_late = self._state.phase in JOB_ENDS or self._state.given_up(join.node)
         try:
+            if not too_late and not self._apply(join):
+                # There is another agent of this node. Only closing the stream, it would come back.
+                del self._agents[join.node]
+                too_late = True
             if too_late:
                 stream.send(Shutdown())
-            else:
-                self._apply(join)
+            elif self._shutdown is not None:
+                stream.send(self._shutdown)
             while True:
                 message = await stream.receive()
                 if too_late:

@@ -95,6 +95,10 @@ class WorkerState:
         """Whether the process has left with code 0."""
         return self.exit is not None and self.exit.ok
 
+    def ended(self, end: Exit) -> WorkerState:
+        """The worker when its process is gone."""
+        return replace(self, phase=WorkerPhase.EXITED, exit=end, addresses={})
+
     def ordered(self, incarnation: int, generation: int, node: str, own: tuple[str, ...]) -> WorkerState:
         """The worker that is started at this rank: of the one before nothing is left but what it has called."""
         return WorkerState(
@@ -138,7 +142,7 @@ class RoleState:
     @property
     def settled(self) -> bool:
         """Whether every rank is up and in the present generation, or has ended well."""
-        return all(
+        return self.opened == self.generation and all(
             worker.ended_well or (self.up(worker) and worker.generation == self.generation)
             for worker in self.workers
         )
@@ -172,7 +176,7 @@ class RoleState:
         for worker in self.workers:
             who = f"has rank {worker.rank}"
             hold(worker.incarnation <= self.generation, f"{who} started more often than it was formed")
-            hold(worker.generation <= self.opened, f"{who} in a generation without a store")
+            hold(worker.generation <= self.generation, f"{who} in a generation that is to come")
             hold(
                 not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away"
             )

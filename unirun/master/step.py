@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition
+from unirun.errors import EXIT_RENDEZVOUS, Refused
 from unirun.graph import sound
-from unirun.master.ending import end_if_over, settle, stop_all
+from unirun.master.ending import end_as_told, end_if_over, settle, stop_all
 from unirun.master.events import (
-    After,
     AgentLost,
     Command,
     Event,
@@ -20,11 +19,20 @@ from unirun.master.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.master.failing import exited, stop_as_told_before, store_ended
+from unirun.master.failing import exited, store_ended
 from unirun.master.formation import form_if_all_are_there, obstructed, opened
 from unirun.master.moving import begin_without, nodes_lost
-from unirun.master.resuming import REJOIN_TIMEOUT, adopt, all_back, bare, beyond, take_up
-from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
+from unirun.master.resuming import REJOIN_TIMEOUT, all_back, bare, take_up
+from unirun.master.state import (
+    JOB_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    Verdict,
+    WorkerPhase,
+)
 from unirun.master.telling import output_of
 from unirun.master.turn import Turn
 from unirun.wire.messages import Stop
@@ -43,9 +51,6 @@ from unirun.wire.reports import (
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
-AT_ONCE = 8
-"""Nodes that are given up in one step: what follows from it goes to the store in one transaction."""
-
 OWNER_LOST_GRACE = 0.4
 """Seconds between TERM and KILL when the CLI was killed: no worker may outlive it by more than a second."""
 
@@ -53,7 +58,8 @@ OWNER_LOST_GRACE = 0.4
 def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:
     """The state after `event` at time `now` (seconds since the epoch), and what is to be done.
 
-    Raises `IllegalTransition` for an event that cannot happen in `state`.
+    Raises `Refused` for what a peer has sent that cannot be, and may be dropped; `IllegalTransition` for any other
+    event that cannot happen in `state`.
     """
     if state.phase in JOB_ENDS:
         return state, []
@@ -113,14 +119,13 @@ def _join(turn: Turn, event: Join) -> None:
     known = state.agents.get(event.node)
     again = known is not None and (event.node in state.away or known.pid == event.pid)
     if state.given_up(event.node) or (known is not None and not again):
-        raise IllegalTransition(f"node {event.node} joined twice, or has no place in this job")
+        raise Refused(f"node {event.node} joined twice, or has no place in this job")
     turn.state = replace(
         state, agents={**state.agents, event.node: bare(event)}, away=state.away - {event.node}
     )
     turn.record("join", f"{event.node} joined (pid {event.pid})")
-    if beyond(state, event):
-        adopt(turn, event)
-        stop_as_told_before(turn)
+    if event.ending is not None and state.verdict is None:
+        end_as_told(turn, event.ending)
     if turn.state.phase is JobPhase.LAUNCHING:
         form_if_all_are_there(turn)
     else:
@@ -153,6 +158,7 @@ def _running(turn: Turn, event: WorkerRunning) -> None:
     if found is None or found[1].phase is WorkerPhase.SERVING:
         return
     role, worker = found
+    _refuse_later(role, event.generation)
     generation = max(worker.generation, event.generation)
     settle(turn, role.with_worker(replace(worker, phase=WorkerPhase.RUNNING, generation=generation)))
     turn.tell_soon()
@@ -179,11 +185,17 @@ def _formed(turn: Turn, event: WorkerFormed) -> None:
     if found is None:
         return
     role, worker = found
-    if event.generation > role.opened:
-        raise IllegalTransition(f"{role.name} has no generation {event.generation} yet")
+    # Its word may overtake that of the agent that has the store.
+    _refuse_later(role, event.generation)
     if event.generation > worker.generation:
         turn.record("formed", f"{role.name}:{worker.rank} is in generation {event.generation}")
         settle(turn, role.with_worker(replace(worker, generation=event.generation)))
+
+
+def _refuse_later(role: RoleState, generation: int) -> None:
+    """No worker is in a generation that no master has decided."""
+    if generation > role.generation:
+        raise Refused(f"{role.name} has no generation {generation} yet")
 
 
 def _metrics(turn: Turn, event: WorkerMetrics) -> None:
@@ -208,11 +220,12 @@ def _store_opened(turn: Turn, event: StoreOpened) -> None:
     # Where somebody is in the way, it is asked for again when that one is gone.
     if awaited and event.generation == role.generation > role.opened and not obstructed(turn.state, role):
         opened(turn, role)
+        settle(turn, turn.role(role.name))
 
 
 def _stop(turn: Turn, event: Stop) -> None:
     if not 1 <= event.signal < signal.NSIG:
-        raise IllegalTransition(f"there is no signal {event.signal}")
+        raise Refused(f"there is no signal {event.signal}")
     turn.record("stop", event.reason)
     code = 128 + event.signal
     again, turn.state = turn.state.asked_to_stop, replace(turn.state, asked_to_stop=True)
@@ -232,10 +245,8 @@ def _rejoin_timed_out(turn: Turn) -> None:
     if not turn.state.away:
         return
     reason = f"it did not join the new master within {REJOIN_TIMEOUT:g} s"
-    nodes_lost(turn, dict.fromkeys(sorted(turn.state.away)[:AT_ONCE], reason))
-    if turn.state.away:
-        turn.send(After(0.0, RejoinTimedOut()))
-    elif turn.state.phase is JobPhase.RUNNING:
+    nodes_lost(turn, dict.fromkeys(sorted(turn.state.away), reason))
+    if turn.state.phase is JobPhase.RUNNING:
         all_back(turn)
 
 
@@ -244,7 +255,7 @@ def _join_timed_out(turn: Turn) -> None:
     here = state.agents.keys() - state.away
     if state.phase is JobPhase.RUNNING:
         # Nodes that are held back and have not come are nodes that are not there.
-        late = [node for node in state.nodes if node not in state.agents][:AT_ONCE]
+        late = [node for node in state.nodes if node not in state.agents]
         nodes_lost(turn, dict.fromkeys(late, f"it did not join within {state.spec.join_timeout:g} s"))
     if state.phase is not JobPhase.LAUNCHING:
         return

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +16,9 @@ from unirun.master.answering import answer
 from unirun.master.events import Command
 from unirun.master.keeper import Keeper
 from unirun.master.ledger import Ledger
-from unirun.master.state import JobPhase, JobState
+from unirun.master.state import JobState, Verdict
 from unirun.rendezvous.election import Term
+from unirun.reporting import report, report_error
 from unirun.wire.asking import WorkerAnswer, WorkerAsk
 
 T = TypeVar("T")
@@ -27,23 +26,27 @@ T = TypeVar("T")
 NOTE_DELAY = 0.5
 """Seconds in which news that nobody waits for is gathered into one write."""
 
-END_PATIENCE = 15.0
-"""Seconds that the end of a job waits for a store that is away: by then every agent that can see the store follows
-whoever leads, so what another may have decided meanwhile is not undone."""
-
 RETRY_DELAY = 0.2
-MAX_RETRY_DELAY = 2.0
+MAX_RETRY_DELAY = 1.0
 """Seconds until the store is tried again, at first and at most."""
 
+END_PATIENCE = 15.0
+"""Seconds that the end of a job waits for a store that takes nothing: by then every agent that can see the store
+follows whoever leads, so what another may have decided meanwhile is not undone."""
+
 STOP_PATIENCE = 1.0
-"""Seconds that a store has to write what follows from somebody's wish to end the job."""
+"""The same for an end that somebody has asked for."""
 
 
 class Writer:
     """Takes the steps of a master, writes what was decided, and then lets `carry_out` do what follows.
 
     As long as the store is away nothing that hangs on a decision is done; `trouble` says so, and `changed` is called
-    when it is another. Only a job that ends does so without it: at once when somebody wants it to, else in a while.
+    when it is another. Only a job's end is not held up for ever: when nothing could be written for a while,
+    `end_unwritten` is called with the verdict, once. From then on the end goes on as `unwritten`: no command waits, and
+    nothing is started any more.
+
+    `error` is what has ended the writer, if anything has that is not the end of its term.
     """
 
     def __init__(
@@ -53,21 +56,23 @@ class Writer:
         keeper: Keeper,
         carry_out: Callable[[list[Command]], None],
         changed: Callable[[], None],
+        end_unwritten: Callable[[Verdict], None],
     ) -> None:
         self._latest = state
         self._noted: JobState | None = None
         self._news_since: float | None = None
         self._ledger = Ledger(state)
         self._term, self._keeper = term, keeper
-        self._carry_out, self._changed = carry_out, changed
+        self._carry_out, self._changed, self._end_unwritten = carry_out, changed, end_unwritten
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unirun-store")
         self._troubles: dict[str, str] = {}
-        self._trouble_since = 0.0
-        self._silent = False
-        self._hurry: asyncio.TimerHandle | None = None
+        self._waits_since = 0.0
+        self.unwritten = False
+        self._waits = asyncio.Event()
         self._asks: deque[tuple[WorkerAsk, Callable[[WorkerAnswer], None]]] = deque()
         self.deposed = False
+        self.error: Exception | None = None
 
     @property
     def trouble(self) -> str:
@@ -85,10 +90,14 @@ class Writer:
             self._news_since = time.monotonic()
             self._wake.set()
         self._latest = state
+        if self._ledger.due is None:
+            self._waits_since = time.monotonic()
         self._carry_out(self._ledger.add(state, commands))
         if self._ledger.due is not None:
             self._wake.set()
-            self._waive_the_end()
+            self._waits.set()
+        if self.unwritten:
+            self._carry_out(self._ledger.waive())
 
     def ask(self, ask: WorkerAsk, reply: Callable[[WorkerAnswer], None]) -> None:
         """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
@@ -98,32 +107,32 @@ class Writer:
     @asynccontextmanager
     async def working(self, over: asyncio.Event) -> AsyncIterator[None]:
         """Write, and keep the term; `over` is set when that has ended. At the end, what is left is written."""
-        works = (self._write, self._keep_term)
-        tasks = [asyncio.ensure_future(self._until_deposed(work, over)) for work in works]
+        works = (self._write, self._keep_term, self._end_in_any_case)
+        tasks = [asyncio.ensure_future(self._until_ended(work, over)) for work in works]
         try:
             yield
         finally:
             for task in tasks:
                 task.cancel()
-            if self._hurry is not None:
-                self._hurry.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if not self.deposed:
                 await self._in_thread(self._finish)
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _until_deposed(
-        self, work: Callable[[], Coroutine[Any, Any, None]], over: asyncio.Event
-    ) -> None:
+    async def _until_ended(self, work: Callable[[], Coroutine[Any, Any, None]], over: asyncio.Event) -> None:
+        """A master that cannot write, or not keep its term, does not go on without."""
         try:
             await work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, this master can write no more
-            if isinstance(error, Fenced):
-                print(f"unirun-master: {error}", file=sys.stderr, flush=True)
-            else:
-                traceback.print_exc()
-            self.deposed = True
-            over.set()
+            return
+        except Fenced as error:
+            report(f"unirun-master: {error}")
+        except Exception as error:  # noqa: BLE001 - the master reports it when it ends
+            if self.unwritten:
+                report_error(error)
+                return
+            self.error = self.error or error
+        self.deposed = True
+        over.set()
 
     async def _keep_term(self) -> None:
         while True:
@@ -138,10 +147,7 @@ class Writer:
                     await self._wake.wait()
             self._wake.clear()
             while (target := self._ledger.due) is not None:
-                if not await self._bring_to(target):
-                    first = self._ledger.first_due
-                    if first is None or not await self._bring_to(first):
-                        raise StoreError("one step changes more than a store takes at once")
+                await self._bring_to(target)
             while self._asks:
                 ask, reply = self._asks.popleft()
                 reply(await self._persistently("write", lambda ask=ask: answer(self._keeper, ask)))  # type: ignore[misc]
@@ -160,16 +166,18 @@ class Writer:
         before, noted = self._ledger.kept, self._noted
         await self._persistently("write", lambda: self._keeper.note(before, noted, latest))
         self._noted = latest
-        self._carry_out(self._ledger.written(latest))
+        self._written(latest)
 
-    async def _bring_to(self, target: JobState) -> bool:
-        """Write `target`, however long that takes; False when it is too much at once."""
+    async def _bring_to(self, target: JobState) -> None:
+        """Write `target`, however long that takes."""
         before = self._ledger.kept
-        written = await self._persistently("write", lambda: self._keeper.write(before, target))
-        if written:
-            self._carry_out(self._ledger.written(target))
-            self._changed()
-        return written
+        await self._persistently("write", lambda: self._keeper.write(before, target))
+        self._written(target)
+        self._changed()
+
+    def _written(self, state: JobState) -> None:
+        self._waits_since = time.monotonic()
+        self._carry_out(self._ledger.written(state))
 
     async def _persistently(self, what: str, do: Callable[[], T]) -> T:
         """Do something with the store until it is done."""
@@ -181,11 +189,9 @@ class Writer:
                 raise
             except StoreError as error:
                 self._set_trouble(what, f"{error}; decisions wait until it can be written")
-                self._waive_the_end()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, MAX_RETRY_DELAY)
             else:
-                self._silent = False
                 self._set_trouble(what, "")
                 return result
 
@@ -198,35 +204,36 @@ class Writer:
         self._troubles.pop(what, None)
         if text:
             self._troubles[what] = text
-        if self.trouble and not before:
-            self._trouble_since = time.monotonic()
         if self.trouble != before:
-            print(f"unirun-master: store: {self.trouble or 'it is back'}", file=sys.stderr, flush=True)
+            report(f"unirun-master: store: {self.trouble or 'it is back'}")
             self._changed()
 
-    def _waive_the_end(self) -> None:
-        """Whoever wants a job to end waits neither for a store that is away, nor long for one that does not answer;
-        and no end waits for one that stays away."""
-        verdict, first = self._latest.verdict, self._ledger.first_due
-        if first is None or verdict is None:
+    async def _end_in_any_case(self) -> None:
+        """Wait until an end of the job has waited too long for the store; then let it be carried out."""
+        while not self.unwritten and ((left := self._until_unwritten()) is None or left > 0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._waits.wait()
+            self._waits.clear()
+        verdict = self._latest.verdict
+        if self.unwritten or verdict is None:
             return
-        if verdict.phase is not JobPhase.STOPPED:
-            if self.trouble and time.monotonic() > self._trouble_since + END_PATIENCE:
-                self._carry_out(self._ledger.waive())
-        elif self.trouble or self._silent:
-            self._carry_out(self._ledger.waive())
-        elif self._hurry is None:
-            self._hurry = asyncio.get_running_loop().call_later(STOP_PATIENCE, self._waive, first)
+        self.unwritten = True
+        self._carry_out(self._ledger.waive())
+        self._end_unwritten(verdict)
 
-    def _waive(self, first: JobState) -> None:
-        self._hurry = None
-        self._silent = self._ledger.first_due is first
-        if not self.deposed:
-            self._waive_the_end()
+    def _until_unwritten(self) -> float | None:
+        """Seconds until the end is carried out though it is not written; None when none waits."""
+        if self._ledger.due is None or self._latest.verdict is None:
+            return None
+        patience = STOP_PATIENCE if self._latest.asked_to_stop else END_PATIENCE
+        return self._waits_since + patience - time.monotonic()
 
     def _finish(self) -> None:
         try:
             self._keeper.note(self._ledger.kept, self._noted, self._latest)
             self._term.resign()
         except StoreError as error:
-            print(f"unirun-master: the end is not in the store: {error}", file=sys.stderr, flush=True)
+            report(f"unirun-master: the end is not in the store: {error}")
+        except Exception as error:  # noqa: BLE001 - the job is over; nobody is left who could do better
+            report_error(error)

@@ -1,7 +1,7 @@
 """What happened and how things stand: the event log, the metrics and the status of jobs."""
 
 from unirun.observe.events import EventLog, read_events
-from unirun.observe.index import Summary, read_index
+from unirun.observe.index import read_index
 from unirun.observe.metrics import MetricsLog, read_metrics
 from unirun.observe.status import (
     FAILURES,
@@ -9,8 +9,11 @@ from unirun.observe.status import (
     FailureStatus,
     JobStatus,
     RoleStatus,
+    Summary,
     WorkerStatus,
     read_status,
+    read_summary,
+    write_status,
 )
 
 __all__ = [
@@ -27,4 +30,6 @@ __all__ = [
     "read_index",
     "read_metrics",
     "read_status",
+    "read_summary",
+    "write_status",
 ]

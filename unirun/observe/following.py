@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 
 from unirun.errors import RendezvousError, StoreError, WireError
-from unirun.observe.status import ENDED, JobStatus, read_status
+from unirun.observe.status import ENDED, JobStatus, read_status, read_summary
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.masters import call_master
-from unirun.wire.messages import Attach, Ended, Stop
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Attach, Ended, Message, Stop
 
 LOOK_AGAIN = 0.05
 """Seconds between two looks for a master, as long as there is none."""
+
+CHECK = 3.0
+"""Seconds between two looks for another master, as long as there is one: it may hang."""
 
 
 def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None = None) -> JobStatus:
@@ -21,21 +25,34 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     told = False
-    while (status := read_status(job)).phase not in ENDED:
+    while read_summary(job).phase not in ENDED:
         try:
             with call_master(job) as master:
+                now = read_status(job)
                 # Asked twice, it would end at once; and a master that has died may not have written that it was asked.
-                heard = told and read_status(job).phase == "stopping"
+                heard = told and now.phase == "stopping"
                 master.send(Attach() if stop is None or heard else stop)
                 told = True
-                while not isinstance(master.receive(_left(deadline)), Ended):
+                while not isinstance(_hear(master, job, now.epoch, deadline), Ended):
                     continue
         except (StoreError, WireError, RendezvousError):
             # This master is gone, or time is over; the job's end is in its status, or another leads in a moment.
             time.sleep(LOOK_AGAIN)
-        if deadline is not None and time.monotonic() >= deadline and read_status(job).phase not in ENDED:
+        if deadline is not None and time.monotonic() >= deadline and read_summary(job).phase not in ENDED:
             raise TimeoutError(f"job {job.run_id} has not ended within {timeout:g} s")
-    return status
+    return read_status(job)
+
+
+def _hear(master: BlockingStream, job: JobDir, epoch: int, deadline: float | None) -> Message:
+    """The next message of the master of term `epoch`. Raises `WireError` when it has ended, `RendezvousError` when
+    another has told since how the job stands, or time is over."""
+    while True:
+        left = _left(deadline)
+        try:
+            return master.receive(CHECK if left is None else min(left, CHECK))
+        except RendezvousError:
+            if read_status(job).epoch != epoch or _left(deadline) == 0.0:
+                raise
 
 
 def _left(deadline: float | None) -> float | None:

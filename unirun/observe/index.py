@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
 from unirun.errors import FrameError, StoreRefused
 from unirun.names import is_run_id
+from unirun.observe.status import Summary
 from unirun.rendezvous.keys import INDEX, index_key
 from unirun.rendezvous.store.protocol import Item, Store
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """One job, in few words: `roles` has the number of ranks of each. Times are seconds since the epoch; `code` is the
-    exit code once it has ended. `uid` tells the job from others of its id."""
-
-    run_id: str
-    uid: str
-    name: str
-    phase: str
-    started: float
-    ended: float | None
-    code: int | None
-    roles: dict[str, int]
-
-    def line(self) -> str:
-        """The job's value in the index."""
-        return json.dumps(dataclasses.asdict(self))
+from unirun.wire.codec import from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +34,6 @@ def read_index(store: Store) -> Index:
 
 
 def _read(item: Item) -> Summary:
-    # Who has no store does not wait for this import.
-    from unirun.wire.codec import from_json
-
     try:
         summary = from_json(Summary, item.value)
         if is_run_id(summary.run_id) and item.key == index_key(summary.run_id):

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from unirun.errors import JobError
+from unirun.observe.linelog import LineLog, read_lines
 
 
 class MetricsLog:
     """Appends to a file, which is made with the first values."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
+        self._lines = LineLog(path)
 
     def write(self, role: str, rank: int, time: float, values: Mapping[str, float]) -> None:
-        """Append the values of one worker. A full disk loses them, not the job."""
-        line = json.dumps({"time": time, "role": role, "rank": rank, "values": dict(values)})
-        with contextlib.suppress(OSError):
-            if self._file is None:
-                self._file = self._path.open("ab", buffering=0)
-            self._file.write(line.encode() + b"\n")
+        """Append the values of one worker."""
+        self._lines.append({"time": time, "role": role, "rank": rank, "values": dict(values)})
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._lines.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -38,13 +31,8 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     A line that is not whole (yet, or for want of space) is left out. Raises `JobError`.
     """
     try:
-        lines = path.read_text().splitlines()
+        yield from read_lines(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise JobError(f"no metrics can be read from {path}: {error.strerror}") from error
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,13 +135,58 @@ class JobStatus:
         return cls(**{**data, **names, "roles": roles, "failures": failures, "calls": calls})
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One job, in few words: `roles` has the number of ranks of each. Times are seconds since the epoch; `code` is the
+    exit code once it has ended. `uid` tells the job from others of its id."""
+
+    run_id: str
+    uid: str
+    name: str
+    phase: str
+    started: float
+    ended: float | None
+    code: int | None
+    roles: dict[str, int]
+
+    def line(self) -> str:
+        """The job's value in the index."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def write_status(job: JobDir, status: JobStatus) -> None:
+    """Write how `job` stands, for those who want all of it and for those who want one line. Raises OSError."""
+    job.write_json(job.state.name, status.to_json())
+    summary = Summary(
+        run_id=status.run_id,
+        uid="",
+        name=status.name,
+        phase=status.phase,
+        started=status.started,
+        ended=status.ended,
+        code=status.code,
+        roles={role.name: len(role.workers) for role in status.roles},
+    )
+    job.write_json(job.summary.name, dataclasses.asdict(summary))
+
+
 def runs(job: JobDir) -> bool:
     """Whether `job` has not ended yet; its processes live on for a moment when it has."""
     try:
-        return job.alive() and read_status(job).phase not in ENDED
+        return job.alive() and read_summary(job).phase not in ENDED
     except JobError:
         # It has only just begun.
         return True
+
+
+def read_summary(job: JobDir) -> Summary:
+    """`job` in one line; ``lost`` where `read_status` says so. Raises `JobError` as that does."""
+    alive = job.alive()
+    try:
+        summary = typed(Summary, job.read_json(job.summary.name))
+    except (FrameError, TypeError) as error:
+        raise _foreign(str(job.summary)) from error
+    return summary if alive or summary.phase in ENDED else dataclasses.replace(summary, phase="lost")
 
 
 def read_status(job: JobDir) -> JobStatus:

@@ -10,6 +10,7 @@
         spec.json               the JobSpec
         context.json            the job's context until its first master has brought it to the store
         state.json              how the job stands, replaced as a whole after every change
+        summary.json            the same in one line, for who looks at many jobs
         events.jsonl            what happened, what was decided and why
         metrics.jsonl           what workers have measured
         alive.lock              held by the agents and the master as long as one of them lives
@@ -30,7 +31,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,11 @@ class JobDir:
         return self.path / "state.json"
 
     @property
+    def summary(self) -> Path:
+        """The job's state in one line."""
+        return self.path / "summary.json"
+
+    @property
     def events(self) -> Path:
         """The event log, one JSON object a line."""
         return self.path / "events.jsonl"
@@ -166,8 +172,14 @@ class JobDir:
         """Replace the file `name` by `value` as a whole: a reader sees the old one or the new one."""
         target = self.path / name
         fresh = target.with_suffix(f".{os.getpid()}.new")
-        fresh.write_text(json.dumps(value, separators=(",", ":")))
-        fresh.replace(target)
+        try:
+            fresh.write_text(json.dumps(value, separators=(",", ":")))
+            fresh.replace(target)
+        except OSError:
+            # On a disk that is full, what has been written of it would take the room that others need.
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            raise
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The object in the file `name`. Raises `JobError`."""

@@ -19,6 +19,11 @@ def context_prefix(run_id: str) -> str:
     return f"{JOBS}{run_id}/{CONTEXT}"
 
 
+def crashes_key(run_id: str) -> str:
+    """Masters of a job that were ended by an error of their own (`unirun.master.crashes`)."""
+    return f"{JOBS}{run_id}/crashes"
+
+
 def index_key(run_id: str) -> str:
     """The one line about a job that ``unirun ls`` reads."""
     return f"{INDEX}{run_id}"

@@ -23,7 +23,7 @@ class ProcessWatch:
     With `started`, a process that has begun at another time is not the one that is meant.
     """
 
-    def __init__(self, pid: int, when_gone: Callable[[], None], started: int | None = None) -> None:
+    def __init__(self, pid: int, when_gone: Callable[[], object], started: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._when_gone = when_gone
         self._handle: int | None = None

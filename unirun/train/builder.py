@@ -52,64 +52,64 @@ class _JobMethods(Generic[J]):
         return self._job
 
     def dl_type(self, dl_type: str = "SFT") -> J:
-        """The type of learning: ``PRE``, ``SFT``, ``RL`` or ``MULTIMODAL``. Must be said."""
+        """The type of learning: ``PRE``, ``SFT``, ``RL`` or ``MULTIMODAL``. Required."""
         return self._say(dl_type=dl_type)
 
     def node_num(self, num: int = 1) -> J:
-        """How many nodes. Must be said."""
+        """The number of nodes. Required."""
         return self._say(node_num=num)
 
     def device_per_node(self, num: int = 8) -> J:
-        """How many devices each node has; on nodes without, how many processes each takes. Must be said."""
+        """The number of devices per node; without accelerators, of places for processes. Required."""
         return self._say(device_per_node=num)
 
     def config(self, config: Any) -> J:
-        """What workers find as ``self.config``: a dict or an OmegaConf ``DictConfig``. Must be said."""
+        """What workers find as ``self.config``: a dict or an OmegaConf ``DictConfig``, may be empty. Required."""
         return self._say(config=config)
 
     def global_env(self, env: Mapping[str, Any]) -> J:
-        """Environment variables of all workers; those of a role win over them."""
+        """Environment variables of all workers. Those of a role take precedence. Several calls add up."""
         return self._say(env=_merged(self._described.draft.env, env))
 
     def trainer(self, module_name: str, class_name: str) -> J:
-        """The class that calls the workloads; the job ends with it. Must be said."""
+        """The class that calls the workloads, a `BaseTrainer`. The job ends when it does. Required."""
         return self._say(trainer=ClassDraft(importable(module_name), class_name))
 
     def workload(self, role_name: str, module_name: str, class_name: str) -> WorkloadBuilder[J]:
-        """A role, and the class that each of its ranks is. At least one must be said."""
+        """A role, and the class of its workers, a `BaseWorkload`. At least one is required."""
         return WorkloadBuilder(
             self._described, self._job, role_name, ClassDraft(importable(module_name), class_name)
         )
 
     def with_collocation(self, *roles: str) -> J:
-        """Roles that share devices, in upper or in lower case."""
+        """These roles share devices: one rank of each on every device. Names in upper or lower case."""
         return self._say(collocations=(*self._described.draft.collocations, roles))
 
     def with_collocation_all(self) -> J:
-        """All workloads share devices, whenever they are named."""
+        """All workloads share devices, also those that are added later."""
         return self._say(collocate_all=True)
 
     def with_host_collocation(self, *roles: str) -> J:
-        """Roles that are on one node, rank for rank in proportion to their counts, on devices of their own."""
+        """These roles are on the same nodes, in proportion to their numbers of ranks, on devices of their own."""
         return self._group("host_collocations", roles)
 
     def with_separation(self, *roles: str) -> J:
-        """Roles that are never on one node."""
+        """These roles are never on the same node."""
         return self._group("separations", roles)
 
     def with_isolation(self, *roles: str) -> J:
-        """Roles that are never on one NUMA node; they may share a host."""
+        """These roles are never on the same NUMA node. They may share a host."""
         return self._group("isolations", roles)
 
     def _group(self, key: str, roles: tuple[str, ...]) -> J:
         return self._say(groups=(*self._described.draft.groups, (key, roles)))
 
     def spares(self, num: int = 1) -> J:
-        """Nodes that are held back."""
+        """The number of nodes that are held back, to replace lost ones."""
         return self._say(spares=num)
 
     def exclude_nodes(self, *names: str) -> J:
-        """Nodes that the job shall not use; several calls add up."""
+        """Nodes that the job does not use. Several calls add up."""
         return self._say(exclude_nodes=(*self._described.draft.exclude_nodes, *names))
 
     def edge(
@@ -122,10 +122,11 @@ class _JobMethods(Generic[J]):
         asynchronous: bool = False,
         weight: str | float = 0,
     ) -> J:
-        """`source` calls `target`: an edge of the computation graph, of `weight` bytes per step (``"64MB"``).
+        """Role `source` calls role `target`, and `weight` bytes go there per step (a number, or ``"64MB"``).
 
-        `kind` is ``one_to_one``, ``broadcast``, ``scatter``, ``gather`` or ``all_to_all``; by default what the counts
-        suggest. Roles that exchange much are kept on few nodes.
+        `invocation` names the method, for pictures. `kind` is ``one_to_one``, ``broadcast``, ``scatter``, ``gather`` or
+        ``all_to_all``; by default it follows from the numbers of ranks. `asynchronous` says that the caller does not
+        wait. Roles that exchange much are placed on few nodes.
         """
         edge: dict[str, Any] = {"from": source, "to": target, "async": asynchronous, "weight": weight}
         edge |= {"invocation": invocation} if invocation else {}
@@ -137,11 +138,11 @@ class _JobMethods(Generic[J]):
         return self._say(transport=name)
 
     def call_timeout(self, seconds: float) -> J:
-        """The deadline of calls that have none of their own (30 minutes)."""
+        """The deadline, in seconds, of calls that have no `timeout` of their own. 1800 by default."""
         return self._say(call_timeout=seconds)
 
     def build(self) -> Job:
-        """The job. Raises `SpecError` with everything that is wrong with it."""
+        """Import the classes, check everything, and return the job. Raises `SpecError` with all faults at once."""
         draft = self._described.draft
         drafts = [workload.entry for workload in draft.workloads]
         drafts += [draft.trainer] if draft.trainer is not None else []
@@ -152,7 +153,7 @@ class _JobMethods(Generic[J]):
 
 
 class WorkloadBuilder(_JobMethods[J]):
-    """Describes one workload; every method of the job's builder leads back to it."""
+    """Describes one workload. It has the methods of the job's builder too, which return that builder."""
 
     def __init__(self, described: _Described, job: J, role: str, entry: ClassDraft) -> None:
         self._described, self._job = described, job
@@ -168,12 +169,12 @@ class WorkloadBuilder(_JobMethods[J]):
         self._say(workloads=tuple(workloads))
 
     def total(self, num: int = 1) -> Self:
-        """How many ranks the role has. Must be said."""
+        """The number of ranks of the role. Required."""
         self._own(total=num)
         return self
 
     def per_node(self, num: int = 1) -> Self:
-        """How many of them a node has. Must be said."""
+        """The number of its ranks per node. It divides the total. Required."""
         self._own(per_node=num)
         return self
 
@@ -182,7 +183,7 @@ class WorkloadBuilder(_JobMethods[J]):
         return self
 
     def slots(self, num: float = 1) -> Self:
-        """How many devices each rank takes: a whole number, or a share of one."""
+        """The number of devices that each rank takes: a whole number, or a share of one like 0.5."""
         return self._place_on(slots=num)
 
     def device(self, kind: str) -> Self:
@@ -190,20 +191,20 @@ class WorkloadBuilder(_JobMethods[J]):
         return self._place_on(device=kind)
 
     def devices(self, *indices: int | str) -> Self:
-        """The only devices, by index, that it may have on any node."""
+        """The indices of the only devices that its ranks may have on any node."""
         return self._place_on(devices=[*indices])
 
     def per_group(self, num: int) -> Self:
-        """Groups of so many consecutive ranks are each on one node."""
+        """Every `num` consecutive ranks are on one node."""
         return self._place_on(per_group=num)
 
     def env(self, env: Mapping[str, Any]) -> Self:
-        """Environment variables of the role's workers."""
+        """Environment variables of the role's workers. Several calls add up."""
         self._own(env=_merged(self._described.draft.workloads[self._place].env, env))
         return self
 
     def auto_visible_device(self, enabled: bool = True) -> Self:
-        """Whether a worker sees the devices that it was given, and no others (the default), or all of the node."""
+        """Whether a worker sees only the devices that it was given (the default), or all devices of its node."""
         self._own(auto_visible_device=enabled)
         return self
 
@@ -213,7 +214,7 @@ class WorkloadBuilder(_JobMethods[J]):
 
 
 class DLJobBuilder(_JobMethods["DLJobBuilder"]):
-    """Describes a job of any type."""
+    """Describes a job of any type. Methods may be called in any order and check nothing; `build` does."""
 
     def __init__(self) -> None:
         self._described, self._job = _Described(), self
@@ -228,7 +229,7 @@ class _RLMethods(_JobMethods["RLJobBuilder"]):
         return RLWorkloadBuilder(self._described, self._job, role_name, entry)
 
     def actor(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
-        """The role ``actor``. Must be said."""
+        """The role ``actor``. Required."""
         return self.workload("actor", module_name, class_name)
 
     def rollout(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
@@ -253,7 +254,8 @@ class RLWorkloadBuilder(WorkloadBuilder["RLJobBuilder"], _RLMethods):
 
 
 class RLJobBuilder(_RLMethods):
-    """Describes a job of type ``RL``."""
+    """Describes a job of type ``RL``: a `DLJobBuilder` with a method for each of the usual roles, which returns a
+    `WorkloadBuilder`."""
 
     def __init__(self) -> None:
         self._described, self._job = _Described(), self

@@ -26,7 +26,7 @@ RESULT = "result.pkl"
 
 
 class JobHandle:
-    """One job that was submitted. It reads the job's directory, so it is good for as long as that is there."""
+    """A job that was submitted. It reads the job's directory, and works as long as that exists."""
 
     def __init__(self, job: JobDir) -> None:
         self._job = job
@@ -36,42 +36,46 @@ class JobHandle:
 
     @property
     def run_id(self) -> str:
-        """The job's id, with which ``unirun status``, ``logs`` and ``stop`` find it as well."""
+        """The job's id, which ``unirun status``, ``logs`` and ``stop`` take."""
         return self._job.run_id
 
     def status(self) -> JobStatus:
-        """How the job stands. Raises `JobError` when its directory is gone."""
+        """The state of the job: phase, roles, workers, failures. Raises `JobError` if its directory is gone."""
         return read_status(self._job)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the job's end, `timeout` seconds at most. Returns its exit code; 1 when it is lost.
+        """Wait for the job's end, at most `timeout` seconds (None: no limit). Returns its exit code; 1 if it is lost.
 
-        Raises `TimeoutError` when it has not ended by then; the job goes on.
+        Raises `TimeoutError` if it has not ended by then; the job goes on.
         """
         return self._await_end(None, timeout)
 
     def stop(self) -> int:
-        """End the job as SIGTERM would, and wait for that. Returns its exit code; 143, or its own when it had ended."""
+        """Stop the job as SIGTERM does, and wait for its end.
+
+        Returns its exit code: 143, or its own if it had ended before.
+        """
         return self._await_end(Stop(int(signal.SIGTERM), "stopped by the program that submitted it"), None)
 
     def logs(self, role: str | None = None, rank: int | None = None) -> str:
-        """What the workers that run now, or ran last, have written; of one `role` or one `rank` of it.
+        """What the latest incarnation of each worker has written; of all workers, of one `role`, or of one `rank` of
+        it.
 
-        Each line begins with its worker, ``[actor:2]``; of each worker stdout comes first, then stderr.
-        Raises `JobError` when there is no such worker.
+        Each line begins with its worker, ``[actor:2]``. The stdout of a worker comes first, then its stderr.
+        Raises `JobError` if there is no such worker.
         """
         return "".join(self._lines(role, rank))
 
     @property
     def result(self) -> Any:
-        """What the trainer's ``fit`` has returned; waits for the job's end. Raises `JobFailed`."""
+        """Wait for the job's end, and return what the trainer's `fit` returned. Raises `JobFailed`."""
         self.raise_if_failed()
         path = self._job.path / RESULT
         # None leaves no file.
         return cloudpickle.loads(path.read_bytes()) if path.exists() else None
 
     def raise_if_failed(self) -> None:
-        """Wait for the job's end. Raises `JobFailed` when its exit code is not 0."""
+        """Wait for the job's end. Raises `JobFailed` if its exit code is not 0."""
         code = self.wait()
         if code:
             status = self.status()

@@ -27,27 +27,27 @@ from unirun.train.loading import python_path
 
 
 class Job:
-    """A job that is free of faults. `mapping` is the job file that says the same."""
+    """A job that was checked by `DLJobBuilder.build`. `mapping` is the job file that describes the same, as a dict."""
 
     def __init__(self, mapping: Mapping[str, Any], node_num: int) -> None:
         self.mapping, self.node_num = dict(mapping), node_num
 
     @property
     def spec(self) -> JobSpec:
-        """The spec of the job, with an id that stands for the one which `submit` makes."""
+        """The spec of the job. Its id is a placeholder for the one that `submit` makes."""
         return parse_job(self.mapping, count_slots=lambda _: 1, run_id="job")
 
     def submit(
         self, job_name: str | None = None, *, blocking: bool = True, max_restarts: int | None = None
     ) -> JobHandle:
-        """Start the job; by default, show what it writes and wait for its end.
+        """Start the job in processes of its own. By default, show what it writes and wait for its end.
 
-        `job_name` is a name for people (default: that of the trainer's module). `max_restarts` is how often each
-        role may be started again (default 3). With ``blocking=False`` the job goes on without this process, and
-        the handle can wait for it.
+        `job_name` is the first part of the job's id (default: the trainer's module). `max_restarts` is how many times
+        each role may be started again (default 3). With ``blocking=False`` it returns when the job has started; the job
+        goes on without this process.
 
-        Raises `JobError` when there is no safe place for it, `JobFailed` when it cannot be started, or, when blocking,
-        when it does not succeed.
+        Raises `JobError` if there is no safe directory for it, `JobFailed` if it cannot be started or, when blocking,
+        does not succeed, `UsageError` inside a worker of another job and for more than one node.
         """
         if "UNIRUN_JOB" in os.environ:
             raise UsageError(

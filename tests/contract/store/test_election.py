@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -108,6 +109,41 @@ def test_of_many_who_campaign_at_once_one_wins_each_epoch(place: Place, store: S
     leader = leader_of(store, SEAT)
     assert leader is not None
     assert (leader.epoch, leader.host) == winners[-1]
+
+
+class Interrupted:
+    """A store to which something happens just before its next transaction."""
+
+    def __init__(self, store: Store, happens: Callable[[], object]) -> None:
+        self._store, self._happens = store, [happens]
+
+    def txn(self, *arguments: object) -> Outcome:
+        while self._happens:
+            self._happens.pop()()
+        return self._store.txn(*arguments)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+def test_a_candidate_whom_another_has_overtaken_does_not_get_the_same_epoch(
+    store: Store, other: Store
+) -> None:
+    """The other has led and resigned meanwhile, so the seat is as free as it was."""
+    slow = Interrupted(store, lambda: win(other, "quick").resign())
+    assert run_for(slow, "slow") is None  # type: ignore[arg-type]
+    assert win(store, "next").epoch == 2
+
+
+def test_a_leader_that_comes_back_to_its_seat_is_not_deposed_by_who_saw_it_empty(
+    place: Place, store: Store, other: Store
+) -> None:
+    first = win(store, "first", ttl=place.ttl)
+    wait_until(lambda: leader_of(other, SEAT) is None)
+    late = Interrupted(other, first.keep)
+    assert run_for(late, "second") is None  # type: ignore[arg-type]
+    assert leader_of(other, SEAT) == Leader(1, "first:1", "first", 7)
+    assert may_write(store, first)
 
 
 class LosesTheAnswer:

@@ -276,8 +276,9 @@ def test_a_write_to_a_server_that_is_not_there_was_surely_not_done(
 
 
 def test_a_write_to_a_server_that_hangs_is_of_unknown_outcome(lone: Servers, opened: list[Store]) -> None:
-    opened += [open_store(lone.url(timeout=1)), open_store(lone.url())]
-    store, other = opened
+    # The server may just be starting: the patient one comes first.
+    opened.append(other := open_store(lone.url()))
+    opened.append(store := open_store(lone.url(timeout=1)))
     with stopped(lone.members[0]), pytest.raises(OutcomeUnknown, match="read back"):
         store.txn([], [Put("a", "1")])
     wait_until(lambda: not fails(other))

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from tests.unit.cli.shell import call
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus
+from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous import create_job
 from unirun.wire import new_token
 
@@ -23,7 +23,7 @@ def a_job(run_id: str, phase: str, number: int, role: str = "actor") -> Iterator
     os.utime(job.token, ns=(number, number))
     worker = WorkerStatus(0, "running", "n0", 0, 1, "")
     roles = (RoleStatus(role, "running", 0, 0, 1, (worker,)),)
-    job.write_json("state.json", JobStatus(run_id, "t", phase, "", 1.0, None, None, roles).to_json())
+    write_status(job, JobStatus(run_id, "t", phase, "", 1.0, None, None, roles))
     logs = job.worker_logs(role, 0, 0)
     logs.mkdir(parents=True)
     (logs / "stdout.log").write_text(f"{run_id} {role}\n")

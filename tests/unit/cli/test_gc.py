@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.shell import call
-from unirun.observe import JobStatus, Summary
+from unirun.observe import JobStatus, Summary, write_status
 from unirun.rendezvous import JobDir, clearing, create_job
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
@@ -42,7 +42,7 @@ def job(
     os.close(lock)
     when = time.time() - days * DAY
     ended = None if phase == "running" else when
-    made.write_json("state.json", JobStatus(run_id, "t", phase, "", when, ended, None, ()).to_json())
+    write_status(made, JobStatus(run_id, "t", phase, "", when, ended, None, ()))
     os.utime(made.state, (when, when))
     (made.logs / "out.log").write_bytes(b"x" * 100_000)
     return made
@@ -107,7 +107,7 @@ class TestHere:
         assert gc("mine") == 2
         assert "job mine is running; stop it with: unirun stop mine" in capsys.readouterr().err
         # Also when its state says that it has ended: agent and master are about to leave.
-        made.write_json("state.json", JobStatus("mine", "t", "failed", "", 1.0, 2.0, 1, ()).to_json())
+        write_status(made, JobStatus("mine", "t", "failed", "", 1.0, 2.0, 1, ()))
         assert gc("mine") == 2
         assert gc("--older-than", "0s") == 2
         assert made.token.exists()

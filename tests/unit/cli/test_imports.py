@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.observe import JobStatus
+from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import create_job
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
@@ -32,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
     monkeypatch.delenv("UNIRUN_STORE", raising=False)
     job, lock = create_job("done-1", new_token())
-    job.write_json("state.json", JobStatus("done-1", "done", "succeeded", "", 1.0, 2.0, 0, ()).to_json())
+    write_status(job, JobStatus("done-1", "done", "succeeded", "", 1.0, 2.0, 0, ()))
     os.close(lock)
     return tmp_path
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.cli.shell import call
 from unirun.cli import SUBCOMMANDS
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
 from unirun.rendezvous import JobDir, create_job
 from unirun.wire import new_token
 
@@ -20,7 +20,7 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
     job, lock = create_job(run_id, new_token())
     worker = WorkerStatus(0, "exited", "n0", 1, None, "exit code 7")
     role = RoleStatus("actor", "failed", 1, 1, 1, (worker,))
-    job.write_json("state.json", JobStatus(run_id, "t", phase, "why", 1.0, 9.0, code, (role,)).to_json())
+    write_status(job, JobStatus(run_id, "t", phase, "why", 1.0, 9.0, code, (role,)))
     for incarnation in (0, 1):
         logs = job.worker_logs("actor", 0, incarnation)
         logs.mkdir(parents=True)
@@ -137,7 +137,7 @@ class TestStatus:
         status = read_status(job)
         worker = dataclasses.replace(status.roles[0].workers[0], metrics={"loss": 0.12345678, "step": 30.0})
         role = dataclasses.replace(status.roles[0], workers=(worker,))
-        job.write_json("state.json", dataclasses.replace(status, roles=(role,)).to_json())
+        write_status(job, dataclasses.replace(status, roles=(role,)))
         assert call("status") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-2].endswith("  METRICS")

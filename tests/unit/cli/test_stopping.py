@@ -11,6 +11,7 @@ from queue import Queue
 import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place
+from unirun.cli import session as session_module
 from unirun.cli.console import Console
 from unirun.cli.session import Session
 from unirun.cli.stopping import Wishes
@@ -97,11 +98,11 @@ def tells(**phases: str) -> Callable[[BlockingStream], None]:
     return script
 
 
-def session(place: Place) -> Session:
+def session(place: Place, *, quiet: bool = True) -> Session:
     """The command in the foreground; its processes are none of this process's children."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
     spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
-    return Session(place.job, spec, Console(quiet=True), Launched(os.getppid(), (os.getppid(),)))
+    return Session(place.job, spec, Console(quiet=quiet), Launched(os.getppid(), (os.getppid(),)))
 
 
 async def heard(queue: Queue[Message]) -> Message:
@@ -163,6 +164,57 @@ def test_ctrl_c_while_there_is_no_master_waits_for_one(place: Place) -> None:
         place.leader(script=master)
         async with asyncio.timeout(PATIENCE):
             assert (await end) is not None
+        following._masters.close()
+
+    asyncio.run(follow())
+
+
+def test_a_master_that_hangs_is_left_for_the_one_that_leads(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream does not end."""
+    monkeypatch.setattr(session_module, "CHECK", 0.05)
+    ended = Ended(0, "succeeded", "")
+
+    async def follow() -> None:
+        following = session(place)
+        end = asyncio.ensure_future(following._follow_to_end())
+        first = place.leader(script=tells(actor="running", rollout="running"))
+        await shown(following, 2)
+
+        def successor(stream: BlockingStream) -> None:
+            tells(actor="running", rollout="running")(stream)
+            stream.send(ended)
+
+        place.leader("second", deposing=1, script=successor)
+        async with asyncio.timeout(PATIENCE):
+            assert await end == ended
+        following._masters.close()
+        first.die()
+
+    asyncio.run(follow())
+
+
+def test_why_nobody_leads_is_told_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session_module, "QUIET", 0.05)
+    place.job.master_log.write_text(
+        "unirun-master: store: it is back\nunirun-master: the context has schema 9; use another unirun\nTraceback\n"
+    )
+
+    async def follow() -> None:
+        following = session(place, quiet=False)
+        end = asyncio.ensure_future(following._follow_to_end())
+        text = ""
+        async with asyncio.timeout(PATIENCE):
+            while "nobody leads" not in text:
+                await asyncio.sleep(0.01)
+                text += capfd.readouterr().err
+        await asyncio.sleep(0.3)
+        text += capfd.readouterr().err
+        assert text == "unirun: nobody leads the job: the context has schema 9; use another unirun\n"
+        end.cancel()
         following._masters.close()
 
     asyncio.run(follow())

@@ -18,7 +18,7 @@ from unirun.failover import Exit, Failure
 from unirun.master.keeper import Keeper
 from unirun.master.state import JobState
 from unirun.master.telling import status_of
-from unirun.observe import JobStatus
+from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import create_job
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import index_key, job_prefix
@@ -53,7 +53,7 @@ def put(store: Store, state: JobState, host: str = "far") -> Term:
 def local(run_id: str, store: str | None = None) -> str:
     """A job with a directory here, that has ended; returns its uid."""
     job, lock = create_job(run_id, new_token(), None, store)
-    job.write_json("state.json", JobStatus(run_id, "t", "succeeded", "", 1.0, 2.0, 0, ()).to_json())
+    write_status(job, JobStatus(run_id, "t", "succeeded", "", 1.0, 2.0, 0, ()))
     os.close(lock)
     return job.uid
 
@@ -182,7 +182,7 @@ class TestTheFailuresInAStatus:
             "d29",
         )
         job, lock = create_job("mine", new_token())
-        job.write_json("state.json", status.to_json())
+        write_status(job, status)
         os.close(lock)
         assert call("status") == 0
         assert "failures: the last 20 of 31\n" in capsys.readouterr().out
@@ -196,7 +196,7 @@ class TestTheFailuresInAStatus:
     def test_tell_of_a_store_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str]) -> None:
         job, lock = create_job("mine", new_token())
         status = status_of(running("mine"), {}, {}, epoch=2, trouble="it is away\n  host: why")
-        job.write_json("state.json", status.to_json())
+        write_status(job, status)
         assert call("status") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[1:3] == ["store: it is away host: why", "master: term 2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -26,7 +27,7 @@ from unirun.observe import (
     Summary,
     WorkerStatus,
 )
-from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous import create_job
 from unirun.rendezvous.keys import index_key
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
@@ -91,12 +92,17 @@ def home(folder: Path) -> Any:
             os.environ["UNIRUN_HOME"] = before
 
 
-def job(status: Any) -> JobDir:
-    """A job that has left `status`."""
+def job(status: Any, summary: Any) -> None:
+    """A job that has left these."""
     made, lock = create_job("job-1", new_token())
     os.close(lock)
     made.write_json("state.json", status)
-    return made
+    made.write_json("summary.json", summary)
+
+
+def summary_of(text: str) -> dict[str, Any]:
+    """A summary with `text` in the same way as `status_of`."""
+    return dataclasses.asdict(Summary(text, text, text, "failed", 1.0, 2.0, 1, {text: 1}))
 
 
 def status_of(text: str) -> JobStatus:
@@ -139,7 +145,7 @@ class TestOutput:
         self, text: str, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         with home(tmp_path_factory.mktemp("home")):
-            job(status_of(text).to_json())
+            job(status_of(text).to_json(), summary_of(text))
             for argv in (["status"], ["ls"], ["graph"], ["graph", "--format", "mermaid"], ["stop"]):
                 code, _ = ran(*argv)
                 assert code in (0, 2), argv
@@ -156,8 +162,10 @@ class TestOutput:
         ):
             place = place[key]
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(JSON)
+        summary = summary_of("x")
+        summary[data.draw(st.sampled_from(sorted(summary)))] = data.draw(JSON)
         with home(tmp_path_factory.mktemp("home")):
-            job(status)
+            job(status, summary)
             for argv in (["status"], ["ls"], ["graph"], ["logs"], ["stop"], ["gc", "--dry-run"]):
                 code, _ = ran(*argv)
                 assert code in (0, 2), argv

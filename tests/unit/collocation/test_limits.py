@@ -71,6 +71,16 @@ def test_version_1_has_a_hierarchy_for_each_controller(tmp_path: Path) -> None:
     assert limits == Limits(frozenset({2, 4, 5}), 3, 2 << 30)
 
 
+@pytest.mark.parametrize(
+    ("mounts", "groups", "folder"), [(V2_MOUNT, "0::/", ""), (V1_MOUNTS, "5:pids:/", "pids/")]
+)
+@pytest.mark.parametrize(("text", "pids"), [("max", None), ("4096", 4096)])
+def test_processes_are_limited_in_both_versions(
+    tmp_path: Path, mounts: str, groups: str, folder: str, text: str, pids: int | None
+) -> None:
+    assert cgroup_limits(tree(tmp_path, groups, mounts, {f"{folder}pids.max": text})).pids == pids
+
+
 def test_version_1_without_limits(tmp_path: Path) -> None:
     files = {
         "cpu,cpuacct/cpu.cfs_quota_us": "-1",

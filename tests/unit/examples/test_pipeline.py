@@ -31,7 +31,7 @@ class Promise(InvocationRef[Any]):
         try:
             self.settle(0, Parcel(OK + dump(work(), "a result")[0]))
         except ArithmeticError as error:
-            self.settle(0, Parcel(ERROR + dump_error(error, "worker:0")))
+            self.settle(0, Parcel(ERROR + dump_error(error, "worker:0")[0]))
         self.finish()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.failover import Exit, Failure, brief
-from unirun.failover.brevity import MARK, MESSAGE, TAIL, TRACEBACK, beginning, ending
+from unirun.failover.brevity import MARK, MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 
 MOST = 32 * 1024
 """Bytes of JSON: eight of them fit into one document of the job's context."""
@@ -25,7 +25,8 @@ def size(text: str) -> int:
 
 def failure(message: str = "", traceback: str = "", note: str = "", tail: str = "") -> Failure:
     log = f"/{'d' * 4000}/actor/1/0"
-    return Failure("r" * 63, 1, 0, 0, "n" * 253, 1.0, Exit(code=1), message, traceback, note, tail, log)
+    end = Exit(code=1)
+    return Failure("r" * 63, 1, 0, 0, "n" * 253, 1.0, end, message, traceback, note, tail, log, decision=note)
 
 
 @given(words, limits)
@@ -76,11 +77,13 @@ def test_of_a_message_the_beginning_is_kept_of_a_traceback_and_a_tail_the_end() 
     kept = brief(failure(text, text, text, text))
     assert kept.message.startswith("line 0\nline 1\n")
     assert kept.note.startswith("line 0\n")
+    assert kept.decision.startswith("line 0\n")
     assert kept.traceback.endswith("\nline 9998\nline 9999")
     assert kept.tail.endswith("\nline 9999")
     assert [size(kept.message), size(kept.traceback), size(kept.tail)] == pytest.approx(
         [MESSAGE, TRACEBACK, TAIL], abs=2
     )
+    assert [size(kept.note), size(kept.decision)] == pytest.approx([NOTE, NOTE], abs=10)
 
 
 def test_a_failure_of_usual_length_is_kept_whole() -> None:

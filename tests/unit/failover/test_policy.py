@@ -8,8 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.failover import Circumstances, Exit, Failure, decide, decide_without_node, decide_without_store
+from unirun.failover import (
+    Circumstances,
+    Decision,
+    Exit,
+    Failure,
+    decide,
+    decide_to_make_room,
+    decide_without_node,
+    decide_without_store,
+)
 from unirun.spec import Restart
+
+counts = st.integers(0, 4)
+circumstances = st.builds(
+    Circumstances,
+    kind=st.sampled_from(["script", "workload", "trainer"]),
+    restart=st.sampled_from(["role", "process"]),
+    restarts=counts,
+    max_restarts=counts,
+    survivors=counts,
+    generation=counts,
+    recoverable=st.sampled_from([None, False, True]),
+    behind=st.booleans(),
+)
 
 
 def failure(end: Exit) -> Failure:
@@ -46,7 +68,7 @@ class TestALastingError:
     NOW = Circumstances("workload", "process", max_restarts=3, survivors=1, lasting=True)
 
     def test_ends_the_job_in_the_first_start_of_a_rank(self) -> None:
-        for now in (self.NOW, replace(self.NOW, superseded=True), replace(self.NOW, kind="trainer")):
+        for now in (self.NOW, replace(self.NOW, behind=True), replace(self.NOW, kind="trainer")):
             decision = decide(failure(Exit(code=1)), now)
             assert (decision.action, decision.budget_spent) == ("end_job", False)
             assert decision.reason == (
@@ -95,13 +117,13 @@ class TestAProcessAlone:
         assert unknown.reason.endswith("actor:2 had not told yet whether it is recoverable")
 
     def test_that_waited_in_a_generation_that_is_over_spends_nothing(self) -> None:
-        decision = decide(failure(Exit(code=1)), self.now(restarts=3, generation=2, superseded=True))
+        decision = decide(failure(Exit(code=1)), self.now(restarts=3, generation=2, behind=True))
         assert decision.action == "join"
         assert decision.reason == (
-            "actor:2 ended with exit code 1; it was setting itself up for a generation that is over, and joins "
+            "actor:2 ended with exit code 1; it was in a generation that another death had ended, and joins "
             "generation 2 at no cost"
         )
-        trainer = self.now(kind="trainer", recoverable=False, superseded=True)
+        trainer = self.now(kind="trainer", recoverable=False, behind=True)
         assert decide(failure(Exit(code=1)), trainer).action == "end_job"
 
 
@@ -162,3 +184,59 @@ class TestWithoutANode:
         assert decide_without_node("trainer", "0", "n1 is gone", now).action == "end_job"
         now = self.now(kind="trainer", recoverable=True)
         assert decide_without_node("trainer", "0", "n1 is gone", now).action == "restart_worker"
+
+
+class TestWhateverTheCircumstances:
+    """Of the four decisions: what happened, whom it is about, and whether one worker may start again alone."""
+
+    @staticmethod
+    def decisions(now: Circumstances) -> list[tuple[Decision, str, str]]:
+        gone = "the store of role actor is gone before its workers have met: it is full"
+        return [
+            (
+                decide(failure(Exit(code=1)), replace(now, behind=False)),
+                "actor:2 ended with exit code 1",
+                "actor:2",
+            ),
+            (decide_without_node("actor", "0-1", "n1 is gone", now), "n1 is gone", "actor:0-1"),
+            (decide_to_make_room("actor", "n1 is gone", now), "n1 is gone", "actor"),
+            (decide_without_store("actor", "it is full", now), gone, ""),
+        ]
+
+    @given(circumstances)
+    def test_a_reason_begins_with_what_happened_and_says_what_follows(self, now: Circumstances) -> None:
+        for decision, what, who in self.decisions(now):
+            told = decision.reason.removeprefix(f"{what}; ")
+            assert told != decision.reason
+            if now.kind == "trainer" and who and not now.recoverable:
+                no = "is not recoverable (is_recoverable() returned False)"
+                unknown = "had not told yet whether it is recoverable"
+                assert told == f"{who} {unknown if now.recoverable is None else no}"
+            elif now.max_restarts == 0:
+                assert told == "role actor has no restarts (--max-restarts 0)"
+            elif now.restarts >= now.max_restarts:
+                assert told == f"all {now.max_restarts} restarts of role actor are used up"
+            else:
+                assert told.startswith(f"restart {now.restarts + 1} of {now.max_restarts}")
+                assert (
+                    f"generation {now.generation + 1}" in told or decision.action == "restart_role" or not who
+                )
+
+    @given(circumstances)
+    def test_a_restart_needs_a_budget_and_a_trainer_that_said_it_is_recoverable(
+        self, now: Circumstances
+    ) -> None:
+        alone = "restart_worker" if now.restart == "process" else "restart_role"
+        for decision, _, who in self.decisions(now):
+            lost = now.kind == "trainer" and bool(who) and not now.recoverable
+            spent = now.restarts >= now.max_restarts
+            again = "restart_role" if who == "actor" else alone
+            assert decision.action == ("end_job" if lost or spent else again)
+            assert decision.budget_spent == (spent and now.max_restarts > 0 and not lost)
+
+    @given(circumstances)
+    def test_a_worker_that_is_behind_joins_whatever_is_left_of_the_budget(self, now: Circumstances) -> None:
+        decision = decide(failure(Exit(code=1)), replace(now, behind=True))
+        lost = now.kind == "trainer" and not now.recoverable
+        assert decision.action == ("end_job" if lost else "join")
+        assert not decision.budget_spent

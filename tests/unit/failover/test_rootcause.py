@@ -73,6 +73,9 @@ def test_an_episode_holds_the_last_failure_and_has_no_long_silence(found: list[F
     assert all(f.generation == latest[f.role] for f in chosen)
     assert chosen[-1].time == max(f.time for f in found if f.generation == latest[f.role])
     assert all(b.time - a.time <= 5.0 for a, b in itertools.pairwise(chosen))
+    # It goes back as far as it can.
+    earlier = [f.time for f in found if f.generation == latest[f.role] and f not in chosen]
+    assert all(time + 5.0 < chosen[0].time for time in earlier)
 
 
 def test_a_kill_that_is_seen_after_its_consequence_is_the_cause() -> None:
@@ -96,6 +99,13 @@ def test_an_earlier_generation_and_an_earlier_hour_are_another_story() -> None:
     assert episode([old, elsewhere, now]) == (now,)
     near = fail("rollout", time=26.0)
     assert episode([old, near, now]) == (near, now)
+
+
+def test_a_silence_is_long_when_it_lasts_more_than_five_seconds() -> None:
+    now = fail(time=30.0)
+    for seconds, together in ((5.0, True), (5.5, False)):
+        before = fail(rank=1, time=30.0 - seconds)
+        assert (before in episode([before, now])) is together
 
 
 def test_without_failures_there_is_no_episode() -> None:

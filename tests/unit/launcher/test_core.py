@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.launcher.agent import KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
-from unirun.errors import IllegalTransition
+from unirun.errors import Refused
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
@@ -198,5 +198,5 @@ def test_a_view_is_kept_and_passed_on() -> None:
 
 
 def test_a_spawner_that_talks_nonsense_is_refused() -> None:
-    with pytest.raises(IllegalTransition, match="a spawner sent Shutdown"):
+    with pytest.raises(Refused, match="a spawner sent Shutdown"):
         Agent().spawner(Shutdown())

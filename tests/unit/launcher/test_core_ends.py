@@ -19,6 +19,7 @@ from unirun.launcher.events import (
 )
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import (
+    Ending,
     Notice,
     WorkerExited,
 )
@@ -64,6 +65,10 @@ class TestAStop:
         assert agent.on(StopWorkers("actor", (0,), TERM, 5.0)).commands == []
         assert agent.spawner(Reaped(1, 1.0, None, KILL)).told(WorkerExited)[0].sent == KILL
 
+    def test_of_one_that_was_killed_and_others_ends_the_others(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), KILL, 0.0))
+        assert agent.on(StopWorkers("actor", (0, 1), TERM, 5.0)).sent(Kill) == [Kill(2, TERM)]
+
     def test_of_a_worker_that_waits_for_its_spawner_needs_no_signal(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), StopWorkers("actor", (0,), TERM, 5.0))
         assert agent.told(WorkerExited) == [
@@ -90,6 +95,21 @@ class TestLeaving:
         assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
         assert not agent.has(Leave)
         assert agent.spawner(Reaped(1, 1.0, None, 9), Reaped(2, 1.0, None, 9)).commands[-1] == Leave()
+
+    def test_before_the_jobs_end_gives_workers_their_grace(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), INT, 5.0)).on(Shutdown(30.0))
+        assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), After(30.0, GraceOver(2))], (
+            "who was told already is not told again"
+        )
+        assert agent.state.leaving
+        assert agent.on(Shutdown()).sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
+        assert agent.spawner(Reaped(1, 1.0, None, 9), Reaped(2, 1.0, None, 9)).commands[-1] == Leave()
+
+    def test_remembers_how_the_job_ends(self) -> None:
+        ending = Ending("stopped", 130, "got SIGINT")
+        agent = Agent().alive().on(Shutdown(30.0, ending))
+        assert agent.state.ending == ending
+        assert agent.on(Shutdown()).state.ending == ending
 
     def test_without_a_master_gives_a_short_grace(self) -> None:
         agent = Agent().alive(1).on(Abandon("gone"))
@@ -122,7 +142,9 @@ class TestAStoreThatDies:
         assert agent.state.workers[1].cause == "doom"
         agent = Agent(spawners={TORCH: True, OTHER: False}).on(store())
         agent.spawner(StoreEnded("actor", 0, 5.0, "x")).on(launch(count=1, key=OTHER))
-        assert [e.note for e in agent.told(WorkerExited)] == ["the store of its role is gone: x"]
+        (end,) = agent.told(WorkerExited)
+        assert (end.role, end.rank, end.time, end.code) == ("actor", 0, 5.0, 1)
+        assert end.note == "the store of its role is gone: x"
 
     def test_is_told_to_the_master_and_leaves_workers_alone_that_can_meet_in_another(self) -> None:
         agent = Agent(in_place=frozenset({"actor"})).alive()

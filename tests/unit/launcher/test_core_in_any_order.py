@@ -21,6 +21,7 @@ from unirun.launcher.events import (
     SpawnerDown,
     ToMaster,
 )
+from unirun.wire.asking import Ask
 from unirun.wire.messages import Hello, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     WorkerExited,
@@ -53,6 +54,9 @@ class RandomHistory:
                 self.incarnations[one.role, one.rank] = one.incarnation
                 self.launched.add((one.role, one.rank, one.incarnation))
         self.agent.on(event)
+        if isinstance(event, StopWorkers):
+            asked = [self.agent.state.find(event.role, rank) for rank in event.ranks]
+            assert all(one is None or one.sent is not None for one in asked), "a worker was not asked to end"
         for command in self.agent.commands:
             if isinstance(command, ToMaster) and isinstance(command.message, WorkerExited):
                 self.ended.append((command.message.role, command.message.rank, command.message.incarnation))
@@ -68,6 +72,7 @@ class RandomHistory:
         alive = {(w.role, w.rank, w.incarnation) for w in self.agent.state.workers.values()}
         assert not alive & set(self.ended), "a worker has ended and is kept"
         assert alive | set(self.ended) == self.launched, "a worker was forgotten"
+        assert {asker for asker, _ in self.agent.state.asks} <= self.agent.state.workers.keys()
 
     def launch(self) -> Launch | None:
         role = self.rng.choice(["actor", "rollout"])
@@ -106,6 +111,7 @@ class RandomHistory:
             one = rng.choice(alive)
             choices.append(FromSpawner(one.spawner, Reaped(one.id, 1.0, rng.choice([0, 1]), None)))
             choices += [FromWorker(one.id, Hello(one.role, one.rank, 0, 1, True)), LinkClosed(one.id)]
+            choices.append(FromWorker(one.id, Ask(rng.randrange(100), "load_state")))
         if self.timers:
             choices.append(self.timers.pop(rng.randrange(len(self.timers))))
         return rng.choice(choices)

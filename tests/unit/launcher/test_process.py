@@ -64,6 +64,20 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert output == "137\n"
 
 
+def test_a_process_may_have_as_many_descriptors_as_it_is_allowed() -> None:
+    code = """
+import resource
+from unirun.launcher.process import spare_descriptors
+limit = resource.RLIMIT_NOFILE
+hard = resource.getrlimit(limit)[1]
+resource.setrlimit(limit, (200, hard))
+assert spare_descriptors() == 200
+assert resource.getrlimit(limit) == (hard, hard)
+assert spare_descriptors() == hard
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
 def test_orphans_are_adopted_and_killed_with_everything_below() -> None:
     output = run("""
 import subprocess

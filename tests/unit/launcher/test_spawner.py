@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +18,7 @@ from typing import TypeVar
 import pytest
 
 from unirun.errors import ConnectionLost
+from unirun.launcher import spawner as spawner_module
 from unirun.wire import BlockingStream, encode, encode_frame
 from unirun.wire.messages import Message
 from unirun.wire.spawning import (
@@ -30,18 +35,20 @@ from unirun.wire.spawning import (
 
 M = TypeVar("M")
 SOON = 20.0
+DESCRIPTORS = 250
+"""The limit that workers get."""
 
 
 class Spawner:
     """The agent's end."""
 
-    def __init__(self, folder: Path, *modules: str) -> None:
+    def __init__(self, folder: Path, *modules: str, pass_fds: tuple[int, ...] = ()) -> None:
         self.folder = folder
         ours, theirs = socket.socketpair()
-        about = [str(theirs.fileno()), str(os.getpid())]
+        about = [str(theirs.fileno()), str(os.getpid()), str(DESCRIPTORS)]
         command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", *about, *modules]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, start_new_session=True
+            command, pass_fds=[theirs.fileno(), *pass_fds], stderr=subprocess.PIPE, start_new_session=True
         )
         theirs.close()
         self.stream = BlockingStream(ours)
@@ -91,8 +98,8 @@ class Spawner:
 def start(tmp_path: Path) -> Iterator[Callable[..., Spawner]]:
     started: list[Spawner] = []
 
-    def make(*modules: str) -> Spawner:
-        started.append(Spawner(tmp_path, *modules))
+    def make(*modules: str, pass_fds: tuple[int, ...] = ()) -> Spawner:
+        started.append(Spawner(tmp_path, *modules, pass_fds=pass_fds))
         return started[-1]
 
     yield make
@@ -124,6 +131,14 @@ def test_a_program_runs_and_its_end_is_told(spawner: Spawner) -> None:
     assert (end.id, end.code, end.signal) == (1, 7, None)
     assert (spawner.folder / "1" / "stdout.log").read_text() == "out\n"
     assert (spawner.folder / "1" / "stderr.log").read_text() == "err\n"
+
+
+def test_a_program_has_the_limit_of_descriptors_that_the_agent_had(spawner: Spawner) -> None:
+    spawner.send(spawner.program(1, "sh", "-c", "ulimit -Sn; ulimit -Hn"))
+    spawner.until(Reaped)
+    soft, hard = (spawner.folder / "1" / "stdout.log").read_text().split()
+    assert soft == str(DESCRIPTORS)
+    assert hard == str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
 def test_a_signal_that_comes_right_after_the_order_is_not_lost(spawner: Spawner) -> None:
@@ -165,7 +180,7 @@ def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything
     with ours, theirs:
         command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno())]
         done = subprocess.run(
-            [*command, str(os.getppid()), "no_such_module"],
+            [*command, str(os.getppid()), "250", "no_such_module"],
             pass_fds=[theirs.fileno()],
             timeout=SOON,
             check=False,
@@ -214,3 +229,80 @@ def test_a_store_takes_the_place_of_the_one_before_it_and_its_end_is_told(spawne
     os.kill(second[0], signal.SIGKILL)
     end = spawner.next(StoreEnded)
     assert (end.role, end.generation, end.reason) == ("actor", 4, "its process was killed")
+
+
+def files_of(pid: int) -> dict[int, str]:
+    """What the descriptors of a process are, without its standard streams."""
+    found = {}
+    for handle in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[int(handle.name)] = os.readlink(handle)
+    return {handle: link for handle, link in found.items() if handle > 2}
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + SOON
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
+    return true()
+
+
+def test_workers_and_stores_have_no_descriptor_of_the_spawner_or_of_each_other(
+    start: Callable[..., Spawner], tmp_path: Path
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as port,
+        socket.create_server(("127.0.0.1", 0)) as another,
+        socket.socket(socket.AF_UNIX) as agent,
+    ):
+        spawner = start(pass_fds=(port.fileno(), another.fileno()))
+        spawner.next(Preloaded)
+        agent.bind(str(tmp_path / "agent.sock"))
+        agent.listen()
+        (tmp_path / "token").write_text("00" * 32)
+        (tmp_path / "token").chmod(0o600)
+        spawner.send(spawner.program(1, "sleep", "100"))
+        spawner.next(Forked)
+        spawner.send(ServeStore("critic", 0, another.fileno()))
+        spawner.next(StoreOpened)
+        spawner.send(ServeStore("actor", 0, port.fileno()))
+        spawner.next(StoreOpened)
+        store = spawner.children()[-1]
+        assert eventually(lambda: files_of(store).keys() == {port.fileno()}), files_of(store)
+        # A worker that was forked waits for the first word of its agent.
+        env = {"UNIRUN_SOCKET": str(tmp_path / "agent.sock"), "ROLE_NAME": "actor", "RANK": "2"}
+        spawner.send(spawner.program(2, "none.py", kind="script", fresh=False, env=env))
+        worker = spawner.next(Forked).pid
+        of_the_spawner = {*files_of(spawner.process.pid).values()}
+
+        def has_its_link_alone() -> bool:
+            files = [*files_of(worker).values()]
+            return len(files) == 1 and files[0].startswith("socket:") and files[0] not in of_the_spawner
+
+        assert eventually(has_its_link_alone), (files_of(worker), of_the_spawner)
+
+
+def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], {}, setsid=True)
+    killed: list[tuple[int, int]] = []
+
+    def kill_group(group: int, signum: int) -> None:
+        killed.append((group, signum))
+        assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG), "its pid is free"
+
+    monkeypatch.setattr(spawner_module, "kill_group", kill_group)
+    ours, theirs = socket.socketpair()
+    with ours, BlockingStream(theirs) as agent:
+        spawner = spawner_module.Spawner(BlockingStream(ours), DESCRIPTORS)
+        known = spawner_module._Child(1, pid, os.pidfd_open(pid), "none:0", ("none", str(pid), ""))
+        spawner._children[1] = known
+        spawner._selector.register(known.handle, selectors.EVENT_READ, known)
+        spawner._reap(known)
+        spawner._selector.close()
+        assert isinstance(end := agent.receive(SOON), Reaped)
+        assert (end.id, end.code, end.signal) == (1, 7, None)
+    assert killed == [(pid, signal.SIGKILL)]
+    with pytest.raises(ChildProcessError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)

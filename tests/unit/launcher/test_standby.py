@@ -215,14 +215,17 @@ class TestWhenTheLeaderIsDead:
         assert asyncio.run(go()) >= 0.1 + 0.2 + 0.4 + 0.4
         assert started.deposing == ["1"] * 5
 
-    def test_who_has_found_a_master_starts_again_without_delay(
-        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("steady", "delay"), [(0.0, 0.05), (PATIENCE, 0.8)])
+    def test_who_has_found_a_master_that_led_for_long_starts_again_without_delay(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, steady: float, delay: float
     ) -> None:
+        """One that has led for a moment only may be ended by what will end the next one."""
         monkeypatch.setattr(standby, "DELAY", 0.05)
         monkeypatch.setattr(standby, "MAX_DELAY", PATIENCE * 10)
+        monkeypatch.setattr(standby, "STEADY", steady)
         place.leader().die()
 
-        async def go(watch: Standby) -> None:
+        async def go(watch: Standby) -> float:
             finding = asyncio.ensure_future(watch.next(1, PATIENCE))
             await started.until(4)
             second = place.leader("second", deposing=1)
@@ -231,11 +234,12 @@ class TestWhenTheLeaderIsDead:
             watch._not_before = 0.0
             second.die()
             finding = asyncio.ensure_future(watch.next(2, PATIENCE))
-            await started.until(6)
+            await started.until(5)
             finding.cancel()
+            return watch._delay / 2
 
-        run(place, go)
-        assert started.deposing == ["1", "1", "1", "1", "2", "2"]
+        assert run(place, go) == delay
+        assert started.deposing == ["1", "1", "1", "1", "2"]
 
 
 class TestWhenNobodyLeads:

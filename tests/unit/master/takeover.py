@@ -13,7 +13,7 @@ from unirun.master.events import Command, ToAgent
 from unirun.master.resuming import resume
 from unirun.master.state import JobState, WorkerState
 from unirun.wire.messages import StartRole
-from unirun.wire.reports import Cause, Held, HeldStore, Join, WorkerExited
+from unirun.wire.reports import Cause, Ending, Held, HeldStore, Join, WorkerExited
 
 Who = tuple[str, int, int]
 
@@ -47,6 +47,7 @@ def join(
     lost_stores: Collection[str] = (),
     ended: Iterable[WorkerExited] = (),
     stores: Iterable[HeldStore] = (),
+    ending: Ending | None = None,
 ) -> Job:
     """An agent finds the new master. It holds what was ordered `before`, but what was `lost`; some have `ended`."""
     exits = {(end.role, end.rank, end.incarnation): end for end in ended}
@@ -65,7 +66,7 @@ def join(
         if role.workers[0].node == node and role.name not in lost_stores
     ]
     endpoints = dict(before.agents[node].endpoints)
-    return job.on(Join(node, 1, node, endpoints, tuple(workers), tuple(its_stores)))
+    return job.on(Join(node, 1, node, endpoints, tuple(workers), tuple(its_stores), ending))
 
 
 def rejoin(job: Job, **more: object) -> Job:

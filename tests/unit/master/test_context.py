@@ -208,6 +208,30 @@ class TestDocumentsThatAreRefused:
             with pytest.raises(StoreRefused):
                 restore({**documents, name: documents["ranks/0"]})
 
+    @pytest.mark.parametrize(
+        ("name", "from_", "to", "what"),
+        [
+            ("roles", ",2,{}]", ",3,{}]", "ranks"),
+            ("roles", ",1,{}]", ",0,{}]", "ranks"),
+            ("placement/rollout/0", "[[0,", "[[1,", "placement"),
+            ("placement/actor/0", ',[1,"n0"', ',[2,"n0"', "placement"),
+            ("failures/1", '"first":8', '"first":9', "failures"),
+            ("failures/1", '"first":8', '"first":7', "failures"),
+        ],
+    )
+    def test_are_those_that_do_not_fit_each_other(
+        self, documents: Documents, name: str, from_: str, to: str, what: str
+    ) -> None:
+        assert documents[name].count(from_) == 1
+        documents[name] = documents[name].replace(from_, to)
+        with pytest.raises(StoreRefused, match=f"its {what} are not whole"):
+            restore(documents)
+
+    def test_are_those_with_a_gap(self, documents: Documents) -> None:
+        documents["failures/3"] = documents.pop("failures/2")
+        with pytest.raises(StoreRefused, match="its failures are not whole"):
+            restore(documents)
+
     @given(st.dictionaries(st.sampled_from(["job", "roles", "spec/0", "ranks/0"]), st.text()))
     def test_are_all_that_are_none(self, documents: Documents) -> None:
         with pytest.raises(StoreRefused):

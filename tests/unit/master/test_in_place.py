@@ -331,6 +331,13 @@ class TestAStore:
         assert job.phases()["actor"] == "running"
         assert job.orders(OpenStore) == []
 
+    def test_may_be_heard_of_after_a_rank_has_met_the_others_in_it_and_done_its_work(self) -> None:
+        """Started again, that rank would wait in a generation that the others have formed."""
+        job = serving(count=2, stores_open=False).on(StoreEnded("actor", 0, 5.0, "x"))
+        job.on(WorkerFormed("actor", 0, 0, 1), WorkerFormed("actor", 1, 0, 1)).exits("actor", 1, 0)
+        assert job.on(StoreOpened("actor", 1)).orders(StartRole) == []
+        assert job.phases()["actor"] == "running"
+
     def test_opens_in_vain_for_a_job_that_stops(self) -> None:
         job = serving(count=1, stores_open=False).exits("actor", 0, by=KILL).exits("trainer", 0, 0)
         assert job.finish is not None
@@ -371,11 +378,6 @@ class TestMetrics:
         job = serving().exits("actor", 1, by=KILL).on(WorkerMetrics("actor", 1, 0, {"loss": 2.0}, 7.0))
         assert any(isinstance(c, KeepMetrics) for c in job.commands)
         assert status_of(job.state, {}, {}).roles[0].workers[1].metrics == {}
-
-
-def test_a_generation_that_is_not_open_cannot_have_been_formed() -> None:
-    with pytest.raises(IllegalTransition, match="actor has no generation 1 yet"):
-        serving().on(WorkerFormed("actor", 0, 0, 1))
 
 
 def test_the_end_of_a_worker_that_was_told_to_end_is_news_in_a_moment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,10 @@ from tests.unit.master.unsteady import Fault, UnsteadyStore
 from tests.unit.master.walk import Walk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.failover import Exit, Failure
+from unirun.master import keeper as keeper_module
 from unirun.master.context import changes, observations, observed, restore
 from unirun.master.keeper import MAX_BYTES, MAX_OPERATIONS, Keeper, load, read_context
-from unirun.master.state import JobState
+from unirun.master.state import JobState, WorkerPhase
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
 from unirun.wire.reports import Join
@@ -111,7 +113,7 @@ class TestAWrite:
         hand, before = keeper(store), job.state
         hand.create(before)
         store.written.clear()
-        assert hand.write(before, job.exits("actor", 0).state)
+        hand.write(before, job.exits("actor", 0).state)
         ((puts, deletes),) = store.written
         assert puts == ["jobs/job-1/head", "jobs/job-1/context/ranks/0"]
         assert deletes == []
@@ -134,44 +136,24 @@ class TestAWrite:
         hand = keeper(store)
         hand.create(job.state)
         asked = store.asked
-        assert hand.write(job.state, job.state)
+        hand.write(job.state, job.state)
         hand.note(job.state, job.state, job.state)
         assert store.asked == asked
 
-    def test_that_is_too_much_for_one_transaction_is_not_begun(self, store: UnsteadyStore) -> None:
-        state = many(10, 1)
-        hand = keeper(store)
-        hand.create(state)
-        flood = [
-            Failure("role0", 0, n, 0, "n", 1.0, Exit(code=1), "m" * 4000, "t" * 12_000, tail="e" * 6000)
-            for n in range(200)
-        ]
-        after = state.with_failures(*flood)
-        before = store.get_prefix("jobs/").items
-        assert hand.write(state, after) is False
-        assert store.get_prefix("jobs/").items == before
-        hand.note(state, None, after)
-        assert load(store, RUN) == kept(after)
-
-    def test_of_thousands_that_join_or_are_lost_leaves_nobody_unknown_in_between(
+    def test_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
         self, store: UnsteadyStore
     ) -> None:
         before = many(10_000, 10_000)
         endpoints = {"role0": "[2001:db8::1]:54321"}
         agents = {node: Join(node, 1, node, endpoints) for node in before.placement.nodes}
-        joined = replace(before, agents=agents)
+        after = replace(before, agents=agents, asked_to_stop=True)
         hand = keeper(store)
         hand.create(before)
-        for old, new, first in ((before, joined, True), (joined, before, False)):
-            store.written.clear()
-            old, new = (replace(state, asked_to_stop=state is joined) for state in (old, new))
-            assert hand.write(old, new)
-            decided = [any(key.endswith("/context/job") for key in puts) for puts, _ in store.written]
-            assert len(decided) > 1
-            assert decided.index(True) == (len(decided) - 1 if first else 0), (
-                "agents are there before the decision"
-            )
-            assert load(store, RUN) == kept(new)
+        store.written.clear()
+        hand.write(before, after)
+        assert len(store.written) > 2
+        assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
+        assert load(store, RUN) == kept(after)
 
     def test_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
         assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
@@ -186,6 +168,155 @@ class TestAWrite:
         documents = read_context(store, RUN)
         workers = observed(restore(documents), documents).roles["actor"].workers
         assert [worker.pid for worker in workers] == [1, 2, 3, 4]
+
+
+class Died(Exception):
+    """The master, in mid-write."""
+
+
+class TestAWriteInPieces:
+    """What is too much for one transaction is there as a whole or not at all, whenever the master dies."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(keeper_module, "MAX_OPERATIONS", 2)
+
+    @pytest.fixture
+    def states(self) -> tuple[JobState, JobState]:
+        """A state and the next one, which differs in many documents, of which some go away."""
+        before = many(2000, 300)
+        for number in range(30):
+            before = before.with_failures(Failure("role0", number, 0, 0, "n", float(number), Exit(code=1)))
+        role = before.roles["role0"]
+        workers = tuple(replace(worker, phase=WorkerPhase.STARTING) for worker in role.workers)
+        agents = {node: Join(node, 1, node, {"role0": "10.0.0.1:1"}) for node in before.placement.nodes}
+        after = replace(before, agents=agents, asked_to_stop=True, failures=(), forgotten=30)
+        return before, after.with_role(replace(role, workers=workers))
+
+    def test_is_one_for_who_reads(self, store: UnsteadyStore, states: tuple[JobState, JobState]) -> None:
+        before, after = states
+        hand = keeper(store)
+        hand.create(before)
+        seen: list[JobState | None] = []
+        store.interfere = lambda: seen.append(load(store, RUN))
+        hand.write(before, after)
+        assert len(seen) > 8
+        turn = seen.index(kept(after))
+        assert seen == [seen[0]] * turn + [seen[turn]] * (len(seen) - turn)
+        assert seen[0] == kept(before)
+        assert load(store, RUN) == kept(after)
+        assert set(names(store)) == {f"context/{name}" for name in changes(None, after)}, (
+            "nothing is left over"
+        )
+
+    def test_is_done_or_not_when_the_master_dies_at_any_moment(
+        self, states: tuple[JobState, JobState]
+    ) -> None:
+        before, after = states
+        outcomes = []
+        for last in itertools.count():
+            store = UnsteadyStore()
+            first = keeper(store)
+            first.create(before)
+            if not dies_after(store, last, lambda first=first: first.write(before, after)):  # type: ignore[misc]
+                break
+            store.interfere = lambda: None
+            found = keeper(store, deposing=1).take_over()
+            assert found in (kept(before), kept(after))
+            outcomes.append(found == kept(after))
+            assert load(store, RUN) == found
+            assert not [name for name in names(store) if "staged" in name or "committed" in name]
+        assert outcomes == sorted(outcomes), "once it is there it stays"
+        assert outcomes.count(True) > 4 < outcomes.count(False)
+
+    def test_that_is_taken_over_may_be_so_again_and_again(
+        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+    ) -> None:
+        before, after = states
+        first = keeper(store)
+        first.create(before)
+        commit = next(n for n in itertools.count() if commits(states, n))
+        assert dies_after(store, commit, lambda: first.write(before, after))
+        for term in itertools.count(1):
+            store.interfere = lambda: None
+            second = keeper(store, deposing=term)
+            if not dies_after(store, 1, second.take_over):
+                break
+            assert load(store, RUN) == kept(after)
+        assert term > 3
+        assert load(store, RUN) == kept(after)
+
+    def test_that_failed_is_finished_before_another(
+        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+    ) -> None:
+        """Else what was committed would hide what is written later."""
+        before, after = states
+        hand = keeper(store)
+        hand.create(before)
+        commit = next(n for n in itertools.count() if commits(states, n))
+        store.faults.extend([*[None] * commit, "away"])
+        with pytest.raises(StoreAway):
+            hand.write(before, after)
+        hand.write(before, before)
+        assert load(store, RUN) == kept(after)
+        last = replace(after, asked_to_stop=False)
+        hand.write(after, last)
+        assert load(store, RUN) == kept(last)
+
+
+def names(store: UnsteadyStore) -> list[str]:
+    prefix = f"jobs/{RUN}/"
+    return [item.key.removeprefix(prefix) for item in store.get_prefix(f"{prefix}context/").items]
+
+
+def dies_after(store: UnsteadyStore, last: int, do: Callable[[], object]) -> bool:
+    """Whether `do` makes more than `last` transactions: there it ends."""
+    left = last
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Died
+
+    store.interfere = count
+    try:
+        do()
+    except Died:
+        return True
+    return False
+
+
+def commits(states: tuple[JobState, JobState], count: int) -> bool:
+    """Whether a write is there after so many transactions."""
+    before, after = states
+    store = UnsteadyStore()
+    hand = keeper(store)
+    hand.create(before)
+    dies_after(store, count, lambda: hand.write(before, after))
+    return load(store, RUN) == kept(after)
+
+
+def test_what_is_only_for_readers_comes_after_what_was_decided(
+    store: UnsteadyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they are too much for one transaction."""
+    monkeypatch.setattr(keeper_module, "MAX_OPERATIONS", 3)
+    before = many(2000, 2)
+    role = before.roles["role0"]
+    workers = tuple(replace(each, phase=WorkerPhase.ALIVE, pid=7) for each in role.workers)
+    after = before.with_role(replace(role, workers=workers))
+    hand = keeper(store)
+    hand.create(before)
+    store.written.clear()
+    hand.note(before, None, after)
+    documents = [{name.removeprefix("jobs/job-1/") for name in puts} - {"head"} for puts, _ in store.written]
+    seen = sorted(f"context/seen/{n}" for n in range(8))
+    assert documents[0] == {"context/ranks/0", "context/ranks/1"}
+    assert [len(each) for each in documents[1:]] == [3, 3, 2]
+    assert sorted(name for each in documents[1:] for name in each) == seen
+    found = read_context(store, RUN)
+    assert observed(restore(found), found).roles["role0"].workers[1999].pid == 7
 
 
 class TestAStoreThatFails:
@@ -203,10 +334,24 @@ class TestAStoreThatFails:
     def test_after_having_done_it_is_not_asked_again(self, store: UnsteadyStore, job: Job) -> None:
         hand, before = keeper(store), job.state
         hand.create(before)
-        store.written.clear()
         store.faults.append("done")
-        assert hand.write(before, job.exits("actor", 0).state)
-        assert len(store.written) == 1
+        asked = store.asked
+        hand.write(before, job.exits("actor", 0).state)
+        assert store.asked == asked + 1, "it has looked before it would write again"
+
+    def test_that_does_it_when_it_was_made_again_has_done_it_once(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        """What arrives late is older than what is there."""
+        hand, before = keeper(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        last = job.exits("actor", 1).state
+        store.faults.extend([None, "late"])
+        hand.write(before, after)
+        hand.write(after, before)
+        hand.write(before, last)
+        assert load(store, RUN) == kept(last)
 
     def test_and_cannot_say_whether_it_has_done_it_is_asked_later(
         self, store: UnsteadyStore, job: Job
@@ -230,30 +375,33 @@ class TestAStoreThatFails:
         store.faults.extend(["lost", "done"])
         with pytest.raises(OutcomeUnknown):
             hand.write(before, after)
-        assert hand.write(before, after)
+        hand.write(before, after)
         assert load(store, RUN) == kept(after)
 
     @settings(max_examples=60)
     @given(
         st.integers(0, 2**32),
-        st.lists(st.sampled_from([None, "away", "done", "lost"]), max_size=40),
+        st.lists(st.sampled_from([None, "away", "done", "lost", "late"]), max_size=40),
         st.lists(st.sampled_from([None, "away"]), max_size=40),
+        st.sampled_from([1, 2, MAX_OPERATIONS]),
     )
     def test_in_any_way_ends_with_what_was_to_be_written(
-        self, seed: int, faults: list[Fault | None], reads: list[Fault | None]
+        self, seed: int, faults: list[Fault | None], reads: list[Fault | None], operations: int
     ) -> None:
         states = Walk(seed).states(30)
         store = UnsteadyStore()
-        hand = keeper(store)
-        hand.create(states[0])
-        store.faults.extend(faults)
-        store.reads.extend(reads)
-        for before, after in pairwise(states):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keeper_module, "MAX_OPERATIONS", operations)
+            hand = keeper(store)
+            hand.create(states[0])
+            store.faults.extend(faults)
+            store.reads.extend(reads)
+            for before, after in pairwise(states):
 
-            def write(before: JobState = before, after: JobState = after) -> None:
-                assert hand.write(before, after)
+                def write(before: JobState = before, after: JobState = after) -> None:
+                    hand.write(before, after)
 
-            until_done(write, 100)
+                until_done(write, 100)
         store.reads.clear()
         assert read_context(store, RUN) == applied({}, changes(None, states[-1]))
 
@@ -269,7 +417,7 @@ class TestAMasterWhoseTermIsOver:
         with pytest.raises(Fenced):
             first.note(before, None, before)
         assert load(store, RUN) == kept(before)
-        assert second.write(before, after)
+        second.write(before, after)
 
     @pytest.mark.parametrize("faults", [["lost", "lost"], ["away"]])
     def test_learns_it_though_its_write_was_on_the_way(
@@ -285,7 +433,7 @@ class TestAMasterWhoseTermIsOver:
         with pytest.raises(Fenced):
             until_done(lambda: first.write(before, after))
         assert load(store, RUN) == kept(before)
-        assert second.write(before, after)
+        second.write(before, after)
 
     def test_whose_write_was_done_before_has_done_it_and_writes_no_more(
         self, store: UnsteadyStore, job: Job
@@ -310,7 +458,7 @@ class TestAMasterWhoseTermIsOver:
         late = [Put("jobs/job-1/context/ranks/0", "late")]
         head = store.get("jobs/job-1/head")
         assert head is not None
-        assert hand.write(before, after)
+        hand.write(before, after)
         assert not store.txn([ValueIs(head.key, head.value)], late).succeeded
         assert load(store, RUN) == kept(after)
 

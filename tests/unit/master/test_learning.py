@@ -154,6 +154,16 @@ class TestAFailure:
         assert "trainer:0 waits for actor:0 (trainer → actor)" in found.records
         assert "logger:0 what it sends to actor:0 is lost (logger ⇢ actor: note)" in found.records
 
+    def test_that_starts_a_whole_role_again_is_felt_by_who_calls_any_of_it(self) -> None:
+        found = Job(
+            {"actor": 2, "trainer": 1},
+            kinds={"trainer": "trainer"},
+            restarts={"actor": 1},
+            primary=("trainer",),
+        ).running()
+        found.on(calls(replace(TRAIN, ranks=(Span(1, 1),)))).exits("actor", 0, 1)
+        assert "affected: trainer:0 waits for actor:0-1 (trainer → actor: train)" in found.records
+
     def test_that_follows_at_once_is_not_told_again(self) -> None:
         """Of ten thousand that die together each would name nearly the same."""
         found = job().exits("actor", 0, by=KILL)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.unit.master.job import TERM, Job
 from tests.unit.master.walk import Walk
 from unirun.master.context import urgent
-from unirun.master.events import Command, Record
+from unirun.master.events import Command, Record, ToAgent
 from unirun.master.ledger import Ledger
 from unirun.master.state import JobState
-from unirun.wire.messages import Stop
+from unirun.wire.messages import ExitKept, OpenStore, Shutdown, Stop, StopWorkers
 from unirun.wire.reports import WorkerRunning
 
 
@@ -35,7 +35,7 @@ def test_what_follows_from_news_is_done_at_once() -> None:
     ledger = Ledger(job.state)
     job.on(WorkerRunning("actor", 0, 0, 0))
     assert ledger.add(job.state, note("news")) == note("news")
-    assert ledger.due is ledger.first_due is None
+    assert ledger.due is None
 
 
 def test_what_follows_from_a_decision_waits_until_it_is_written() -> None:
@@ -43,7 +43,7 @@ def test_what_follows_from_a_decision_waits_until_it_is_written() -> None:
     ledger = Ledger(job.state)
     state = ends(job, 0)
     assert ledger.add(state, note("decision")) == []
-    assert ledger.due is ledger.first_due is state
+    assert ledger.due is state
     assert ledger.kept is not state
     assert ledger.written(state) == note("decision")
     assert ledger.kept is state
@@ -69,9 +69,9 @@ def test_of_two_decisions_the_second_waits_on() -> None:
     one, two = ends(job, 0), ends(job, 1)
     ledger.add(one, note("one"))
     ledger.add(two, note("two"))
-    assert (ledger.first_due, ledger.due) == (one, two)
+    assert ledger.due is two
     assert ledger.written(one) == note("one")
-    assert (ledger.first_due, ledger.due) == (two, two)
+    assert ledger.due is two
     assert ledger.written(two) == note("two")
 
 
@@ -93,6 +93,19 @@ def test_a_step_that_changed_nothing_does_not_hide_one_that_did() -> None:
     assert ledger.written(state) == [*note("one"), *note("again")]
 
 
+def test_what_follows_when_a_decision_is_undone_does_not_overtake_it() -> None:
+    """Compared with what is in the store nothing is urgent any more."""
+    job = Job({"actor": 3}).running()
+    start = job.state
+    ledger = Ledger(start)
+    ledger.add(ends(job, 0), note("decision"))
+    undone = looks_different(start)
+    assert not urgent(ledger.kept, undone)
+    assert ledger.add(undone, note("undone")) == []
+    assert ledger.due is undone
+    assert ledger.written(undone) == [*note("decision"), *note("undone")]
+
+
 def test_a_write_of_what_came_before_releases_no_decision() -> None:
     job = Job({"actor": 3}).running()
     before = looks_different(job.state)
@@ -104,13 +117,16 @@ def test_a_write_of_what_came_before_releases_no_decision() -> None:
     assert ledger.due is decided
 
 
-def test_everything_can_be_waived() -> None:
+def test_what_ends_the_job_can_be_done_unwritten_and_nothing_else_that_agents_are_told() -> None:
     job = Job({"actor": 3}).running()
     start = job.state
     ledger = Ledger(start)
-    ledger.add(ends(job, 0), note("one"))
-    ledger.add(job.on(Stop(TERM, "enough")).state, note("stop"))
-    assert ledger.waive() == [*note("one"), *note("stop")]
+    ledger.add(ends(job, 0), [*note("one"), ToAgent("n0", ExitKept("actor", 0, 0))])
+    stop = ToAgent("n0", StopWorkers("actor", (1, 2), TERM, 30.0))
+    leave = ToAgent("n0", Shutdown(30.0))
+    store = ToAgent("n0", OpenStore("actor", 1))
+    ledger.add(job.on(Stop(TERM, "enough")).state, [*note("stop"), stop, store, leave])
+    assert ledger.waive() == [*note("one"), *note("stop"), stop, leave]
     assert ledger.due is None
     assert ledger.kept is start, "it is not in the store"
     assert ledger.add(job.exits("actor", 1, by=TERM, asked=TERM).state, note("end")) == []
@@ -136,8 +152,7 @@ def test_in_any_order_of_steps_and_writes_each_command_is_done_once_and_nothing_
             done.append(number)
 
     def due() -> int:
-        wanted = ledger.due if data.draw(st.booleans()) else ledger.first_due
-        return next(number for number, state in enumerate(states) if state is wanted)
+        return next(number for number, state in enumerate(states) if state is ledger.due)
 
     for number, state in enumerate(states):
         do(ledger.add(state, note(str(number))))

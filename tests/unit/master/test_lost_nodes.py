@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.unit.master.documents import kept, written
 from tests.unit.master.job import TERM, Job
 from tests.unit.master.losses import gone, nodes, places, ranks, scripts
 from tests.unit.master.takeover import join, take_over
-from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, IllegalTransition
+from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
 from unirun.master.context import restore
-from unirun.master.events import After, JoinTimedOut, RejoinTimedOut
+from unirun.master.events import JoinTimedOut, RejoinTimedOut
 from unirun.master.state import JobPhase
 from unirun.wire.messages import StartRole, Stop, View
 from unirun.wire.reports import Notice, WorkerExited, WorkerServing
@@ -46,7 +44,7 @@ class TestANode:
     def test_that_was_given_up_does_not_come_back(self) -> None:
         job = scripts().running().on(gone("n1"))
         assert job.state.given_up("n1")
-        with pytest.raises(IllegalTransition, match="has no place in this job"):
+        with pytest.raises(Refused, match="has no place in this job"):
             job.on(job.join("n1"))
         before = job.state
         assert job.on(gone("n1")).state == before
@@ -95,6 +93,20 @@ class TestANode:
         job.on(job.join("n0"), JoinTimedOut())
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
+    @pytest.mark.parametrize("restarting", ["all have ended", "some are still ending"])
+    def test_ends_the_job_when_ranks_that_had_ended_well_there_are_to_start_again_and_fit_nowhere(
+        self, restarting: str
+    ) -> None:
+        """Their role forms another generation, which needs every rank."""
+        job = scripts(of=2, stores_open=False).running().exits("actor", 2).exits("actor", 3)
+        job.exits("actor", 0, 1)
+        if restarting == "all have ended":
+            job.obey()
+        assert job.phases() == {"actor": "restarting"}
+        job.on(gone("n1")).obey()
+        assert job.end is not None
+        assert job.end[0] == EXIT_PLACEMENT
+
     def test_is_one_of_several_that_do_not_find_the_next_master(self) -> None:
         job = scripts(of=4).running()
         take_over(job)
@@ -105,8 +117,7 @@ class TestANode:
         assert places(job) == ["n0", "n0", "n3", "n3"]
         assert job.state.roles["actor"].restarts == 1
 
-    def test_is_one_of_many_that_are_given_up_a_few_at_a_time_at_the_cost_of_one(self) -> None:
-        """What follows from one step goes to the store in one transaction."""
+    def test_is_one_of_many_that_are_given_up_together_at_the_cost_of_one(self) -> None:
         job = Job(
             {"actor": 40},
             restarts={"actor": 1},
@@ -120,30 +131,23 @@ class TestANode:
         for node in before.nodes[20:]:
             job.on(job.join(node))
         join(job, before, "n0")
-        rounds = 0
-        event: list[RejoinTimedOut] = [RejoinTimedOut()]
-        while event:
-            job.on(*event)
-            rounds += 1
-            event = [c.event for c in job.commands if isinstance(c, After) and c.delay == 0.0]  # type: ignore[misc]
-        assert rounds == 3
+        job.on(RejoinTimedOut())
         assert len(job.state.placement.lost) == 19
         assert job.state.roles["actor"].restarts == 1
         assert {w.node for w in job.state.roles["actor"].workers}.isdisjoint(job.state.placement.lost)
+
+    def test_that_is_held_back_and_does_not_come_is_given_up_with_all_others(self) -> None:
+        job = Job({"actor": 1}, inventory=nodes(13), spares=12)
+        for node in job.state.placement.nodes:
+            job.on(job.join(node))
+        assert job.state.phase is JobPhase.RUNNING
+        job.on(JoinTimedOut())
+        assert len(job.state.placement.lost) == 12
 
     def test_that_is_lost_while_the_job_stops_is_part_of_that(self) -> None:
         job = scripts().running().on(Stop(TERM, "enough"), gone("n1"))
         job.exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
         assert job.end == (143, "enough")
-
-    def test_is_not_waited_for_when_it_was_given_up_in_half_a_write(self) -> None:
-        """Of a large step, who is lost goes to the store after what follows from it."""
-        job = scripts().running()
-        agents = job.state.agents
-        job.on(gone("n1"))
-        job.state = replace(job.state, agents=agents)
-        take_over(job)
-        assert job.state.away == {"n0", "n2"}
 
     def test_is_lost_for_the_next_master_too(self) -> None:
         job = scripts().running().on(gone("n1"))

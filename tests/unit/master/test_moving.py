@@ -142,15 +142,44 @@ class TestARoleOfScripts:
         job.exits("actor", 0, 1).exits("actor", 1, by=TERM, asked=TERM)
         assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
 
+    def test_leaves_those_where_they_were_whose_role_has_ended(self) -> None:
+        job = Job({"actor": 2, "critic": 2}, restarts={"critic": 1}, inventory=nodes(3)).running()
+        there = places(job)
+        job.exits("actor", 0).exits("actor", 1).on(gone(places(job, "critic")[0]))
+        assert (places(job), places(job, "critic")) == (there, ["n2", "n2"])
+        assert job.phases() == {"actor": "succeeded", "critic": "starting"}
+
+    @pytest.mark.parametrize("workload", [False, True])
+    def test_starts_again_when_its_store_is_gone_unless_its_workers_can_go_on_without_one(
+        self, workload: bool
+    ) -> None:
+        """Rank 0 had done its work, and nobody else of the role was on its node."""
+        job = Job(
+            {"actor": 4},
+            restarts={"actor": 2},
+            inventory=nodes(3),
+            **({"kinds": {"actor": "workload"}} if workload else {}),
+        ).running()
+        for rank in range(4) if workload else ():
+            job.on(WorkerServing("actor", rank, 0, {"socket": "a"}, True))
+        job.exits("actor", 0).exits("actor", 1).on(gone("n0"))
+        role = job.state.roles["actor"]
+        assert (role.phase, role.restarts) == (("running", 0) if workload else ("restarting", 1))
+        assert [order.ranks for order in job.orders(StopWorkers)] == ([] if workload else [(2, 3)])
+
+    def test_goes_on_when_who_had_done_its_work_was_not_where_its_store_is(self) -> None:
+        job = scripts().running().exits("actor", 2).exits("actor", 3).on(gone("n1"))
+        assert (job.phases(), job.state.roles["actor"].restarts) == ({"actor": "running"}, 0)
+
 
 class TestMakingRoom:
-    def job(self) -> Job:
+    def job(self, restarts: int = 2) -> Job:
         """Scripts that may become fewer have all of n0, and workloads n1."""
         devices = tuple(Device(str(number), "") for number in range(4))
         inventory = Inventory((Node("n0", (0,), devices), Node("n1", (0,), devices[:2])))
         job = Job(
             {"actor": 4, "critic": 2},
-            restarts={"actor": 2, "critic": 2},
+            restarts={"actor": restarts, "critic": 2},
             kinds={"critic": "workload"},
             primary=("actor",),
             inventory=inventory,
@@ -185,6 +214,19 @@ class TestMakingRoom:
     def test_spends_a_restart_of_who_makes_it(self) -> None:
         job = self.job().on(gone("n1"))
         assert {name: role.restarts for name, role in job.state.roles.items()} == {"actor": 1, "critic": 1}
+
+    def test_ends_the_job_when_who_has_to_make_it_may_not_start_again(self) -> None:
+        job = self.job(restarts=0).on(gone("n1"))
+        assert (job.phases()["actor"], job.orders(StartRole)) == ("stopping", [])
+        assert job.obey().end is not None
+        assert job.end[0] == 137
+        assert "actor has room for 2 of 4 ranks; role actor has no restarts" in job.end[1]
+
+    def test_ends_it_with_its_own_code_when_the_restarts_are_used_up(self) -> None:
+        job = self.job(restarts=1).exits("actor", 0, 1)
+        job.obey().all_run("actor").on(gone("n1"))
+        assert job.obey().end is not None
+        assert job.end[0] == EXIT_BUDGET
 
 
 class TestWorkloads:
@@ -259,3 +301,20 @@ class TestWorkloads:
         job.on(RejoinTimedOut())
         assert job.state.phase is JobPhase.RUNNING
         assert job.state.roles["trainer"].workers[0].incarnation == 1
+
+    @pytest.mark.parametrize("said", [(True, True), (True, False), (False, True), (True, None), (None, True)])
+    def test_go_on_when_all_lost_ranks_of_their_trainer_have_said_that_they_are_recoverable(
+        self, said: tuple[bool | None, ...]
+    ) -> None:
+        job = Job(
+            {"trainer": 2}, restarts={"trainer": 1}, kinds={"trainer": "trainer"}, inventory=nodes(2)
+        ).running()
+        for rank, recoverable in enumerate(said):
+            if recoverable is not None:
+                job.on(WorkerServing("trainer", rank, 0, {"socket": "a"}, recoverable))
+        job.on(gone("n0"))
+        assert (job.state.phase is JobPhase.RUNNING) is all(said)
+        if not all(said):
+            assert job.end is not None
+            words = "is not recoverable" if False in said else "had not told yet whether it is recoverable"
+            assert f"trainer:0-1 {words}" in job.end[1]

@@ -10,13 +10,13 @@ import pytest
 from tests.unit.master.documents import written
 from tests.unit.master.job import KILL, TERM, Job
 from tests.unit.master.takeover import TWO, end, join, kinds, rejoin, starts, take_over
-from unirun.errors import IllegalTransition
+from unirun.errors import IllegalTransition, Refused
 from unirun.master import JobPhase, WorkerPhase
 from unirun.master.context import restore
 from unirun.master.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.master.resuming import REJOIN_TIMEOUT, resume
 from unirun.wire.messages import ExitKept, OpenStore, StartRole, Stop, StopWorkers, View, WorkerOutput
-from unirun.wire.reports import HeldStore, Join, WorkerError
+from unirun.wire.reports import Ending, HeldStore, Join, WorkerError
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -93,9 +93,9 @@ class TestOfANodeThatHasEverything:
 
     def test_a_second_one_of_its_name_is_refused(self) -> None:
         job = rejoin(Job({"actor": 1}).running())
-        with pytest.raises(IllegalTransition, match="joined twice"):
+        with pytest.raises(Refused, match="joined twice"):
             job.on(Join("n0", 2, "n0", {"actor": "h:1"}))
-        with pytest.raises(IllegalTransition, match="has no place"):
+        with pytest.raises(Refused, match="has no place"):
             job.on(Join("n9", 1, "n9", {"actor": "h:1"}))
 
     def test_it_may_come_back_on_another_stream(self) -> None:
@@ -223,6 +223,14 @@ class TestAnEndThatNoMasterHasHeardOf:
         assert job.state.roles["actor"].restarts == 1
         assert starts(job) == [("actor", 1, [(0, 1), (1, 1)])]
 
+    def test_is_never_one_by_an_order_that_was_not_written(self) -> None:
+        """Such an order is not given, so who has ended by one is not let vanish."""
+        job = Job({"actor": 2}).running()
+        with pytest.raises(
+            IllegalTransition, match="actor:1 ended: .* by an order that no master has written"
+        ):
+            rejoin(job, ended=[end("actor", 1, by=TERM, sent=TERM, cause="order")])
+
     def test_of_a_store_is_heard_of_too(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         before = job.state
@@ -233,3 +241,44 @@ class TestAnEndThatNoMasterHasHeardOf:
         gone = StoreEnded("actor", 0, 200.0, "it was killed")
         rejoin(job, stores=[HeldStore("actor", 0, True, gone)])
         assert OpenStore("actor", 1) in job.orders(OpenStore)
+
+
+class TestAnEndOfTheJobThatCouldNotBeWritten:
+    """The store was away. The agent was told, and tells it."""
+
+    def test_is_the_end_of_the_job(self) -> None:
+        job = Job({"actor": 2}).running()
+        ending = Ending("stopped", 130, "got SIGINT")
+        rejoin(job, ending=ending, ended=[end("actor", 0, by=TERM, sent=TERM, cause="leaving")])
+        assert job.orders(StopWorkers)[-1].ranks == (1,)
+        assert job.exits("actor", 1, by=TERM, asked=TERM, cause="leaving").end == (130, "got SIGINT")
+
+    def test_that_is_success_has_roles_that_have_succeeded(self) -> None:
+        """Whose agents have left since; nobody else knows of that."""
+        job = Job({"actor": 2, "rollout": 1}, nodes=TWO, primary=("actor",)).running()
+        before = job.state
+        take_over(job)
+        ending = Ending("succeeded", 0, "actor succeeded")
+        join(job, before, "n0", ending=ending, ended=[end("actor", 0, 0)])
+        assert job.phases() == {"actor": "succeeded", "rollout": "stopping"}
+        assert job.orders(StopWorkers)[-1].role == "rollout"
+        job.on(RejoinTimedOut())
+        assert job.exits("rollout", 0, by=TERM, asked=TERM, cause="leaving").end == (0, "actor succeeded")
+
+    def test_has_the_exit_code_of_its_cause(self) -> None:
+        job = Job({"actor": 2}).running()
+        ending = Ending("failed", 1, "no restarts", by_failure=True)
+        rejoin(job, ending=ending, ended=[end("actor", 0, 77)])
+        job.exits("actor", 1, by=TERM, asked=TERM, cause="leaving")
+        assert job.end is not None
+        assert job.end[0] == 77
+
+    def test_whose_cause_was_lost_with_its_node_is_told_all_the_same(self) -> None:
+        job = Job({"actor": 1}).running()
+        rejoin(job, ending=Ending("failed", 137, "n1 is gone", by_failure=True))
+        assert job.exits("actor", 0, by=TERM, asked=TERM, cause="leaving").end == (137, "n1 is gone")
+
+    def test_does_not_change_one_that_was_written(self) -> None:
+        job = Job({"actor": 1}).running().on(Stop(int(signal.SIGINT), "got SIGINT"))
+        rejoin(job, ending=Ending("stopped", 143, "enough"))
+        assert job.exits("actor", 0, by=TERM, asked=TERM).end == (130, "got SIGINT")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.master.job import TERM, Job
-from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition
+from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.master import JobPhase, WorkerPhase
 from unirun.master.events import (
     AgentLost,
@@ -63,7 +63,7 @@ class TestLaunching:
     def test_refuses_a_node_that_joins_twice_or_is_unknown(self) -> None:
         job = Job({"actor": 2}).launched()
         for node in ("n0", "n9"):
-            with pytest.raises(IllegalTransition, match="joined twice, or has no place"):
+            with pytest.raises(Refused, match="joined twice, or has no place"):
                 job.on(Join(node, 2, "h", {}))
 
     def test_ends_when_a_node_does_not_come(self) -> None:

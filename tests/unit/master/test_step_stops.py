@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.unit.master.job import KILL, TERM, Job
-from unirun.errors import IllegalTransition
+from unirun.errors import Refused
 from unirun.master import JobPhase
 from unirun.master.events import (
     OwnerLost,
@@ -79,5 +79,5 @@ class TestAStop:
 @pytest.mark.parametrize("signum", [0, -9, 65, 10_000])
 def test_a_stop_with_a_signal_that_does_not_exist_is_refused(signum: int) -> None:
     job = Job({"actor": 1}).running()
-    with pytest.raises(IllegalTransition, match="no signal"):
+    with pytest.raises(Refused, match="no signal"):
         job.on(Stop(signum, "unirun stop"))

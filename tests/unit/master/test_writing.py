@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine
@@ -16,7 +18,7 @@ from tests.unit.master.unsteady import UnsteadyStore
 from unirun.master import JobPhase, writing
 from unirun.master.events import Command, Record
 from unirun.master.keeper import Keeper, load
-from unirun.master.state import JobState
+from unirun.master.state import JobState, Verdict
 from unirun.master.writing import Writer
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.wire.messages import Stop
@@ -38,7 +40,8 @@ class Desk:
         self.done: list[Command] = []
         self.then: Callable[[], None] = lambda: None
         self.troubles: list[str] = []
-        self.writer = Writer(job.state, term, self.keeper, self._do, self._changed)
+        self.verdicts: list[Verdict] = []
+        self.writer = Writer(job.state, term, self.keeper, self._do, self._changed, self.verdicts.append)
         self.over = asyncio.Event()
 
     def _do(self, commands: list[Command]) -> None:
@@ -197,8 +200,10 @@ class TestAStoreThatIsAway:
         return back
 
     def test_holds_everything_back_but_the_end_that_somebody_wants(
-        self, desk: Desk, back: threading.Event
+        self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
+
         async def go() -> None:
             async with desk.writer.working(desk.over):
                 one = desk.decides("one")
@@ -206,16 +211,36 @@ class TestAStoreThatIsAway:
                 two = desk.decides("two")
                 assert desk.done == []
                 stop = desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
+                await desk.until(lambda: desk.verdicts != [])
                 assert desk.done == [one, two, stop]
+                last = desk.decides("last")
+                assert desk.done == [one, two, stop, last], "from now on nothing waits"
                 back.set()
                 await desk.until(lambda: desk.writer.trouble == "")
 
         run(go())
+        assert [verdict.reason for verdict in desk.verdicts] == ["enough"]
         assert stored(desk).phase is JobPhase.STOPPING
+
+    def test_that_has_been_away_for_long_does_not_hold_up_a_stop_any_longer(
+        self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                desk.decides("one")
+                await desk.until(lambda: desk.writer.trouble != "")
+                monkeypatch.setattr(writing, "STOP_PATIENCE", 0.0)
+                desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
+                await desk.until(lambda: desk.verdicts != [])
+                back.set()
+
+        run(go())
 
     def test_holds_an_end_back_that_nobody_wants_until_it_has_been_away_for_long(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(writing, "STOP_PATIENCE", 0.0)
+
         async def go() -> None:
             async with desk.writer.working(desk.over):
                 one = desk.decides("one")
@@ -225,12 +250,14 @@ class TestAStoreThatIsAway:
                 await desk.until(lambda: desk.store.asked > tried + 3)
                 assert desk.done == []
                 monkeypatch.setattr(writing, "END_PATIENCE", 0.0)
-                await desk.until(lambda: desk.done == [one, end])
+                more = desk.decides("more")
+                await desk.until(lambda: desk.done == [one, end, more])
                 back.set()
                 await desk.until(lambda: desk.writer.trouble == "")
 
         run(go())
-        assert len(desk.done) == 2, "it was done once"
+        assert len(desk.done) == 3, "it was done once"
+        assert len(desk.verdicts) == 1
         assert stored(desk).phase is JobPhase.STOPPING
 
     def test_holds_back_what_is_no_end_however_long_it_has_been_away(
@@ -247,17 +274,14 @@ class TestAStoreThatIsAway:
                 await desk.until(lambda: desk.done == [record])
 
         run(go())
+        assert desk.verdicts == []
 
     def test_and_that_does_not_answer_holds_the_end_back_for_a_moment_only(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
         answers = threading.Event()
-
-        def silent() -> None:
-            answers.wait(PATIENCE)
-
-        desk.store.interfere = silent
+        desk.store.interfere = lambda: answers.wait(PATIENCE)
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
@@ -265,12 +289,31 @@ class TestAStoreThatIsAway:
                 stop = desk.steps("stop", desk.job.on(Stop(TERM, "enough")).state)
                 assert desk.done == []
                 await desk.until(lambda: desk.done == [one, stop])
-                last = desk.decides("last")
-                assert desk.done == [one, stop, last], "it has not answered since"
                 answers.set()
 
         run(go())
+        assert len(desk.verdicts) == 1
         assert stored(desk).phase is JobPhase.STOPPING
+
+    def test_and_a_disk_that_is_full_of_what_it_says_hold_nothing_back_once_there_is_room(
+        self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The job's directory holds the store and the master's log."""
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stderr", full)
+
+            async def go() -> None:
+                async with desk.writer.working(desk.over):
+                    record = desk.decides("one")
+                    await desk.until(lambda: desk.store.asked > 5)
+                    back.set()
+                    await desk.until(lambda: desk.done == [record])
+                    assert not desk.over.is_set()
+
+            run(go())
+            monkeypatch.undo()
+            with contextlib.suppress(OSError):
+                full.close()
 
 
 class TestAMasterThatIsDeposed:
@@ -299,10 +342,15 @@ class TestAMasterThatIsDeposed:
         run(go())
         assert desk.writer.deposed
 
+    @pytest.mark.parametrize("stderr", ["open", "full", "closed"])
     def test_is_also_one_that_cannot_go_on_for_another_reason(
-        self, desk: Desk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, desk: Desk, monkeypatch: pytest.MonkeyPatch, stderr: str
     ) -> None:
         monkeypatch.setattr(desk.keeper, "write", lambda *_, **__: 1 / 0)
+        file = open("/dev/full" if stderr == "full" else "/dev/null", "w")
+        monkeypatch.setattr(sys, "stderr", file)
+        if stderr == "closed":
+            file.close()
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
@@ -310,5 +358,30 @@ class TestAMasterThatIsDeposed:
                 await desk.over.wait()
 
         run(go())
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            file.close()
         assert desk.done == []
-        assert "ZeroDivisionError" in capsys.readouterr().err
+        assert desk.writer.deposed
+        assert isinstance(desk.writer.error, ZeroDivisionError)
+        assert stored(desk).roles["actor"].workers[0].live, (
+            "what was not written is for the next master to decide"
+        )
+        assert leader_of(desk.store, SEAT) is not None, "it does not say that it has left in good order"
+
+    def test_is_not_one_that_cannot_write_the_end_which_goes_on_unwritten(
+        self, desk: Desk, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tried: list[object] = []
+        monkeypatch.setattr(desk.keeper, "note", lambda *states: tried.append(states) or 1 / 0)
+        desk.writer.unwritten = True
+
+        async def go() -> None:
+            async with desk.writer.working(desk.over):
+                one, two = desk.decides("one"), desk.decides("two")
+                assert desk.done == [one, two]
+                await desk.until(lambda: tried != [])
+
+        run(go())
+        assert not desk.over.is_set()
+        assert desk.writer.error is None

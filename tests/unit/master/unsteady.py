@@ -10,8 +10,9 @@ from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Item, Listing, Outcome, Put
 
-Fault = Literal["away", "done", "lost"]
-"""Of a call: it was not made; it was, and nobody heard so; it was not, and nobody heard so."""
+Fault = Literal["away", "done", "lost", "late"]
+"""Of a call: it was not made; it was, and nobody heard so; it was not, and nobody heard so; nobody heard so, and it is
+made after two others were."""
 
 
 class UnsteadyStore(MemoryStore):
@@ -25,6 +26,7 @@ class UnsteadyStore(MemoryStore):
         self.faults: deque[Fault | None] = deque()
         self.reads: deque[Fault | None] = deque()
         self.asked = 0
+        self._late: list[tuple[int, Sequence[Compare], Sequence[Put], Sequence[str]]] = []
         self.written: list[tuple[list[str], list[str]]] = []
         self.interfere: Callable[[], None] = lambda: None
 
@@ -37,11 +39,16 @@ class UnsteadyStore(MemoryStore):
         fault = self.faults.popleft() if self.faults else None
         if fault == "away":
             raise StoreAway("it is away")
-        if fault == "lost":
+        if fault == "late":
+            self._late.append((len(self.written) + 2, compares, puts, deletes))
+        if fault in ("lost", "late"):
             raise OutcomeUnknown("no answer came")
         outcome = super().txn(compares, puts, deletes)
         if outcome.succeeded:
             self.written.append(([put.key for put in puts], list(deletes)))
+            for each in [each for each in self._late if each[0] <= len(self.written)]:
+                self._late.remove(each)
+                super().txn(*each[1:])
         if fault == "done":
             raise OutcomeUnknown("no answer came")
         return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -47,13 +48,19 @@ class Walk:
 
     def states(self, steps: int) -> list[JobState]:
         """The states one after another, from the first."""
-        found = [self.job.state]
+        return [self.job.state, *(state for _, state in self.steps(steps - 1))]
+
+    def steps(self, most: int) -> Iterator[tuple[Event, JobState]]:
+        """Events, each with the state after it; `job.commands` are those of the latest."""
         for node in self.job.state.nodes:
-            endpoints = dict.fromkeys(self.job.state.roles, f"{node}:1")
-            found.append(self.do(Join(node, 1, node, endpoints)))
-        while self.job.state.phase not in JOB_ENDS and len(found) < steps:
-            found.append(self.do(self.event()))
-        return found
+            endpoints = {name: f"{node}:{n}" for n, name in enumerate(self.job.state.roles)}
+            join = Join(node, 1, node, endpoints)
+            yield join, self.do(join)
+        for _ in range(most - len(self.job.state.nodes)):
+            if self.job.state.phase in JOB_ENDS:
+                return
+            event = self.event()
+            yield event, self.do(event)
 
     def do(self, event: Event) -> JobState:
         self.job.on(event)

@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place, Script, StandIn
-from unirun.observe import JobStatus
+from unirun.observe import JobStatus, following, write_status
 from unirun.observe.following import follow_to_end
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, Stop
@@ -25,10 +25,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         yield place
 
 
-def stands(place: Place, phase: str) -> None:
-    """The job stands so."""
-    status = JobStatus("run-1", "job", phase, "", 1.0, None, None, ())
-    place.job.write_json("state.json", status.to_json())
+def stands(place: Place, phase: str, epoch: int = 1) -> None:
+    """The job stands so, as the master of a term says."""
+    status = JobStatus("run-1", "job", phase, "", 1.0, None, None, (), epoch)
+    write_status(place.job, status)
 
 
 class Follower:
@@ -139,3 +139,18 @@ def test_patience_ends(place: Place) -> None:
     place.leader()
     with pytest.raises(TimeoutError):
         follow_to_end(place.job, timeout=0.1)
+
+
+def test_a_master_that_hangs_is_left_for_the_one_that_has_told_since_how_the_job_stands(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "CHECK", 0.05)
+    first = place.leader()
+    follower = Follower(place, STOP)
+    assert heard(first) == STOP
+    stands(place, "stopping")
+    second = place.leader("second", deposing=1, script=ending(place))
+    assert second.heard.empty()
+    stands(place, "stopping", epoch=2)
+    assert follower.join().phase == "succeeded"
+    first.die()

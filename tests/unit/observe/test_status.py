@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import JobError
-from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe import (
+    JobStatus,
+    RoleStatus,
+    Summary,
+    WorkerStatus,
+    read_status,
+    read_summary,
+    write_status,
+)
 from unirun.rendezvous import JobDir, create_job
 from unirun.wire import new_token
 
@@ -34,7 +43,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[JobDir, int]:
 
 
 def write(job: JobDir, phase: str = "running") -> None:
-    job.write_json("state.json", {**STATUS.to_json(), "phase": phase})
+    write_status(job, dataclasses.replace(STATUS, phase=phase))
 
 
 @given(st.from_type(JobStatus).filter(lambda status: "NaN" not in json.dumps(status.to_json())))
@@ -67,3 +76,33 @@ def test_a_job_that_has_written_nothing_yet_is_told(job: tuple[JobDir, int]) -> 
     with pytest.raises(JobError, match=r"state.json cannot be read"):
         read_status(job[0])
     os.close(job[1])
+
+
+class TestASummary:
+    def test_is_one_line_of_the_status(self, job: tuple[JobDir, int]) -> None:
+        here, lock = job
+        write(here)
+        assert read_summary(here) == Summary("run-1", "", "job", "running", 1.0, None, None, {"actor": 1})
+        os.close(lock)
+        assert read_summary(here).phase == "lost"
+        write(here, "failed")
+        assert read_summary(here).phase == "failed"
+
+    def test_does_not_grow_with_the_ranks_of_a_job(self, job: tuple[JobDir, int]) -> None:
+        here, lock = job
+        (role,) = STATUS.roles
+        write_status(
+            here, dataclasses.replace(STATUS, roles=(dataclasses.replace(role, workers=role.workers * 9999),))
+        )
+        assert here.state.stat().st_size > 1_000_000
+        assert here.summary.stat().st_size < 300
+        assert read_summary(here).roles == {"actor": 9999}
+        os.close(lock)
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}"])
+    def test_that_is_none_is_told(self, job: tuple[JobDir, int], text: str) -> None:
+        here, lock = job
+        here.summary.write_text(text)
+        with pytest.raises(JobError, match="summary.json"):
+            read_summary(here)
+        os.close(lock)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
+import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -261,6 +263,22 @@ def test_a_document_is_replaced_as_a_whole(create: Create) -> None:
         job.write_json("state.json", {"n": 2})
         assert reader.read() == '{"n":1}'
     assert job.read_json("state.json") == {"n": 2}
+    assert {path.name for path in job.path.iterdir()} == FRESH | {"state.json"}
+
+
+def test_a_document_that_does_not_fit_the_disk_leaves_the_one_before_and_nothing_else(create: Create) -> None:
+    job = create()
+    job.write_json("state.json", {"n": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            job.write_json("state.json", {"n": "x" * 1000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert job.read_json("state.json") == {"n": 1}
     assert {path.name for path in job.path.iterdir()} == FRESH | {"state.json"}
 
 

@@ -41,6 +41,20 @@ def test_nobody_else_reads_what_workers_write(tmp_path: Path) -> None:
     assert {found[name] for name in found.keys() - files} == {0o700}
 
 
+@pytest.mark.parametrize("mode", [0o750, 0o775, 0o777])
+def test_a_directory_that_others_use_is_shared_with_nobody_without_that_bit(
+    tmp_path: Path, mode: int
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    folder.chmod(mode)
+    written(folder / "run-1")
+    os.close(open_log(folder, NAME))
+    found = modes(folder)
+    assert found["run-1"] == found["run-1/actor/0/1"] == found["actor/0/1"] == 0o700
+    assert found["run-1/actor/0/1/stdout.log"] == found["actor/0/1/stdout.log"] == 0o600
+
+
 def test_a_directory_with_the_setgid_bit_is_shared_with_its_group(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()

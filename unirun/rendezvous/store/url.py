@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from importlib.util import find_spec
 from pathlib import Path
 
 from unirun.errors import UsageError
@@ -17,15 +16,6 @@ STORE_VARIABLE = "UNIRUN_STORE"
 def store_url(option: str | None) -> str | None:
     """What ``--store`` says, else the environment; None when neither says anything."""
     return option or os.environ.get(STORE_VARIABLE) or None
-
-
-def check_store(url: str) -> None:
-    """What can be told of a store's URL without the store. Raises `UsageError`."""
-    address = parse_address(url)
-    if isinstance(address, EtcdAddress):
-        _password(address)
-        if find_spec("grpc") is None:
-            raise _missing("grpc")
 
 
 def open_store(url: str) -> Store:

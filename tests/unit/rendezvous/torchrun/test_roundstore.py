@@ -13,7 +13,7 @@ from torch.distributed.elastic.utils.store import barrier, get_all
 
 from unirun.errors import OutcomeUnknown, StoreAway
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Outcome, Put
+from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Listing, Outcome, Put
 from unirun.rendezvous.torchrun.leased import LeasedWriter
 from unirun.rendezvous.torchrun.roundstore import RoundStore
 
@@ -77,11 +77,11 @@ def test_who_waits_for_a_key_gets_it_when_it_is_set(agents: RoundStore, store: M
 
 
 def test_a_wait_ends_with_torchs_error(agents: RoundStore) -> None:
+    with pytest.raises(DistStoreError, match="'key'"):
+        agents.wait(["key"], timedelta(milliseconds=20))
     agents.set_timeout(timedelta(milliseconds=20))
     with pytest.raises(DistStoreError, match="'key'"):
         agents.get("key")
-    with pytest.raises(DistStoreError, match="'key'"):
-        agents.wait(["key"], timedelta(milliseconds=20))
 
 
 def test_check_does_not_wait(agents: RoundStore) -> None:
@@ -128,6 +128,31 @@ def test_a_store_that_stays_away_is_torchs_error() -> None:
     agents.set_timeout(timedelta(milliseconds=20))
     with pytest.raises(DistStoreError, match="gone"):
         agents.set("key", "1")
+
+
+@pytest.mark.parametrize("away", [3, 10**9])
+def test_a_store_that_cannot_be_read_is_waited_for_as_long_as_a_call_may_take(
+    agents: RoundStore, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, away: int
+) -> None:
+    agents.set("key", "1")
+    read, faults = store.get_prefix, [StoreAway("gone")] * min(away, 10)
+
+    def get_prefix(prefix: str) -> Listing:
+        if faults:
+            if away < 10:
+                faults.pop()
+            raise StoreAway("gone")
+        return read(prefix)
+
+    monkeypatch.setattr(store, "get_prefix", get_prefix)
+    agents.set_timeout(timedelta(seconds=WAIT if away < 10 else 0.02))
+    calls = (lambda: agents.get("key"), lambda: agents.check(["key"]))
+    for call in calls:
+        if away < 10:
+            assert call() in (b"1", True)
+        else:
+            with pytest.raises(DistStoreError, match="read .*: gone"):
+                call()
 
 
 def test_torchs_barrier_and_gathering_work_over_it(store: MemoryStore) -> None:

@@ -1,0 +1,124 @@
+"""Masters that end by an error of their own, again and again: the job ends with the error, and never goes on for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import leader_of
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.store.url import open_store
+
+from .harness import EXEC, SCRIPTS, SOON, START, Running, Script, Unirun, eventually
+from .masters import Masters
+
+MORTAL = """
+    import os, signal, time
+    print("up", flush=True)
+    while os.environ["RANK"] != "1" or not os.path.exists("die"):
+        time.sleep(0.01)
+    raise SystemExit(7)
+"""
+
+
+def planted(function: str, way: str = "raise") -> dict[str, str]:
+    path = str(SCRIPTS / "planted")
+    return {"PYTHONPATH": path, "PLANTED": function, "PLANTED_WAY": way, "STANDBY_DELAY": "1.0"}
+
+
+class TestAnEventThatNoMasterCanHandle:
+    def test_ends_the_job_with_the_event_and_the_traceback(self, unirun: Unirun, script: Script) -> None:
+        argv = ("--roles", "a=2", "--max-restarts", 3, *EXEC, script(MORTAL))
+        job = unirun.start(*argv, env=planted("exited"))
+        job.lines("up$", 2)
+        (unirun.root / "die").touch()
+        end = job.end(START)
+        assert end.code == 1, end.err
+        words = end.err.splitlines()
+        cause = "one master after another was ended by a bug in unirun: ZeroDivisionError in "
+        report = next(n for n, line in enumerate(words) if f"job failed: {cause}" in line)
+        rest = "\n".join(words[report:])
+        assert "the event that could not be handled: " in rest
+        assert "WorkerExited(role='a', rank=1, incarnation=0" in rest
+        assert "raise ZeroDivisionError" in rest
+        assert "/master.log" in rest
+        assert words[-1].endswith("failed, exit code 1")
+        assert "unirun: master: an error in the master of term" in end.err
+        status = JobDir(unirun.job_dir()).read_json("state.json")
+        assert (status["phase"], status["code"]) == ("failed", 1)
+        assert "ZeroDivisionError" in unirun("status").out
+        errors = [row for row in events(unirun) if row["kind"] == "master" and "traceback" in row]
+        assert len(errors) == 3
+        assert "planted" in errors[0]["traceback"]
+
+    def test_ends_a_job_in_the_background_too_even_if_it_is_the_first_event(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        assert unirun("-d", *EXEC, script(MORTAL), env=planted("_join")).code == 0
+        eventually(lambda: unirun.status()["phase"] == "failed", "it ends", START)
+        assert "a bug in unirun: ZeroDivisionError" in unirun("status").out
+
+
+def events(unirun: Unirun) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (unirun.job_dir() / "events.jsonl").read_text().splitlines()]
+
+
+class TestCtrlCTwice:
+    """Ends the job on this host, whoever leads it."""
+
+    def twice(self, job: Running) -> None:
+        for answer in ("stopping", "killing"):
+            job.signal(signal.SIGINT)
+            job.lines(f"SIGINT: {answer}")
+        end = job.end(SOON)
+        assert end.code == 130, end.err
+
+    def test_while_masters_die_one_after_another(self, unirun: Unirun, script: Script) -> None:
+        argv = ("--roles", "a=2", "--max-restarts", 3, *EXEC, script(MORTAL))
+        job = unirun.start(*argv, env=planted("exited", "exit"))
+        job.lines("up$", 2)
+        (unirun.root / "die").touch()
+        eventually(lambda: epoch(unirun) > 2, "masters follow one another", START)
+        self.twice(job)
+
+    def test_while_the_master_hangs(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL))
+        job.lines("up$", 2)
+        master = Masters(unirun).next()
+        os.kill(master.pid, signal.SIGSTOP)
+        self.twice(job)
+
+    def test_while_the_agent_hangs(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL))
+        job.lines("up$", 2)
+        os.kill(unirun.pid_of("unirun-agent"), signal.SIGSTOP)
+        self.twice(job)
+
+
+def epoch(unirun: Unirun) -> int:
+    job = JobDir(unirun.job_dir())
+    store = open_store(job.store_url)
+    try:
+        leader = leader_of(store, job_prefix(job.run_id))
+    finally:
+        store.close()
+    return leader.epoch if leader else 0
+
+
+class TestAMasterThatHangsForGood:
+    """Another leads when its lease is over; whoever follows the job follows that one, though the stream stays open."""
+
+    def test_is_left_by_the_command_and_by_stop(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL))
+        job.lines("up$", 2)
+        masters = Masters(unirun)
+        first = masters.next()
+        os.kill(first.pid, signal.SIGSTOP)
+        stop = unirun.start("stop")
+        masters.next()
+        assert stop.end(START).code == 0
+        end = job.end(START)
+        assert end.code == 143, end.err
+        assert "another leads (term 2)" in end.err

@@ -1,0 +1,69 @@
+"""The disk of a job's directory is full for a while: nobody ends of that, and what was decided is done when there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
+from .masters import Masters
+from .test_durability_faults import mounted
+
+
+@pytest.fixture
+def small(unirun: Unirun) -> Iterator[Path]:
+    """The home of jobs, on a file system of 6 MB."""
+    with mounted(unirun.home, "size=6m") as where:
+        if where is None:
+            pytest.skip("nothing can be mounted here")
+        yield where
+
+
+def fill(where: Path) -> Path:
+    """Leave no room."""
+    ballast = where / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+def test_what_is_decided_meanwhile_is_done_when_there_is_room(
+    unirun: Unirun, small: Path, script: Script
+) -> None:
+    train = script(
+        "import os, signal; print('up', os.environ['UNIRUN_INCARNATION'], flush=True); signal.pause()"
+    )
+    logs = unirun.root / "logs"
+    job = unirun.start("--roles", "a=2", "--max-restarts", 3, "--log-dir", logs, *EXEC, train)
+    job.lines(r"up 0$", 2)
+    eventually(lambda: all(worker["pid"] for worker in unirun.workers().values()), "both are known")
+    victim = unirun.workers()["a:1"]["pid"]
+    master = Masters(unirun).next()
+    ballast = fill(small)
+    os.kill(victim, signal.SIGKILL)
+    job.lines(r"unirun: store: the disk of .* is full", within=START)
+    ballast.unlink()
+    job.lines(r"unirun: store: it is back", within=SOON)
+    job.lines(r"up 1$", 2, within=START)
+    assert not gone(master.pid, 0.0), "it has led all the while"
+    assert unirun.status()["roles"][0]["restarts"] == 1
+    job.signal(signal.SIGTERM)
+    assert job.end(SOON).code == 143
+
+
+def test_a_job_can_be_stopped_though_the_disk_stays_full(unirun: Unirun, small: Path, script: Script) -> None:
+    logs = unirun.root / "logs"
+    train = script("import signal; print('up', flush=True); signal.pause()")
+    job = unirun.start("--roles", "a=2", "--log-dir", logs, *EXEC, train)
+    job.lines(r"up$", 2)
+    fill(small)
+    job.signal(signal.SIGTERM)
+    end = job.end(SOON)
+    assert end.code == 143, end.err
+    assert "Traceback" not in end.err

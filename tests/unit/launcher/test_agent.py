@@ -1,0 +1,74 @@
+"""An agent that cannot handle an event does not go on as if it had: it ends its workers and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import Refused
+from unirun.launcher import core, events
+from unirun.launcher.agent import Agent
+from unirun.launcher.events import Command, Event
+from unirun.launcher.state import AgentState
+from unirun.rendezvous import create_job
+from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.wire import new_token
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    job, lock = create_job("run-1", new_token())
+    spec = JobSpec("job", "run-1", (RoleSpec("actor", 1, Entry("script", "a.py")),), ("actor",))
+    made = asyncio.run(_made(job, spec, lock))
+    yield made
+    os.close(lock)
+
+
+async def _made(job: object, spec: JobSpec, lock: int) -> Agent:
+    return Agent(job, spec, "n0", "/", {}, lock)  # type: ignore[arg-type]
+
+
+class Bug:
+    """Takes the place of the core's step, and raises for some events."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *kinds: type, error: Exception) -> None:
+        self.kinds, self.error = kinds, error
+        self.seen: list[Event] = []
+        self._step = core.step
+        monkeypatch.setattr(core, "step", self.step)
+
+    def step(self, state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
+        self.seen.append(event)
+        if isinstance(event, self.kinds):
+            raise self.error
+        return self._step(state, event)
+
+
+def test_by_an_error_of_its_own_it_leaves(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = Bug(monkeypatch, events.Led, error=KeyError("x"))
+    agent._apply(events.Led(1))
+    assert [type(event) for event in bug.seen] == [events.Led, events.Abandon]
+    assert "KeyError('x')" in str(bug.seen[-1])
+    assert agent._left.is_set(), "it had no workers"
+
+
+def test_it_leaves_also_when_it_cannot_leave_in_order(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = Bug(monkeypatch, events.Led, events.Abandon, error=KeyError("x"))
+    agent._apply(events.Led(1))
+    assert [type(event) for event in bug.seen] == [events.Led, events.Abandon]
+    assert agent._left.is_set()
+
+
+def test_what_is_refused_changes_nothing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    Bug(monkeypatch, events.Led, error=Refused("no"))
+    before = agent._state
+    agent._apply(events.Led(1))
+    assert agent._state is before
+    assert not agent._left.is_set()
+    (told,) = agent._unsent.take()
+    assert b"refused Led: no" in told

@@ -1,0 +1,122 @@
+"""A master with its sockets, and who speaks with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tests.unit.master.job import Job
+from tests.unit.master.unsteady import UnsteadyStore
+from unirun.errors import ConnectionLost
+from unirun.master.crashes import Crash
+from unirun.master.keeper import Keeper
+from unirun.master.resuming import resume
+from unirun.master.shell import Core, Master
+from unirun.master.step import step
+from unirun.observe import read_events
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import campaign
+from unirun.wire import new_token
+from unirun.wire.aio import Stream, connect, listen
+from unirun.wire.handshake import Token
+from unirun.wire.messages import Appointed, Message, StartRole
+from unirun.wire.reports import WorkerRunning, WorkerStarted
+
+PATIENCE = 20.0
+SEAT = "jobs/job-1/"
+
+
+class Court:
+    """A master in this process, with its job's directory and store."""
+
+    def __init__(self, folder: Path, model: Job | None = None) -> None:
+        self.store = UnsteadyStore()
+        self.model = model or Job({"actor": 2})
+        self.core = Core(resume, step)
+        self.job = JobDir(folder / "job-1")
+        self.job.path.mkdir()
+        token = new_token()
+        self.token: Token = token
+        self.job.token.write_text(token.hex())
+        self.job.token.chmod(0o600)
+        term = campaign(self.store, SEAT, "unix:/x", "host", 7, ttl=60)
+        assert term is not None
+        keeper = Keeper(self.store, "job-1", term)
+        keeper.create(self.model.state)
+        self.path = folder / "master.sock"
+        self._parts = self.model.state, term, keeper
+
+    def run(self, play: Callable[[], Awaitable[None]]) -> list[Crash]:
+        """Let the master lead, and `play` the others, until both are done. Returns errors of the master's own."""
+
+        async def main() -> None:
+            state, term, keeper = self._parts
+            listener = listen(self.path)
+            master = Master(self.job, state, term, keeper, listener, self.core, crashes.append)
+            async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
+                group.create_task(self._lead(master))
+                await play()
+
+        crashes: list[Crash] = []
+        asyncio.run(main())
+        return crashes
+
+    async def _lead(self, master: Master) -> None:
+        await master.run({})
+        # The process ends, and with it what is open.
+        for task in list(master._tasks):
+            task.cancel()
+
+    async def greet(self, first: Message) -> Stream:
+        """A stream to the master, which has said which term it is in."""
+        stream = await connect(self.path, self.token)
+        assert await stream.receive() == Appointed(1)
+        stream.send(first)
+        return stream
+
+    async def agent(self) -> Stream:
+        """The agent of the job, whose workers run."""
+        stream = await self.greet(self.model.join("n0"))
+        await until(stream, StartRole)
+        for rank in (0, 1):
+            stream.send(WorkerStarted("n0", "actor", rank, 0, 100 + rank))
+            stream.send(WorkerRunning("actor", rank, 0, 0))
+        return stream
+
+    def status(self) -> dict[str, Any]:
+        """How the job stands, for who reads."""
+        found: dict[str, Any] = json.loads(self.job.state.read_text())
+        return found
+
+    def events(self, kind: str) -> list[str]:
+        """What the log of events has."""
+        return [event["text"] for event in read_events(self.job.events) if event["kind"] == kind]
+
+
+async def until(stream: Stream, kind: type[Message]) -> list[Message]:
+    """What comes, up to the first message of a kind."""
+    found = [await stream.receive()]
+    while not isinstance(found[-1], kind):
+        found.append(await stream.receive())
+    return found
+
+
+async def all_of(stream: Stream) -> list[Message]:
+    """What comes until the stream ends."""
+    found: list[Message] = []
+    try:
+        while True:
+            found.append(await stream.receive())
+    except ConnectionLost:
+        await stream.close()
+    return found
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    """Wait until something that no stream tells of is so."""
+    async with asyncio.timeout(PATIENCE):
+        while not true():
+            await asyncio.sleep(0.002)

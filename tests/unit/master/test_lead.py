@@ -1,0 +1,243 @@
+"""How a process becomes the master of a job, which state it takes over, and when it leaves the job alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.master.documents import kept, written
+from tests.unit.master.job import TERM, Job
+from unirun.errors import EXIT_FAILURE, JobError
+from unirun.master import JobPhase
+from unirun.master import __main__ as process
+from unirun.master import lead as leading
+from unirun.master.crashes import MOST, Crash, record_crash
+from unirun.master.keeper import Keeper, load
+from unirun.master.lead import TERM_TTL, lead
+from unirun.master.state import JobState, Owner
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.election import Leader, Term, campaign, leader_of
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
+from unirun.wire import new_token
+from unirun.wire.aio import listen
+from unirun.wire.messages import Stop
+
+SEAT = "jobs/job-1/"
+UID = "0a1b"
+
+
+def a_job(uid: str = UID) -> Job:
+    job = Job({"actor": 1})
+    job.state = replace(job.state, uid=uid)
+    return job
+
+
+def stopped(uid: str = UID) -> JobState:
+    """A job that was stopped before any agent had joined: its master has nothing to wait for."""
+    return a_job(uid).on(Stop(TERM, "enough")).state
+
+
+class Seat:
+    """A job's directory and its store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.job = JobDir(folder / "job-1")
+        self.job.path.mkdir()
+        self.job.token.write_text(new_token().hex())
+        self.job.token.chmod(0o600)
+        (self.job.path / "uid").write_text(UID)
+        (self.job.path / "store").write_text(self.job.own_store)
+        self.path = self.job.master_socket(os.getpid())
+        self.store: Store = open_store(self.job.store_url)
+
+    def lead(self, *, deposing: int = 0, agents: dict[str, int] | None = None) -> None:
+        with listen(self.path) as listener:
+            lead(self.job, self.path, listener, deposing=deposing, agents=agents)
+        self.path.unlink()
+
+    def first(self, state: JobState) -> None:
+        self.job.write_first_context(written(state))
+
+    def has(self, state: JobState) -> Term:
+        """Another master has led, has written `state`, and still holds the term."""
+        term = campaign(self.store, SEAT, "unix:/x", "elsewhere", 7, ttl=60)
+        assert term is not None
+        Keeper(self.store, "job-1", term).create(state)
+        return term
+
+    @property
+    def status(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.job.state.read_text())
+        return found
+
+
+@pytest.fixture
+def seat(tmp_path: Path) -> Iterator[Seat]:
+    seat = Seat(tmp_path)
+    yield seat
+    seat.store.close()
+
+
+class TestTheFirstMaster:
+    def test_brings_the_context_to_the_store_and_leaves_a_free_seat(self, seat: Seat) -> None:
+        seat.first(stopped())
+        seat.lead()
+        assert load(seat.store, "job-1") == kept(stopped())
+        assert seat.job.first_context() is None
+        assert leader_of(seat.store, SEAT) is None
+        assert (seat.status["epoch"], seat.status["phase"]) == (1, "stopped")
+
+    def test_is_found_at_its_socket(self, seat: Seat) -> None:
+        seat.first(stopped())
+        seat.lead()
+        changes = seat.store.watch(SEAT, 0).changes(0.0)
+        assert isinstance(changes, tuple)
+        leaders = [
+            Leader(**json.loads(each.value))
+            for each in changes
+            if each.key == f"{SEAT}leader" and each.kind == "put"
+        ]
+        assert leaders == [Leader(1, f"unix:{seat.path}", socket.gethostname(), os.getpid())]
+
+    def test_replaces_a_job_of_the_same_id_that_has_ended(self, seat: Seat) -> None:
+        seat.has(stopped("other")).resign()
+        seat.first(stopped())
+        seat.lead()
+        state = load(seat.store, "job-1")
+        assert state is not None
+        assert state.uid == UID
+
+    def test_leaves_one_alone_that_runs(self, seat: Seat) -> None:
+        seat.has(a_job("other").state)
+        seat.first(stopped())
+        with pytest.raises(JobError, match="job job-1 is running"):
+            seat.lead()
+        state = load(seat.store, "job-1")
+        assert state is not None
+        assert state.uid == "other"
+        assert seat.job.first_context() is not None
+
+    def test_replaces_one_that_nobody_leads_after_a_moment(
+        self, seat: Seat, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(leading, "TERM_TTL", 0.2)
+        seat.has(a_job("other").state).resign()
+        seat.first(stopped())
+        seat.lead()
+        state = load(seat.store, "job-1")
+        assert state is not None
+        assert state.uid == UID
+
+    def test_does_not_take_itself_for_another(self, seat: Seat) -> None:
+        """It has died after it has written the context, before it could remove the first one."""
+        seat.has(stopped()).resign()
+        seat.first(a_job().state)
+        seat.lead()
+        assert load(seat.store, "job-1") == kept(stopped())
+        assert seat.job.first_context() is None
+
+    def test_hears_of_an_agent_that_has_died_before_it_could_join(self, seat: Seat) -> None:
+        seat.first(a_job().state)
+        agent = subprocess.Popen([sys.executable, "-S", "-c", ""])
+        agent.wait()
+        seat.lead(agents={"n0": agent.pid})
+        assert (seat.status["phase"], seat.status["code"]) == ("failed", 137)
+        log = seat.job.agent_log("n0")
+        assert seat.status["reason"] == f"the agent of node n0 is gone: it died before it joined; see {log}"
+
+    @pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
+    def test_ends_a_job_whose_command_was_killed_on_its_host(self, seat: Seat, host: str) -> None:
+        seat.first(replace(a_job().state, owner=Owner(host, os.getpid(), 1)))
+        agent = subprocess.Popen([sys.executable, "-S", "-c", ""])
+        agent.wait()
+        seat.lead(agents={"n0": agent.pid})
+        here = host == socket.gethostname()
+        assert seat.status["code"] == (128 + signal.SIGTERM if here else 137)
+        assert (seat.status["reason"] == "the unirun command was killed") is here
+
+
+class TestALaterMaster:
+    def test_goes_on_with_what_is_in_the_store(self, seat: Seat) -> None:
+        seat.has(stopped())
+        seat.lead(deposing=1)
+        assert (seat.status["epoch"], seat.status["phase"]) == (2, "stopped")
+        assert leader_of(seat.store, SEAT) is None
+
+    def test_leaves_a_job_alone_that_is_led(self, seat: Seat) -> None:
+        seat.has(stopped())
+        seat.lead()
+        seat.lead(deposing=7)
+        assert not seat.job.state.exists()
+        leader = leader_of(seat.store, SEAT)
+        assert leader is not None
+        assert leader.epoch == 1
+
+    @pytest.mark.parametrize("there", [None, "other"])
+    def test_finds_no_context_but_that_of_another_job(self, seat: Seat, there: str | None) -> None:
+        if there is not None:
+            seat.has(stopped(there)).resign()
+        with pytest.raises(JobError, match="the store has no context of this job job-1") as caught:
+            seat.lead()
+        assert "another job has taken its id" in str(caught.value)
+        assert leader_of(seat.store, SEAT) is None, "the seat is free"
+
+    def test_ends_a_job_that_has_ended_too_many_masters(self, seat: Seat) -> None:
+        term = seat.has(replace(a_job().state, phase=JobPhase.RUNNING))
+        crash = Crash(1, 0.5, "KeyError in step", "KeyError: 'x'", ("Join",), "Traceback")
+        for _ in range(MOST):
+            record_crash(seat.store, "job-1", term, crash)
+        seat.lead(deposing=1)
+        state = load(seat.store, "job-1")
+        assert state is not None
+        assert state.verdict is not None
+        assert (state.phase, state.verdict.code) == (JobPhase.FAILED, EXIT_FAILURE)
+        assert state.verdict.reason.endswith("a bug in unirun: KeyError in step: KeyError: 'x'")
+        assert f"log: {seat.job.master_log}" in state.verdict.report
+
+    def test_goes_on_when_errors_have_ended_few(self, seat: Seat) -> None:
+        term = seat.has(stopped())
+        record_crash(seat.store, "job-1", term, Crash(1, 0.5, "KeyError", "KeyError: 'x'", (), "Traceback"))
+        seat.lead(deposing=1)
+        assert seat.status["reason"] == "enough"
+
+
+def test_a_master_that_hangs_is_deposed_within_seconds() -> None:
+    assert 2.0 <= TERM_TTL <= 10.0
+
+
+class TestTheProcess:
+    @pytest.fixture(autouse=True)
+    def signals(self, seat: Seat, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setattr(sys, "argv", ["unirun.master", str(seat.job.path), "1"])
+        numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in numbers}
+        yield
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def test_leads_and_leaves_no_socket(self, seat: Seat) -> None:
+        """One that a process of the same pid has left is in nobody's way."""
+        seat.has(stopped())
+        seat.path.write_text("left by another")
+        assert process.main() == 0
+        assert seat.status["epoch"] == 2
+        assert not seat.path.exists()
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            assert signal.getsignal(number) is signal.SIG_IGN, "a terminal's signals are for the command"
+
+    def test_says_why_it_cannot_and_leaves_no_socket(
+        self, seat: Seat, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert process.main() == JobError("x").exit_code != 0
+        assert "unirun-master: the store has no context of this job job-1" in capsys.readouterr().err
+        assert not seat.path.exists()

@@ -1,0 +1,58 @@
+"""Whoever has something to report goes on, whatever its stderr is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import pytest
+
+from unirun.reporting import flush, report, report_error
+
+
+def test_a_report_is_there_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    report("unirun-master: ü")
+    assert capsys.readouterr().err == "unirun-master: ü\n"
+
+
+def test_an_error_is_reported_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    report_error(caught.value)
+    text = capsys.readouterr().err
+    assert text.startswith("Traceback")
+    assert text.endswith("ZeroDivisionError: division by zero\n")
+
+
+class Broken:
+    """What a user may put in the place of stderr."""
+
+    def write(self, text: str) -> int:
+        raise RuntimeError("no")
+
+    flush = write
+
+
+@pytest.fixture(params=["full", "closed", "none", "broken"])
+def stderr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    file: TextIO | None = None
+    if request.param in ("full", "closed"):
+        file = open("/dev/full", "w")
+        if request.param == "closed":
+            file.close()
+    monkeypatch.setattr(sys, "stderr", Broken() if request.param == "broken" else file)
+    yield
+    monkeypatch.undo()
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+@pytest.mark.usefixtures("stderr")
+def test_nothing_is_raised_where_nothing_can_be_written() -> None:
+    for _ in range(3):
+        report("lost")
+        report_error(ValueError("lost"))
+        flush()

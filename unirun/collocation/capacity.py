@@ -1,0 +1,141 @@
+"""Whether one host can have as many processes as a job has ranks on it. What can never be is refused before it starts.
+
+Every figure is the least that a rank can do with: a job that is let through may still find that the host is too small.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unirun.collocation.limits import cgroup_limits
+from unirun.errors import PlacementError
+from unirun.spec import JobSpec
+
+WORKER_MEMORY = 4 << 20
+"""Bytes that a worker has for itself alone, forked from a process that has imported torch, before its code has done
+anything. Measured: 4.1 MiB; a fresh interpreter has more."""
+
+PROGRAM_MEMORY = 256 << 10
+"""The same for a program, which may be as small as a shell."""
+
+AROUND = 4
+"""Processes of a job besides those of its nodes and roles: the command and its master, and a moment's next one."""
+
+PER_NODE = 2
+"""An agent and a spawner."""
+
+DESCRIPTORS = 64
+"""That an agent, or a spawner, has open besides one for each of its workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a host allows; None where nothing limits it.
+
+    `processes` are limits with what they are called and how they are raised. `descriptors` is the most that one process
+    may raise its own limit to. `memory`, in bytes, is with swap.
+    """
+
+    processes: tuple[tuple[int, str, str], ...] = ()
+    descriptors: int | None = None
+    memory: int | None = None
+
+
+def host_ceilings(root: Path = Path("/")) -> Ceilings:
+    """Those of this process on this host."""
+    limits = cgroup_limits(root)
+    found: list[tuple[int | None, str, str]] = [
+        (_number(root / "proc/sys/kernel/pid_max"), "kernel.pid_max", "sysctl -w kernel.pid_max=4194304"),
+        (
+            _number(root / "proc/sys/kernel/threads-max"),
+            "kernel.threads-max",
+            "sysctl -w kernel.threads-max=NUMBER",
+        ),
+        (limits.pids, "pids.max of the control group", "the service or the container sets it"),
+    ]
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    # The kernel does not hold root to it.
+    if os.geteuid() != 0 and soft != resource.RLIM_INFINITY:
+        found.append((soft, "ulimit -u", "ulimit -u NUMBER"))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return Ceilings(
+        tuple((most, name, remedy) for most, name, remedy in found if most is not None),
+        None if hard == resource.RLIM_INFINITY else hard,
+        _memory(root, limits.memory),
+    )
+
+
+def refuse_impossible(spec: JobSpec, ranks: Iterable[tuple[str, str]], ceilings: Ceilings) -> None:
+    """Raise `PlacementError` for `ranks`, as pairs of role and node, that one host cannot have all."""
+    roles: dict[str, int] = {}
+    nodes: dict[str, int] = {}
+    for role, node in ranks:
+        roles[role] = roles.get(role, 0) + 1
+        nodes[node] = nodes.get(node, 0) + 1
+    total = sum(roles.values())
+    largest = max(roles, key=lambda name: roles[name])
+    around = AROUND + PER_NODE * len(nodes) + len(roles)
+    for most, name, remedy in ceilings.processes:
+        if total + around > most:
+            raise _refusal(
+                f"{total} ranks need {total + around} processes on this host, and {name} allows {most}",
+                f"ask for fewer, or raise it: {remedy}",
+                largest,
+                total,
+                max(most - around, 0),
+            )
+    most_here = max(nodes.values())
+    if ceilings.descriptors is not None and most_here + DESCRIPTORS > ceilings.descriptors:
+        raise _refusal(
+            f"{most_here} ranks of one node need {most_here + DESCRIPTORS} descriptors in its agent,"
+            f" and ulimit -Hn allows {ceilings.descriptors}",
+            "ask for fewer, or raise it: ulimit -Hn NUMBER as root, or LimitNOFILE= of the service",
+            largest,
+            most_here,
+            max(ceilings.descriptors - DESCRIPTORS, 0),
+        )
+    programs = {role.name for role in spec.roles if role.entry.kind == "program"}
+    memory = sum(
+        count * (PROGRAM_MEMORY if name in programs else WORKER_MEMORY) for name, count in roles.items()
+    )
+    if ceilings.memory is not None and memory > ceilings.memory:
+        raise _refusal(
+            f"{total} ranks need at least {memory >> 20} MiB, and this host allows {ceilings.memory >> 20} MiB",
+            "ask for fewer",
+            largest,
+            total,
+            total * ceilings.memory // memory,
+        )
+
+
+def _refusal(problem: str, remedy: str, role: str, needed: int, available: int) -> PlacementError:
+    return PlacementError(problem, remedy, role=role, needed=needed, available=available)
+
+
+def _memory(root: Path, group: int | None) -> int | None:
+    """What the host has, or the control group may have of it, and all swap."""
+    sizes: dict[str, int] = {}
+    for line in _text(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words[1:] == ["kB"] and words[0].isdigit():
+            sizes[name] = int(words[0]) << 10
+    total = sizes.get("MemTotal")
+    known = [size for size in (total, group) if size is not None]
+    return min(known) + sizes.get("SwapTotal", 0) if known else None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
