@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 APT := procps util-linux etcd-server etcd-client openssl
 
-.PHONY: demo test soak check bench clean
+.PHONY: demo test soak chaos mutants check docs bench clean
 
 # The pinned CPU build of torch first, so that nothing pulls in the CUDA packages.
 $(VENV)/.installed: pyproject.toml
@@ -29,8 +29,8 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Two tests at a time: most of the time one waits for a process that starts. More need more than two cores.
-JOBS ?= 2
+# Three tests at a time on two cores: one of them waits for a process most of the time.
+JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
@@ -39,6 +39,21 @@ SEEDS ?= 50000
 soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
 
+# What `make test` does a few times, often: 500 pairs of kills, and how long it takes until all ranks are up again; fifty
+# deaths of the master; one before and after each of its writes. Ten to twenty minutes.
+PAIRS ?= 50
+chaos: $(VENV)/.dev
+	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q tests/chaos \
+	  tests/integration/test_durability_kills.py tests/integration/test_durability_crash_points.py
+
+# Small faults are planted in the rooms that decide, and tests have to notice nine of ten (tests/mutants). All of them take
+# hours: ROOM=wire tests those of one room, SAMPLE=200 so many of each, drawn with a fixed seed.
+ROOM ?= wire failover rendezvous launcher calls master
+mutants: $(VENV)/.dev
+	failed=; for room in $(ROOM); do \
+	  $(BIN)/python tests/mutants/run.py $$room --jobs $(JOBS) $(if $(SAMPLE),--sample $(SAMPLE)) || failed="$$failed $$room"; \
+	done; test -z "$$failed" || { echo "too much goes unnoticed in:$$failed"; exit 1; }
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,8 +61,12 @@ check: $(VENV)/.dev
 	$(BIN)/mypy benchmarks
 	for example in examples/*/; do $(BIN)/mypy $$example || exit 1; done
 
+# The API reference, from the docstrings; a test tells when it is out of date.
+docs: $(VENV)/.dev
+	$(BIN)/python docs/reference.py docs/api.md
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .mutants
