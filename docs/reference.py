@@ -1,0 +1,185 @@
+"""Writes api.md, the reference of the public API, from signatures and docstrings (``make docs``)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from griffe import Alias, Attribute, Class, Function, GriffeLoader, Object
+from griffe2md import ConfigDict, render_object_docs
+
+ROOT = Path(__file__).parents[1]
+
+INTRODUCTION = """\
+# API reference
+
+Everything that `import unirun` offers, and what it hands out. This page is made from the docstrings by
+`docs/reference.py`; do not edit it. How the parts work together is in the [tutorial](tutorial.md) and in
+[calls.md](calls.md).
+"""
+
+SECTIONS = {
+    "Who am I, who are the others": [
+        "init",
+        "Context",
+        "Member",
+        "roles.peers.RoleInfo",
+        "serve",
+        "rpc_name",
+    ],
+    "Workloads": ["BaseWorkload", "trainer_invocation", "MasterHandle"],
+    "Trainers": ["BaseTrainer", "run_in_process"],
+    "Role groups and their results": [
+        "RoleGroup",
+        "WorkerHandle",
+        "shard",
+        "replicate",
+        "InvocationRef",
+        "wait",
+    ],
+    "Jobs from Python": [
+        "DLJobBuilder",
+        "RLJobBuilder",
+        "train.builder.WorkloadBuilder",
+        "train.job.Job",
+        "JobHandle",
+    ],
+    "Errors": [
+        "UnirunError",
+        "CallError",
+        "InvocationTimeout",
+        "WorkerLost",
+        "EncodingError",
+        "RemoteError",
+        "RemoteTraceback",
+        "errors.UsageError",
+        "errors.SpecError",
+        "errors.Fault",
+        "errors.PlacementError",
+        "errors.JobError",
+        "JobFailed",
+        "errors.RendezvousError",
+        "errors.GroupError",
+        "errors.StoreAway",
+    ],
+}
+
+OTHER_NAMES = {"JobBuilder": "DLJobBuilder", "Trainer": "BaseTrainer", "Workload": "BaseWorkload"}
+
+OWN_USE = {
+    "Context": {"peers", "session"},
+    "InvocationRef": {"wake_with", "forget_wake", "wait_with", "settle", "settled", "has", "interrupted"}
+    | {"failed", "start_again", "finish", "expire"},
+    "JobHandle": {"await_start"},
+    "MasterHandle": {"identity"},
+}
+"""Members without an underscore that are not for users."""
+
+SHARED = {"RLJobBuilder": "DLJobBuilder", "WorkloadBuilder": "DLJobBuilder"}
+"""Classes whose methods are those of another one, and some more."""
+
+MADE_BY_UNIRUN = (
+    *("Context", "MasterHandle", "RoleGroup", "WorkerHandle", "InvocationRef"),
+    *("WorkloadBuilder", "Job", "JobHandle"),
+)
+"""Classes that users do not make objects of, so that the constructor is nothing to them."""
+
+WIDTH = 100
+"""Characters of a line of code."""
+
+STYLE: ConfigDict = {
+    "heading_level": 3,
+    "inherited_members": True,
+    "line_length": WIDTH,
+    "members_order": "source",
+    "show_bases": False,
+    "show_if_no_docstring": False,
+    "show_signature_annotations": True,
+    "show_submodules": False,
+    "summary": False,
+}
+
+
+def reference() -> str:
+    """The text of api.md."""
+    package = GriffeLoader(search_paths=[str(ROOT)], allow_inspection=False).load("unirun")
+    assert isinstance(package, Object)
+    return "\n".join([INTRODUCTION, *_contents(), *_sections(package)]).rstrip() + "\n"
+
+
+def _contents() -> Iterator[str]:
+    for heading, names in SECTIONS.items():
+        short = [name.rpartition(".")[2] for name in names]
+        yield f"- {heading}: " + ", ".join(f"[`{name}`](#{name.lower()})" for name in short)
+    yield ""
+
+
+def _sections(package: Object) -> Iterator[str]:
+    for heading, names in SECTIONS.items():
+        yield f"## {heading}\n"
+        if heading == "Errors":
+            yield f"```text\n{_tree()}\n```\n"
+        for name in names:
+            yield _rendered(package, name)
+
+
+def _rendered(package: Object, name: str) -> str:
+    """One class or function of the public API, with its members."""
+    found, style = package[name], STYLE.copy()
+    target = found.final_target if isinstance(found, Alias) else found
+    if isinstance(target, Class):
+        _prune(target)
+        if target.name in SHARED:
+            shared = package[SHARED[target.name]].all_members
+            style["inherited_members"] = [each for each in target.inherited_members if each not in shared]
+    if isinstance(target, Function) and target.overloads:
+        target.parameters = target.overloads[-1].parameters
+    text = render_object_docs(found, style).replace("-> J\n", "-> Self\n").replace("[J]", "")
+    # A name is what users write; a literal block begins with ``::`` in docstrings alone.
+    text = re.sub(r"^(#+ `)unirun\.(?:[a-z_]+\.)*?(?=[A-Z]|[a-z_]+`)", r"\1", text, flags=re.MULTILINE)
+    text = text.replace("```python\n", "```py\n")
+    text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+    text = re.sub(rf"^\w+\(.{{{WIDTH},}}$", lambda line: _wrapped(line[0]), text, flags=re.MULTILINE)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    same = [other for other, one in OTHER_NAMES.items() if one == name]
+    return text + (f"\n`{same[0]}` is another name for it.\n" if same else "")
+
+
+def _wrapped(signature: str) -> str:
+    """A signature with one parameter per line."""
+    name, _, rest = signature.partition("(")
+    parts, depth = [""], 1
+    while depth:
+        char, rest = rest[0], rest[1:]
+        depth += (char in "([") - (char in ")]")
+        if depth == 1 and char == ",":
+            parts.append("")
+        elif depth:
+            parts[-1] += char
+    return "\n".join([f"{name}(", *(f"    {part.strip()}," for part in parts), f"){rest}"])
+
+
+def _prune(target: Class) -> None:
+    """Leave what is for users, once."""
+    for member in OWN_USE.get(target.name, ()):
+        del target.members[member]
+    if target.name in MADE_BY_UNIRUN:
+        target.members.pop("__init__", None)
+    for member in target.members.values():
+        if isinstance(member, Attribute) and "instance-attribute" in member.labels:
+            # What a constructor computes says nothing to a reader.
+            member.value = None
+
+
+def _tree() -> str:
+    """The tree of errors that stands in the docstring of its module."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "unirun/errors.py").read_text())) or ""
+    lines = docstring.partition("::\n\n")[2].splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    "))
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference())

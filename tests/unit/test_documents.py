@@ -1,0 +1,154 @@
+"""What the documents show is there: files, commands, links. (`tests/integration/test_documents.py` runs them.)"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unirun
+from tests.documents import (
+    FILES,
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    files,
+    links,
+    numbers_in,
+    pattern,
+    text_of,
+    write,
+)
+from unirun.cli import SUBCOMMANDS, main
+from unirun.cli.options import Parser, parse
+from unirun.cli.optiontable import PLAN_OPTIONS
+from unirun.cli.planned import plan_job
+
+NOT_RUN = {
+    "pip": "it would install",
+    "torchrun": "tests/integration/test_one_role_is_torchrun.py and test_torchrun_plugin.py run it",
+    "python": "tests/integration/test_examples.py runs the examples",
+    "openssl": "tests/contract/store/certificates.py makes the same certificates",
+    "etcd": "tests/contract/store/etcd_server.py starts it",
+    "etcdctl": "tests/contract/store/test_etcd_security.py makes the same user",
+    "sqlite3": "the program need not be there",
+}
+"""Programs in ``sh`` blocks, and why a block with them is not looked into any further."""
+
+SHELL = ("export", "for", "done", "chmod", "(umask")
+"""Words of the shell between them."""
+
+every_block = [block for page in PAGES for block in blocks(page)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_says_what_it_is(page: str) -> None:
+    assert {block.language for block in blocks(page)} <= {*LANGUAGES}
+    pictures = [block for block in blocks(page) if block.language in ("text", "")]
+    assert not [block for block in pictures if re.search(r"^(\$ |unirun [-\w])", block.text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        path = Path(os.path.normpath((ROOT / page).parent / name)) if name else ROOT / page
+        assert path.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(str(path.relative_to(ROOT))), f"{page}: {link}"
+
+
+def test_a_name_stands_for_one_file_in_all_of_docs() -> None:
+    names = [
+        block.name for block in every_block if block.language in FILES and block.page.startswith("docs/")
+    ]
+    assert len(names) == len({*names})
+
+
+def test_the_reference_is_that_of_the_docstrings(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "docs/reference.py"), str(tmp_path / "api.md")]
+    subprocess.run(command, check=True, timeout=60)
+    assert (tmp_path / "api.md").read_text() == text_of("docs/api.md"), "make docs writes it"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    headings = set(re.findall(r"^### `(\w+)`$", text_of("docs/api.md"), re.MULTILINE))
+    others = set(re.findall(r"^`(\w+)` is another name for it", text_of("docs/api.md"), re.MULTILINE))
+    assert {*unirun.__all__} <= headings | others
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_is_used_by_a_command(page: str) -> None:
+    commands = "".join(block.text for block in every_block if block.language in ("console", "sh"))
+    others = "".join(files(page).values())
+    for block in blocks(page):
+        if block.language in FILES:
+            module = f"{block.name.removesuffix('.py')}:"
+            assert block.name in commands or module in commands or module in others, block
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_that_is_not_run_is_one_that_could_be(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(page, tmp_path)
+    if not page.startswith("docs/"):
+        (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("UNIRUN_STORE", raising=False)
+    for block in blocks(page):
+        for program, *args in block.commands() if block.language == "sh" else ():
+            if program == "cd":
+                os.chdir(args[0])
+            elif program == "make":
+                assert f"\n{args[0]}:" in (ROOT / "Makefile").read_text()
+            elif program == "unirun":
+                parsed(args, monkeypatch)
+            else:
+                why = NOT_RUN.get(program) or program in SHELL
+                assert why, f"{block}: {program} is not looked into, and no reason is given"
+
+
+class Parsed(Exception):
+    """The words of a command were understood."""
+
+
+def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a command of unirun apart, as it does itself; plan a job, and start nothing."""
+    if args[0] == "plan":
+        plan_job(parse(args[1:], "unirun plan", PLAN_OPTIONS))
+    elif args[0] not in SUBCOMMANDS:
+        plan_job(parse(args))
+    else:
+        plain = Parser.parse_known_args
+
+        def parse_known_args(parser: Parser, *words: Any) -> Any:
+            options, rest = plain(parser, *words)
+            if not rest:
+                raise Parsed
+            return options, rest
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Parser, "parse_known_args", parse_known_args)
+            with pytest.raises(Parsed):
+                main(args)
+
+
+def test_what_unirun_tells_is_compared_without_its_figures_and_what_workers_print_as_it_stands() -> None:
+    shown = "rollout:1  serving  …  10558  0  …  running (generation 0)"
+    real = "rollout:1  serving  vm    77  0            184 MB  0.6 s  running (generation 1)"
+    match = pattern(shown).fullmatch(real)
+    assert match
+    assert dict(zip(numbers_in(shown), match.groups(), strict=True))["10558"] == "77"
+    assert pattern("job search-4ee389: running, 4 s").fullmatch("job search-0afe11: running, 0.2 s")
+    assert pattern("[actor:0] step 5").fullmatch("[actor:0]  step 5")
+    assert not pattern("[actor:0] step 5").fullmatch("[actor:0] step 6")
+    assert not pattern("a.b").fullmatch("axb")
