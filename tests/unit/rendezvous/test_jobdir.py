@@ -300,3 +300,31 @@ def test_who_looks_whether_a_job_lives_does_not_disturb_it(create: Create, locks
     locks.append(handle)
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert all(job.alive() for _ in range(3))
+
+
+def test_the_first_context_is_there_until_a_master_forgets_it(create: Create) -> None:
+    job = create(running=False)
+    assert job.first_context() is None
+    job.forget_first_context()
+    job.write_first_context({"job": "{}"})
+    assert job.first_context() == {"job": "{}"}
+    job.forget_first_context()
+    assert job.first_context() is None
+
+
+def test_a_first_context_that_cannot_be_read_is_not_taken_for_none(create: Create) -> None:
+    job = create(running=False)
+    job.write_first_context({})
+    (name,) = [path for path in job.path.iterdir() if path.is_file() and path.read_bytes() == b"{}"]
+    name.write_text("[")
+    with pytest.raises(JobError, match="cannot be read"):
+        job.first_context()
+
+
+def test_each_master_has_a_socket_of_its_own(create: Create) -> None:
+    job = create(running=False)
+    assert job.master_sockets() == []
+    for pid in (7, 12):
+        job.master_socket(pid).touch()
+    assert {path.name for path in job.master_sockets()} == {"master.7.sock", "master.12.sock"}
+    assert job.master_socket(7).parent == job.path

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from unirun.rendezvous.ownership import Exposure, exposure, make_private
+from unirun.rendezvous.ownership import Exposure, _is_trusted_group, exposure, make_private
 
 NOBODY = 65534
 
@@ -113,3 +115,28 @@ def test_what_is_made_is_private_whatever_the_umask(
     assert [mode(each) for each in (tmp_path / "a", tmp_path / "a" / "b")] == [0o700, 0o700]
     assert mode(tmp_path) == 0o750, "what was there is the user's"
     make_private(tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize(
+    ("gid", "group", "trusted"),
+    [
+        (0, None, True),
+        (1000, ("me", []), True),
+        (1000, ("me", ["me"]), True),
+        (1000, ("me", ["me", "other"]), False),
+        (1000, ("team", []), False),
+        (1000, ("team", ["me"]), False),
+        (1000, None, False),
+    ],
+)
+def test_a_group_is_our_own_when_it_has_our_name_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, gid: int, group: tuple[str, list[str]] | None, trusted: bool
+) -> None:
+    def of_group(number: int) -> grp.struct_group:
+        if group is None:
+            raise KeyError(number)
+        return grp.struct_group((group[0], "x", number, group[1]))
+
+    monkeypatch.setattr(grp, "getgrgid", of_group)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("me", "x", uid, 1, "", "/", "")))
+    assert _is_trusted_group(gid) is trusted
