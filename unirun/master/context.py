@@ -88,8 +88,7 @@ def _decided(role: RoleState) -> tuple[Any, ...]:
 
 
 def _turned(before: RoleState, after: RoleState) -> bool:
-    if len(before.workers) != len(after.workers):
-        return True
+    # A role has become smaller only with another decision, so here they are as many.
     return before.workers is not after.workers and any(
         new is not old and (new.incarnation, new.live, new.exit) != (old.incarnation, old.live, old.exit)
         for old, new in zip(before.workers, after.workers, strict=True)

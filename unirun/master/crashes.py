@@ -30,7 +30,7 @@ LASTING = 300.0
 """Seconds after which a term has brought the job on: what ended masters before it is forgotten."""
 
 STORY = 12
-"""Events before the error that are told."""
+"""Events that are told: the one that could not be handled, and those before it."""
 
 _WORDS = 600
 _TRACE = 8000
@@ -56,13 +56,13 @@ class Crash:
 
 
 def crash_of(error: BaseException, epoch: int, lasted: float, events: Iterable[object]) -> Crash:
-    """The crash of a master by `error`, after `events`."""
+    """The crash of a master by `error`, after `events`, the last `STORY` or fewer."""
     return Crash(
         epoch=epoch,
         lasted=lasted,
         cause=f"{type(error).__name__} in {_place(error)}",
         message="".join(traceback.format_exception_only(error)).strip()[:_WORDS],
-        story=tuple(repr(event)[:_WORDS] for event in [*events][-STORY:]),
+        story=tuple(repr(event)[:_WORDS] for event in events),
         traceback="".join(traceback.format_exception(error))[-_TRACE:],
     )
 

@@ -39,7 +39,6 @@ from unirun.wire.messages import Stop
 from unirun.wire.reports import (
     Join,
     Notice,
-    Sample,
     SpawnerReady,
     WorkerCalls,
     WorkerExited,
@@ -57,6 +56,8 @@ OWNER_LOST_GRACE = 0.4
 
 def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:
     """The state after `event` at time `now` (seconds since the epoch), and what is to be done.
+
+    A `Sample` changes nothing: it is for the status alone.
 
     Raises `Refused` for what a peer has sent that cannot be, and may be dropped; `IllegalTransition` for any other
     event that cannot happen in `state`.
@@ -97,8 +98,6 @@ def _handle(turn: Turn, event: Event) -> None:
         case Notice():
             turn.record("notice", f"{event.source}: {event.text}")
             turn.send(ToWatchers(event))
-        case Sample():
-            pass
         case Stop():
             _stop(turn, event)
         case OwnerLost():

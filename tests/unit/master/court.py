@@ -36,6 +36,8 @@ class Court:
         self.store = UnsteadyStore()
         self.model = model or Job({"actor": 2})
         self.core = Core(resume, step)
+        self.crashes: list[Crash] = []
+        self.record_crash: Callable[[Crash], None] = self.crashes.append
         self.job = JobDir(folder / "job-1")
         self.job.path.mkdir()
         token = new_token()
@@ -55,14 +57,13 @@ class Court:
         async def main() -> None:
             state, term, keeper = self._parts
             listener = listen(self.path)
-            master = Master(self.job, state, term, keeper, listener, self.core, crashes.append)
+            master = Master(self.job, state, term, keeper, listener, self.core, self.record_crash)
             async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
                 group.create_task(self._lead(master))
                 await play()
 
-        crashes: list[Crash] = []
         asyncio.run(main())
-        return crashes
+        return self.crashes
 
     async def _lead(self, master: Master) -> None:
         await master.run({})

@@ -81,6 +81,7 @@ class Job:
             self.state, commands = step(self.state, pending.pop(0), self.now)
             self.state.check()
             self.commands += commands
+            assert all(c.node in self.state.nodes for c in commands if isinstance(c, ToAgent))
             orders = [c.message for c in commands if isinstance(c, ToAgent)]
             if self.stores_open:
                 opened = [StoreOpened(o.role, o.generation) for o in orders if isinstance(o, OpenStore)]

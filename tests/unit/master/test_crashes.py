@@ -14,7 +14,6 @@ from unirun.master.crashes import (
     IN_ALL,
     LASTING,
     MOST,
-    STORY,
     Crash,
     crash_of,
     fatal,
@@ -66,10 +65,8 @@ class TestACrash:
         assert crash(by=caught.value).cause.startswith("ZeroDivisionError in test_of_other_code")
 
     def test_tells_the_latest_events(self) -> None:
-        events = [Stop(15, f"number {n}") for n in range(100)]
-        story = crash_of(error(), 1, 1.0, events).story
-        assert len(story) == STORY
-        assert "number 99" in story[-1]
+        story = crash_of(error(), 1, 1.0, [Stop(15, f"number {n}") for n in range(3)]).story
+        assert story == tuple(repr(Stop(15, f"number {n}")) for n in range(3))
 
     def test_tells_of_a_huge_event_the_beginning(self) -> None:
         found = crash_of(error("x" * 100_000), 1, 1.0, [Stop(15, "y" * 1_000_000)])

@@ -405,6 +405,24 @@ class TestAStoreThatFails:
         store.reads.clear()
         assert read_context(store, RUN) == applied({}, changes(None, states[-1]))
 
+    def test_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        hand, before = keeper(store), job.state
+        hand.create(before)
+
+        def refuse() -> None:
+            raise ValueError("it is no key")
+
+        store.interfere = refuse
+        with pytest.raises(ValueError, match="it is no key"):
+            hand.commit_version("weights", 7)
+        store.interfere = lambda: None
+        after = job.exits("actor", 0).state
+        hand.write(before, after)
+        assert load(store, RUN) == kept(after)
+        assert hand.version("weights") is None
+
 
 class TestAMasterWhoseTermIsOver:
     def test_writes_no_more(self, store: UnsteadyStore, job: Job) -> None:

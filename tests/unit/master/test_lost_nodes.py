@@ -70,6 +70,7 @@ class TestANode:
         job = scripts(spares=1)
         job.on(job.join("n0"), job.join("n1"), JoinTimedOut())
         assert (job.state.placement.lost, job.state.placement.spares) == (("n2",), ())
+        assert "agent_lost: n2: it did not join within 60 s" in job.records
 
     def test_that_is_gone_before_the_start_is_planned_around(self) -> None:
         job = scripts()

@@ -135,12 +135,36 @@ class TestARoleOfScripts:
         assert job.end[0] == EXIT_PLACEMENT
         assert "the node of actor:2-3 is gone, and they fit nowhere else" in job.end[1]
 
+    def test_that_cannot_start_again_without_them_takes_the_others_with_it(self) -> None:
+        job = Job({"actor": 4, "critic": 1}, restarts={"actor": 2}, inventory=nodes(2, 3)).running()
+        assert (places(job), places(job, "critic")) == (["n0", "n0", "n0", "n1"], ["n1"])
+        job.exits("actor", 0).exits("actor", 1).exits("actor", 2).on(gone("n0"))
+        job.exits("actor", 3, by=TERM, asked=TERM)
+        assert job.orders(StopWorkers) == [StopWorkers("critic", (0,), TERM, 30.0)]
+        assert job.obey().end == (
+            EXIT_PLACEMENT,
+            "role actor cannot start again: the node of actor:0-2 is gone, and they fit nowhere else",
+        )
+        assert job.phases() == {"actor": "stopped", "critic": "stopped"}
+
     def test_places_them_anew_where_that_costs_nobody_anything(self) -> None:
         job = scripts(of=3).running().exits("actor", 2).exits("actor", 3).on(gone("n1"))
         assert places(job) == ["n0", "n0", "n2", "n2"]
         assert job.phases() == {"actor": "running"}
         job.exits("actor", 0, 1).exits("actor", 1, by=TERM, asked=TERM)
         assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
+
+    def test_never_gets_back_ranks_that_it_has_lost(self) -> None:
+        """Those that are left have their work by now, though there would be room on a node that has come late."""
+        devices = tuple(Device(str(number), "") for number in range(4))
+        inventory = Inventory(tuple(Node(f"n{n}", (0,), devices[: 2 + 2 * (n == 2)]) for n in range(3)))
+        job = Job({"actor": 4}, restarts={"actor": 3}, inventory=inventory, least={"actor": 2}, spares=1)
+        job.on(job.join("n0"), job.join("n1")).all_run("actor")
+        job.on(gone("n1")).obey().all_run("actor")
+        assert places(job) == ["n0", "n0"]
+        job.on(job.join("n2"), gone("n0"))
+        assert places(job) == ["n2", "n2"]
+        assert ranks(job) == {"n2": [0, 1]}
 
     def test_leaves_those_where_they_were_whose_role_has_ended(self) -> None:
         job = Job({"actor": 2, "critic": 2}, restarts={"critic": 1}, inventory=nodes(3)).running()
@@ -255,7 +279,10 @@ class TestWorkloads:
         job = workloads().on(gone("n0"))
         assert "affected: trainer:0 waits for actor:0-1" in job.records
         assert "move: actor:0-1 from n0 to n3" in job.records
-        assert any("actor's other 2 ranks keep their memory" in each.text for each in job.told(Notice))
+        decided, moved = job.told(Notice)
+        assert (decided.source, moved.source) == ("n0", "placement")
+        assert "actor's other 2 ranks keep their memory" in decided.text
+        assert moved.text == "actor:0-1 from n0 to n3"
 
     def test_are_said_to_be_missed_as_long_as_they_are(self) -> None:
         job = workloads()

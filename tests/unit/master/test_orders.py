@@ -63,6 +63,7 @@ class Step:
 
     def __init__(self, before: JobState, event: Event, after: JobState, commands: list[Command]) -> None:
         self.before, self.event, self.after, self.commands = before, event, after, commands
+        self.fresh = ordered(after) - ordered(before)
         self.orders = [(c.node, c.message) for c in commands if isinstance(c, ToAgent)]
         self.told = [c.message for c in commands if isinstance(c, ToWatchers)]
         self.records = [(c.kind, c.text) for c in commands if isinstance(c, Record)]
@@ -104,23 +105,26 @@ class Step:
                 due.add(("role", f"role {name} succeeded"))
             if old == "restarting" and role.phase == "starting":
                 due.add(("restart", f"role {name} starts as generation {role.generation}"))
+            fresh = [f"{name}:{rank}" for each, rank, _ in self.fresh if each == name]
+            if old == role.phase == "reforming" and fresh:
+                text = f"{', '.join(sorted(fresh))} joins generation {role.generation} of role {name}"
+                due.add(("restart", text))
         return due
 
     def check_starts(self) -> None:
         """Who is to have a process now and had none is ordered, once, where its place is."""
-        fresh = {who for who in ordered(self.after) if who not in ordered(self.before)}
         members: Counter[Who] = Counter()
         for node, order in self.orders:
             if isinstance(order, StartRole):
-                assert order == self.start(node, order.role, fresh)
+                assert order == self.start(node, order.role)
                 members.update((order.role, m.rank, m.incarnation) for m in order.members)
-        assert members == Counter(fresh)
-        for name, rank, _ in fresh:
+        assert members == Counter(self.fresh)
+        for name, rank, _ in self.fresh:
             worker, place = self.after.roles[name].workers[rank], self.after.placement.of_role(name)[rank]
             assert (worker.phase, worker.node, worker.own) == (WorkerPhase.STARTING, place.node, place.own)
             assert worker.generation == self.after.roles[name].opened
 
-    def start(self, node: str, name: str, fresh: set[Who]) -> StartRole:
+    def start(self, node: str, name: str) -> StartRole:
         """The order for `node`."""
         role, places = self.after.roles[name], self.after.placement.of_role(name)
         nodes = list(dict.fromkeys(place.node for place in places))
@@ -128,7 +132,7 @@ class Step:
         members = [
             Member(p.rank, p.local_rank, role.workers[p.rank].incarnation, p.devices, p.cpus, p.share)
             for p in here
-            if (name, p.rank, role.workers[p.rank].incarnation) in fresh
+            if (name, p.rank, role.workers[p.rank].incarnation) in self.fresh
         ]
         return StartRole(
             role=name,

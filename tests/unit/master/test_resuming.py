@@ -11,12 +11,24 @@ from tests.unit.master.documents import written
 from tests.unit.master.job import KILL, TERM, Job
 from tests.unit.master.takeover import TWO, end, join, kinds, rejoin, starts, take_over
 from unirun.errors import IllegalTransition, Refused
-from unirun.master import JobPhase, WorkerPhase
+from unirun.failover import Exit
+from unirun.master import JobPhase, WorkerPhase, WorkerState
 from unirun.master.context import restore
+from unirun.master.ending import shutdown_order
 from unirun.master.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.master.resuming import REJOIN_TIMEOUT, resume
-from unirun.wire.messages import ExitKept, OpenStore, StartRole, Stop, StopWorkers, View, WorkerOutput
-from unirun.wire.reports import Ending, HeldStore, Join, WorkerError
+from unirun.master.state import Verdict
+from unirun.wire.messages import (
+    ExitKept,
+    OpenStore,
+    Shutdown,
+    StartRole,
+    Stop,
+    StopWorkers,
+    View,
+    WorkerOutput,
+)
+from unirun.wire.reports import CallCount, Ending, Held, HeldStore, Join, Span, WorkerCalls, WorkerError
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -108,6 +120,48 @@ class TestOfANodeThatHasEverything:
         job = Job({"actor": 2}).running()
         first = rejoin(job).state
         assert rejoin(job).state == first
+
+
+class TestAWorkerThatAnAgentHolds:
+    @pytest.mark.parametrize(
+        ("held", "phase"),
+        [
+            (Held("actor", 0, 1), WorkerPhase.STARTING),
+            (Held("actor", 0, 1, 7), WorkerPhase.ALIVE),
+            (Held("actor", 0, 1, 7, running=True, generation=1), WorkerPhase.RUNNING),
+            (Held("actor", 0, 1, 7, True, 1, {"socket": "a"}, recoverable=True), WorkerPhase.SERVING),
+            (Held("actor", 0, 1, 7, True, 9, {}), WorkerPhase.SERVING),
+        ],
+    )
+    def test_stands_as_it_says(self, held: Held, phase: WorkerPhase) -> None:
+        """Another node is away, so nothing follows yet."""
+        job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
+        job.exits("actor", 0, by=KILL)
+        before = job.state.roles["actor"].workers[0]
+        take_over(job)
+        job.on(replace(job.join("n0"), workers=(held,)))
+        assert job.state.roles["actor"].workers[0] == replace(
+            before,
+            phase=phase,
+            pid=held.pid,
+            generation=1,
+            addresses=held.addresses or {},
+            recoverable=held.recoverable if held.addresses is not None else None,
+        )
+
+    @pytest.mark.parametrize("incarnation", [0, 1])
+    def test_stands_as_before_when_it_does_not(self, incarnation: int) -> None:
+        """The order to start it was lost."""
+        job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
+        told = (CallCount("actor", "sum", 2, 10, 10, 0.5, (Span(1, 1),)),)
+        for _ in range(incarnation):
+            job.on(WorkerCalls("actor", 0, 0, told)).exits("actor", 0, by=KILL)
+        before = job.state.roles["actor"].workers[0]
+        assert before.called == (told if incarnation else ())
+        job.state, _ = resume(job.state, job.now)
+        job.on(job.join("n0"))
+        ended = WorkerState(0, "n0", 0, WorkerPhase.EXITED, exit=Exit(signal=TERM), called=told)
+        assert job.state.roles["actor"].workers[0] == (ended if incarnation else WorkerState(0, "n0"))
 
 
 class TestAnOrderThatWasLost:
@@ -245,6 +299,12 @@ class TestAnEndThatNoMasterHasHeardOf:
 
 class TestAnEndOfTheJobThatCouldNotBeWritten:
     """The store was away. The agent was told, and tells it."""
+
+    def test_is_told_as_it_was_decided(self) -> None:
+        job = Job({"actor": 1}).running()
+        verdict = Verdict(JobPhase.FAILED, 7, "no restarts", by_failure=True)
+        told = Shutdown(30.0, Ending("failed", 7, "no restarts", by_failure=True))
+        assert shutdown_order(job.state, verdict) == told
 
     def test_is_the_end_of_the_job(self) -> None:
         job = Job({"actor": 2}).running()

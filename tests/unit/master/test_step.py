@@ -78,6 +78,7 @@ class TestLaunching:
     def test_tells_when_torch_is_imported(self) -> None:
         job = Job({"actor": 1}).on(SpawnerReady("n0", 1.25))
         assert job.told(Notice) == [Notice("n0", "spawner ready in 1.2 s")]
+        assert job.records == "spawner: n0: torch is imported after 1.25 s"
 
 
 class TestARoleComesUp:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.master.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET
+from unirun.failover import Exit, Failure
 from unirun.master import JobPhase, RolePhase
 from unirun.master.events import (
     AgentLost,
@@ -110,7 +111,28 @@ class TestAFailure:
         assert "other failures (1):" in lines
         assert "root cause: actor:1 on n0: exit code 1 (the first of 2 failures)" in lines
         assert lines[-2:] == ["  ValueError: nan", "  log: /logs/actor/1/0/stderr.log"]
+        assert job.finish.verdict.error_file == "/logs/actor/1/0/error.json"
         assert job.finish.verdict.code == 1
+
+    @pytest.mark.parametrize("error", [None, WorkerError("ValueError: nan", "Traceback", 55.0)])
+    def test_is_remembered_with_all_that_was_told(self, error: WorkerError | None) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 3}).running().exits("actor", 0, 1).obey().all_run("actor")
+        job.on(WorkerExited("actor", 1, 1, 60.0, None, KILL, "own", None, error, "a note", "the end"))
+        assert job.state.failures[-1] == Failure(
+            role="actor",
+            rank=1,
+            incarnation=1,
+            generation=1,
+            node="n0",
+            time=55.0 if error else 60.0,
+            exit=Exit(signal=KILL),
+            message="ValueError: nan" if error else "",
+            traceback="Traceback" if error else "",
+            note="a note",
+            tail="the end",
+            log="/logs/actor/1/1",
+            decision="actor:1 ended with killed by SIGKILL; restart 2 of 3 of role actor",
+        )
 
     def test_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:
         job = Job({"actor": 2}).running()

@@ -81,3 +81,30 @@ def test_a_stop_with_a_signal_that_does_not_exist_is_refused(signum: int) -> Non
     job = Job({"actor": 1}).running()
     with pytest.raises(Refused, match="no signal"):
         job.on(Stop(signum, "unirun stop"))
+
+
+@pytest.mark.parametrize(
+    ("code", "by", "error", "fails"),
+    [
+        (None, TERM, False, False),
+        (None, TERM, True, False),
+        (1, None, False, False),
+        (1, None, True, True),
+        (128 + TERM, None, True, False),
+        (None, KILL, True, True),
+        (0, None, True, False),
+    ],
+)
+def test_who_was_told_to_end_fails_only_with_an_error_that_is_not_of_the_signal(
+    code: int | None, by: int | None, error: bool, fails: bool
+) -> None:
+    job = Job({"actor": 1}).running().on(Stop(TERM, "enough"))
+    job.exits("actor", 0, code, by, asked=TERM, error=WorkerError("x", "", 1.0) if error else None)
+    assert bool(job.state.failures) is fails
+    assert job.phases() == {"actor": "failed" if fails else "stopped"}
+    assert job.end == (143, "enough")
+
+
+def test_who_was_not_told_fails_by_any_signal() -> None:
+    job = Job({"actor": 2}).running().on(Stop(TERM, "enough")).exits("actor", 0, by=TERM)
+    assert [each.rank for each in job.state.failures] == [0]

@@ -14,6 +14,7 @@ from tests.unit.master.job import TERM, Job
 from unirun.errors import Fenced, StoreAway, WireError
 from unirun.master import writing
 from unirun.master.aborting import abort_step, begin_abort
+from unirun.master.crashes import STORY
 from unirun.master.events import Command, Event
 from unirun.master.shell import Core
 from unirun.master.state import JobPhase, JobState, Verdict
@@ -346,6 +347,8 @@ class TestAnErrorOfItsOwn:
 
         async def play() -> None:
             watcher, agent = await court.greet(Attach()), await court.agent()
+            for number in range(20):
+                agent.send(WorkerMetrics("actor", 0, 0, {}, float(number)))
             agent.send(Notice("actor:0", "hm"))
             agent.send(ended(0))
             told = await all_of(watcher)
@@ -360,7 +363,8 @@ class TestAnErrorOfItsOwn:
         assert (crash.epoch, crash.cause[:12]) == (1, "KeyError in ")
         assert 0 <= crash.lasted < 60
         assert crash.story[-1] == "Notice(source='actor:0', text='hm')"
-        assert crash.story[0].startswith("Join(node='n0'")
+        assert len(crash.story) == STORY
+        assert crash.story[-2] == repr(WorkerMetrics("actor", 0, 0, {}, 19.0))
         assert leader_of(court.store, SEAT) is not None, "the term is the next master's to end"
         (text,) = court.events("master")
         assert text.startswith("an error in the master of term 1: KeyError in ")
@@ -375,6 +379,22 @@ class TestAnErrorOfItsOwn:
 
         (crash,) = court.run(play)
         assert crash.cause.startswith("ZeroDivisionError in ")
+
+    def test_that_cannot_be_kept_is_said(self, court: Court, capsys: pytest.CaptureFixture[str]) -> None:
+        def away(_: object) -> None:
+            raise StoreAway("it is away")
+
+        court.record_crash = away
+
+        async def play() -> None:
+            agent = await court.agent()
+            agent.send(WorkerRunning("nobody", 0, 0, 0))
+            await all_of(agent)
+
+        assert court.run(play) == []
+        told = capsys.readouterr().err
+        assert "unirun-master: an error in the master of term 1: IllegalTransition in " in told
+        assert "unirun-master: the error is not in the store: it is away" in told
 
     def test_is_none_when_another_leads(self, court: Court) -> None:
         async def play() -> None:

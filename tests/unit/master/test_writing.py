@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import sys
 import threading
 import warnings
@@ -22,6 +23,7 @@ from unirun.master.state import JobState, Verdict
 from unirun.master.writing import Writer
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.wire.messages import Stop
+from unirun.wire.reports import WorkerStarted
 
 PATIENCE = 20.0
 SEAT = "jobs/job-1/"
@@ -147,6 +149,24 @@ def test_a_master_that_finds_the_job_ended_has_nothing_to_do(desk: Desk) -> None
         gc.collect()
     assert [str(each.message) for each in found] == []
     assert leader_of(desk.store, SEAT) is None
+
+
+def test_news_that_can_wait_is_written_without_what_is_there(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "NOTE_DELAY", 0.01)
+
+    async def go() -> None:
+        async with desk.writer.working(desk.over):
+            for pid in (7, 8):
+                desk.store.written.clear()
+                desk.steps("news", desk.job.on(WorkerStarted("n0", "actor", 0, 0, pid)).state)
+                await desk.until(lambda: desk.store.written != [])
+                ((puts, _),) = desk.store.written
+                assert "jobs/job-1/context/seen/0" in puts
+                assert "jobs/job-1/context/spec/0" not in puts
+
+    run(go())
 
 
 def test_it_leads_until_all_is_said(desk: Desk) -> None:
@@ -372,16 +392,20 @@ class TestAMasterThatIsDeposed:
     def test_is_not_one_that_cannot_write_the_end_which_goes_on_unwritten(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        tried: list[object] = []
-        monkeypatch.setattr(desk.keeper, "note", lambda *states: tried.append(states) or 1 / 0)
+        said = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", said)
+        monkeypatch.setattr(desk.keeper, "note", lambda *_: 1 / 0)
         desk.writer.unwritten = True
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
                 one, two = desk.decides("one"), desk.decides("two")
                 assert desk.done == [one, two]
-                await desk.until(lambda: tried != [])
+                await desk.until(lambda: "ZeroDivisionError" in said.getvalue())
+                await asyncio.sleep(0)
+                assert desk.done == [one, two, desk.decides("three")]
 
         run(go())
         assert not desk.over.is_set()
+        assert not desk.writer.deposed
         assert desk.writer.error is None
