@@ -354,7 +354,9 @@ class TestTheServingThread:
                 """Waits in a thread of a pool."""
                 entered.release()
                 gate.wait(SOON)
+                left.append(True)
 
+        left: list[bool] = []
         crowd = Crowd()
         dispatcher = Dispatcher(crowd, ME, invocations(crowd))
         serving = threading.Thread(target=dispatcher.serve)
@@ -367,6 +369,7 @@ class TestTheServingThread:
         dispatcher.stop()
         serving.join(SOON)
         dispatcher.close()
+        assert not left, "what runs is not waited for"
         gate.set()
         assert not entered.acquire(timeout=0.1), "one that waited has begun"
 

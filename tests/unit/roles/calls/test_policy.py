@@ -248,3 +248,9 @@ class TestWhatCanBeCalled:
                 """Works."""
 
         assert set(invocations(Desk())) == {"work"}
+
+
+@pytest.mark.parametrize("name", ["pre_func", "post_func"])
+def test_what_is_no_function_is_told_what_to_give(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"@trainer_invocation: {name}=.*; give a function$"):
+        options_of(**{name: "f"})

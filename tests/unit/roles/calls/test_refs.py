@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from unirun.errors import EncodingError, InvocationTimeout, RemoteTraceback, UsageError, WorkerLost
+from unirun.errors import CallError, EncodingError, InvocationTimeout, RemoteTraceback, UsageError, WorkerLost
 from unirun.roles import InvocationRef, wait
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK
@@ -161,6 +161,18 @@ class TestErrors:
         with pytest.raises(ValueError, match="first"):
             ref.result()
 
+    def test_the_root_cause_comes_before_what_follows_from_it(self) -> None:
+        disturbed = failure(RuntimeError("connection closed by peer"), INTERRUPTED)
+        lost = WorkerLost("actor:1 was lost", worker="actor:1")
+        for outcomes, cause in (
+            ((disturbed, failure(ValueError("own"))), "own"),
+            ((disturbed, CallError("not sent")), "not sent"),
+            ((CallError("not sent"), lost), "was lost"),
+            ((failure(ValueError("own")), lost, disturbed), "was lost"),
+        ):
+            with pytest.raises(Exception, match=cause):
+                finished(*outcomes).result()
+
 
 class TestTimeouts:
     def test_the_deadline_says_who_is_missing_and_has_the_rest(self) -> None:
@@ -169,7 +181,8 @@ class TestTimeouts:
         ref.settle(2, failure(ValueError("bad")))
         ref.expire(2.5)
         with pytest.raises(
-            InvocationTimeout, match="update was not answered within its deadline of 2.5 s"
+            InvocationTimeout,
+            match="update was not answered within its deadline of 2.5 s by actor:0, actor:3; give",
         ) as caught:
             ref.result()
         assert caught.value.missing == ("actor:0", "actor:3")

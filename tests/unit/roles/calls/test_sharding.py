@@ -154,6 +154,7 @@ class TestMarks:
             ({"a": [1, 2], "b": [1]}, r"the values of the mapping have lengths \[1, 2\]"),
             ({}, r"have lengths \[\]"),
             ({"a": 5}, "cannot split int"),
+            ({"a": deque([1, 2])}, "argument 0: unirun.shard cannot slice deque"),
         ],
     )
     def test_what_cannot_be_split_is_told_with_its_place(self, value: Any, words: str) -> None:
