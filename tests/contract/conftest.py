@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def theatre(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A transport with a caller in this process."""
     folder: Path = tmp_path_factory.mktemp("stage")
     stage = Stage(request.param, folder / "calls")
@@ -29,6 +29,14 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def troupe(stage: Stage) -> Cast:
+def troupe(theatre: Stage) -> Cast:
     """Three workers for tests that leave them as they were."""
-    return stage.role(3)
+    return theatre.role(3)
+
+
+@pytest.fixture
+def stage(theatre: Stage) -> Iterator[Stage]:
+    """The same, whose workers end with the test."""
+    there = theatre.players
+    yield theatre
+    theatre.end_players(there)

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -345,12 +345,12 @@ class Stage:
         self.caller = Caller(
             self.me, self.board, self.transport, call_timeout=2 * SOON, tell=self.told.append
         )
-        self._players: list[Player] = []
+        self.players: tuple[Player, ...] = ()
 
     def player(self, main: Callable[..., None], me: Address, *arguments: Any) -> Player:
         """Start a worker or a trainer."""
         player = Player(self.kind, main, me, self._folder, self.token, *arguments)
-        self._players.append(player)
+        self.players += (player,)
         return player
 
     def role(self, size: int) -> Cast:
@@ -374,11 +374,17 @@ class Stage:
         counts = self.told[-1].counts if self.told else ()
         return {(each.method, each.asynchronous): each for each in counts if each.role == cast.role}
 
+    def end_players(self, but: Collection[Player] = ()) -> None:
+        """End all workers and trainers but these."""
+        for player in self.players:
+            if player not in but:
+                player.kill()
+        self.players = tuple(but)
+
     def close(self) -> None:
         """Everybody leaves."""
         self.caller.close()
-        for player in self._players:
-            player.kill()
+        self.end_players()
         self.transport.close()
 
 
