@@ -40,7 +40,7 @@ soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
 
 # What `make test` does a few times, often: 500 pairs of kills, and how long it takes until all ranks are up again; fifty
-# deaths of the master; one before and after each of its writes. Ten to twenty minutes.
+# deaths of the master; one before and after each of its writes. About ten minutes.
 PAIRS ?= 50
 chaos: $(VENV)/.dev
 	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q tests/chaos \

@@ -17,7 +17,7 @@ GAP = 0.2
 """Seconds between the two kills of a pair, at most."""
 
 LATE = 2.0
-"""Seconds after which the state of the job is printed."""
+"""Seconds after a pair after which the state of the job is printed."""
 
 # torch looks up the name of each address that it connects to. A resolver that loses a packet asks again after five
 # seconds, which says nothing about unirun.
@@ -101,7 +101,7 @@ def _await(job: Running, up: Callable[[], Pids | None], dead: frozenset[int], wh
         if pids is not None and dead.isdisjoint(pids.values()):
             return pids
         assert job.popen.poll() is None, f"the job has ended {what}:\n{job.text[-3000:]}"
-        if time.monotonic() > began + LATE and not shown:
+        if dead and time.monotonic() > began + LATE and not shown:
             shown = True
             print(f"late {what}: {_state(job)}")
         time.sleep(0.005)
