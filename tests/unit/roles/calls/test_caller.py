@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.directory import Place
+from unirun.roles.calls.envelope import decode_request
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.transport.protocol import Address, Channel
+from unirun.roles.transport.protocol import Address, Channel, Parcel
 
+SOON = 10.0
 OLD, NEW = Address("actor", 0, 0), Address("actor", 0, 1)
 
 
@@ -144,3 +147,71 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
             caller.invoke(method, (), {}).result(10.0)
     finally:
         caller.close()
+
+
+class Ordered:
+    """Two ranks that serve. The thread called `first` is held up between its two looks."""
+
+    def __init__(self) -> None:
+        self.between, self.go_on = threading.Event(), threading.Event()
+
+    def size(self, role: str) -> int:
+        """Two ranks."""
+        return 2
+
+    def find(self, role: str, rank: int) -> Place:
+        """Where it serves."""
+        if rank == 1 and threading.current_thread().name == "first" and not self.between.is_set():
+            self.between.set()
+            assert self.go_on.wait(SOON)
+        return Place(Address(role, rank, 0), "here")
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """It does not change."""
+
+
+class Noting:
+    """A transport that notes which method each worker is sent."""
+
+    name = "noting"
+
+    def __init__(self) -> None:
+        self.sent: dict[int, list[bytes]] = {0: [], 1: []}
+
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Any:
+        notes = self.sent[peer.rank]
+
+        class Noted:
+            def call(self, parcel: Parcel, done: object, patience: float | None = None) -> None:
+                notes.append(decode_request(parcel.head).method.encode())
+
+            def close(self) -> None:
+                """Nothing to close."""
+
+        return Noted()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+def test_group_calls_of_two_threads_come_in_one_order_to_all_workers() -> None:
+    directory, transport = Ordered(), Noting()
+    caller = Caller(Address("trainer", 0, 0), directory, transport, call_timeout=60.0)
+
+    def call(method: str) -> None:
+        caller.invoke(caller.method("actor", method, Invocation(blocking=False)), (), {})
+
+    first = threading.Thread(target=call, args=("one",), name="first")
+    second = threading.Thread(target=call, args=("two",))
+    try:
+        first.start()
+        assert directory.between.wait(SOON)
+        second.start()
+        second.join(0.2)
+        directory.go_on.set()
+        first.join(SOON)
+        second.join(SOON)
+    finally:
+        directory.go_on.set()
+        caller.close()
+    assert transport.sent == {0: [b"one", b"two"], 1: [b"one", b"two"]}
