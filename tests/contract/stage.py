@@ -115,7 +115,7 @@ class Voice:
 
 
 class Generations:
-    """The generations of a role's process group, which forms at once wherever it is told to."""
+    """The process group of a role without ranks to meet: a generation is formed as soon as it is ordered."""
 
     def __init__(self, generation: int, say: Callable[[Any], None]) -> None:
         self.generation, self._say = generation, say
