@@ -32,7 +32,7 @@ DRAWN_SIDEWAYS = {("observe", "rendezvous")}
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(
     {
-        *(f"unirun.launcher.{name}" for name in ("spawner", "worker", "store")),
+        *(f"unirun.launcher.{name}" for name in ("preloaded", "renewal", "store")),
         *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler", "roundstore")),
     }
 )

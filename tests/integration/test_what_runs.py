@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from unirun.launcher.process import BOOT
+
 from .harness import ENVIRON, EXEC, Script, Unirun
 
 
@@ -16,7 +18,7 @@ class TestWhatRuns:
         result = unirun("--start-method", method, "--roles", "actor=2", ENVIRON, "--reduce")
         assert (result.code, [row["sum"] for row in result.rows]) == (0, [3, 3]), result.err
         assert not any(row["preloaded"] for row in result.rows)
-        assert all("unirun.launcher.worker" in row["cmdline"] for row in result.rows)
+        assert all(BOOT in row["cmdline"] for row in result.rows)
 
     def test_a_module_runs_like_python_m(self, unirun: Unirun, script: Script) -> None:
         script("", "pkg/__init__.py")

@@ -22,6 +22,7 @@ from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
 from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import (
+    BOOT,
     adopt_orphans,
     kill_children,
     kill_group,
@@ -230,16 +231,13 @@ class Agent:
 
     def _start_spawner(self, key: SpawnerKey) -> None:
         ours, theirs = socket.socketpair()
-        modules: tuple[str, ...] = ()
-        env = {name: value for name, value in self._inherited.items() if not spawner_key({name: value})}
+        env = dict(self._inherited)
         if key != FRESH:
-            env.update(key)
-            modules = self._orders.modules
-        else:
-            env = dict(self._inherited)
-        handles = [theirs.fileno(), *(endpoint.socket.fileno() for endpoint in self._endpoints.values())]
-        about = map(str, (theirs.fileno(), os.getpid(), self._descriptors))
-        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", *about, *modules]
+            env = {name: value for name, value in env.items() if not spawner_key({name: value})} | dict(key)
+        listeners = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
+        about = map(str, (theirs.fileno(), os.getpid(), self._descriptors, ",".join(map(str, listeners))))
+        command = [sys.executable, "-u", BOOT, "spawner", *about, *self._orders.modules(key)]
+        handles = [theirs.fileno(), *listeners]
         popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
         self._popens.add(popen)
         theirs.close()

@@ -7,11 +7,15 @@ import resource
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from unirun.launcher import worker
-from unirun.launcher.process import set_title
+from unirun.launcher.environment import INTERPRETER
+from unirun.launcher.preloaded import PreloadedModules
+from unirun.launcher.process import BOOT, set_command_line, set_title
+from unirun.launcher.renewal import renew, renew_torch
 from unirun.rendezvous.logdir import open_log
 from unirun.reporting import report
 from unirun.wire.spawning import Spawn
@@ -61,6 +65,7 @@ class WorkerTask:
     request: Spawn
     logs: Logs
     descriptors: int
+    modules: PreloadedModules
 
     def run(self) -> None:
         """Set the process up, then run the code. Never returns to the spawner's frames."""
@@ -72,9 +77,12 @@ class WorkerTask:
         if request.kind == "program":
             _execute([request.target, *request.args], request)
         if request.fresh:
-            command = [sys.executable, "-u", "-P", "-m", "unirun.launcher.worker"]
+            command = [request.env.get(INTERPRETER, sys.executable), "-u", BOOT, "worker"]
             _execute([*command, request.kind, request.target, *request.args], request)
-        worker.run_forked(request)
+        set_command_line(" ".join(["unirun", request.title, request.target, *request.args]))
+        renew()
+        self.modules.in_fork(partial(renew_torch, request.env))
+        worker.run(request.kind, request.target, request.args)
 
 
 @dataclass(frozen=True)
@@ -87,20 +95,10 @@ class StoreTask:
 
     def run(self) -> None:
         """Serve; the spawner kills this process when the next generation gets its store."""
-        _close_all_but(self.handle)
         set_title(f"store:{self.role}")
         from unirun.launcher.store import serve
 
         serve(self.handle, self.generation)
-
-
-def _close_all_but(*kept: int) -> None:
-    """Only the three standard streams and `kept` go on; everything else belongs to the spawner."""
-    start = 3
-    for handle in kept:
-        os.closerange(start, handle)
-        start = handle + 1
-    os.closerange(start, 1 << 16)
 
 
 def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
@@ -111,7 +109,7 @@ def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (logs.stdout, 1), (logs.stderr, 2)):
         os.dup2(source, target)
-    _close_all_but()
+        os.close(source)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.chdir(request.cwd)
     os.environ.clear()

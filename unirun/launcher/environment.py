@@ -25,6 +25,9 @@ _AT_IMPORT = (
 _READ_LATER = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_GLOO_")
 """Of those, the ones that are read when a group is formed, or again by the worker's bootstrap."""
 
+INTERPRETER = "PYTHON_EXEC"
+"""torchrun's variable: the interpreter, or a program around it, that workers are started with."""
+
 SpawnerKey = tuple[tuple[str, str], ...]
 """The variables that count only when libraries are loaded: workers that differ in them need other spawners."""
 
@@ -34,10 +37,11 @@ FRESH: SpawnerKey = (("", "fresh"),)
 
 def spawner_key(env: Mapping[str, str]) -> SpawnerKey:
     """The part of `env` that is read once, when Python, libgomp, MKL, the allocator, numpy or torch is loaded."""
-    return tuple(sorted((name, value) for name, value in env.items() if _at_import(name)))
+    return tuple(sorted((name, value) for name, value in env.items() if counts_at_import(name)))
 
 
-def _at_import(name: str) -> bool:
+def counts_at_import(name: str) -> bool:
+    """Whether a variable is read once, when something is loaded."""
     early = name.startswith(_AT_IMPORT) or name.endswith("_ALLOC_CONF")
     return early and not name.startswith(_READ_LATER)
 
@@ -75,6 +79,11 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     env.update(spec.env)
     env.update(spec.role(role).env)
     return env
+
+
+def is_fresh(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> bool:
+    """Whether workers of `role` are new interpreters: as the job says, or as torchrun's variable names another one."""
+    return spec.role(role).start_method == "exec" or INTERPRETER in base_env(spec, role, inherited)
 
 
 def threads_of(role: RoleSpec) -> int:
@@ -152,7 +161,7 @@ def spawn_request(
         kind=role.entry.kind,
         target=role.entry.target,
         args=tuple(arg.replace("${local_rank}", str(member.local_rank)) for arg in role.entry.args),
-        fresh=role.start_method == "exec",
+        fresh=is_fresh(spec, order.role, inherited),
         env=worker_env(spec, order, member, job, node, inherited),
         cwd=role.cwd or cwd,
         logs=str(job.logs),

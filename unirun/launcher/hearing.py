@@ -40,6 +40,9 @@ from unirun.wire.reports import (
 )
 from unirun.wire.spawning import Kill
 
+ENDING = 5.0
+"""Seconds that a process may take to end after its link has. An interpreter closes it before it takes torch apart."""
+
 MAX_STACK = 4096
 """Characters of a stack that are told."""
 
@@ -151,7 +154,7 @@ def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[
     worker = state.workers.get(event.id)
     if worker is None or worker.sent is not None:
         return state, []
-    return state, [After(0.5, StillWithoutLink(event.id))]
+    return state, [After(ENDING, StillWithoutLink(event.id))]
 
 
 def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:

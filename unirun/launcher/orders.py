@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unirun.launcher.environment import FRESH, SpawnerKey, base_env, spawn_request, spawner_key
+from unirun.launcher.environment import (
+    FRESH,
+    SpawnerKey,
+    base_env,
+    is_fresh,
+    spawn_request,
+    spawner_key,
+)
 from unirun.launcher.events import Launch, Store, Worker
 from unirun.launcher.timers import ENABLE
 from unirun.rendezvous import JobDir
@@ -47,11 +54,13 @@ class Orders:
         roles = (base_env(self._spec, role.name, self._inherited) for role in self._spec.roles)
         return any(env.get(ENABLE) == "1" for env in roles)
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """What a spawner imports before it forks."""
-        calls = any(role.entry.kind in CALLS for role in self._spec.roles)
-        return (*PRELOAD, *(PRELOAD_CALLS if calls else ()), *self._spec.preload)
+    def modules(self, key: SpawnerKey) -> tuple[str, ...]:
+        """What a spawner imports before it forks: what its workers want, and for stores alone only torch."""
+        if key == FRESH:
+            return ()
+        roles = [role for role in self._spec.roles if self._key(role.name) == key]
+        calls = PRELOAD_CALLS if any(role.entry.kind in CALLS for role in roles) else ()
+        return (*PRELOAD, *calls, *(self._spec.preload if roles else ()))
 
     def launch(self, order: StartRole) -> Launch:
         """The workers that are to be started, each with a number of its own."""
@@ -79,13 +88,13 @@ class Orders:
         return Store(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
 
     def _key(self, role: str) -> SpawnerKey:
-        if self._spec.role(role).start_method == "exec":
+        if is_fresh(self._spec, role, self._inherited):
             return FRESH
         return spawner_key(base_env(self._spec, role, self._inherited))
 
     def _store_key(self, role: str) -> SpawnerKey:
         """The spawner that serves the store of `role`: its own, or, when that has no torch, another's."""
-        forking = [each.name for each in self._spec.roles if each.start_method == "fork"]
+        forking = [r.name for r in self._spec.roles if not is_fresh(self._spec, r.name, self._inherited)]
         if forking:
             return self._key(role if role in forking else forking[0])
         return spawner_key(self._inherited)

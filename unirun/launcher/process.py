@@ -18,6 +18,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _TITLE_LENGTH = 15
 
+BOOT = str(Path(__file__).with_name("boot.py"))
+"""The file with which spawners and fresh workers are started."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,6 +45,17 @@ def outlive_parent() -> None:
 def set_title(title: str) -> None:
     """Name this process for ps and top; the kernel keeps 15 bytes."""
     _prctl(_PR_SET_NAME, title.encode()[:_TITLE_LENGTH] + b"\0")
+
+
+def set_command_line(text: str) -> None:
+    """Show `text` as this process's command line, as far as there is room in what it was started with."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        begin, end = int(stat[45]), int(stat[46])
+        room = end - begin
+        data = text.encode(errors="replace")[: room - 2]
+        # A last byte that is not 0 tells the kernel that there is one text, which ends at the first 0.
+        ctypes.memmove(begin, data + bytes(room - len(data) - 1) + b"\x01", room)
 
 
 def title_of(pid: int) -> str:

@@ -1,7 +1,8 @@
 """The spawner: imports once, never computes, forks workers, and reports how they end.
 
-Run as ``python -P -m unirun.launcher.spawner FD AGENT DESCRIPTORS [MODULE…]``: FD is one end of a socket pair to the
-agent, whose pid is AGENT; DESCRIPTORS is the limit that workers get. The modules are imported before the first fork.
+Run by `boot` with ``FD AGENT DESCRIPTORS LISTENERS [MODULE…]``: FD is one end of a socket pair to the agent, whose pid
+is AGENT; DESCRIPTORS is the limit that workers get; LISTENERS, with commas, are the sockets on which it may have to
+serve stores. The modules are imported before the first fork.
 One thread, no polling: it sleeps until the agent speaks or a child ends. When the agent is gone it kills everything
 that it started, and ends.
 """
@@ -9,18 +10,17 @@ that it started, and ends.
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
 import os
 import selectors
 import signal
 import socket
-import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from unirun.errors import ConnectionLost, WireError
 from unirun.launcher import child
+from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import (
     adopt_orphans,
     children,
@@ -81,8 +81,11 @@ _OWNER = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION")
 class Spawner:
     """Serves one agent. In a forked child `serve` returns what the child shall become."""
 
-    def __init__(self, stream: BlockingStream, descriptors: int) -> None:
+    def __init__(
+        self, stream: BlockingStream, descriptors: int, listeners: Sequence[int], modules: PreloadedModules
+    ) -> None:
         self._stream, self._descriptors = stream, descriptors
+        self._listeners, self._modules = listeners, modules
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._stores: dict[str, _Store] = {}
@@ -126,6 +129,9 @@ class Spawner:
         return None
 
     def _spawn(self, request: Spawn) -> child.Task | None:
+        if self._modules.threads:
+            # A fork would not have them, and what waits for them would wait for ever.
+            request = replace(request, fresh=True)
         try:
             logs = child.open_logs(request)
         except OSError as error:
@@ -140,7 +146,7 @@ class Spawner:
             )
             return None
         if pid == 0:
-            return child.WorkerTask(request, logs, self._descriptors)
+            return child.WorkerTask(request, logs, self._descriptors, self._modules)
         logs.close()
         handle = os.pidfd_open(pid)
         owner = tuple(request.env.get(name, "") for name in _OWNER)
@@ -150,7 +156,8 @@ class Spawner:
         self._stream.send(Forked(request.id, pid))
         return None
 
-    def _fork(self) -> int:
+    def _fork(self, keep: int | None = None) -> int:
+        """Fork; the child has no descriptor of the spawner's but `keep`. Raises OSError."""
         parent = os.getpid()
         # What is sent to the child before it can receive it waits; `child` lets it in.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, child.HELD_SIGNALS)
@@ -166,16 +173,21 @@ class Spawner:
                 # A new session, hence a new process group, made before anything can go wrong.
                 os.setsid()
                 die_with_parent(parent)
-                self._forget()
+                self._forget(keep)
             except OSError:
                 # The spawner's own handling of errors must not run in a second process.
                 os._exit(child.SETUP_FAILED)
         return pid
 
-    def _forget(self) -> None:
-        """In a child: what closes itself must do so now; `child` closes the descriptors that are left."""
+    def _forget(self, keep: int | None) -> None:
+        """In a child: close what is the spawner's. What modules have open stays open, as objects refer to it."""
         self._selector.close()
         self._stream.close()
+        workers = (worker.handle for worker in self._children.values())
+        stores = (store.handle for store in self._stores.values())
+        for handle in (*workers, *stores, *self._listeners):
+            if handle != keep:
+                os.close(handle)
 
     def _open_store(self, request: ServeStore) -> child.Task | None:
         """A store lives in a process of its own, so a new generation cannot see a key of an old one."""
@@ -184,7 +196,7 @@ class Spawner:
             os.kill(self._stores[role].pid, signal.SIGKILL)
             self._close_store(self._stores[role])
         try:
-            pid = self._fork()
+            pid = self._fork(keep=request.fd)
         except OSError as error:
             reason = f"no process can be forked: {error.strerror}"
             self._stream.send(StoreEnded(role, generation, time.time(), reason))
@@ -254,8 +266,10 @@ class Spawner:
 
 def main(argv: list[str]) -> None:
     """Import, serve, and in a child become what was asked for."""
+    # First of all, as what it does at the end of a child has to come last.
+    modules = PreloadedModules()
     # The agent tells its pid: it may have died before this process could have asked for its parent's.
-    handle, agent, descriptors, modules = int(argv[0]), int(argv[1]), int(argv[2]), argv[3:]
+    handle, agent, descriptors = map(int, argv[:3])
     # Until the first worker exists nothing has to be cleaned up, so dying with the agent is enough.
     die_with_parent(agent)
     set_title("unirun-spawner")
@@ -265,18 +279,21 @@ def main(argv: list[str]) -> None:
         signal.signal(signum, signal.SIG_IGN)
     stream = BlockingStream(socket.socket(fileno=handle))
     began = time.monotonic()
-    for name in modules:
+    for name in argv[4:]:
         try:
-            importlib.import_module(name)
+            modules.load(name)
         except Exception as error:
             stream.send(SpawnFailed(0, time.time(), f"cannot import {name}: {type(error).__name__}: {error}"))
             raise
-    gc.collect()
-    gc.freeze()
+    modules.freeze()
     outlive_parent()
-    spawner = Spawner(stream, descriptors)
+    spawner = Spawner(stream, descriptors, [int(each) for each in argv[3].split(",") if each], modules)
     try:
         stream.send(Preloaded(time.monotonic() - began))
+        for name, count in modules.threads.items():
+            threads = f"{count} thread{'s' * (count != 1)}"
+            text = f"{name} has started {threads}, which a fork would lack: workers are new interpreters"
+            stream.send(Notice("spawner", text))
         task = spawner.serve()
     except ConnectionLost:
         task = None
@@ -287,9 +304,5 @@ def main(argv: list[str]) -> None:
         flush()
         os._exit(0)
     # Nothing of the spawner is left on the stack: the child ends as any Python process does.
-    del spawner, stream
+    del spawner, stream, modules
     task.run()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

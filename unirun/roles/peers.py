@@ -18,7 +18,7 @@ from typing import Any
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
 from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.link import open_link
+from unirun.wire.link import open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
 
 WELCOME_TIMEOUT = 30.0
@@ -56,7 +56,7 @@ class Peers:
         self.config: Mapping[str, Any] = welcome.config if welcome else {}
         self.linked = welcome is not None
         self.generation = roles[role].generation
-        self._link = link
+        self._link, self._pid = link, os.getpid()
         self._roles = dict(roles)
         self._views = {view.name: view for view in welcome.view.roles} if welcome else {}
         self._changed = threading.Condition()
@@ -108,9 +108,17 @@ class Peers:
         return brief.count if brief else self.known(role).world_size
 
     def tell(self, message: Message) -> None:
-        """Tell the agent something; without a launcher nobody listens. Raises `ConnectionLost`."""
+        """Tell the agent something; without a launcher nobody listens. Raises `ConnectionLost`, and `UsageError` in a
+        fork of the worker."""
         if self._link is not None:
-            self._link.send(message)
+            self._own(self._link).send(message)
+
+    def _own(self, link: BlockingStream) -> BlockingStream:
+        if self._pid != os.getpid():
+            raise UsageError(
+                "the agent listens to the worker's own process, this is a fork of it", "tell it from there"
+            )
+        return link
 
     def ask(self, wish: Wish, name: str = "", data: str = "", *, timeout: float) -> str | None:
         """Ask the master, whoever leads meanwhile. Raises `JobError` for what it cannot do, `StoreAway` when there is
@@ -121,7 +129,7 @@ class Peers:
             )
         number = next(self._numbers)
         deadline = time.monotonic() + timeout
-        self._link.send(Ask(number, wish, name, data))
+        self._own(self._link).send(Ask(number, wish, name, data))
         with self._changed:
             while number not in self._answers:
                 left = deadline - time.monotonic()
@@ -242,7 +250,7 @@ def _agent_handle(sock: socket.socket) -> int | None:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid: int = struct.unpack("3i", raw)[0]
     try:
-        return os.pidfd_open(pid)
+        return out_of_the_way(os.pidfd_open(pid))
     except ProcessLookupError:
         return None
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import resource
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import load_token
 from unirun.wire.messages import Hello
+
+_HIGHEST = 1024
+"""Higher descriptors would make the kernel's table of them larger."""
+
+_ROOM = 64
+"""So many below the highest there is room for what must stay open, where no script looks that counts from 3."""
+
+_moved: set[int] = set()
+"""Descriptors that are not for forks of this process."""
 
 _current: dict[int, BlockingStream] = {}
 
@@ -17,12 +30,13 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
     """The link of this process, opened at the first call.
 
     Raises `WireError`, `RendezvousError` or `JobError` when the agent does not answer. The link belongs to the
-    process that opened it: a fork opens its own.
+    process that opened it: it is closed in a fork, which opens its own.
     """
     pid = os.getpid()
     if pid not in _current:
         path = Path(environ["UNIRUN_SOCKET"])
         link = BlockingStream.connect(path, load_token(path.parent / "token"))
+        link.socket = socket.socket(fileno=out_of_the_way(link.socket.detach()))
         link.send(
             Hello(
                 role=environ["ROLE_NAME"],
@@ -32,6 +46,31 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
                 running=True,
             )
         )
-        _current.clear()
         _current[pid] = link
     return _current[pid]
+
+
+def out_of_the_way(number: int) -> int:
+    """The same open file at a high number, closed on exec and in forks; where there is no room, as it was."""
+    lowest = max(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _HIGHEST) - _ROOM, 3)
+    try:
+        moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest)
+    except OSError:
+        return number
+    os.close(number)
+    _moved.add(moved)
+    return moved
+
+
+def _close_in_fork() -> None:
+    for link in _current.values():
+        _moved.discard(link.socket.fileno())
+        link.close()
+    for number in _moved:
+        with contextlib.suppress(OSError):
+            os.close(number)
+    _moved.clear()
+    _current.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

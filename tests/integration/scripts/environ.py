@@ -12,7 +12,7 @@ row = {
     "cwd": os.getcwd(),
     "main": __name__,
     "file": os.path.basename(__file__),
-    "preloaded": "torch" in sys.modules,
+    "preloaded": "torch.nn" in sys.modules,
     "cmdline": open("/proc/self/cmdline").read().split("\0"),
 }
 if "--reduce" in sys.argv:

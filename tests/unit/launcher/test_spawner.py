@@ -19,6 +19,8 @@ import pytest
 
 from unirun.errors import ConnectionLost
 from unirun.launcher import spawner as spawner_module
+from unirun.launcher.preloaded import PreloadedModules
+from unirun.launcher.process import BOOT
 from unirun.wire import BlockingStream, encode, encode_frame
 from unirun.wire.messages import Message
 from unirun.wire.spawning import (
@@ -45,8 +47,9 @@ class Spawner:
     def __init__(self, folder: Path, *modules: str, pass_fds: tuple[int, ...] = ()) -> None:
         self.folder = folder
         ours, theirs = socket.socketpair()
-        about = [str(theirs.fileno()), str(os.getpid()), str(DESCRIPTORS)]
-        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", *about, *modules]
+        listeners = ",".join(map(str, pass_fds))
+        about = [str(theirs.fileno()), str(os.getpid()), str(DESCRIPTORS), listeners]
+        command = [sys.executable, "-u", BOOT, "spawner", *about, *modules]
         self.process = subprocess.Popen(
             command, pass_fds=[theirs.fileno(), *pass_fds], stderr=subprocess.PIPE, start_new_session=True
         )
@@ -178,9 +181,9 @@ def test_nothing_is_left_when_the_agent_is_gone(spawner: Spawner) -> None:
 def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-P", "-m", "unirun.launcher.spawner", str(theirs.fileno())]
+        command = [sys.executable, "-u", BOOT, "spawner", str(theirs.fileno())]
         done = subprocess.run(
-            [*command, str(os.getppid()), "250", "no_such_module"],
+            [*command, str(os.getppid()), "250", "", "no_such_module"],
             pass_fds=[theirs.fileno()],
             timeout=SOON,
             check=False,
@@ -295,7 +298,7 @@ def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process
     monkeypatch.setattr(spawner_module, "kill_group", kill_group)
     ours, theirs = socket.socketpair()
     with ours, BlockingStream(theirs) as agent:
-        spawner = spawner_module.Spawner(BlockingStream(ours), DESCRIPTORS)
+        spawner = spawner_module.Spawner(BlockingStream(ours), DESCRIPTORS, (), PreloadedModules())
         known = spawner_module._Child(1, pid, os.pidfd_open(pid), "none:0", ("none", str(pid), ""))
         spawner._children[1] = known
         spawner._selector.register(known.handle, selectors.EVENT_READ, known)

@@ -1,0 +1,87 @@
+"""What a fork of a spawner gets anew, so that it is as good as a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from unirun.launcher.environment import counts_at_import
+from unirun.reporting import report
+
+
+def renew() -> None:
+    """In the fork, when descriptors, directory and environment are those of the worker."""
+    _renew_stdin()
+    _renew_multiprocessing()
+    # Python's own generator seeds itself after a fork.
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    main: Any = threading.main_thread()
+    main._set_native_id()
+
+
+def _renew_stdin() -> None:
+    """The spawner's own has looked at what was descriptor 0 then. As the interpreter makes it."""
+    old = sys.__stdin__
+    if not isinstance(old, io.TextIOWrapper):
+        return
+    raw = io.FileIO(0, closefd=False)
+    raw.name = "<stdin>"
+    fresh = io.TextIOWrapper(
+        io.BufferedReader(raw),
+        encoding=old.encoding,
+        errors=old.errors,
+        newline="\n",
+        write_through=old.write_through,
+    )
+    fresh.mode = "r"  # type: ignore[misc]
+    sys.stdin = sys.__stdin__ = fresh  # type: ignore[misc]
+
+
+def _renew_multiprocessing() -> None:
+    """What `multiprocessing` draws, or looks up, when it is imported."""
+    multiprocessing.current_process().authkey = os.urandom(32)
+    process: Any = multiprocessing.process
+    process.ORIGINAL_DIR = os.getcwd()
+
+
+def renew_torch(start: Mapping[str, str]) -> None:
+    """Read again what torch has read from the spawner's environment when it was imported.
+
+    `start`: the environment of the worker. Variables that its code has changed since then, before it imported torch,
+    count if they can be taken in now; the others are told.
+    """
+    import torch
+
+    env = os.environ
+    threads = (env.get("MKL_NUM_THREADS") or env.get("OMP_NUM_THREADS", "")).split(",")[0]
+    if threads.isdigit() and int(threads) > 0:
+        # MKL takes no more than there are processors.
+        torch.set_num_threads(min(int(threads), len(os.sched_getaffinity(0))))
+    if "TORCH_LOGS" in env:
+        importlib.import_module("torch._logging")._init_logs()
+    if torch.distributed.is_available():
+        torch.distributed.set_debug_level_from_env()  # type: ignore[attr-defined]
+    late = sorted(
+        name
+        for name in {*env, *start}
+        if env.get(name) != start.get(name) and counts_at_import(name) and name not in _TAKEN
+    )
+    if late:
+        names = ", ".join(late)
+        report(
+            f"unirun: {names}: set after this process had loaded torch, so without effect; "
+            "start with --env NAME=VALUE, or with --start-method exec"
+        )
+
+
+_TAKEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Of the variables that count at import, those that `renew_torch` takes in."""
