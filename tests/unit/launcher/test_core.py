@@ -23,6 +23,7 @@ from unirun.launcher.events import (
     ToSpawner,
     ToWorkers,
 )
+from unirun.launcher.hearing import ENDING
 from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     GroupFormed,
@@ -154,7 +155,7 @@ class TestAWorker:
 
     def test_whose_link_ends_and_who_lives_on_is_noticed(self) -> None:
         agent = Agent().alive().on(LinkClosed(1))
-        assert agent.commands == [After(0.5, StillWithoutLink(1))]
+        assert agent.commands == [After(ENDING, StillWithoutLink(1))]
         assert agent.on(StillWithoutLink(1)).told(Notice)[0].source == "actor:0"
         assert agent.spawner(Reaped(1, 1.0, 0, None)).on(StillWithoutLink(1)).commands == []
 

@@ -23,6 +23,7 @@ from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT
 from unirun.wire import BlockingStream, encode, encode_frame
 from unirun.wire.messages import Message
+from unirun.wire.reports import Notice
 from unirun.wire.spawning import (
     Forked,
     Kill,
@@ -309,3 +310,33 @@ def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process
     assert killed == [(pid, signal.SIGKILL)]
     with pytest.raises(ChildProcessError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
+
+
+def test_a_module_that_has_started_threads_is_named_and_its_workers_are_not_forked(
+    start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "harmless.py").touch()
+    (tmp_path / "computes.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spawner = start("harmless", "computes")
+    spawner.next(Preloaded)
+    assert spawner.next(Notice).text.startswith("computes has started 1 thread, which a fork would lack")
+    env = {"PATH": os.environ["PATH"], "PYTHON_EXEC": "echo"}
+    spawner.send(spawner.program(1, "train.py", kind="script", fresh=False, env=env))
+    assert spawner.until(Reaped).code == 0
+    assert (tmp_path / "1" / "stdout.log").read_text() == f"-u {BOOT} worker script train.py\n"
+
+
+def test_a_worker_keeps_what_a_preloaded_module_has_open(
+    start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "journal.py").write_text("FILE = open('/dev/null', 'rb')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spawner = start("journal")
+    spawner.next(Preloaded)
+    spawner.send(ServeStore("actor", 0, 0))
+    spawner.next(StoreOpened)
+    store = spawner.children()[-1]
+    assert eventually(lambda: [*files_of(store).values()] == ["/dev/null"]), files_of(store)
