@@ -25,7 +25,7 @@ _ELSEWHERE = {
 }
 """What other launchers call an option."""
 
-USAGE = """unirun [options] script.py [args]
+USAGE = """unirun [options] [--] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
        unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
@@ -101,10 +101,31 @@ def parse(argv: Sequence[str], prog: str = "unirun", extra: Sequence[Option] = (
             more, rest = _split(rest, (*OPTIONS, *extra))
             own += more
     options = vars(build_parser(prog, extra).parse_args(own))
-    script = rest.pop(0) if rest and rest[0] != "--" else None
-    if rest and rest[0] == "--":
-        rest.pop(0)
+    script = None
+    if _skip_dashes(rest):
+        # As in torchrun, ``--`` ends the options. Its arguments follow at once where what runs has been named.
+        if rest and not _names_what_runs(options):
+            script = rest.pop(0)
+    elif rest:
+        script = rest.pop(0)
+        _skip_dashes(rest)
     return CommandLine(options, tuple(overrides), script, tuple(rest))
+
+
+def _skip_dashes(words: list[str]) -> bool:
+    """Drop a ``--`` at the beginning of `words`; whether there was one."""
+    found = words[:1] == ["--"]
+    del words[: int(found)]
+    return found
+
+
+def _names_what_runs(options: Mapping[str, Any]) -> bool:
+    """Whether a job file, or the options for each role, say what runs."""
+    if "config" in options:
+        return True
+    roles = items(options.get("roles", ()))
+    scripts = {item.partition("=")[0] for item in options.get("script", ())}
+    return bool(roles) and all("@" in item or item.partition("=")[0] in scripts for item in roles)
 
 
 def _split(argv: list[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
