@@ -46,7 +46,7 @@ class TestLogFiles:
         result = unirun("--start-method", method, "--role", "a", train)
         assert result.code == 137
         assert unirun.log("a", 0) == b"whole\nhalf"
-        assert result.out == "whole\nhalf\n"
+        assert result.out == "whole\nhalf"
 
     def test_hold_ten_megabytes_on_one_line(self, unirun: Unirun, script: Script) -> None:
         size = 10_000_000

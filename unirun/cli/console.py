@@ -17,6 +17,7 @@ from unirun.cli.terminal import (
     in_foreground,
     is_pipe,
     is_screen,
+    one_file,
     printable,
     printable_lines,
 )
@@ -76,6 +77,8 @@ class Console:
         # A program behind a pipe (tee, grep) may write to the same terminal at any time.
         self._live_possible = self._screen and not quiet and not is_pipe(self._out)
         self._live = LiveLine()
+        self._together = one_file(self._out, self._err)
+        self._cut = False
         self._lock = threading.Lock()
         self._closed: set[int] = set()
         self._said: queue.SimpleQueue[tuple[str, str | None] | None] = queue.SimpleQueue()
@@ -84,10 +87,10 @@ class Console:
         self.colour = in_colour(self._out)
 
     def lines(self, stream: int, prefix: bytes, data: bytes) -> None:
-        """Whole lines of one worker."""
-        if not data.endswith((b"\n", b"\r")):
-            data += b"\n"
+        """Whole lines of one worker; without a prefix, whatever it has written."""
         if prefix:
+            if not data.endswith((b"\n", b"\r")):
+                data += b"\n"
             data = data.replace(b"\r\n", b"\n")
             body = data[:-1]
             for end in (b"\n", b"\r"):
@@ -129,7 +132,9 @@ class Console:
         seen = self._screen and file.isatty()
         with self._lock:
             if not seen:
-                self._raw(file, data)
+                self._raw(file, b"\n" + data if own_row and self._cut else data)
+                if self._together or file is self._err.buffer:
+                    self._cut = not data.endswith((b"\n", b"\r"))
                 return
             self._draw(self._live.before() + (self._live.new_row if own_row else ""))
             self._raw(file, data)

@@ -227,6 +227,7 @@ class Session:
                 self._follower.follow(
                     logs / f"{name}.log",
                     lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
+                    parts=not prefix,
                 )
 
     async def _tick(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,21 @@ class TestTheConsole:
         with console() as shown:
             shown.lines(2, b"", b"10%\r20%\rdone\n")
         assert capfdbinary.readouterr() == (b"", b"10%\r20%\rdone\n")
+
+    def test_shows_what_a_single_worker_has_begun(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        with console() as shown:
+            shown.lines(1, b"", b"name? ")
+        assert capfdbinary.readouterr() == (b"name? ", b"")
+
+    @pytest.mark.parametrize("together", [True, False])
+    def test_says_nothing_on_a_row_that_a_worker_has_begun(self, tmp_path: Path, together: bool) -> None:
+        path = tmp_path / "both"
+        with path.open("a") as err, (path if together else tmp_path / "out").open("a") as out:
+            shown = Console(quiet=False, out=out, err=err)
+            shown.lines(1, b"", b"half")
+            shown.note("a note")
+            shown.close(20.0)
+        assert path.read_bytes() == (b"half\n" if together else b"") + b"unirun: a note\n"
 
     def test_says_its_own_lines_on_stderr(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
         with console() as shown:

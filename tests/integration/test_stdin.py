@@ -1,0 +1,176 @@
+"""The only worker of a job has the stdin of the command, as if it had been started by itself; of several, who is named."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .harness import EXEC, SOON, START, UNIRUN, Running, Script, Unirun, eventually, gone
+
+READ = "import sys; print(repr(sys.stdin.read()))"
+
+
+def pipe(data: bytes) -> int:
+    """A pipe's end to read from, with `data` in it; nobody writes to it any more."""
+    theirs, ours = os.pipe()
+    os.write(ours, data)
+    os.close(ours)
+    return theirs
+
+
+class TestAPipe:
+    @pytest.mark.parametrize("method", ["fork", "exec"])
+    def test_is_read_by_the_only_worker(self, unirun: Unirun, script: Script, method: str) -> None:
+        result = unirun("-q", "--start-method", method, script(READ), stdin=pipe(b"one\ntwo"))
+        assert (result.code, result.out) == (0, "'one\\ntwo'\n"), result.err
+
+    def test_is_read_by_a_program(self, unirun: Unirun) -> None:
+        result = unirun("-q", "--no-python", "cat", stdin=pipe(b"\xff\x00half"))
+        assert (result.code, result.out.encode()) == (0, b"\\xff\x00half")
+
+    def test_is_read_on_by_a_worker_that_was_started_again(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import os, sys
+            print(os.read(0, 4).decode())
+            sys.exit(os.environ["UNIRUN_INCARNATION"] == "0")
+            """
+        )
+        result = unirun("-q", *EXEC, "--max-restarts", 1, train, stdin=pipe(b"one\ntwo\n"))
+        assert (result.code, result.out.split()) == (0, ["one", "two"]), result.err
+
+    def test_is_left_alone_by_a_script_that_does_not_read(self, unirun: Unirun, script: Script) -> None:
+        theirs = pipe(b"for the shell's loop")
+        assert unirun("-q", *EXEC, script("print('x')"), stdin=theirs).code == 0
+        assert os.read(theirs, 100) == b"for the shell's loop"
+        os.close(theirs)
+
+    def test_is_read_by_the_one_of_several_that_is_named(self, unirun: Unirun, script: Script) -> None:
+        train = script("import os, sys; print(os.environ['ROLE_NAME'], os.environ['RANK'], sys.stdin.read())")
+        argv = ("-q", *EXEC, "--roles", "a=2,b=1", train)
+        assert unirun(*argv, stdin=pipe(b"x")).lines == ["a 0 ", "a 1 ", "b 0 "]
+        assert unirun("--stdin", "a:1", *argv, stdin=pipe(b"x")).lines == ["a 0 ", "a 1 x", "b 0 "]
+
+    def test_that_no_worker_has_is_broken_for_its_writer(self, unirun: Unirun) -> None:
+        theirs, ours = os.pipe()
+        job = unirun.start("--nproc-per-node", 2, "--no-python", "sleep", "100", stdin=theirs)
+        os.close(theirs)
+        job.lines("up after")
+        with pytest.raises(BrokenPipeError):
+            os.write(ours, b"x")
+        os.close(ours)
+        job.signal(signal.SIGTERM)
+        assert job.end().code == 143
+
+    def test_is_not_for_a_job_that_is_detached(self, unirun: Unirun, script: Script) -> None:
+        theirs = pipe(b"x")
+        assert unirun("-d", *EXEC, script(READ), stdin=theirs).code == 0
+        eventually(lambda: unirun.status()["phase"] == "succeeded", "the job has ended", START)
+        assert unirun.log("default", 0) == b"''\n"
+        result = unirun("-d", "--stdin", "default:0", script(READ), stdin=theirs)
+        os.close(theirs)
+        assert (result.code, result.err) == (
+            2,
+            "unirun: --stdin: a detached job has no stdin; leave out one of --stdin and --detach\n",
+        )
+
+    def test_that_is_closed_is_empty(self, unirun: Unirun, script: Script) -> None:
+        result = unirun("-q", *EXEC, script(READ), stdin=None, preexec_fn=lambda: os.close(0))
+        assert (result.code, result.out) == (0, "''\n"), result.err
+
+
+class Terminal:
+    """A terminal, with a session of which it is the terminal."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = os.openpty()
+        self.text = b""
+
+    def start(self, unirun: Unirun, *command: object) -> Running:
+        """Start a program as the leader of a session on it, in the foreground."""
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), self.theirs)
+        return unirun.start_program(
+            [*map(str, command)],
+            read=False,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={"TERM": "dumb"},
+            **streams,
+        )
+
+    def until(self, words: bytes) -> None:
+        """Wait until `words` are shown that were not asked for before."""
+        deadline = time.monotonic() + START
+        while words not in self.text:
+            assert select.select([self.ours], [], [], max(deadline - time.monotonic(), 0))[0], self.text
+            self.text += os.read(self.ours, 1 << 16)
+        self.text = self.text.partition(words)[2]
+
+    def type(self, keys: bytes) -> None:
+        """Type `keys`."""
+        os.write(self.ours, keys)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal()
+    yield made
+    os.close(made.ours)
+    os.close(made.theirs)
+
+
+class TestATerminal:
+    def test_asks_and_answers_the_only_worker(
+        self, unirun: Unirun, script: Script, terminal: Terminal
+    ) -> None:
+        train = script(
+            """
+            import sys
+            name = input("name? ")
+            print("hello", name, sys.stdin.isatty())
+            breakpoint()
+            """
+        )
+        job = terminal.start(unirun, UNIRUN, train)
+        terminal.until(b"name? ")
+        terminal.type(b"bob\n")
+        terminal.until(b"hello bob True\r\n")
+        terminal.until(b"(Pdb) ")
+        terminal.type(b"p name * 2\n")
+        terminal.until(b"'bobbob'\r\n(Pdb) ")
+        terminal.type(b"c\n")
+        terminal.until(b"succeeded after")
+        assert job.end().code == 0
+
+    def test_interrupts_the_job_while_its_worker_reads(
+        self, unirun: Unirun, script: Script, terminal: Terminal
+    ) -> None:
+        job = terminal.start(unirun, UNIRUN, *EXEC, script("input('name? ')"))
+        terminal.until(b"name? ")
+        terminal.type(b"\x03")
+        terminal.until(b"unirun: SIGINT: stopping")
+        assert job.end().code == 130
+
+    def test_is_not_read_by_a_job_in_the_background(
+        self, unirun: Unirun, script: Script, terminal: Terminal
+    ) -> None:
+        train = script(READ)
+        shell = terminal.start(unirun, "bash", "-c", f"set -m; {UNIRUN} -q {' '.join(EXEC)} {train} & wait")
+        terminal.until(b"''\r\n")
+        assert gone(shell.pid, SOON)
+        assert shell.popen.wait() == 0
+
+
+def test_a_job_in_a_pipeline_of_two_gives_bytes_as_they_are(unirun: Unirun, script: Script) -> None:
+    count = script("import sys; print(len(sys.stdin.buffer.read()))", "count.py")
+    data = script("import sys; sys.stdout.buffer.write(bytes(range(256)) * 1000)", "data.py")
+    line = f"{UNIRUN} -q {' '.join(EXEC)} {data} | {UNIRUN} -q {' '.join(EXEC)} {count}"
+    job = unirun.start_program(["sh", "-c", line], stderr=subprocess.PIPE)
+    assert job.end().out == "256000\n"
