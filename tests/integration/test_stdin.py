@@ -32,6 +32,10 @@ class TestAPipe:
         result = unirun("-q", "--start-method", method, script(READ), stdin=pipe(b"one\ntwo"))
         assert (result.code, result.out) == (0, "'one\\ntwo'\n"), result.err
 
+    def test_may_be_the_script_itself(self, unirun: Unirun) -> None:
+        result = unirun("-q", *EXEC, "/dev/stdin", stdin=pipe(b"print(__name__)"))
+        assert (result.code, result.out) == (0, "__main__\n"), result.err
+
     def test_is_read_by_a_program(self, unirun: Unirun) -> None:
         result = unirun("-q", "--no-python", "cat", stdin=pipe(b"\xff\x00half"))
         assert (result.code, result.out.encode()) == (0, b"\\xff\x00half")
