@@ -65,7 +65,7 @@ def build_parser(prog: str, extra: Sequence[Option] = ()) -> Parser:
         description="torchrun for many roles: each role becomes a torch process group of its own.",
         epilog="An unchanged torchrun script works; every torchrun option and PET_* variable is known. "
         "Exit codes: 0 success; the failing worker's own (128+signal); 2 usage; 3 placement; 4 rendezvous; "
-        "5 restarts used up; 130/143 after SIGINT/SIGTERM.",
+        "5 restarts used up; 130/143 after SIGINT/SIGTERM; 141 when nobody reads stdout any more.",
     )
     options = (*OPTIONS, *extra)
     for name in GROUPS:

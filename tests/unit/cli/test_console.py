@@ -123,14 +123,30 @@ class TestTheConsole:
             shown.error("shown")
         assert capfdbinary.readouterr().err == b"unirun: shown\n"
 
-    def test_goes_on_when_nobody_reads_any_more(self) -> None:
+    def test_tells_once_that_nobody_reads_any_more(self) -> None:
         reader, writer = os.pipe()
         os.close(reader)
+        told: list[OSError] = []
         with os.fdopen(writer, "w") as closed:
             shown = Console(quiet=False, out=closed)
+            shown.when_lost(told.append)
             shown.lines(1, b"", b"lost\n")
             shown.lines(1, b"", b"lost too\n")
             shown.close(20.0)
+        (error,) = told
+        assert isinstance(error, BrokenPipeError)
+
+    @pytest.mark.parametrize("together", [True, False])
+    def test_tells_of_stderr_only_where_it_is_stdout(self, tmp_path: Path, together: bool) -> None:
+        told: list[OSError] = []
+        with open("/dev/full", "w") as err, open("/dev/full" if together else tmp_path / "out", "w") as out:
+            shown = Console(quiet=False, out=out, err=err)
+            shown.when_lost(told.append)
+            shown.note("a note")
+            shown.lines(2, b"", b"lost\n")
+            shown.lines(1, b"", b"lost too\n")
+            shown.close(20.0)
+        assert len(told) == together
 
 
 class TestATable:
