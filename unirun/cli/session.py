@@ -211,13 +211,11 @@ class Session:
     def _output_lost(self, error: OSError) -> None:
         """Stdout takes nothing any more. A reader that went away wants no more of the job, as ``| head``; a full disk
         is no reason to end it, as all output is in the logs."""
-        if self._unwritten is not None:
-            return
         self._unwritten = error
-        if not isinstance(error, BrokenPipeError):
+        if not isinstance(error, ConnectionError):
             where = self._job.logs.resolve()
             self._console.error(
-                f"stdout cannot be written: {error.strerror}; the job goes on, its output is in {where}"
+                f"stdout cannot be written: {error.strerror}; all output of the job is in {where}"
             )
         elif self._over is None and self._wishes.first is None:
             self._console.note("nobody reads the output any more: stopping")
@@ -227,7 +225,7 @@ class Session:
         """The exit code of the command when the job has succeeded."""
         if self._unwritten is None:
             return 0
-        return _NO_READER if isinstance(self._unwritten, BrokenPipeError) else EXIT_FAILURE
+        return _NO_READER if isinstance(self._unwritten, ConnectionError) else EXIT_FAILURE
 
     def _show(self, message: Message) -> None:
         match message:
