@@ -56,7 +56,7 @@ class Agent:
         cwd: str,
         endpoints: Mapping[str, Endpoint],
         lock: int,
-        stdin: int | None,
+        stdin: int | None = None,
     ) -> None:
         """`stdin` is a descriptor for the worker that is the job's reader (`JobSpec.reader`)."""
         self._job, self._spec = job, spec
