@@ -46,7 +46,7 @@ class TestLogFiles:
         result = unirun("--start-method", method, "--role", "a", train)
         assert result.code == 137
         assert unirun.log("a", 0) == b"whole\nhalf"
-        assert result.out == "whole\nhalf\n"
+        assert result.out == "whole\nhalf"
 
     def test_hold_ten_megabytes_on_one_line(self, unirun: Unirun, script: Script) -> None:
         size = 10_000_000
@@ -270,15 +270,58 @@ class TestAReaderThatFallsBehind:
             assert pipe.read().count(b"\n") == 60_000
         assert job.end().code == 0
 
-    def test_that_goes_away_ends_the_output_and_not_the_job(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start(
-            *EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL
+    @pytest.mark.parametrize("stream", ["stdout", "stderr"])
+    def test_that_goes_away_ends_the_job_as_a_signal_does(
+        self, unirun: Unirun, script: Script, stream: str
+    ) -> None:
+        """As ``| head`` and ``2>&1 | head``."""
+        train = script(
+            f"""
+            import signal, sys
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(open("asked", "w").close()))
+            while True:
+                print("x" * 100, file=sys.{stream})
+            """
         )
+        options = {"stderr": subprocess.STDOUT} if stream == "stderr" else {}
+        job = unirun.start(*EXEC, "-q", "--nproc-per-node", 2, train, read=False, **options)
         assert job.popen.stdout is not None
         job.popen.stdout.readline()
         job.popen.stdout.close()
+        assert job.end().code == 141
+        assert (unirun.root / "asked").exists()
+        status = unirun.status()
+        assert (status["phase"], status["code"]) == ("stopped", 141)
+        assert unirun.events("stop") == ["the reader of its output is gone"]
+
+    def test_of_stderr_alone_ends_nothing_when_it_goes_away(self, unirun: Unirun, script: Script) -> None:
+        train = script("import sys\nfor _ in range(10_000): print('x' * 100, file=sys.stderr)")
+        ours, theirs = os.pipe()
+        os.close(ours)
+        job = unirun.start(*EXEC, train, stderr=theirs)
+        os.close(theirs)
         assert job.end().code == 0
-        assert all(unirun.log("default", rank).count(b"\n") == 60_000 for rank in range(2))
+
+    def test_after_the_job_is_told_by_the_exit_code(self, unirun: Unirun, script: Script) -> None:
+        job = unirun.start(*EXEC, "-q", script(self.MEGABYTES), read=False)
+        eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
+        eventually(lambda: unirun.status()["phase"] == "succeeded", "the job is over", START)
+        assert job.popen.stdout is not None
+        job.popen.stdout.close()
+        assert job.end().code == 141
+        assert unirun.status()["code"] == 0
+
+
+class TestAStdoutThatCannotBeWritten:
+    def test_does_not_end_the_job_and_is_the_commands_failure(self, unirun: Unirun, script: Script) -> None:
+        with open("/dev/full", "wb") as full:
+            result = unirun("-q", *EXEC, script("for n in range(3): print(n)"), stdout=full)
+        assert result.code == 1
+        words = "stdout cannot be written: No space left on device; all output of the job is in"
+        # The only pipe is that of stderr.
+        assert result.out == f"unirun: {words} {unirun.job_dir() / 'logs'}\n"
+        assert unirun.log("default", 0) == b"0\n1\n2\n"
+        assert unirun.status()["phase"] == "succeeded"
 
 
 class TestALot:

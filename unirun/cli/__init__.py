@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 
 from unirun.cli.terminal import drop_output, prepare_streams, say, warn
-from unirun.errors import EXIT_FAILURE, UnirunError
+from unirun.errors import EXIT_FAILURE, UnirunError, UsageError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -39,12 +40,25 @@ def _dispatch_and_flush(argv: list[str]) -> int:
         # Whoever read has gone, as head does. A shell expects the code of SIGPIPE.
         drop_output()
         return 128 + signal.SIGPIPE
+    except FileNotFoundError as error:
+        # What asks for the working directory names no file.
+        if error.filename is not None or _cwd_is_there():
+            raise
+        raise UsageError("the working directory is gone", "call unirun in another one") from error
     except OSError as error:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
         drop_output()
         warn(f"what there is to print cannot be written: {error.strerror}")
         return EXIT_FAILURE
+
+
+def _cwd_is_there() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -265,6 +265,7 @@ _PLAIN = {
     "event_log_handler": "event_log",
     "call_timeout": "call_timeout",
     "transport": "transport",
+    "stdin": "stdin",
     "module": "_module",
     "no_python": "_program",
     "run_path": "_run_path",

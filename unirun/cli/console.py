@@ -7,6 +7,7 @@ import queue
 import select
 import sys
 import threading
+from collections.abc import Callable
 from string import Template
 from typing import BinaryIO, TextIO
 
@@ -17,6 +18,7 @@ from unirun.cli.terminal import (
     in_foreground,
     is_pipe,
     is_screen,
+    one_file,
     printable,
     printable_lines,
 )
@@ -64,8 +66,9 @@ class Prefixer:
 class Console:
     """Writes to stdout and stderr from several threads; keeps the live line below what is written.
 
-    A reader that went away (``| head``) ends the output, not the job. One that does not read (a pager, a stopped
-    terminal) holds up `lines` and `close` alone: what `note`, `error` and `live` say is written by a thread.
+    Where a stream cannot be written any more, what would go there is dropped; `when_lost` tells of stdout. A reader
+    that does not read (a pager, a stopped terminal) holds up `lines` and `close` alone: what `note`, `error` and `live`
+    say is written by a thread.
     """
 
     def __init__(self, *, quiet: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -76,24 +79,35 @@ class Console:
         # A program behind a pipe (tee, grep) may write to the same terminal at any time.
         self._live_possible = self._screen and not quiet and not is_pipe(self._out)
         self._live = LiveLine()
+        self._together = one_file(self._out, self._err)
+        self._cut = False
         self._lock = threading.Lock()
-        self._closed: set[int] = set()
+        self._closed: dict[int, OSError] = {}
+        self._tell_lost: Callable[[OSError], None] | None = None
         self._said: queue.SimpleQueue[tuple[str, str | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_said, name="unirun-console", daemon=True)
         self._thread.start()
         self.colour = in_colour(self._out)
 
     def lines(self, stream: int, prefix: bytes, data: bytes) -> None:
-        """Whole lines of one worker."""
-        if not data.endswith((b"\n", b"\r")):
-            data += b"\n"
+        """Whole lines of one worker; without a prefix, whatever it has written."""
         if prefix:
+            if not data.endswith((b"\n", b"\r")):
+                data += b"\n"
             data = data.replace(b"\r\n", b"\n")
             body = data[:-1]
             for end in (b"\n", b"\r"):
                 body = body.replace(end, end + prefix)
             data = prefix + body + data[-1:]
-        self._write(self._out.buffer if stream == 1 else self._err.buffer, data)
+        error = self._write(self._out.buffer if stream == 1 else self._err.buffer, data)
+        if error is not None and self._tell_lost is not None and (stream == 1 or self._together):
+            tell, self._tell_lost = self._tell_lost, None
+            tell(error)
+
+    def when_lost(self, tell: Callable[[OSError], None]) -> None:
+        """Call `tell` once with the reason when stdout cannot take what a worker has written, in the thread that calls
+        `lines`."""
+        self._tell_lost = tell
 
     def note(self, text: str) -> None:
         """A line of unirun's own, left out when quiet."""
@@ -124,16 +138,19 @@ class Console:
             with self._lock:
                 self._draw(self._live.replace(live, self._width()))
 
-    def _write(self, file: BinaryIO, data: bytes, *, own_row: bool = False) -> None:
-        """Write `data`, with `own_row` on a row of its own."""
+    def _write(self, file: BinaryIO, data: bytes, *, own_row: bool = False) -> OSError | None:
+        """Write `data`, with `own_row` on a row of its own. Returns why `file` cannot be written (any more)."""
         seen = self._screen and file.isatty()
         with self._lock:
             if not seen:
-                self._raw(file, data)
-                return
+                error = self._raw(file, b"\n" + data if own_row and self._cut else data)
+                if self._together or file is self._err.buffer:
+                    self._cut = not data.endswith((b"\n", b"\r"))
+                return error
             self._draw(self._live.before() + (self._live.new_row if own_row else ""))
-            self._raw(file, data)
+            error = self._raw(file, data)
             self._draw(self._live.after(data, self._width()))
+            return error
 
     def _draw(self, what: str) -> None:
         if what:
@@ -144,10 +161,10 @@ class Console:
         number = self._err.fileno()
         return columns(number) if self._live_possible and in_foreground(number) else 0
 
-    def _raw(self, file: BinaryIO, data: bytes) -> None:
+    def _raw(self, file: BinaryIO, data: bytes) -> OSError | None:
         number = file.fileno()
         if number in self._closed:
-            return
+            return self._closed[number]
         view = memoryview(data)
         while view:
             try:
@@ -155,9 +172,10 @@ class Console:
             except BlockingIOError:
                 # Whoever shares the terminal or the pipe has made it non-blocking.
                 _await_writable(number)
-            except OSError:
-                self._closed.add(number)
-                return
+            except OSError as error:
+                self._closed[number] = error
+                return error
+        return None
 
 
 def _await_writable(number: int) -> None:

@@ -16,7 +16,7 @@ class LiveLine:
     def __init__(self) -> None:
         self._text = ""
         self._drawn = False
-        self._bar = False
+        self._begun = False
 
     def replace(self, text: str, width: int) -> str:
         """What to write to show `text` on a terminal of `width` columns instead of the line before; "" erases it.
@@ -33,17 +33,17 @@ class LiveLine:
         return erase
 
     def after(self, data: bytes, width: int) -> str:
-        """What to write after `data`, which ends with a newline, or a return as progress bars do."""
-        self._bar = data.endswith(b"\r")
+        """What to write after `data`, which need not end with a newline: a progress bar or a prompt does not."""
+        self._begun = not data.endswith(b"\n")
         return self._draw(width) if self._text else ""
 
     @property
     def new_row(self) -> str:
-        """What to write before a line that shall not begin on a worker's progress bar."""
-        return "\n" if self._bar else ""
+        """What to write before a line that shall not begin on a worker's row."""
+        return "\n" if self._begun else ""
 
     def _draw(self, width: int) -> str:
-        if self._bar or not width:
+        if self._begun or not width:
             return ""
         self._drawn = True
         shown = self._text if len(self._text) < width else f"{self._text[: max(width - 2, 0)]}…"

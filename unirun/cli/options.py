@@ -25,7 +25,7 @@ _ELSEWHERE = {
 }
 """What other launchers call an option."""
 
-USAGE = """unirun [options] script.py [args]
+USAGE = """unirun [options] [--] script.py [args]
        unirun --roles actor=4,rollout=4 [options] script.py [args]
        unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
@@ -65,7 +65,7 @@ def build_parser(prog: str, extra: Sequence[Option] = ()) -> Parser:
         description="torchrun for many roles: each role becomes a torch process group of its own.",
         epilog="An unchanged torchrun script works; every torchrun option and PET_* variable is known. "
         "Exit codes: 0 success; the failing worker's own (128+signal); 2 usage; 3 placement; 4 rendezvous; "
-        "5 restarts used up; 130/143 after SIGINT/SIGTERM.",
+        "5 restarts used up; 130/143 after SIGINT/SIGTERM; 141 when nobody reads stdout any more.",
     )
     options = (*OPTIONS, *extra)
     for name in GROUPS:
@@ -101,10 +101,31 @@ def parse(argv: Sequence[str], prog: str = "unirun", extra: Sequence[Option] = (
             more, rest = _split(rest, (*OPTIONS, *extra))
             own += more
     options = vars(build_parser(prog, extra).parse_args(own))
-    script = rest.pop(0) if rest and rest[0] != "--" else None
-    if rest and rest[0] == "--":
-        rest.pop(0)
+    script = None
+    if _skip_dashes(rest):
+        # As in torchrun, ``--`` ends the options. Its arguments follow at once where what runs has been named.
+        if rest and not _names_what_runs(options):
+            script = rest.pop(0)
+    elif rest:
+        script = rest.pop(0)
+        _skip_dashes(rest)
     return CommandLine(options, tuple(overrides), script, tuple(rest))
+
+
+def _skip_dashes(words: list[str]) -> bool:
+    """Drop a ``--`` at the beginning of `words`; whether there was one."""
+    found = words[:1] == ["--"]
+    del words[: int(found)]
+    return found
+
+
+def _names_what_runs(options: Mapping[str, Any]) -> bool:
+    """Whether a job file, or the options for each role, say what runs."""
+    if "config" in options:
+        return True
+    roles = items(options.get("roles", ()))
+    scripts = {item.partition("=")[0] for item in options.get("script", ())}
+    return bool(roles) and all("@" in item or item.partition("=")[0] in scripts for item in roles)
 
 
 def _split(argv: list[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:

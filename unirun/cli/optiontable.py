@@ -114,6 +114,14 @@ OURS: tuple[Option, ...] = (
         pet=False,
     ),
     Option(
+        ("--stdin",),
+        "value",
+        START,
+        "the worker that has the stdin of unirun (default: the only one of a job; of several, none)",
+        "ROLE:RANK",
+        pet=False,
+    ),
+    Option(
         ("--store",),
         "value",
         NODES,

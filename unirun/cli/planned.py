@@ -62,10 +62,8 @@ def plan_job(line: CommandLine) -> PlannedJob:
 
     Raises `SpecError`, `UsageError`, `PlacementError`.
     """
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UsageError("the working directory is gone", "call unirun in another one") from error
+    # Workers are started in it.
+    os.getcwd()
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
     warnings = check_environment(os.environ, spec)

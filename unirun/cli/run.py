@@ -14,10 +14,10 @@ from unirun.cli.planned import PlannedJob, plan_job
 from unirun.cli.processes import Processes, masters_words
 from unirun.cli.session import Session
 from unirun.cli.stored import anchored
-from unirun.cli.terminal import say, warn
+from unirun.cli.terminal import drop_input, may_read, say, warn
 from unirun.collocation import Inventory, Placement
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
-from unirun.errors import EXIT_FAILURE, JobError, PlacementError
+from unirun.errors import EXIT_FAILURE, JobError, PlacementError, UsageError
 from unirun.launcher import launch
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.process import adopt_orphans, spare_descriptors
@@ -51,6 +51,8 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     inventory = _wanted(planned)
     refuse_impossible(spec, ((each.role, each.node) for each in placement.assignments), host_ceilings())
     detach = bool(line.options.get("detach"))
+    if detach and "stdin" in line.options:
+        raise UsageError("--stdin: a detached job has no stdin", "leave out one of --stdin and --detach")
     store = store_url(line.options.get("store"))
     if store is not None:
         store = anchored(store)
@@ -77,8 +79,10 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     def run_master(agents: Mapping[str, int]) -> None:
         lead(job, path, listener, agents=agents)
 
+    reader = None
     if not detach:
         adopt_orphans()
+        reader = reading_node(spec, placement) if may_read() else None
     launched = launch(
         job,
         spec,
@@ -87,6 +91,7 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         listener=listener,
         lock=lock,
         detach=detach,
+        reader=reader,
     )
     if detach:
         processes = Processes(launched)
@@ -97,9 +102,18 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         say(spec.run_id)
         warn(f"started; follow it with: unirun logs -f {spec.run_id}")
         return 0
+    drop_input()
     spare_descriptors()
     console = Console(quiet=bool(line.options.get("quiet")))
     return asyncio.run(Session(job, spec, console, launched).run())
+
+
+def reading_node(spec: JobSpec, placement: Placement) -> str | None:
+    """The node of the worker that has the command's stdin, when there is one."""
+    if spec.reader is None:
+        return None
+    role, rank = spec.reader
+    return next((each.node for each in placement.of_role(role) if each.rank == rank), None)
 
 
 def _wanted(planned: PlannedJob) -> Inventory:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from unirun.cli.console import Console, Prefixer, shown
@@ -40,6 +41,9 @@ PATIENCE = 2.0
 """Seconds that a master has when the user has asked twice for the end. Then the agents here are told to end, and killed
 when they do not within `FAREWELL`."""
 
+_NO_READER = 128 + signal.SIGPIPE
+"""The exit code when whoever read stdout has gone, as a shell gives it for a program that SIGPIPE has ended."""
+
 QUIET = 3.0
 """Seconds without a master after which it is told why."""
 
@@ -67,10 +71,13 @@ class Session:
         self._up = False
         self._followed: set[WorkerOutput] = set()
         self._over: asyncio.Event | None = None
+        self._unwritten: OSError | None = None
 
     async def run(self) -> int:
         """Follow the job to its end. Returns its exit code."""
         self._catch_signals()
+        loop = asyncio.get_running_loop()
+        self._console.when_lost(lambda error: _soon(loop, self._output_lost, error))
         self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
         if self._spec.event_log == "console":
             self._follower.follow(self._job.events, lambda data: self._console.lines(2, b"", data))
@@ -87,7 +94,7 @@ class Session:
             return self._lost()
         await asyncio.to_thread(self._processes.end)
         await self._show_rest(ended)
-        return ended.code
+        return ended.code or self._code_of_output()
 
     async def _follow_to_end(self) -> Ended | None:
         """Follow one master after another. None when there is no other, and none has left an end."""
@@ -185,10 +192,7 @@ class Session:
             if self._over is not None:
                 self._over.set()
                 return
-            stop = Stop(int(signum), f"got {signum.name}")
-            self._wishes.add(stop, told=self._master is not None)
-            if self._master is not None:
-                self._master.send(stop)
+            self._stop(Stop(int(signum), f"got {signum.name}"))
             if self._wishes.urgent and self._forcing is None:
                 self._forcing = loop.create_task(self._force())
             self._console.note(self._wishes.answer(signum.name, self._spec.shutdown_timeout))
@@ -198,6 +202,30 @@ class Session:
             # What nohup or a shell's & has set to be ignored stays ignored.
             if signal.getsignal(signum) != signal.SIG_IGN:
                 loop.add_signal_handler(signum, passed_on, signum)
+
+    def _stop(self, stop: Stop) -> None:
+        self._wishes.add(stop, told=self._master is not None)
+        if self._master is not None:
+            self._master.send(stop)
+
+    def _output_lost(self, error: OSError) -> None:
+        """Stdout takes nothing any more. A reader that went away wants no more of the job, as ``| head``; a full disk
+        is no reason to end it, as all output is in the logs."""
+        self._unwritten = error
+        if not isinstance(error, ConnectionError):
+            where = self._job.logs.resolve()
+            self._console.error(
+                f"stdout cannot be written: {error.strerror}; all output of the job is in {where}"
+            )
+        elif self._over is None and self._wishes.first is None:
+            self._console.note("nobody reads the output any more: stopping")
+            self._stop(Stop(int(signal.SIGTERM), "the reader of its output is gone", code=_NO_READER))
+
+    def _code_of_output(self) -> int:
+        """The exit code of the command when the job has succeeded."""
+        if self._unwritten is None:
+            return 0
+        return _NO_READER if isinstance(self._unwritten, ConnectionError) else EXIT_FAILURE
 
     def _show(self, message: Message) -> None:
         match message:
@@ -227,6 +255,7 @@ class Session:
                 self._follower.follow(
                     logs / f"{name}.log",
                     lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
+                    parts=not prefix,
                 )
 
     async def _tick(self) -> None:
@@ -271,7 +300,7 @@ class Session:
             self._console.error(words)
         elif (wish := self._wishes.first) is not None:
             self._console.error(f"job {self._spec.run_id} was stopped without its master: {self._trouble}")
-            code = 128 + wish.signal
+            code = wish.exit_code
         else:
             self._console.error(f"the master of job {self._spec.run_id} is gone: {self._trouble}")
             if words:
@@ -290,8 +319,7 @@ class Session:
             self._follower.finish()
             self._tell_end(ended)
             self._console.close()
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(over.set)
+            _soon(loop, over.set)
 
         threading.Thread(target=show, name="unirun-end", daemon=True).start()
         await over.wait()
@@ -305,6 +333,12 @@ class Session:
         else:
             self._console.error(ended.report)
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
+    """Call in the thread of `loop`, unless it has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
 
 
 def pass_on_error(ended: Ended, path: str | None) -> None:

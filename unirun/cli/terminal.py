@@ -28,20 +28,52 @@ def warn(text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take every character, whatever their encoding is, also when they are closed (``>&-``)."""
-    for name in ("stdout", "stderr"):
+    """Make stdout and stderr take every character, whatever their encoding is.
+
+    A standard stream that is closed (``>&-``) becomes ``/dev/null``: else the next file that is opened gets its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if not _is_open(number):
+            _to_null(number)
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the process
-        elif isinstance(stream, io.TextIOWrapper):
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115 - lives as long as the process
+            setattr(sys, name, stream)
+        if number and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def drop_output() -> None:
     """Drop what stdout still holds: nobody can take it, and the interpreter would try again at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    _to_null(sys.stdout.fileno())
+
+
+def may_read() -> bool:
+    """Whether a worker may read this process's stdin: in the background it would take what is typed at the shell."""
+    return not os.isatty(0) or in_foreground(0)
+
+
+def drop_input() -> None:
+    """Leave stdin to the worker that has it: who writes to it shall notice that worker's end, not this process's."""
+    _to_null(0)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _to_null(number: int) -> None:
+    """Make the descriptor `number` one of ``/dev/null``."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null == number:
+        os.set_inheritable(number, True)
+    else:
+        os.dup2(null, number)
+        os.close(null)
 
 
 def is_screen(stream: TextIO) -> bool:
@@ -61,6 +93,14 @@ def is_pipe(stream: TextIO) -> bool:
     except (OSError, ValueError):
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def one_file(one: TextIO, other: TextIO) -> bool:
+    """Whether what is written to both comes to one place, as with ``2>&1``."""
+    try:
+        return os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))
+    except (OSError, ValueError):
+        return False
 
 
 def in_foreground(number: int) -> bool:

@@ -50,11 +50,19 @@ class Agent:
     """One agent of one node. `run` returns when every worker is gone and it was told to leave."""
 
     def __init__(
-        self, job: JobDir, spec: JobSpec, node: str, cwd: str, endpoints: Mapping[str, Endpoint], lock: int
+        self,
+        job: JobDir,
+        spec: JobSpec,
+        node: str,
+        cwd: str,
+        endpoints: Mapping[str, Endpoint],
+        lock: int,
+        stdin: int | None = None,
     ) -> None:
+        """`stdin` is a descriptor for the worker that is the job's reader (`JobSpec.reader`)."""
         self._job, self._spec = job, spec
         self._inherited = for_workers(os.environ)
-        self._orders = Orders(job, spec, node, cwd, self._inherited)
+        self._orders = Orders(job, spec, node, cwd, self._inherited, stdin)
         self._endpoints = endpoints
         self._token = load_token(job.token)
         self._state = AgentState(node, in_place=self._orders.in_place)
@@ -234,10 +242,11 @@ class Agent:
         env = dict(self._inherited)
         if key != FRESH:
             env = {name: value for name, value in env.items() if not spawner_key({name: value})} | dict(key)
-        listeners = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
-        about = map(str, (theirs.fileno(), os.getpid(), self._descriptors, ",".join(map(str, listeners))))
+        inherited = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
+        inherited += self._orders.stdin_for(key)
+        about = map(str, (theirs.fileno(), os.getpid(), self._descriptors, ",".join(map(str, inherited))))
         command = [sys.executable, "-u", BOOT, "spawner", *about, *self._orders.modules(key)]
-        handles = [theirs.fileno(), *listeners]
+        handles = [theirs.fileno(), *inherited]
         popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
         self._popens.add(popen)
         theirs.close()

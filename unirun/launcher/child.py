@@ -106,8 +106,8 @@ def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (logs.stdout, 1), (logs.stderr, 2)):
+    stdin = os.open(os.devnull, os.O_RDONLY) if request.stdin is None else request.stdin
+    for source, target in ((stdin, 0), (logs.stdout, 1), (logs.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

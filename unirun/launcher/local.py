@@ -38,6 +38,7 @@ def launch(
     listener: socket.socket,
     lock: int,
     detach: bool,
+    reader: str | None = None,
 ) -> Launched:
     """Fork an agent for each of `nodes`, and the first master of `job`; they survive this process only when `detach`
     is given.
@@ -45,19 +46,23 @@ def launch(
     `nodes` has, by node, the endpoints that its agent owns. `run_master` is called in the master's process with the
     pids of the agents, whose end it must notice even before they have joined. `listener` stays open there only, and
     the endpoints of a node in its agent only: what listens ends with its owner. All hold the `lock`, as long as one of
-    them lives. Forking shares what is imported already. Call it before any thread is started.
+    them lives. The agent of the node `reader` alone keeps this process's stdin, for a worker. Forking shares
+    what is imported already. Call it before any thread is started.
     """
     owner = None if detach else os.getpid()
     cwd = os.getcwd()
 
-    def run_agent(node: str) -> None:
+    def run_agent(node: str, stdin: int | None) -> None:
         listener.close()
         _close(endpoints for other, endpoints in nodes.items() if other != node)
-        asyncio.run(Agent(job, spec, node, cwd, nodes[node], lock).run(owner))
+        asyncio.run(Agent(job, spec, node, cwd, nodes[node], lock, stdin).run(owner))
 
-    agents = {node: _fork("unirun-agent", job.agent_log(node), partial(run_agent, node)) for node in nodes}
+    agents = {
+        node: _fork("unirun-agent", job.agent_log(node), partial(run_agent, node), stdin=node == reader)
+        for node in nodes
+    }
     _close(nodes.values())
-    master = _fork("unirun-master", job.master_log, lambda: run_master(agents))
+    master = _fork("unirun-master", job.master_log, lambda _: run_master(agents))
     listener.close()
     os.close(lock)
     return Launched(master, tuple(agents.values()))
@@ -69,19 +74,23 @@ def _close(held: Iterable[Mapping[str, Endpoint]]) -> None:
             endpoint.close()
 
 
-def _fork(title: str, log: Path, run: Callable[[], None]) -> int:
+def _fork(title: str, log: Path, run: Callable[[int | None], None], *, stdin: bool = False) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _become(title, log, run)
+        _become(title, log, run, stdin)
     return pid
 
 
-def _become(title: str, log: Path, run: Callable[[], None]) -> NoReturn:
-    """In the child: leave the terminal, write to `log`, run, and end without the parent's clean-up."""
+def _become(title: str, log: Path, run: Callable[[int | None], None], stdin: bool) -> NoReturn:
+    """In the child: leave the terminal, write to `log`, run, and end without the parent's clean-up.
+
+    `run` gets a descriptor of the parent's stdin where `stdin` is true.
+    """
     code = 1
     try:
+        kept = os.dup(0) if stdin else None
         os.setsid()
         set_title(title)
         for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -90,7 +99,7 @@ def _become(title: str, log: Path, run: Callable[[], None]) -> NoReturn:
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (file, 1), (file, 2)):
             os.dup2(source, target)
-        run()
+        run(kept)
         code = 0
     except UnirunError as error:
         code = error.exit_code

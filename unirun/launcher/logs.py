@@ -6,15 +6,18 @@ therefore hold up nobody but the reader.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 Sink = Callable[[bytes], None]
-"""Gets whole lines, each with its end (a newline, or the return of a progress bar); one over `MAX_LINE` in parts."""
+"""Gets whole lines, each with its end (a newline, or the return of a progress bar); one over `MAX_LINE` in parts. A
+sink that takes parts gets whatever there is."""
 
 MAX_LINE = 1 << 16
 _CHUNK = 1 << 20
@@ -26,31 +29,53 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _File:
-    """One followed file: what was read and is no whole line yet stays in `rest`."""
+    """One followed file.
 
-    def __init__(self, path: Path, sink: Sink) -> None:
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._sink = sink
+    It is open only while it is read: a job may have more ranks than a process may have descriptors. What was read and
+    is no whole line yet stays in `rest`, unless `parts` are passed on.
+    """
+
+    def __init__(self, path: Path, sink: Sink, parts: bool) -> None:
+        self._path, self._sink, self._parts = path, sink, parts
+        self._offset = 0
         self._rest = b""
+        self._inode: tuple[int, int] | None = None
 
     def read(self) -> None:
-        """Pass on everything that is there now."""
-        while data := os.read(self._handle, _CHUNK):
-            data = self._rest + data
-            whole = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
-            if len(data) - whole > MAX_LINE:
-                whole = len(data)
-            self._rest = data[whole:]
-            if whole:
-                self._sink(data[:whole])
+        """Pass on everything that is there now. Raises OSError."""
+        handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            stat = os.fstat(handle)
+            self._inode = self._inode or (stat.st_dev, stat.st_ino)
+            if self._inode != (stat.st_dev, stat.st_ino):
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
+            while data := os.pread(handle, _CHUNK, self._offset):
+                self._offset += len(data)
+                self._pass_on(data)
+        finally:
+            os.close(handle)
+
+    def _pass_on(self, data: bytes) -> None:
+        if self._parts:
+            self._sink(data)
+            return
+        data = self._rest + data
+        whole = max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) + 1
+        if len(data) - whole > MAX_LINE:
+            whole = len(data)
+        self._rest = data[whole:]
+        if whole:
+            self._sink(data[:whole])
 
     def close(self) -> None:
-        """Pass on the last line, even if it was cut off, and close."""
-        self.read()
+        """Pass on the rest, and end a last line that was cut off."""
+        try:
+            self.read()
+        except OSError as error:
+            self._sink(f"unirun: {self._path} cannot be read: {error.strerror}\n".encode())
         if self._rest:
             self._sink(self._rest + b"\n")
             self._rest = b""
-        os.close(self._handle)
 
 
 class LogFollower:
@@ -63,20 +88,20 @@ class LogFollower:
         self._files: dict[int, _File] = {}
         self._unwatched: list[_File] = []
         self._paths: dict[Path, int | _File] = {}
-        self._new: list[tuple[Path, Sink | None]] = []
+        self._new: list[tuple[Path, _File | None]] = []
         self._lock = threading.Lock()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="unirun-logs", daemon=True)
         self._thread.start()
 
-    def follow(self, path: Path, sink: Sink) -> None:
-        """Follow `path`, which exists, from its beginning."""
+    def follow(self, path: Path, sink: Sink, *, parts: bool = False) -> None:
+        """Follow `path`, which exists, from its beginning. With `parts` the sink need not wait for a line's end."""
         with self._lock:
-            self._new.append((path, sink))
+            self._new.append((path, _File(path, sink, parts)))
         os.write(self._waker, b"+")
 
     def release(self, path: Path) -> None:
-        """Pass on what is left of `path`, to which nobody writes any more, and close it."""
+        """Pass on what is left of `path`, to which nobody writes any more, and leave it."""
         with self._lock:
             self._new.append((path, None))
         os.write(self._waker, b"-")
@@ -100,8 +125,7 @@ class LogFollower:
         poll.register(self._wake, select.POLLIN)
         while True:
             ready = {handle for handle, _ in poll.poll(_LOOK if self._unwatched else None)}
-            for file in self._unwatched:
-                file.read()
+            _look_at(self._unwatched)
             if self._wake in ready:
                 os.read(self._wake, 4096)
                 # Read before the rest: what was named before `finish` was called is followed to its end.
@@ -121,23 +145,16 @@ class LogFollower:
         changed = self._changed()
         if _OVERFLOW in changed:
             # The kernel could not keep up with the writers and has dropped events: any file may have grown.
-            for file in self._all():
-                file.read()
+            _look_at(self._all())
             return
-        for watch in changed & self._files.keys():
-            self._files[watch].read()
+        _look_at(self._files[watch] for watch in changed & self._files.keys())
 
     def _take_new(self) -> None:
         with self._lock:
             new, self._new = self._new, []
-        for path, sink in new:
-            if sink is None:
+        for path, file in new:
+            if file is None:
                 self._drop(path)
-                continue
-            try:
-                file = _File(path, sink)
-            except OSError as error:
-                sink(f"unirun: {path} cannot be followed: {error.strerror}\n".encode())
                 continue
             watch = _libc.inotify_add_watch(self._inotify, os.fsencode(path), _IN_MODIFY)
             if watch >= 0:
@@ -146,7 +163,7 @@ class LogFollower:
             else:
                 self._unwatched.append(file)
                 self._paths[path] = file
-            file.read()
+            _look_at([file])
 
     def _drop(self, path: Path) -> None:
         found = self._paths.pop(path, None)
@@ -164,3 +181,10 @@ class LogFollower:
             found.add(int.from_bytes(data[at : at + 4], "little", signed=True))
             at += 16 + int.from_bytes(data[at + 12 : at + 16], "little")
         return found
+
+
+def _look_at(files: Iterable[_File]) -> None:
+    """Read what is there. What fails is tried again at the next change, and told at the end."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            file.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from unirun.launcher.environment import (
     FRESH,
@@ -30,11 +31,20 @@ CALLS = ("workload", "trainer")
 
 
 class Orders:
-    """One node's part of a job. `cwd` is where `unirun` was called, `inherited` its environment."""
+    """One node's part of a job. `cwd` is where `unirun` was called, `inherited` its environment, `stdin` a descriptor
+    of its stdin for the job's reader."""
 
-    def __init__(self, job: JobDir, spec: JobSpec, node: str, cwd: str, inherited: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        job: JobDir,
+        spec: JobSpec,
+        node: str,
+        cwd: str,
+        inherited: Mapping[str, str],
+        stdin: int | None = None,
+    ) -> None:
         self._job, self._spec, self._node, self._cwd = job, spec, node, cwd
-        self._inherited = inherited
+        self._inherited, self._stdin = inherited, stdin
         self._last_id = 0
 
     @property
@@ -70,6 +80,8 @@ class Orders:
             request = spawn_request(
                 self._last_id, self._spec, order, member, self._job, self._node, self._cwd, self._inherited
             )
+            if (order.role, member.rank) == self._spec.reader:
+                request = replace(request, stdin=self._stdin)
             workers.append(
                 Worker(
                     id=self._last_id,
@@ -86,6 +98,13 @@ class Orders:
     def store(self, order: OpenStore, fd: int) -> Store:
         """The store that is to be served on the listening socket `fd`."""
         return Store(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
+
+    def stdin_for(self, key: SpawnerKey) -> list[int]:
+        """The descriptors that the spawner with this key has to inherit for the job's reader: one, or none."""
+        reader = self._spec.reader
+        if self._stdin is None or reader is None or key != self._key(reader[0]):
+            return []
+        return [self._stdin]
 
     def _key(self, role: str) -> SpawnerKey:
         if is_fresh(self._spec, role, self._inherited):

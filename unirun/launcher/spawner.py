@@ -1,8 +1,8 @@
 """The spawner: imports once, never computes, forks workers, and reports how they end.
 
-Run by `boot` with ``FD AGENT DESCRIPTORS LISTENERS [MODULE…]``: FD is one end of a socket pair to the agent, whose pid
-is AGENT; DESCRIPTORS is the limit that workers get; LISTENERS, with commas, are the sockets on which it may have to
-serve stores. The modules are imported before the first fork.
+Run by `boot` with ``FD AGENT DESCRIPTORS INHERITED [MODULE…]``: FD is one end of a socket pair to the agent, whose pid
+is AGENT; DESCRIPTORS is the limit that workers get; INHERITED, with commas, are the descriptors that a child may be
+given: of the listening sockets of stores, and of a stdin. The modules are imported before the first fork.
 One thread, no polling: it sleeps until the agent speaks or a child ends. When the agent is gone it kills everything
 that it started, and ends.
 """
@@ -82,10 +82,10 @@ class Spawner:
     """Serves one agent. In a forked child `serve` returns what the child shall become."""
 
     def __init__(
-        self, stream: BlockingStream, descriptors: int, listeners: Sequence[int], modules: PreloadedModules
+        self, stream: BlockingStream, descriptors: int, inherited: Sequence[int], modules: PreloadedModules
     ) -> None:
         self._stream, self._descriptors = stream, descriptors
-        self._listeners, self._modules = listeners, modules
+        self._inherited, self._modules = inherited, modules
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, _Child] = {}
         self._stores: dict[str, _Store] = {}
@@ -138,7 +138,7 @@ class Spawner:
             self._stream.send(SpawnFailed(request.id, time.time(), f"its log cannot be written: {error}"))
             return None
         try:
-            pid = self._fork()
+            pid = self._fork(keep=request.stdin)
         except OSError as error:
             logs.close()
             self._stream.send(
@@ -185,7 +185,7 @@ class Spawner:
         self._stream.close()
         workers = (worker.handle for worker in self._children.values())
         stores = (store.handle for store in self._stores.values())
-        for handle in (*workers, *stores, *self._listeners):
+        for handle in (*workers, *stores, *self._inherited):
             if handle != keep:
                 os.close(handle)
 

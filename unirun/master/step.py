@@ -225,8 +225,9 @@ def _store_opened(turn: Turn, event: StoreOpened) -> None:
 def _stop(turn: Turn, event: Stop) -> None:
     if not 1 <= event.signal < signal.NSIG:
         raise Refused(f"there is no signal {event.signal}")
+    if not 1 <= event.exit_code <= 255:
+        raise Refused(f"a job that is stopped does not end with {event.exit_code}")
     turn.record("stop", event.reason)
-    code = 128 + event.signal
     again, turn.state = turn.state.asked_to_stop, replace(turn.state, asked_to_stop=True)
     if turn.state.phase is JobPhase.STOPPING:
         # A second request means "now": whatever grace is left is over. The first one may find a job that ends by
@@ -237,7 +238,7 @@ def _stop(turn: Turn, event: Stop) -> None:
             elif event.grace is not None:
                 turn.stop(role, event.signal, event.grace)
         return
-    stop_all(turn, Verdict(JobPhase.STOPPED, code, event.reason), event.signal, event.grace)
+    stop_all(turn, Verdict(JobPhase.STOPPED, event.exit_code, event.reason), event.signal, event.grace)
 
 
 def _rejoin_timed_out(turn: Turn) -> None:

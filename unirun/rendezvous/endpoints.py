@@ -7,6 +7,7 @@ generation listens on that very socket, so the role's address never changes and 
 
 from __future__ import annotations
 
+import errno
 import socket
 from dataclasses import dataclass
 
@@ -41,12 +42,17 @@ def split_endpoint(text: str) -> tuple[str, int]:
 
 
 def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
-    """Bind `addr`:`port` (0: any free one) and listen. Raises `RendezvousError` when it is taken."""
+    """Bind `addr`:`port` (0: any free one) and listen. Raises `RendezvousError` when that cannot be."""
     try:
         family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     except OSError as error:
         raise RendezvousError(f"{addr!r} is no address of this host: {error}", "see --master-addr") from error
-    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        problem = f"no socket can be opened for a store: {(error.strerror or str(error)).lower()}"
+        remedy = "each role has one on each node; raise the limit: ulimit -n NUMBER"
+        raise RendezvousError(problem, remedy if error.errno == errno.EMFILE else "") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((addr, port))

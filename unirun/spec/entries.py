@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ _NO_SCRIPTS = {
     ".sh": "is a shell script; write --no-python ./{}",
     ".ipynb": "is a notebook; make a script of it: jupyter nbconvert --to script {}",
 }
+
+_MAIN = ("__main__.py", "__main__.pyc")
+"""What Python runs of a directory."""
 
 
 def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> Missing | None:
@@ -34,17 +38,29 @@ def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> 
 
 
 def _script(name: str, path: Path) -> Missing | None:
+    if name == "-":
+        return Missing("a script is read from stdin by its name", "write unirun /dev/stdin")
     # os.path answers False where pathlib raises: a name too long, a directory that may not be entered.
-    if os.path.isdir(path) and not os.path.isfile(path / "__main__.py"):
+    if os.path.isdir(path) and not any(os.path.isfile(path / main) for main in _MAIN):
         return Missing(f"script {name!r} is a directory", "name the file in it")
     if not os.path.exists(path):
         return Missing(f"script {name!r} does not exist", _near(path))
     if not os.access(path, os.R_OK):
         return Missing(f"script {name!r} cannot be read", "check its permissions")
-    if words := _NO_SCRIPTS.get(path.suffix):
+    if (words := _NO_SCRIPTS.get(path.suffix)) and not _is_python(path):
         problem, _, remedy = words.format(name.removeprefix("./")).partition("; ")
         return Missing(f"{name!r} {problem}", remedy)
     return None
+
+
+def _is_python(path: Path) -> bool:
+    """Whether Python runs it whatever it is called: a zip application, or a file whose first line says so."""
+    import zipfile
+
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        return True
+    with open(path, "rb") as file:
+        return re.match(rb"#!.*python", file.readline(1000)) is not None
 
 
 def _near(path: Path) -> str:

@@ -87,7 +87,8 @@ class JobSpec:
     devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
     and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those called
     `exclude_nodes` are not used. `edges` say which role calls which (`unirun.graph`). `call_timeout` is how long a call
-    between roles may take, and `transport` what carries it.
+    between roles may take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the
+    stdin of the command.
     """
 
     name: str
@@ -116,6 +117,7 @@ class JobSpec:
     edges: tuple[Any, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "torch"
+    stdin: str | None = None
 
     def role(self, name: str) -> RoleSpec:
         """The role called `name`. Raises KeyError."""
@@ -123,6 +125,14 @@ class JobSpec:
             if role.name == name:
                 return role
         raise KeyError(name)
+
+    @property
+    def reader(self) -> tuple[str, int] | None:
+        """Role and rank of the worker that has the stdin of the command: the one that is named, else the only one."""
+        if self.stdin is not None:
+            role, _, rank = self.stdin.rpartition(":")
+            return role, int(rank)
+        return (self.roles[0].name, 0) if sum(role.count for role in self.roles) == 1 else None
 
     @property
     def groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:

@@ -41,6 +41,7 @@ JOB_KEYS = (
     "edges",
     "call_timeout",
     "transport",
+    "stdin",
     "config",
     "preload",
     "master_addr",
@@ -104,6 +105,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         "edges": _edges(read, data.get("edges")),
         "call_timeout": read.seconds(data.get("call_timeout"), "call_timeout", 1800.0, 0.001),
         "transport": read.choice(data.get("transport"), "transport", ("torch", "socket"), "torch"),
+        "stdin": _stdin(read, data.get("stdin"), roles),
     }
     if read.faults:
         raise SpecError(read.faults)
@@ -169,6 +171,23 @@ def _job_name(roles: list[RoleSpec]) -> str:
         if role.entry.target:
             return id_stem(Path(role.entry.target).name.split(":")[0].removesuffix(".py"))
     return "job"
+
+
+def _stdin(read: Reader, value: Any, roles: Sequence[RoleSpec]) -> str | None:
+    """A worker that is there in any case, as ``actor:0``."""
+    text = read.text(value, "stdin")
+    if not text:
+        return None
+    name, _, rank = text.rpartition(":")
+    if not re.fullmatch(r"[0-9]{1,9}", rank) or not name:
+        read.fault("stdin", f"{shown(text)} is no worker", "write ROLE:RANK, for example actor:0")
+        return None
+    counts = {role.name: role.least or role.count for role in roles}
+    if name not in counts:
+        read.fault("stdin", f"no role is called {name!r}", nearest(name, list(counts)))
+    elif int(rank) >= counts[name]:
+        read.fault("stdin", f"there is no {text}: the ranks of {name} are 0 to {counts[name] - 1}")
+    return f"{name}:{int(rank)}"
 
 
 def _signals(read: Reader, value: Any) -> tuple[str, ...]:

@@ -91,7 +91,9 @@ def _follow(file: Path, job: JobDir) -> JobHandle:
     """Run the command to its end; an interrupt is passed on to it, and raised here when it has ended."""
     interrupted = False
     # In a session of its own it gets Ctrl-C from here alone: twice would mean SIGKILL to the workers.
-    process = subprocess.Popen(_command(file), env=_environment(), start_new_session=True)
+    process = subprocess.Popen(
+        _command(file), env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True
+    )
     try:
         while True:
             try:
@@ -114,7 +116,14 @@ def _follow(file: Path, job: JobDir) -> JobHandle:
 
 def _detach(file: Path, job: JobDir) -> JobHandle:
     command = _command(file, "--detach")
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise JobFailed(f"the job could not be started: {done.stderr.strip()}", code=done.returncode)
     handle = JobHandle(job)

@@ -211,11 +211,20 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Somebody wants the job to end."""
+    """Somebody wants the job to end: workers get `signal`, and SIGKILL after `grace` seconds (None: those of the job).
+
+    `code` is the job's exit code, None for that of the signal.
+    """
 
     signal: int
     reason: str
     grace: float | None = None
+    code: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """The job's exit code."""
+        return 128 + self.signal if self.code is None else self.code
 
 
 @dataclass(frozen=True, slots=True)

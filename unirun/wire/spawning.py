@@ -11,7 +11,7 @@ class Spawn:
 
     `fresh`: in a new interpreter instead of a fork that keeps what the spawner imported. `env` is the whole
     environment. Its output is appended to ``stdout.log`` and ``stderr.log`` in `folder`, which lies below the directory
-    `logs`. `cpus`: the processors it may run on.
+    `logs`. `cpus`: the processors it may run on. `stdin`: an inherited descriptor; None for ``/dev/null``.
     """
 
     id: int
@@ -25,6 +25,7 @@ class Spawn:
     logs: str
     folder: str
     cpus: tuple[int, ...] | None = None
+    stdin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

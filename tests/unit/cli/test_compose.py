@@ -141,11 +141,11 @@ class TestRoles:
         with pytest.raises(SpecError, match=says):
             compose(script)
 
-    def test_nothing_to_run_is_told(self, compose: Compose) -> None:
+    def test_nothing_to_run_is_told(self, compose: Compose, job_file: JobFile) -> None:
         with pytest.raises(SpecError, match="roles.actor: nothing to run"):
             compose("--roles", "actor=1")
         with pytest.raises(UsageError, match="there are arguments but no script"):
-            compose("--roles", "actor=1", "--", "x")
+            compose("--config", job_file("roles: {actor: 1}"), "--", "x")
 
     def test_role_and_roles_exclude_each_other(self, compose: Compose, job_file: JobFile) -> None:
         with pytest.raises(UsageError, match="--role names the only role"):

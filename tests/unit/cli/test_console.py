@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,21 @@ class TestTheConsole:
             shown.lines(2, b"", b"10%\r20%\rdone\n")
         assert capfdbinary.readouterr() == (b"", b"10%\r20%\rdone\n")
 
+    def test_shows_what_a_single_worker_has_begun(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        with console() as shown:
+            shown.lines(1, b"", b"name? ")
+        assert capfdbinary.readouterr() == (b"name? ", b"")
+
+    @pytest.mark.parametrize("together", [True, False])
+    def test_says_nothing_on_a_row_that_a_worker_has_begun(self, tmp_path: Path, together: bool) -> None:
+        path = tmp_path / "both"
+        with path.open("a") as err, (path if together else tmp_path / "out").open("a") as out:
+            shown = Console(quiet=False, out=out, err=err)
+            shown.lines(1, b"", b"half")
+            shown.note("a note")
+            shown.close(20.0)
+        assert path.read_bytes() == (b"half\n" if together else b"") + b"unirun: a note\n"
+
     def test_says_its_own_lines_on_stderr(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
         with console() as shown:
             shown.note("a\nb")
@@ -107,14 +123,30 @@ class TestTheConsole:
             shown.error("shown")
         assert capfdbinary.readouterr().err == b"unirun: shown\n"
 
-    def test_goes_on_when_nobody_reads_any_more(self) -> None:
+    def test_tells_once_that_nobody_reads_any_more(self) -> None:
         reader, writer = os.pipe()
         os.close(reader)
+        told: list[OSError] = []
         with os.fdopen(writer, "w") as closed:
             shown = Console(quiet=False, out=closed)
+            shown.when_lost(told.append)
             shown.lines(1, b"", b"lost\n")
             shown.lines(1, b"", b"lost too\n")
             shown.close(20.0)
+        (error,) = told
+        assert isinstance(error, BrokenPipeError)
+
+    @pytest.mark.parametrize("together", [True, False])
+    def test_tells_of_stderr_only_where_it_is_stdout(self, tmp_path: Path, together: bool) -> None:
+        told: list[OSError] = []
+        with open("/dev/full", "w") as err, open("/dev/full" if together else tmp_path / "out", "w") as out:
+            shown = Console(quiet=False, out=out, err=err)
+            shown.when_lost(told.append)
+            shown.note("a note")
+            shown.lines(2, b"", b"lost\n")
+            shown.lines(1, b"", b"lost too\n")
+            shown.close(20.0)
+        assert len(told) == together
 
 
 class TestATable:

@@ -77,6 +77,15 @@ class TestALiveLine:
         assert shown.screen.lines()[0] == "20%"
         assert shown.screen.lines()[1].startswith("4 3.6 s")
 
+    def test_leaves_its_row_to_a_prompt(self) -> None:
+        shown = Shown(40, 10)
+        shown.replace("1 s")
+        shown.write("name? ")
+        shown.replace("2 s")
+        assert shown.screen.lines() == ["name?"]
+        shown.write("bob\n")
+        assert shown.screen.lines() == ["name? bob", "2 s"]
+
     def test_and_notes_do_not_begin_on_a_progress_bar(self) -> None:
         shown = Shown(80, 24)
         shown.write("a long bar of a worker ####\r")

@@ -182,8 +182,30 @@ class TestWhatFollows:
             theirs = get_args_parser().parse_args(["train.py", *rest]).training_script_args
             assert [*parse(["train.py", *rest]).args] == theirs
 
-    def test_two_dashes_belongs_to_the_scripts_when_none_is_named_here(self) -> None:
-        line = parse(["--roles", "actor=2", "--script", "actor=a.py", "--", "--lr", "1"])
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["--", "train.py", "--lr", "1"],
+            ["--", "train.py", "--", "x"],
+            ["--nnodes", "1", "--", "--strange.py", "--", "x"],
+            ["-m", "--", "pkg", "x"],
+            ["--", "train.py"],
+        ],
+    )
+    def test_two_dashes_is_the_script_as_with_torchrun(self, argv: list[str]) -> None:
+        theirs = get_args_parser().parse_args(argv)
+        line = parse(argv)
+        assert (line.script, [*line.args]) == (theirs.training_script, theirs.training_script_args)
+
+    def test_two_dashes_is_the_script_that_a_role_lacks(self) -> None:
+        line = parse(["--roles", "actor=2@ppo:Actor,critic=1", "--", "train.py", "--lr", "1"])
+        assert (line.script, line.args) == ("train.py", ("--lr", "1"))
+
+    @pytest.mark.parametrize(
+        "told", [("--roles", "actor=2", "--script", "actor=a.py"), ("--roles", "actor=2@ppo:Actor")]
+    )
+    def test_two_dashes_belongs_to_the_scripts_that_the_roles_name(self, told: tuple[str, ...]) -> None:
+        line = parse([*told, "--", "--lr", "1"])
         assert (line.script, line.args) == (None, ("--lr", "1"))
 
     def test_a_config_are_overrides_until_something_else_comes(self) -> None:

@@ -47,14 +47,26 @@ def test_a_job_that_nothing_ends_says_so_at_its_start(
     assert len(error.splitlines()) == bool(says)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("train.py",),
+        ("-d", "train.py"),
+        ("plan", "train.py"),
+        ("stubs", "ppo:Actor"),
+        ("status",),
+    ],
+    ids=" ".join,
+)
 def test_a_working_directory_that_is_gone_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", "beside")
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert call("plan", "train.py") == 2
+    assert call(*argv) == 2
     assert capsys.readouterr().err == "unirun: the working directory is gone; call unirun in another one\n"
     monkeypatch.chdir(tmp_path)
 

@@ -34,6 +34,38 @@ from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
 from unirun.wire.frames import is_text
 
+
+class TestAStandardStreamThatIsClosed:
+    @pytest.mark.parametrize(
+        ("command", "code", "shown"),
+        [
+            ("plan train.py <&-", 0, "RANK=0"),
+            ("plan train.py >&-", 0, ""),
+            ("nothing.py >&-", 2, "does not exist"),
+            ("nothing.py 2>&-", 2, ""),
+            ("plan train.py <&- >&- 2>&-", 0, ""),
+        ],
+    )
+    def test_is_one_that_leads_nowhere(self, command: str, code: int, shown: str, tmp_path: Path) -> None:
+        line = ["sh", "-c", f"{sys.executable} -m unirun {command}"]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
+        text = done.stdout + done.stderr
+        assert (done.returncode, shown in text, bool(text)) == (code, True, bool(shown)), text
+
+    def test_does_not_give_its_number_to_a_file(self) -> None:
+        code = """if True:
+            import os, sys
+            from unirun.cli.terminal import prepare_streams
+            prepare_streams()
+            print("lost"), input if sys.stdin.read() else None
+            assert os.open("/dev/zero", os.O_RDONLY) > 2
+            assert [os.path.samestat(os.fstat(n), os.stat("/dev/null")) for n in range(3)] == [True] * 3
+            assert [os.get_inheritable(n) for n in range(3)] == [True] * 3
+        """
+        line = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+        assert subprocess.run(line, check=False).returncode == 0
+
+
 HOSTILE = st.sampled_from(
     ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\r\n", "\ud800", "\u202e", "\x00", "é", "a\tb", "", "x" * 500]
 ) | st.text(max_size=8)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -202,3 +204,45 @@ def test_no_descriptor_is_left_behind(log: Path) -> None:
         follower.follow(log, lambda _: None)
         assert follower.finish(SOON)
     assert open_ones() == before
+
+
+def test_more_files_than_descriptors_are_followed_to_their_end(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    follower, seen = LogFollower(), Seen()
+    paths = [tmp_path / f"{number}.log" for number in range(100)]
+    for path in paths:
+        path.write_bytes(b"one\n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    try:
+        for path in paths:
+            follower.follow(path, seen)
+        seen.until(lambda data: len(data) == 400)
+        for path in paths:
+            with path.open("ab") as file:
+                file.write(b"two\n")
+        assert follower.finish(SOON)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(seen.all().splitlines()) == [b"one"] * 100 + [b"two"] * 100
+
+
+def test_a_prompt_is_passed_on_to_a_sink_that_takes_parts(follower: LogFollower, log: Path) -> None:
+    seen = Seen()
+    follower.follow(log, seen, parts=True)
+    with log.open("ab", buffering=0) as file:
+        file.write(b"name? ")
+        seen.until(lambda data: data == b"name? ")
+        file.write(b"cut o")
+        assert follower.finish(SOON)
+    assert seen.all() == b"name? cut o"
+
+
+def test_a_file_that_is_gone_is_told_of_at_the_end(follower: LogFollower, log: Path) -> None:
+    log.write_bytes(b"one\n")
+    seen = Seen()
+    follower.follow(log, seen)
+    seen.until(bool)
+    log.rename(log.with_name("old.log"))
+    log.write_bytes(b"of somebody else\n")
+    assert follower.finish(SOON)
+    assert seen.all() == f"one\nunirun: {log} cannot be read: another file has taken its place\n".encode()

@@ -145,6 +145,24 @@ def test_a_program_has_the_limit_of_descriptors_that_the_agent_had(spawner: Spaw
     assert hard == str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
+def test_a_worker_reads_the_descriptor_that_is_named_and_the_next_one_goes_on_there(
+    start: Callable[..., Spawner],
+) -> None:
+    theirs, ours = os.pipe()
+    spawner = start(pass_fds=(theirs,))
+    os.close(theirs)
+    spawner.next(Preloaded)
+    os.write(ours, b"one\ntwo\n")
+    os.close(ours)
+    spawner.send(spawner.program(1, "sh", "-c", "read line; echo $line; ls /proc/self/fd", stdin=theirs))
+    spawner.until(Reaped)
+    assert (spawner.folder / "1" / "stdout.log").read_text().split() == ["one", "0", "1", "2", "3"]
+    spawner.send(spawner.program(2, "cat"), spawner.program(3, "cat", stdin=theirs))
+    spawner.until(Reaped)
+    spawner.until(Reaped)
+    assert [(spawner.folder / n / "stdout.log").read_text() for n in "23"] == ["", "two\n"]
+
+
 def test_a_signal_that_comes_right_after_the_order_is_not_lost(spawner: Spawner) -> None:
     """The child may have no group and no handlers of its own yet, and the spawner ignores SIGTERM."""
     for number in range(1, 41):

@@ -30,6 +30,11 @@ class TestAStop:
         assert job.state.phase is JobPhase.STOPPED
         assert job.end == (130, "got SIGINT")
 
+    def test_may_have_another_code_than_the_signals(self) -> None:
+        job = Job({"actor": 1}).running().on(Stop(TERM, "nobody reads", code=141))
+        assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, 30.0)]
+        assert job.obey().end == (141, "nobody reads")
+
     def test_takes_its_own_grace(self) -> None:
         job = Job({"actor": 1}).running().on(Stop(TERM, "unirun stop", 2.5))
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, 2.5)]
@@ -81,6 +86,13 @@ def test_a_stop_with_a_signal_that_does_not_exist_is_refused(signum: int) -> Non
     job = Job({"actor": 1}).running()
     with pytest.raises(Refused, match="no signal"):
         job.on(Stop(signum, "unirun stop"))
+
+
+@pytest.mark.parametrize("code", [0, -1, 256])
+def test_a_stop_with_a_code_that_is_none_of_a_stopped_job_is_refused(code: int) -> None:
+    job = Job({"actor": 1}).running()
+    with pytest.raises(Refused, match="does not end with"):
+        job.on(Stop(TERM, "unirun stop", code=code))
 
 
 @pytest.mark.parametrize(

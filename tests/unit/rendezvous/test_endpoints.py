@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 
 import pytest
 
 from unirun.errors import RendezvousError
-from unirun.rendezvous import hold_endpoint
+from unirun.rendezvous import Endpoint, hold_endpoint
 from unirun.rendezvous.endpoints import split_endpoint
 
 
@@ -34,6 +36,20 @@ def test_a_port_that_is_taken_is_told() -> None:
         hold_endpoint("127.0.0.1", first.port)
     assert caught.value.exit_code == 4
     first.close()
+
+
+def test_a_limit_of_descriptors_is_told() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[Endpoint] = []
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        with pytest.raises(RendezvousError, match="too many open files; .* ulimit -n NUMBER"):
+            held.extend(hold_endpoint("127.0.0.1") for _ in range(most))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for endpoint in held:
+            endpoint.close()
 
 
 def test_every_endpoint_has_a_port_of_its_own() -> None:

@@ -183,6 +183,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         exclude_nodes=tuple(draw(st.lists(st.sampled_from(["node3", "n-7.rack_2"]), unique=True))),
         call_timeout=draw(seconds),
         transport=draw(st.sampled_from(["torch", "socket"])),
+        stdin=draw(st.none() | st.sampled_from([f"{name}:0" for name in known])),
     )
 
 
@@ -345,3 +346,33 @@ def test_a_job_ends_with_its_trainer_or_with_those_that_end_by_themselves(
     Path("ppo.py").write_text("class Actor: ...\nclass Trainer: ...")
     data = {"roles": roles, **({"trainer": trainer} if trainer else {})}
     assert parse_job(data, count_slots=lambda _: 1, run_id="x").primary == primary
+
+
+ROLES = {"actor": {"count": 2}, "rollout": {"count": "1:4"}}
+
+
+@pytest.mark.parametrize(
+    ("stdin", "problem"),
+    [
+        ("actr:0", "stdin: no role is called 'actr'; did you mean 'actor'?"),
+        ("actor:2", "stdin: there is no actor:2: the ranks of actor are 0 to 1"),
+        ("rollout:1", "stdin: there is no rollout:1: the ranks of rollout are 0 to 0"),
+        ("actor", "stdin: 'actor' is no worker; write ROLE:RANK, for example actor:0"),
+        ("actor:-1", "stdin: 'actor:-1' is no worker; write ROLE:RANK, for example actor:0"),
+        (":0", "stdin: ':0' is no worker; write ROLE:RANK, for example actor:0"),
+        (["actor:0"], "stdin: expected a text, found ['actor:0']"),
+    ],
+)
+def test_a_reader_that_may_not_be_there_is_told(stdin: object, problem: str) -> None:
+    data = {"roles": ROLES, "program": "/bin/true", "stdin": stdin}
+    with pytest.raises(SpecError) as caught:
+        parse_job(data, count_slots=count, run_id="x")
+    assert [str(fault) for fault in caught.value.faults] == [problem]
+
+
+@pytest.mark.parametrize(("stdin", "reader"), [("actor:01", ("actor", 1)), (None, None)])
+def test_of_several_workers_the_one_that_is_named_reads(
+    stdin: str | None, reader: tuple[str, int] | None
+) -> None:
+    data = {"roles": ROLES, "program": "/bin/true", "stdin": stdin}
+    assert parse_job(data, count_slots=count, run_id="x").reader == reader

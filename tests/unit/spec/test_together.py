@@ -69,6 +69,7 @@ def test_all_faults_are_told_at_once() -> None:
         trainer="json:JSNDecoder",
         call_timeout=-1,
         transport="pigeon",
+        stdin="rolout:0",
     )
     assert {fault.where for fault in found} == {
         "collocations[0]",
@@ -78,6 +79,7 @@ def test_all_faults_are_told_at_once() -> None:
         "trainer.class",
         "call_timeout",
         "transport",
+        "stdin",
     }
 
 

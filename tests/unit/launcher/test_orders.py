@@ -1,0 +1,58 @@
+"""Who gets the stdin of the command, and which spawner has to inherit it for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unirun.launcher.orders import Orders
+from unirun.rendezvous import JobDir
+from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.wire.messages import Member, StartRole
+
+STDIN = 7
+
+
+def orders(*counts: int, stdin: str | None = None, given: int | None = STDIN) -> Orders:
+    names = ("actor", "critic")[: len(counts)]
+    roles = tuple(
+        RoleSpec(name, count, Entry("script", "a.py"), env={"OMP_NUM_THREADS": name})
+        for name, count in zip(names, counts, strict=True)
+    )
+    spec = JobSpec("job", "run-1", roles, names, stdin=stdin)
+    return Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {}, given)
+
+
+def readers(which: Orders, role: str, count: int) -> list[int | None]:
+    members = tuple(Member(rank=rank, local_rank=rank, incarnation=0) for rank in range(count))
+    order = StartRole(role, 0, 0, count, count, 0, 1, "127.0.0.1:1", members, "")
+    return [worker.request.stdin for worker in which.launch(order).workers]
+
+
+def test_the_only_worker_of_a_job_reads() -> None:
+    assert readers(orders(1), "actor", 1) == [STDIN]
+
+
+def test_of_several_nobody_reads_unless_one_is_named() -> None:
+    assert readers(orders(2), "actor", 2) == [None, None]
+    assert readers(orders(1, 1), "actor", 1) == [None]
+    named = orders(2, 2, stdin="critic:1")
+    assert readers(named, "actor", 2) == [None, None]
+    assert readers(named, "critic", 2) == [None, STDIN]
+
+
+@pytest.mark.parametrize("named", ["actor:0", "critic:1"])
+def test_only_the_spawner_of_the_reader_inherits_it(named: str) -> None:
+    made = orders(2, 2, stdin=named)
+    role = named.partition(":")[0]
+    inherited = {key: made.stdin_for(key) for key in made.spawners}
+    assert inherited == {
+        (("OMP_NUM_THREADS", name),): [STDIN] if name == role else [] for name in ("actor", "critic")
+    }
+
+
+def test_on_another_node_nobody_reads() -> None:
+    made = orders(1, given=None)
+    assert readers(made, "actor", 1) == [None]
+    assert all(made.stdin_for(key) == [] for key in made.spawners)

@@ -1,0 +1,54 @@
+"""What Python runs is let through, whatever it is called; what it does not run is told before anything starts."""
+
+from __future__ import annotations
+
+import py_compile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from unirun.spec import Entry
+from unirun.spec.entries import missing_entry
+
+
+def script(name: str, folder: Path) -> str | None:
+    missing = missing_entry(Entry("script", name), str(folder), [])
+    return missing and f"{missing.problem}; {missing.remedy}"
+
+
+@pytest.mark.parametrize("name", ["app", "app.egg", "app.pyz", "app.zip", "app.json"])
+def test_a_zip_application_may_have_any_name(tmp_path: Path, name: str) -> None:
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        archive.writestr("__main__.py", "")
+    assert script(name, tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["mod.pyc", "app/__main__.pyc", "app/__main__.py"])
+def test_compiled_code_and_a_directory_with_a_main_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "source.py").touch()
+    (tmp_path / "app").mkdir()
+    py_compile.compile(str(tmp_path / "source.py"), str(tmp_path / name))
+    assert script(name, tmp_path) is None
+    assert name == "mod.pyc" or (script("app", tmp_path), script("app/", tmp_path)) == (None, None)
+
+
+def test_a_shell_script_is_told_unless_it_is_one_of_python(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("#!/bin/sh\necho python\n")
+    assert script("a.sh", tmp_path) == "'a.sh' is a shell script; write --no-python ./a.sh"
+    (tmp_path / "a.sh").write_text("#!/usr/bin/env python3\n")
+    assert script("a.sh", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("empty", "script 'empty' is a directory; name the file in it"),
+        ("-", "a script is read from stdin by its name; write unirun /dev/stdin"),
+        ("job.json", "'job.json' is a job file; write --config job.json"),
+    ],
+)
+def test_what_python_does_not_run_is_told(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "job.json").write_text("{}")
+    assert script(name, tmp_path) == says
