@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import faulthandler
 import importlib.machinery
+import io
 import json
 import os
 import pkgutil
@@ -85,14 +86,15 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
         return
     full = os.path.abspath(path)
     _find_modules_in(str(Path(path).resolve().parent))
-    with open(path, "rb") as file:
-        code = pkgutil.read_code(file)
+    # Once: it may be a pipe.
+    source = Path(path).read_bytes()
+    code = pkgutil.read_code(io.BytesIO(source))
     loader = (
         importlib.machinery.SourceFileLoader if code is None else importlib.machinery.SourcelessFileLoader
     )
     main.__dict__.update(__file__=full, __cached__=None, __loader__=loader("__main__", full))
     if code is None:
-        code = compile(Path(path).read_bytes(), full, "exec", dont_inherit=True)
+        code = compile(source, full, "exec", dont_inherit=True)
     exec(code, main.__dict__)  # noqa: S102 - to run the user's script is what a worker is for
 
 
