@@ -45,7 +45,7 @@ def open_database(path: Path, timeout: float) -> sqlite3.Connection:
     deadline = time.monotonic() + timeout
     with explained(path):
         _touch(path)
-        connection = sqlite3.connect(path, timeout, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
         try:
             while True:
                 try:
