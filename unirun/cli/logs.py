@@ -96,12 +96,16 @@ def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> It
 
 
 def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -> None:
-    """Follow files as they come until the job has ended; a new incarnation is a new file."""
+    """Follow files as they come until the job has ended; a new incarnation is a new file.
+
+    Raises OSError when stdout cannot be written any more.
+    """
     from unirun.launcher.logs import LogFollower
 
     follower = LogFollower()
     lock = threading.Lock()
-    gone = threading.Event()
+    stopped = threading.Event()
+    failed: list[OSError] = []
     seen: set[Path] = set()
 
     def sink(prefix: bytes, skip: int) -> object:
@@ -112,10 +116,13 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
             drop, left = min(left, data.count(b"\n")), max(left - data.count(b"\n"), 0)
             rows = data.splitlines(keepends=True)[drop:]
             with lock:
+                if failed:
+                    return
                 try:
                     _put(b"".join(prefix + row for row in rows))
-                except BrokenPipeError:
-                    gone.set()
+                except OSError as error:
+                    failed.append(error)
+                    stopped.set()
 
         return put
 
@@ -127,20 +134,20 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
                     seen.add(path)
                     skip = 0 if lines is None else max(path.read_bytes().count(b"\n") - lines, 0)
                     follower.follow(path, sink(prefix, skip))  # type: ignore[arg-type]
-            if ended:
+            if ended or stopped.is_set():
                 break
-            _wait_for_change(job, gone)
-            if gone.is_set():
-                raise BrokenPipeError
+            _wait_for_change(job, stopped)
     finally:
         follower.finish()
+    if failed:
+        raise failed[0]
 
 
-def _wait_for_change(job: JobDir, gone: threading.Event) -> None:
-    """Until the job's state was written again (it is replaced as a whole) or `gone` is set; at most a second."""
+def _wait_for_change(job: JobDir, stopped: threading.Event) -> None:
+    """Until the job's state was written again (it is replaced as a whole) or `stopped` is set; at most a second."""
     before = _mtime(job)
     end = time.monotonic() + 1.0
-    while time.monotonic() < end and _mtime(job) == before and not gone.wait(0.05):
+    while time.monotonic() < end and _mtime(job) == before and not stopped.wait(0.05):
         continue
 
 

@@ -82,7 +82,7 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     reader = None
     if not detach:
         adopt_orphans()
-        reader = reading_node(spec, placement) if may_read() else None
+        reader = _reading_node(spec, placement) if may_read() else None
     launched = launch(
         job,
         spec,
@@ -108,7 +108,7 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     return asyncio.run(Session(job, spec, console, launched).run())
 
 
-def reading_node(spec: JobSpec, placement: Placement) -> str | None:
+def _reading_node(spec: JobSpec, placement: Placement) -> str | None:
     """The node of the worker that has the command's stdin, when there is one."""
     if spec.reader is None:
         return None

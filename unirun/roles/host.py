@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -15,6 +14,7 @@ import cloudpickle
 from omegaconf import DictConfig, OmegaConf
 
 from unirun.errors import UsageError
+from unirun.reporting import report
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
@@ -139,7 +139,7 @@ def _keep(path: Path, result: Any) -> None:
         fresh.write_bytes(cloudpickle.dumps(result))
         fresh.replace(path)
     except Exception as error:  # noqa: BLE001 - pickling raises what it likes
-        warnings.warn(f"what fit() returned cannot be kept as the job's result: {error!r}", stacklevel=2)
+        report(f"unirun: what fit() returned cannot be kept as the job's result: {error!r}")
 
 
 def _config(context: Context) -> DictConfig:

@@ -217,6 +217,13 @@ class TestWorkloadsAndTheirTrainer:
         trainer = spec.role("trainer")
         assert (trainer.entry.target, trainer.env, trainer.max_restarts) == ("ppo:PPOTrainer", {"A": "1"}, 0)
 
+    def test_may_be_the_reader_of_stdin(self, compose: Compose, job_file: JobFile) -> None:
+        assert compose(*CALLS).reader is None
+        assert compose(*CALLS, "--stdin", "trainer:0").reader == ("trainer", 0)
+        file = job_file("{script: train.py, roles: {a: 2}, stdin: 'a:1'}")
+        assert compose("--config", file).reader == ("a", 1)
+        assert compose("--stdin", "a:0", "--config", file).reader == ("a", 0)
+
     def test_a_trainer_alone_is_told(self, compose: Compose) -> None:
         for script in ([], ["train.py"]):
             with pytest.raises(UsageError, match="--trainer has nobody to call without roles"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,27 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
         (logs / "stderr.log").write_bytes(b"err\n")
     os.close(lock)
     return job
+
+
+@pytest.mark.parametrize("follow", [[], ["-f"]])
+def test_logs_that_nobody_reads_any_more_end_quietly(follow: list[str]) -> None:
+    ended("job-1")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "unirun", "logs", *follow]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("follow", [[], ["-f"]])
+def test_logs_that_cannot_be_written_are_told_of(follow: list[str]) -> None:
+    ended("job-1")
+    command = [sys.executable, "-m", "unirun", "logs", *follow]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
+    words = b"unirun: what there is to print cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, words)
 
 
 @pytest.mark.parametrize(

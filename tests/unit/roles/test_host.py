@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, BaseWorkload
-from unirun.roles.host import load_class, make
+from unirun.roles.host import _keep, load_class, make
 
 
 @pytest.fixture
@@ -69,3 +71,16 @@ class TestMaking:
     def test_a_class_gets_its_arguments_in_order(self) -> None:
         made = make(BaseTrainer, BaseTrainer, actor_handles={}, actor_classes={}, config=3)
         assert made.config == 3
+
+
+def test_a_result_that_cannot_be_kept_fails_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _keep(tmp_path / "result", threading.Lock())
+    assert capsys.readouterr().err.startswith(
+        "unirun: what fit() returned cannot be kept as the job's result: "
+    )
+    assert not (tmp_path / "result").exists()

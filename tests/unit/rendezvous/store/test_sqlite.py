@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,17 @@ def store(tmp_path: Path) -> Iterator[SqliteStore]:
     store = SqliteStore(tmp_path / "store.db", timeout=5)
     yield store
     store.close()
+
+
+def test_only_the_path_is_given_by_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 warns of other arguments without a name, and where warnings are errors no store can be opened."""
+    connect = sqlite3.connect
+
+    def by_name(path: Path, **options: Any) -> sqlite3.Connection:
+        return connect(path, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", by_name)
+    SqliteStore(tmp_path / "store.db").close()
 
 
 def test_only_its_owner_may_read_the_file_and_what_lies_beside_it(tmp_path: Path) -> None:
