@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -35,17 +36,17 @@ class Program:
 
     @classmethod
     def written_to(cls, folder: Path) -> Program:
-        """Write the forms into `folder`, each with a module beside it."""
-        source, beside = (SCRIPTS / "probe.py").read_text(), "NAME = 'neighbour'\n"
+        """Write the forms into `folder`, each with the module that it imports beside it."""
         for name in ("probe.py", "pack/probe.py", "tree/__main__.py"):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source)
-            (path.parent / "neighbour.py").write_text(beside)
+            shutil.copy(SCRIPTS / "probe.py", path)
+        for beside in (folder, folder / "tree"):
+            shutil.copy(SCRIPTS / "probe_process.py", beside)
         (folder / "pack/__init__.py").touch()
         with zipfile.ZipFile(folder / "tree.zip", "w") as archive:
-            archive.writestr("__main__.py", source)
-            archive.writestr("neighbour.py", beside)
+            archive.write(SCRIPTS / "probe.py", "__main__.py")
+            archive.write(SCRIPTS / "probe_process.py", "probe_process.py")
         return cls(folder)
 
     def arguments(self, variant: str) -> tuple[str, ...]:
@@ -143,6 +144,9 @@ def differences(expected: object, found: object) -> set[str]:
     return set() if expected == found else {f"{found} instead of {expected}"}
 
 
+SEED = {"PYTHONHASHSEED": "7"}
+
+
 @dataclass(frozen=True)
 class End:
     """What is left of a process: how it ended, what it has written to its streams and its files."""
@@ -161,7 +165,7 @@ def ends_under_python(unirun: Unirun, count: int) -> list[End]:
     def run(rank: int) -> End:
         done = subprocess.run(
             [sys.executable, "-u", SCRIPTS / "ends.py", folder],
-            env=unirun.environment({"RANK": str(rank), "OMP_NUM_THREADS": "1"}),
+            env=unirun.environment({"RANK": str(rank), **SEED}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=START,
@@ -179,7 +183,7 @@ def ends_under_unirun(unirun: Unirun, method: str, count: int) -> list[End]:
     folder = unirun.root / method
     folder.mkdir()
     options = ("--start-method", method, "--nproc-per-node", count, "--role", "end")
-    unirun(*options, SCRIPTS / "ends.py", folder, "--together")
+    unirun(*options, SCRIPTS / "ends.py", folder, "--together", env=SEED)
     workers = unirun.workers()
 
     def end(rank: int) -> End:

@@ -7,7 +7,6 @@ under launchers. What differs is in `ALLOWED`, with the reason, and in docs/torc
 from __future__ import annotations
 
 import re
-import runpy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +24,19 @@ from .conformance import (
 )
 from .harness import SCRIPTS, Unirun
 
-ENDS = list(runpy.run_path(str(SCRIPTS / "ends.py"), run_name="ends")["ENDS"])
-LOOKS = [*runpy.run_path(str(SCRIPTS / "probe.py"), run_name="probe")["LOOKS"], "state of torch"]
+
+def marked(mark: str, file: str) -> list[str]:
+    """The names of the functions of a script that are marked with a decorator."""
+    text = (SCRIPTS / file).read_text()
+    return [name.replace("_", " ") for name in re.findall(rf"^@{mark}\ndef (\w+)", text, re.MULTILINE)]
+
+
+ENDS = marked("end", "ends.py")
+LOOKS = [
+    *marked("look", "probe.py"),
+    *marked("look", "probe_process.py"),
+    *("pool by fork", "pool by spawn", "pool by forkserver", "state of torch"),
+]
 
 
 @dataclass(frozen=True)

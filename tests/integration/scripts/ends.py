@@ -354,6 +354,12 @@ def text_of_the_source_is_shown():
     compile("x = (", "<string>", "exec")
 
 
+@end
+def hash_with_a_seed():
+    """`PYTHONHASHSEED` is set."""
+    print(hash("text"), sys.flags.hash_randomization)
+
+
 def wait_for_all(folder):
     """Wait until all have come this far; the launcher asks the others to stop when one has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
