@@ -1,25 +1,22 @@
-"""Runs `scripts/probe.py` and `scripts/ends.py` under each launcher, and tells the differences to plain python."""
+"""Runs `scripts/probe.py` under each launcher, and tells the differences to plain python."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unirun.failover import Exit
+from .harness import SCRIPTS, START, TORCHRUN, Result, Unirun
 
-from .harness import SCRIPTS, START, TORCHRUN, Unirun
-
-ARGS = ("--flag", "two words")
+ENV = {"OMP_NUM_THREADS": "1"}
+"""Unirun sets it for jobs of several workers, as torchrun does."""
 
 Report = dict[str, Any]
 """What the probe says: a value for each property."""
@@ -30,75 +27,91 @@ VARIANTS = ("script", "module", "directory", "zip")
 
 @dataclass(frozen=True)
 class Program:
-    """The probe in a folder of its own, in each of the forms that python runs."""
+    """A script of `scripts/` in a folder of its own, in each of the forms that python runs."""
 
     folder: Path
+    name: str
 
     @classmethod
-    def written_to(cls, folder: Path) -> Program:
-        """Write the forms into `folder`, each with the module that it imports beside it."""
-        for name in ("probe.py", "pack/probe.py", "tree/__main__.py"):
-            path = folder / name
+    def written_to(cls, folder: Path, name: str, *beside: str) -> Program:
+        """Write the forms of the script `name` into `folder`, each with the modules that it imports beside it."""
+        for form in (f"{name}.py", f"pack/{name}.py", "tree/__main__.py"):
+            path = folder / form
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(SCRIPTS / "probe.py", path)
-        for beside in (folder, folder / "tree"):
-            shutil.copy(SCRIPTS / "probe_process.py", beside)
+            shutil.copy(SCRIPTS / f"{name}.py", path)
         (folder / "pack/__init__.py").touch()
         with zipfile.ZipFile(folder / "tree.zip", "w") as archive:
-            archive.write(SCRIPTS / "probe.py", "__main__.py")
-            archive.write(SCRIPTS / "probe_process.py", "probe_process.py")
-        return cls(folder)
+            archive.write(SCRIPTS / f"{name}.py", "__main__.py")
+            for module in beside:
+                archive.write(SCRIPTS / f"{module}.py", f"{module}.py")
+                for path in (folder, folder / "tree"):
+                    shutil.copy(SCRIPTS / f"{module}.py", path)
+        return cls(folder, name)
 
-    def arguments(self, variant: str) -> tuple[str, ...]:
+    def form(self, variant: str) -> tuple[str, ...]:
         """What follows ``python -u``, or a launcher's own options."""
-        forms = {
-            "script": ("probe.py",),
-            "torch": ("probe.py",),
-            "module": ("-m", "pack.probe"),
-            "directory": ("tree",),
-            "zip": ("tree.zip",),
-        }
-        return *forms[variant], *ARGS, *(["--torch"] if variant == "torch" else [])
+        forms = {"module": ("-m", f"pack.{self.name}"), "directory": ("tree",), "zip": ("tree.zip",)}
+        return forms.get(variant, (f"{self.name}.py",))
 
-    def under_python(self, unirun: Unirun, variants: Iterable[str]) -> dict[str, Report]:
-        """One process after another: ``python -u script.py``."""
-        return {each: self._alone(unirun, [sys.executable, "-u"], each) for each in variants}
+    def entry(self, variant: str) -> dict[str, str]:
+        """The same in a job file."""
+        kind = "module" if variant == "module" else "script"
+        return {kind: self.form(variant)[-1]}
 
-    def under_torchrun(self, unirun: Unirun, variants: Iterable[str]) -> dict[str, Report]:
-        """One torchrun after another."""
-        torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "1"]
-        return {each: self._alone(unirun, torchrun, each) for each in variants}
 
-    def _alone(self, unirun: Unirun, command: list[str], variant: str) -> Report:
-        path = self.folder / f"{Path(command[0]).name}-{variant}.log"
-        with path.open("ab") as log, open(os.devnull) as nothing:
-            subprocess.run(
-                [*command, *self.arguments(variant)],
-                env=unirun.environment({"OMP_NUM_THREADS": "1"}),
-                cwd=self.folder,
-                stdin=nothing,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                timeout=START,
-                check=True,
-            )
-        return report_in(path.read_text())
+def probe_in(folder: Path) -> Program:
+    """`scripts/probe.py`."""
+    return Program.written_to(folder, "probe", "probe_process")
 
-    def under_unirun(self, unirun: Unirun, method: str, variants: Iterable[str]) -> dict[str, Report]:
-        """One job with a role for each variant."""
-        roles = {}
-        for variant in variants:
-            first, *args = self.arguments(variant)
-            entry = {"script": first}
-            if first == "-m":
-                entry = {"module": args.pop(0)}
-            roles[variant] = {"count": 1, **entry, "args": args, "start_method": method}
-        path = self.folder / f"{method}.json"
-        path.write_text(json.dumps({"name": "probe", "roles": roles}))
-        result = unirun("--config", path, cwd=self.folder, env={"OMP_NUM_THREADS": "1"})
-        assert result.code == 0, result.err
-        return {variant: report_in(unirun.log(variant, 0).decode()) for variant in roles}
+
+def reports_under_python(unirun: Unirun, program: Program, variants: Iterable[str]) -> dict[str, Report]:
+    """One process after another: ``python -u script.py``."""
+    return {each: _alone(unirun, program, [sys.executable, "-u"], each) for each in variants}
+
+
+def reports_under_torchrun(unirun: Unirun, program: Program, variants: Iterable[str]) -> dict[str, Report]:
+    """One torchrun after another."""
+    torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "1"]
+    return {each: _alone(unirun, program, torchrun, each) for each in variants}
+
+
+def _alone(unirun: Unirun, program: Program, command: list[str], variant: str) -> Report:
+    path = unirun.root / f"{Path(command[0]).name}-{variant}.log"
+    with path.open("ab") as log, open(os.devnull) as nothing:
+        subprocess.run(
+            [*command, *program.form(variant), *_arguments(variant)],
+            env=unirun.environment(ENV),
+            cwd=program.folder,
+            stdin=nothing,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            timeout=START,
+            check=True,
+        )
+    return report_in(path.read_text())
+
+
+def _arguments(variant: str) -> list[str]:
+    return ["--flag", "two words", *(["--torch"] if variant == "torch" else [])]
+
+
+def reports_under_unirun(
+    unirun: Unirun, program: Program, method: str, variants: Iterable[str]
+) -> dict[str, Report]:
+    """One job with a role for each variant."""
+    entries = {variant: {**program.entry(variant), "args": _arguments(variant)} for variant in variants}
+    roles = {variant: {"count": 1, **entry, "start_method": method} for variant, entry in entries.items()}
+    result = run_job(unirun, program, roles)
+    assert result.code == 0, result.err
+    return {variant: report_in(unirun.log(variant, 0).decode()) for variant in roles}
+
+
+def run_job(unirun: Unirun, program: Program, roles: Mapping[str, object]) -> Result:
+    """A job of these roles, in the folder of the program."""
+    path = unirun.root / "job.json"
+    path.write_text(json.dumps({"name": program.name, "roles": roles}))
+    return unirun("--config", path, cwd=program.folder, env=ENV)
 
 
 BETWEEN = ("random numbers", "hash of a text")
@@ -142,65 +155,3 @@ def differences(expected: object, found: object) -> set[str]:
         less, more = [x for x in expected if x not in found], [x for x in found if x not in expected]
         return {*(f"-{x}" for x in less), *(f"+{x}" for x in more)} or {f"order: {found}"}
     return set() if expected == found else {f"{found} instead of {expected}"}
-
-
-SEED = {"PYTHONHASHSEED": "7"}
-
-
-@dataclass(frozen=True)
-class End:
-    """What is left of a process: how it ended, what it has written to its streams and its files."""
-
-    exit: str
-    stdout: str
-    stderr: str
-    files: Mapping[str, bytes]
-
-
-def ends_under_python(unirun: Unirun, count: int) -> list[End]:
-    """``python -u ends.py``, in each of `count` ways."""
-    folder = unirun.root / "plain"
-    folder.mkdir()
-
-    def run(rank: int) -> End:
-        done = subprocess.run(
-            [sys.executable, "-u", SCRIPTS / "ends.py", folder],
-            env=unirun.environment({"RANK": str(rank), **SEED}),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=START,
-            start_new_session=True,
-        )
-        exit_of_it = Exit(done.returncode) if done.returncode >= 0 else Exit(signal=-done.returncode)
-        return _end(str(exit_of_it), done.stdout, done.stderr, folder / str(rank))
-
-    with ThreadPoolExecutor(3) as pool:
-        return [*pool.map(run, range(count))]
-
-
-def ends_under_unirun(unirun: Unirun, method: str, count: int) -> list[End]:
-    """The same as the ranks of one job; none begins before all are there."""
-    folder = unirun.root / method
-    folder.mkdir()
-    options = ("--start-method", method, "--nproc-per-node", count, "--role", "end")
-    unirun(*options, SCRIPTS / "ends.py", folder, "--together", env=SEED)
-    workers = unirun.workers()
-
-    def end(rank: int) -> End:
-        logs = (unirun.log("end", rank, stream=stream) for stream in ("stdout", "stderr"))
-        return _end(workers[f"end:{rank}"]["exit"], *logs, folder / str(rank))
-
-    return [end(rank) for rank in range(count)]
-
-
-def _end(how: str, stdout: bytes, stderr: bytes, folder: Path) -> End:
-    """Without the addresses of objects and the names of folders, which differ from one process to the next."""
-    out, err = (re.sub(r"0x[0-9a-f]+", "0x…", text.decode()) for text in (stdout, stderr))
-    return End(how, out, err, {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()})
-
-
-def faults_of_ends(names: list[str], expected: list[End], found: list[End]) -> dict[str, set[str]]:
-    """The differences in what is left of processes, by the name of their end."""
-    rows = zip(names, expected, found, strict=True)
-    differ = {f"end: {name}": differences(asdict(one), asdict(other)) for name, one, other in rows}
-    return {name: each for name, each in differ.items() if each}

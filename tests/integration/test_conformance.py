@@ -16,27 +16,21 @@ from tests.documents import text_of
 
 from .conformance import (
     VARIANTS,
-    Program,
-    ends_under_python,
-    ends_under_unirun,
     faults,
-    faults_of_ends,
+    probe_in,
+    reports_under_python,
+    reports_under_torchrun,
+    reports_under_unirun,
 )
+from .conformance_ends import CASES, ends_in, ends_under_python, ends_under_unirun, faults_of_ends
 from .harness import SCRIPTS, Unirun
 
-
-def marked(mark: str, file: str) -> list[str]:
-    """The names of the functions of a script that are marked with a decorator."""
-    text = (SCRIPTS / file).read_text()
-    return [name.replace("_", " ") for name in re.findall(rf"^@{mark}\ndef (\w+)", text, re.MULTILINE)]
-
-
-ENDS = marked("end", "ends.py")
 LOOKS = [
-    *marked("look", "probe.py"),
-    *marked("look", "probe_process.py"),
-    *("pool by fork", "pool by spawn", "pool by forkserver", "state of torch"),
-]
+    name.replace("_", " ")
+    for file in ("probe.py", "probe_process.py")
+    for name in re.findall(r"^@look\ndef (\w+)", (SCRIPTS / file).read_text(), re.MULTILINE)
+] + ["pool by fork", "pool by spawn", "pool by forkserver", "state of torch"]
+"""The properties that the probe looks at."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,9 @@ _KNOWN_OF_BOTH = {
     "end: stdout closed",
     "end: stdout is none",
     "end: sys exit in an exit handler",
+    "end: uncaught exception, directory",
+    "end: uncaught exception, module",
+    "end: uncaught exception, zip",
     "end: uncaught interrupt",
     "interpreter",
     "module beside the script",
@@ -138,7 +135,7 @@ def judge(method: str, found: dict[str, set[str]], among: list[str]) -> None:
 
 class TestTheTableOfDifferences:
     def test_names_properties_that_there_are(self) -> None:
-        names = {*LOOKS, *(f"end: {name}" for name in ENDS)}
+        names = {*LOOKS, *CASES}
         assert {each.property for each in ALLOWED} <= names
         assert KNOWN["fork"] | KNOWN["exec"] <= names
         assert not {(each.property, m) for each in ALLOWED for m in each.methods if each.property in KNOWN[m]}
@@ -155,32 +152,27 @@ class TestTheTableOfDifferences:
         assert all(row[2] for row in rows), "each with its reason"
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Program:
-    return Program.written_to(tmp_path / "program")
-
-
 class TestAWorkerIsLikeAFreshProcess:
-    def test_when_it_is_forked(self, unirun: Unirun, program: Program) -> None:
-        variants = (*VARIANTS, "torch")
-        plain = program.under_python(unirun, variants)
-        judge("fork", faults(plain, program.under_unirun(unirun, "fork", variants)), LOOKS)
+    @pytest.mark.parametrize(("method", "variants"), [("fork", (*VARIANTS, "torch")), ("exec", VARIANTS)])
+    def test_whatever_it_is_started_as(
+        self, unirun: Unirun, tmp_path: Path, method: str, variants: tuple[str, ...]
+    ) -> None:
+        program = probe_in(tmp_path / "program")
+        plain = reports_under_python(unirun, program, variants)
+        judge(method, faults(plain, reports_under_unirun(unirun, program, method, variants)), LOOKS)
 
-    def test_when_it_is_executed(self, unirun: Unirun, program: Program) -> None:
-        plain = program.under_python(unirun, VARIANTS)
-        judge("exec", faults(plain, program.under_unirun(unirun, "exec", VARIANTS)), LOOKS)
-
-    def test_as_torchruns_workers_are(self, unirun: Unirun, program: Program) -> None:
-        """That what they are compared with is what users know: torchrun changes nothing but variables."""
-        plain, found = (run(unirun, ["script"]) for run in (program.under_python, program.under_torchrun))
-        differ = faults(plain, found)
+    def test_as_torchruns_workers_are(self, unirun: Unirun, tmp_path: Path) -> None:
+        """So what workers are compared with is what users know: torchrun adds variables, and nothing else."""
+        program = probe_in(tmp_path / "program")
+        plain = reports_under_python(unirun, program, ["module"])
+        differ = faults(plain, reports_under_torchrun(unirun, program, ["module"]))
         assert {*differ} == {"environment"}, differ
-        assert {*differ["environment"]} == {f"+{name}" for name in TORCHRUN}
+        assert differ["environment"] == {f"+{name}" for name in TORCHRUN}
 
 
 class TestAWorkerEndsLikeAFreshProcess:
     @pytest.mark.parametrize("method", BOTH)
-    def test_in_every_way(self, unirun: Unirun, method: str) -> None:
-        expected = ends_under_python(unirun, len(ENDS))
-        found = ends_under_unirun(unirun, method, len(ENDS))
-        judge(method, faults_of_ends(ENDS, expected, found), [f"end: {name}" for name in ENDS])
+    def test_in_every_way(self, unirun: Unirun, tmp_path: Path, method: str) -> None:
+        program = ends_in(tmp_path / "program")
+        expected = ends_under_python(unirun, program)
+        judge(method, faults_of_ends(expected, ends_under_unirun(unirun, program, method)), [*CASES])

@@ -1,8 +1,8 @@
 """One way to end for each rank, in the order of `ENDS`; `test_conformance.py` compares what is left of each.
 
-What a process writes, and how it ends, must be the same under every launcher. Files go into a folder of each rank, in the
-one that is the argument. With ``--together`` a rank waits for the others, so that none is stopped before it has begun
-because another has failed.
+What a process writes, and how it ends, must be the same under every launcher. ``ends.py FOLDER COUNT``: files go into a
+folder of each rank, in FOLDER. A rank waits until COUNT of them are there, so that none is stopped before it has begun
+because another has failed. The variable END, where it is set, is another number than the rank.
 """
 
 import atexit
@@ -360,20 +360,19 @@ def hash_with_a_seed():
     print(hash("text"), sys.flags.hash_randomization)
 
 
-def wait_for_all(folder):
-    """Wait until all have come this far; the launcher asks the others to stop when one has failed."""
+def wait_for(count, folder):
+    """Wait until so many have come this far; the launcher asks the others to stop when one has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     deadline = time.monotonic() + 60
-    while len(list(folder.iterdir())) < len(ENDS):
+    while len(list(folder.iterdir())) < count:
         if time.monotonic() > deadline:
             os._exit(99)
         time.sleep(0.01)
 
 
 if __name__ == "__main__":
-    number = int(os.environ["RANK"])
-    mine = Path(sys.argv[1], str(number))
+    number = int(os.environ["END"] if "END" in os.environ else os.environ["RANK"])
+    mine = Path(sys.argv[1], f"{os.environ['ROLE_NAME']}-{number}")
     mine.mkdir()
-    if "--together" in sys.argv:
-        wait_for_all(mine.parent)
+    wait_for(int(sys.argv[2]), mine.parent)
     list(ENDS.values())[number]()
