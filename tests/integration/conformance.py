@@ -107,14 +107,15 @@ def reports_under_unirun(
     return {variant: report_in(unirun.log(variant, 0).decode()) for variant in roles}
 
 
-def run_job(unirun: Unirun, program: Program, roles: Mapping[str, object]) -> Result:
-    """A job of these roles, in the folder of the program."""
+def run_job(unirun: Unirun, program: Program, roles: Mapping[str, Mapping[str, object]]) -> Result:
+    """A job of these roles, which work in the folder of the program. The command is called in another."""
     path = unirun.root / "job.json"
-    path.write_text(json.dumps({"name": program.name, "roles": roles}))
-    return unirun("--config", path, cwd=program.folder, env=ENV)
+    there = {name: {**role, "cwd": str(program.folder)} for name, role in roles.items()}
+    path.write_text(json.dumps({"name": program.name, "roles": there}))
+    return unirun("--config", path, env=ENV)
 
 
-BETWEEN = ("random numbers", "hash of a text")
+BETWEEN = ("random numbers", "hash of a text", "key of multiprocessing")
 """Properties that must differ between two processes: lists of numbers."""
 
 

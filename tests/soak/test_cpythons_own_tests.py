@@ -21,6 +21,9 @@ __all__ = ["unirun"]
 LIMIT = 1200.0
 """Seconds for all tests of one module."""
 
+ONE = 120
+"""Seconds for one of them."""
+
 MODULES = (
     "test_atexit",
     "test_signal",
@@ -33,6 +36,9 @@ MODULES = (
     "test_multiprocessing_spawn",
     "test_multiprocessing_forkserver",
 )
+
+WITHOUT = {"WithThreadsTestPool.test_terminate": "hangs now and then under plain python (3.11.7, spawn)"}
+"""Tests that are not run, by the end of their id, with the reason."""
 
 DIFFERENT: dict[str, str] = {}
 """Why a test ends otherwise in a worker, by the end of its id."""
@@ -55,15 +61,16 @@ class Runs:
         """How each test has ended, by its id; `method` is ``python``, ``fork`` or ``exec``."""
         file = self._unirun.root / f"{method}.json"
         file.unlink(missing_ok=True)
-        argv = [str(SCRIPTS / "cpython.py"), str(file), self._module, *only]
+        without = [f"-{name}" for name in WITHOUT]
+        argv = [str(SCRIPTS / "cpython.py"), str(file), self._module, str(ONE), *without, *only]
         if method == "python":
             self._in_python(argv)
         else:
             logs = self._unirun.root / "logs"
             self._unirun("--start-method", method, "--log-dir", logs, *argv, within=LIMIT)
-        assert file.exists(), f"{self._module} did not come to its end ({method}); see {self._unirun.root}"
-        found: dict[str, str] = json.loads(file.read_text())
-        return found
+        assert file.exists(), f"{self._module} has run no test ({method}); see {self._unirun.root}"
+        # Of a test that failed in more than one way, as of one that has ended, the last word counts.
+        return dict(json.loads(line) for line in file.read_text().splitlines())
 
     def _in_python(self, argv: list[str]) -> None:
         with Path(self._unirun.root / "python.log").open("ab") as log:
@@ -76,7 +83,7 @@ class Runs:
                 stderr=log,
                 start_new_session=True,
                 timeout=LIMIT,
-                check=True,
+                check=False,
             )
 
     def differences(self, only: list[str]) -> dict[str, str]:

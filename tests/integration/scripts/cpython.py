@@ -1,14 +1,18 @@
-"""Runs one of CPython's own test modules in this process: ``cpython.py FILE MODULE [ID…]``.
+"""Runs one of CPython's own test modules in this process: ``cpython.py FILE MODULE SECONDS [ID…]``.
 
-How each test has ended goes into FILE, as JSON by test id. Of IDs that are given, only those tests run. The tests of
-multiprocessing are classes of ``__main__``, so that its children have to find the script.
+FILE gets a line of JSON when a test begins, and one when it has ended: its id, and how. One that takes more than SECONDS ends the
+process. Of IDs that are given, only those tests run; those that begin with a minus do not. The tests of multiprocessing
+are classes of ``__main__``, so that its children have to find the script.
 """
 
+import faulthandler
 import json
 import sys
 import unittest
 
-FILE, MODULE, *ONLY = sys.argv[1:]
+FILE, MODULE, SECONDS, *WHICH = sys.argv[1:]
+ONLY = [name for name in WHICH if name[0] != "-"]
+WITHOUT = tuple(name[1:] for name in WHICH if name[0] == "-")
 METHOD = MODULE.removeprefix("test_multiprocessing_")
 
 if MODULE != METHOD and METHOD in ("fork", "spawn", "forkserver"):
@@ -22,40 +26,49 @@ else:
 
 
 class Outcomes(unittest.TextTestResult):
-    """Remembers how each test has ended."""
+    """Tells how each test ends."""
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.outcomes = {}
+    def tell(self, test, outcome):
+        with open(FILE, "a") as file:
+            print(json.dumps([test.id(), outcome]), file=file)
+
+    def startTest(self, test):
+        super().startTest(test)
+        self.tell(test, "did not end")
+        faulthandler.dump_traceback_later(float(SECONDS), exit=True)
+
+    def stopTest(self, test):
+        faulthandler.cancel_dump_traceback_later()
+        super().stopTest(test)
 
     def addSuccess(self, test):
         super().addSuccess(test)
-        self.outcomes.setdefault(test.id(), "ok")
+        self.tell(test, "ok")
 
     def addSkip(self, test, reason):
         super().addSkip(test, reason)
-        self.outcomes[test.id()] = f"skipped: {reason}"
+        self.tell(test, f"skipped: {reason}")
 
     def addFailure(self, test, err):
         super().addFailure(test, err)
-        self.outcomes[test.id()] = "failure"
+        self.tell(test, "failure")
 
     def addError(self, test, err):
         super().addError(test, err)
-        self.outcomes[test.id()] = "error"
+        self.tell(test, "error")
 
     def addSubTest(self, test, subtest, err):
         super().addSubTest(test, subtest, err)
         if err is not None:
-            self.outcomes[test.id()] = "failure"
+            self.tell(test, "failure")
 
     def addExpectedFailure(self, test, err):
         super().addExpectedFailure(test, err)
-        self.outcomes[test.id()] = "expected failure"
+        self.tell(test, "expected failure")
 
     def addUnexpectedSuccess(self, test):
         super().addUnexpectedSuccess(test)
-        self.outcomes[test.id()] = "unexpected success"
+        self.tell(test, "unexpected success")
 
 
 def tests_in(suite):
@@ -65,17 +78,16 @@ def tests_in(suite):
 
 
 def main():
-    """Run the tests, write how they have ended."""
+    """Run the tests."""
     from test import support
 
     # Neither network nor gigabytes.
     support.use_resources = []
     suite = unittest.defaultTestLoader.loadTestsFromName(NAME)
+    wanted = [test for test in tests_in(suite) if not test.id().endswith(WITHOUT)]
     if ONLY:
-        suite = unittest.TestSuite(each for each in tests_in(suite) if each.id() in ONLY)
-    result = unittest.TextTestRunner(verbosity=2, resultclass=Outcomes).run(suite)
-    with open(FILE, "w") as file:
-        json.dump(result.outcomes, file)
+        wanted = [test for test in wanted if test.id() in ONLY]
+    unittest.TextTestRunner(verbosity=2, resultclass=Outcomes).run(unittest.TestSuite(wanted))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import fcntl
 import gc
 import locale
 import logging
+import multiprocessing.spawn
 import os
 import resource
 import signal
@@ -124,8 +125,6 @@ def event_loop():
 @look
 def multiprocessing_state():
     """The present process, the start method, the next process's name."""
-    import multiprocessing.spawn
-
     now = multiprocessing.current_process()
     return {
         "name": now.name,
@@ -139,6 +138,7 @@ def multiprocessing_state():
         "the next one": multiprocessing.Process().name,
         "executable": repr(multiprocessing.spawn.get_executable()),
         "default context": kind_of(multiprocessing.get_context()),
+        "folder for children": multiprocessing.process.ORIGINAL_DIR,
     }
 
 
@@ -343,6 +343,12 @@ def random_numbers():
 
         found += [numpy.random.random(), torch.initial_seed(), torch.rand(1).item()]
     return found
+
+
+@look
+def key_of_multiprocessing():
+    """The key with which a process and its children know each other."""
+    return [int.from_bytes(multiprocessing.current_process().authkey)]
 
 
 @look
