@@ -104,6 +104,8 @@ KNOWN: dict[str, set[str]] = {
     | {
         "end: c stdio",
         "identity of main",
+        "key of multiprocessing",
+        "multiprocessing state",
         "pool by forkserver",
         "pool by spawn",
         "standard streams",
