@@ -34,10 +34,12 @@ JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-# More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N.
+# More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N. Then some of CPython's
+# own tests, each under plain python and in workers, which takes half an hour; MODULE=test_signal runs one module of them.
 SEEDS ?= 50000
 soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
+	$(BIN)/python -m pytest -q tests/soak $(if $(MODULE),-k $(MODULE))
 
 # What `make test` does a few times, often: 500 pairs of kills, and how long it takes until all ranks are up again; fifty
 # deaths of the master; one before and after each of its writes. About ten minutes.

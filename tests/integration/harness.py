@@ -180,11 +180,20 @@ class Unirun:
         self.started: list[Running] = []
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment of the command: this process's, without what a launcher around it would set."""
+        """The environment of the command: this process's, without what a launcher around it would set, and without
+        PYTHONUNBUFFERED, which would hide that a worker is not ``python -u``."""
         clean = {
             k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_", "UNIRUN_"))
         }
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "OMP_NUM_THREADS",
+            "PYTHONUNBUFFERED",
+        ):
             clean.pop(name, None)
         return {**clean, "UNIRUN_HOME": str(self.home), **(extra or {})}
 

@@ -194,3 +194,40 @@ class TestAWorkerThatIgnoresSigterm:
         assert result.code == 6, result.err
         assert root_cause(result.err)[0].startswith("root cause: a:1 on ")
         assert "a:0: did not end in its grace period and is killed" in result.err
+
+
+class TestAWorkerWhoseExitHandlersTakeLong:
+    def test_after_it_has_failed_is_waited_for(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import atexit, os, time
+            def upload():
+                while not os.path.exists("go"):
+                    time.sleep(0.01)
+                print("uploaded", flush=True)
+            atexit.register(upload)
+            raise ValueError("x")
+            """
+        )
+        job = unirun.start("--shutdown-timeout", 0.3, "--start-method", "exec", train)
+        job.lines(r"default:0: has failed 0\.3 s ago, and its exit handlers or threads still run")
+        (unirun.root / "go").touch()
+        result = job.end(SOON)
+        assert (result.code, result.lines) == (1, ["uploaded"]), result.err
+        assert "killed" not in root_cause(result.err)[0]
+
+    def test_has_its_grace_period_when_the_job_is_stopped(self, unirun: Unirun, script: Script) -> None:
+        train = script(
+            """
+            import atexit, signal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            atexit.register(lambda: signal.sigwait([signal.SIGUSR1]))
+            raise ValueError("x")
+            """
+        )
+        job = unirun.start("--shutdown-timeout", 0.3, "--start-method", "exec", train)
+        job.lines("its exit handlers or threads still run")
+        job.signal(signal.SIGTERM)
+        result = job.end(SOON)
+        assert result.code == 143, result.err
+        assert "default:0: did not end in its grace period and is killed" in result.err

@@ -11,6 +11,7 @@ from tests.sim.store import FencedStore
 from tests.sim.world import Clock, Plan
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.launcher import events
+from unirun.launcher.hearing import EXIT_LIMIT
 from unirun.launcher.state import AgentState
 from unirun.master import JobPhase, JobState, RolePhase, RoleState
 from unirun.master.context import changes, restore
@@ -237,6 +238,15 @@ class Invariants:
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
             assert all(role.generation <= self.opened.get(role.name, 0) for role in message.roles)
+
+    def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
+        """An exit that has begun by itself has its time, unless somebody wants it to end."""
+        worker = node.state.workers.get(number)
+        if worker is None or worker.sent is not None or worker.cause != "own":
+            return
+        alone = worker.role in node.state.in_place
+        limit = self.plan.spec.shutdown_timeout if alone else EXIT_LIMIT
+        assert self.clock.now - since > limit - 0.001, f"{worker.who} is killed while its exit handlers run"
 
     def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
         """Check what must hold after a step of an agent's core."""

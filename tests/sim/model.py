@@ -52,7 +52,8 @@ class Process:
     """Whether it is in a group, of the present generation or an earlier one."""
     welcome: bool = False
     serving: bool = False
-    failed: bool = False
+    failed: float | None = None
+    """When its code has failed, while it lives on."""
     alive: bool = True
     deaf: bool = False
 
@@ -102,6 +103,9 @@ class World(Protocol):
 
     def size(self, role: str) -> int:
         """The number of ranks of a role."""
+
+    def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
+        """SIGKILL has come for a process whose code has failed at `since`."""
 
     def left(self, process: Process, store: StoreModel) -> None:
         """A process has died while it waited in a store."""
@@ -256,7 +260,7 @@ class Spawner:
         the news that the generation is over, or an error that may come of somebody's death and may not."""
         role, rank, _ = process.who
         store = self.world.stores.get(role)
-        if not process.alive or process.failed or process.waits is not None:
+        if not process.alive or process.failed is not None or process.waits is not None:
             return
         if store is None or not store.alive:
             self.world.queues.setdefault(role, []).append(lambda: self._meet(number, process))
@@ -276,7 +280,7 @@ class Spawner:
 
     def _form(self, number: int, process: Process, store: StoreModel) -> None:
         """All have come. It can connect with those that live on."""
-        if not process.alive or process.failed or process.waits is not store:
+        if not process.alive or process.failed is not None or process.waits is not store:
             return
         if all(peer.alive or peer.formed for _, _, peer in store.present.values()):
             process.waits, process.formed, process.generation = None, True, store.generation
@@ -285,7 +289,7 @@ class Spawner:
 
     def _serve(self, number: int, process: Process) -> None:
         """It takes calls, if it has not before."""
-        if process.alive and not process.failed and not process.serving:
+        if process.alive and process.failed is None and not process.serving:
             role, rank, _ = process.who
             process.serving = True
             recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
@@ -349,10 +353,14 @@ class Spawner:
         if kind == "error":
             error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
             self.node.apply(events.FromWorker(number, error))
-            process.failed = True
+            process.failed = self.world.clock.now
             if rng.random() < 0.2:
-                # A thread or an exit handler keeps it alive; only SIGKILL ends it.
+                # A thread or an exit handler keeps it alive, for a while or until SIGKILL.
                 process.deaf = True
+                if rng.random() < 0.7:
+                    self.world.clock.after(
+                        rng.choice((1.0, 45.0, 200.0)), lambda: self._exit(number, process)
+                    )
                 return
             self.end(number, 1, None)
         elif kind == "code":
@@ -360,6 +368,12 @@ class Spawner:
         else:
             self.end(number, None, rng.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)))
         self.world.peers_see(process)
+
+    def _exit(self, number: int, process: Process) -> None:
+        """Its exit handlers are done."""
+        if process.alive:
+            self.end(number, 1, None)
+            self.world.peers_see(process)
 
     def follow(self, number: int, process: Process) -> None:
         """A peer is gone, and this one trips over it."""
@@ -374,6 +388,8 @@ class Spawner:
         if not process.alive:
             return
         if signum == signal.SIGKILL:
+            if process.failed is not None:
+                self.world.killed_while_it_ended(self.node, number, process.failed)
             self.end(number, None, signum)
             return
         habits = self.world.plan.habits[process.who[0]]

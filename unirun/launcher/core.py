@@ -32,6 +32,7 @@ from unirun.launcher.events import (
     Phase,
     SpawnerDown,
     StartSpawner,
+    StillEnding,
     StillWithoutLink,
     Store,
     TimerExpired,
@@ -45,6 +46,7 @@ from unirun.launcher.hearing import (
     from_worker,
     link_closed,
     runs,
+    still_ending,
     still_without_link,
     timer_expired,
 )
@@ -92,6 +94,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return link_closed(state, event)
         case GraceOver():
             return _grace_over(state, event)
+        case StillEnding():
+            return still_ending(state, event)
         case StillWithoutLink():
             return still_without_link(state, event)
         case TimerExpired():
@@ -375,10 +379,8 @@ def _grace_over(state: AgentState, event: GraceOver) -> tuple[AgentState, list[C
     worker = state.workers.get(event.id)
     if worker is None:
         return state, []
-    # One that was not asked to end has failed before: being killed for it must not look like obedience.
-    sent = None if worker.sent is None else int(signal.SIGKILL)
     return (
-        state.with_worker(replace(worker, sent=sent)),
+        state.with_worker(replace(worker, sent=int(signal.SIGKILL))),
         [
             ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
             ToMaster(Notice(worker.who, "did not end in its grace period and is killed")),

@@ -22,7 +22,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One worker that has not ended. `grace` is the seconds that it has to end after its code has failed.
+    """One worker that has not ended. `grace` is the job's `shutdown_timeout` in seconds.
 
     `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
     for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
@@ -113,9 +113,17 @@ class LinkClosed:
 
 @dataclass(frozen=True, slots=True)
 class GraceOver:
-    """The time that a worker had to end is over."""
+    """The time that a worker had to end, from when it was told to, is over."""
 
     id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StillEnding:
+    """`waited` seconds have passed since a worker has reported the error that ends it."""
+
+    id: int
+    waited: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,7 @@ Event = (
     | FromWorker
     | LinkClosed
     | GraceOver
+    | StillEnding
     | StillWithoutLink
     | TimerExpired
     | Abandon

@@ -10,9 +10,9 @@ from unirun.launcher.events import (
     After,
     Command,
     FromWorker,
-    GraceOver,
     LinkClosed,
     Signal,
+    StillEnding,
     StillWithoutLink,
     TimerExpired,
     ToMaster,
@@ -46,6 +46,13 @@ ENDING = 5.0
 MAX_STACK = 4096
 """Characters of a stack that are told."""
 
+EXIT_LIMIT = 600.0
+"""Seconds that a worker has for its exit handlers and threads after its code has failed by itself.
+
+Long enough to upload a checkpoint in an exit handler. torchrun waits without a limit; a thread that never ends would
+then hold a job for ever.
+"""
+
 
 def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[Command]]:
     """A worker has said something."""
@@ -56,9 +63,7 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
         case Hello(running=True) if not worker.running:
             return runs(state, worker)
         case WorkerError():
-            # Its code is over; threads or exit handlers that do not end must not keep its peers waiting.
-            end = After(worker.grace, GraceOver(worker.id))
-            return state.with_worker(replace(worker, error=short_error(event.message))), [end]
+            return _has_failed(state, worker, event.message)
         case Serving():
             state = state.with_worker(replace(worker, serving=event.message))
             return state, [ToMaster(_signed(worker, event.message))]
@@ -78,6 +83,43 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
             ask = WorkerAsk(worker.role, worker.rank, worker.incarnation, number, wish, name, data)
             return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
     return state, []
+
+
+def _has_failed(state: AgentState, worker: Worker, error: WorkerError) -> tuple[AgentState, list[Command]]:
+    """Its code is over, its process is not: threads are joined and exit handlers run.
+
+    The master decides what follows when the process has ended, as torchrun does. Until then this worker is not told
+    to end, so its grace period does not begin. One that was told has had its grace period from then on.
+    """
+    first = worker.error is None and worker.sent is None
+    state = state.with_worker(replace(worker, error=short_error(error)))
+    return state, [After(worker.grace, StillEnding(worker.id, worker.grace))] if first else []
+
+
+def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, list[Command]]:
+    """A worker that has failed by itself has not ended yet."""
+    worker = state.workers.get(event.id)
+    if worker is None or worker.sent is not None:
+        return state, []
+    left = 0.0 if _is_replaced_alone(state, worker) else EXIT_LIMIT - event.waited
+    text = f"has failed {event.waited:g} s ago, and its exit handlers or threads still run; it is killed"
+    if left > 0:
+        told = Notice(worker.who, f"{text} if it has not ended in another {left:g} s")
+        return state, [ToMaster(told), After(left, StillEnding(worker.id, EXIT_LIMIT))]
+    # It was not told to end: the SIGKILL is a part of its failure, not an answer to an order.
+    return state, [
+        ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
+        ToMaster(Notice(worker.who, text)),
+    ]
+
+
+def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
+    """Whether the peers of `worker` wait in memory for the one that takes its place, which cannot start before it ends.
+
+    Nothing takes the place of a trainer that is not recoverable: the job ends with it.
+    """
+    lasting = worker.request.kind == "trainer" and not (worker.serving and worker.serving.recoverable)
+    return worker.role in state.in_place and not lasting
 
 
 def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:

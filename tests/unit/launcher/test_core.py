@@ -18,6 +18,7 @@ from unirun.launcher.events import (
     LinkClosed,
     Phase,
     StartSpawner,
+    StillEnding,
     StillWithoutLink,
     ToMaster,
     ToSpawner,
@@ -137,14 +138,6 @@ class TestAWorker:
         ]
         assert [*agent.state.workers] == [2]
 
-    def test_that_has_failed_has_a_grace_to_end_and_stays_a_failure_when_it_is_killed(self) -> None:
-        error = WorkerError("ValueError: x", "Trace", 5.0)
-        agent = Agent().alive().on(FromWorker(1, error))
-        assert agent.commands == [After(30.0, GraceOver(1))]
-        assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
-        (end,) = agent.spawner(Reaped(1, 36.0, None, KILL)).told(WorkerExited)
-        assert (end.signal, end.cause, end.sent, end.error) == (KILL, "own", None, error)
-
     def test_that_ends_without_a_word_is_told_of_with_its_tail(self) -> None:
         agent = Agent().alive().on(FromSpawner(TORCH, Reaped(1, 6.0, None, 11), tail="the end"))
         assert agent.told(WorkerExited)[0].tail == "the end"
@@ -168,6 +161,7 @@ class TestAWorker:
         late = (
             LinkClosed(1),
             GraceOver(1),
+            StillEnding(1, 30.0),
             FromWorker(1, WorkerError("x", "y", 1.0)),
             FromWorker(1, Notice("a", "b")),
         )

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.unit.launcher.agent import INT, KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
 from unirun.launcher.core import LOST_GRACE
 from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
     After,
+    FromWorker,
     GraceOver,
     KillGroups,
     Launch,
     Leave,
     SpawnerDown,
     StartSpawner,
+    StillEnding,
     ToMaster,
     ToSpawner,
 )
+from unirun.launcher.hearing import EXIT_LIMIT
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import (
     Ending,
     Notice,
+    Serving,
+    WorkerError,
     WorkerExited,
 )
 from unirun.wire.spawning import (
@@ -84,6 +91,61 @@ class TestAStop:
 
     def test_of_a_rank_that_is_not_here_does_nothing(self) -> None:
         assert Agent().alive().on(StopWorkers("rollout", (0, 7), TERM, 5.0)).commands == []
+
+
+class TestAWorkerThatHasFailed:
+    """Its exit handlers and threads still run."""
+
+    ERROR = FromWorker(1, WorkerError("ValueError: x", "Trace", 5.0))
+
+    def test_is_waited_for_as_long_as_nobody_wants_it_to_end(self) -> None:
+        agent = Agent().alive().on(self.ERROR)
+        assert agent.commands == [After(30.0, StillEnding(1, 30.0))]
+        agent.on(StillEnding(1, 30.0))
+        assert agent.sent(Kill) == []
+        (told,) = agent.told(Notice)
+        assert told.source == "actor:0"
+        assert "has failed 30 s ago, and its exit handlers or threads still run" in told.text
+        assert "if it has not ended in another 570 s" in told.text
+        assert After(570.0, StillEnding(1, EXIT_LIMIT)) in agent.commands
+        (end,) = agent.spawner(Reaped(1, 50.0, 1, None)).told(WorkerExited)
+        assert (end.code, end.cause, end.sent) == (1, "own", None)
+        assert end.error is not None
+
+    def test_is_killed_when_its_time_is_over_and_stays_a_failure(self) -> None:
+        agent = Agent().alive().on(self.ERROR, StillEnding(1, EXIT_LIMIT))
+        assert agent.sent(Kill) == [Kill(1, KILL)]
+        (end,) = agent.spawner(Reaped(1, 606.0, None, KILL)).told(WorkerExited)
+        assert (end.signal, end.cause, end.sent) == (KILL, "own", None)
+
+    def test_has_its_grace_from_the_order_to_end_on(self) -> None:
+        agent = Agent().alive().on(self.ERROR, StopWorkers("actor", (0,), TERM, 5.0))
+        assert After(5.0, GraceOver(1)) in agent.commands
+        assert agent.on(StillEnding(1, 30.0), StillEnding(1, EXIT_LIMIT)).commands == []
+        assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
+
+    def test_because_it_was_told_to_end_gets_no_time_on_top(self) -> None:
+        agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0), self.ERROR)
+        assert [c for c in agent.commands if isinstance(c, After)] == [After(5.0, GraceOver(1))]
+
+    def test_is_timed_once_however_often_it_reports(self) -> None:
+        assert Agent().alive().on(self.ERROR).on(self.ERROR).commands == []
+
+    def test_is_killed_after_the_grace_when_its_peers_wait_for_its_successor(self) -> None:
+        agent = Agent(in_place=frozenset({"actor"})).alive().on(self.ERROR, StillEnding(1, 30.0))
+        assert agent.sent(Kill) == [Kill(1, KILL)]
+        (told,) = agent.told(Notice)
+        assert told.text.endswith("still run; it is killed")
+
+    @pytest.mark.parametrize(("recoverable", "killed"), [(None, False), (False, False), (True, True)])
+    def test_that_is_a_trainer_is_replaced_only_if_it_is_recoverable(
+        self, recoverable: bool | None, killed: bool
+    ) -> None:
+        agent = Agent(in_place=frozenset({"actor"}), spawners={TORCH: True})
+        agent.on(launch(count=1, kind="trainer")).spawner(Forked(1, 101))
+        if recoverable is not None:
+            agent.on(FromWorker(1, Serving({}, recoverable)))
+        assert bool(agent.on(self.ERROR, StillEnding(1, 30.0)).sent(Kill)) is killed
 
 
 class TestLeaving:

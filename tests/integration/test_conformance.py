@@ -1,0 +1,180 @@
+"""A worker is like a fresh process: what a program can find in itself, and what is left when it ends.
+
+`scripts/probe.py` looks at a process from within, `scripts/ends.py` ends in many ways; both run under plain ``python -u``, and
+under launchers. What differs is in `ALLOWED`, with the reason, and in docs/torchrun.md; everything else is a fault.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.documents import text_of
+
+from .conformance import (
+    VARIANTS,
+    faults,
+    probe_in,
+    reports_under_python,
+    reports_under_torchrun,
+    reports_under_unirun,
+)
+from .conformance_ends import CASES, ends_in, ends_under_python, ends_under_unirun, faults_of_ends
+from .harness import SCRIPTS, Unirun
+
+LOOKS = [
+    name.replace("_", " ")
+    for file in ("probe.py", "probe_process.py")
+    for name in re.findall(r"^@look\ndef (\w+)", (SCRIPTS / file).read_text(), re.MULTILINE)
+] + ["pool by fork", "pool by spawn", "pool by forkserver", "state of torch"]
+"""The properties that the probe looks at."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A property in which workers of these start methods may differ, as far as `pattern` matches all of each difference
+    (see `differences`). The reason is in docs/torchrun.md."""
+
+    property: str
+    methods: tuple[str, ...]
+    pattern: str
+
+
+BOTH = ("fork", "exec")
+# fmt: off
+TORCHRUN = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+"""The variables that torchrun sets."""
+# fmt: on
+
+OURS = r"UNIRUN_(JOB|NODE|GENERATION|INCARNATION|SOCKET)|(GLOO|NCCL|TP)_SOCKET_IFNAME"
+
+ALLOWED = (
+    Allowed("environment", BOTH, rf"\+({'|'.join(TORCHRUN)}|{OURS})"),
+    Allowed("environment in proc", ("fork",), r"\+\w+"),
+    Allowed("command line", ("fork",), r".*unirun\.launcher\.spawner.*"),
+    Allowed("title", ("fork",), r"\w+:0 instead of .*"),
+    Allowed("death signal", BOTH, "9 instead of 0"),
+    Allowed("fault handler", BOTH, "True instead of False"),
+    Allowed("signals in the kernel", BOTH, "SigCgt: 0*4ea instead of 0*2"),
+    Allowed("end: killed by sigsegv", BOTH, "stderr: Fatal Python error: Segmentation fault\n.*"),
+    Allowed("loaded modules", ("fork",), r"\+.*"),
+    Allowed("names of loggers", ("fork",), r"\+.*"),
+    Allowed("warning filters", ("fork",), r"\+.*(torch|numpy).*"),
+    Allowed("exit handlers", ("fork",), r"\d+ instead of \d+"),
+    Allowed("garbage collection", ("fork",), "anything frozen: True instead of False"),
+    Allowed("hash of a text", ("fork",), ".*"),
+)
+
+_KNOWN_OF_BOTH = {
+    "attributes of main",
+    "call stack",
+    "end: both closed",
+    "end: c exit handler",
+    "end: error in excepthook",
+    "end: exception held by a global",
+    "end: interrupt by signal",
+    "end: no excepthook",
+    "end: order of the end",
+    "end: recursion",
+    "end: stdout cannot be written",
+    "end: stdout closed",
+    "end: stdout is none",
+    "end: sys exit in an exit handler",
+    "end: uncaught exception, directory",
+    "end: uncaught exception, module",
+    "end: uncaught exception, zip",
+    "end: uncaught interrupt",
+    "interpreter",
+    "module beside the script",
+    "module search path",
+    "names in main",
+    "open descriptors",
+    "original arguments",
+}
+KNOWN: dict[str, set[str]] = {
+    "fork": _KNOWN_OF_BOTH
+    | {
+        "end: c stdio",
+        "identity of main",
+        "key of multiprocessing",
+        "multiprocessing state",
+        "pool by forkserver",
+        "pool by spawn",
+        "standard streams",
+        "threads",
+    },
+    "exec": _KNOWN_OF_BOTH | {"command line", "loaded modules", "names of loggers"},
+}
+"""Faults, by start method: properties that differ and should not. A fault that is mended has to be taken out here."""
+
+
+def judge(method: str, found: dict[str, set[str]], among: list[str]) -> None:
+    """Fail with each difference that nothing allows, and for each known fault that is one no more."""
+    allowed = {each.property: each.pattern for each in ALLOWED if method in each.methods}
+    left = {
+        name: {each for each in every if not re.fullmatch(allowed.get(name, "(?!)"), each, re.DOTALL)}
+        for name, every in found.items()
+    }
+    left = {name: every for name, every in left.items() if every}
+    known = KNOWN[method] & {*among}
+    new = [
+        f"{name}\n" + "".join(f"    {each}\n" for each in sorted(left[name]))
+        for name in sorted({*left} - known)
+    ]
+    assert not new, f"a worker ({method}) differs from a fresh process:\n{''.join(new)}"
+    assert known == {*left}, f"mended: take them out of KNOWN: {sorted(known - {*left})}"
+    unused = {name for name in allowed if name in among and name not in found}
+    assert not unused, f"these do not differ: take them out of ALLOWED and docs/torchrun.md: {sorted(unused)}"
+
+
+class TestTheTableOfDifferences:
+    def test_names_properties_that_there_are(self) -> None:
+        names = {*LOOKS, *CASES}
+        assert {each.property for each in ALLOWED} <= names
+        assert KNOWN["fork"] | KNOWN["exec"] <= names
+        assert not {(each.property, m) for each in ALLOWED for m in each.methods if each.property in KNOWN[m]}
+
+    def test_is_that_of_the_documentation(self) -> None:
+        page = text_of("docs/torchrun.md").partition("## Where a forked worker differs")[2]
+        rows = [
+            [cell.strip() for cell in line.split("|")[1:-1]]
+            for line in page.splitlines()
+            if line[:3] == "| `"
+        ]
+        told = {(row[0].strip("`"), method) for row in rows for method in row[1].split(", ")}
+        assert told == {(each.property, method) for each in ALLOWED for method in each.methods}
+        assert all(row[2] for row in rows), "each with its reason"
+
+
+class TestAWorkerIsLikeAFreshProcess:
+    @pytest.mark.parametrize(("method", "variants"), [("fork", (*VARIANTS, "torch")), ("exec", VARIANTS)])
+    def test_whatever_it_is_started_as(
+        self, unirun: Unirun, tmp_path: Path, method: str, variants: tuple[str, ...]
+    ) -> None:
+        program = probe_in(tmp_path / "program")
+        plain = reports_under_python(unirun, program, variants)
+        judge(method, faults(plain, reports_under_unirun(unirun, program, method, variants)), LOOKS)
+
+    def test_as_torchruns_workers_are(self, unirun: Unirun, tmp_path: Path) -> None:
+        """So what workers are compared with is what users know: torchrun adds variables, and nothing else."""
+        program = probe_in(tmp_path / "program")
+        plain = reports_under_python(unirun, program, ["module"])
+        differ = faults(plain, reports_under_torchrun(unirun, program, ["module"]))
+        assert {*differ} == {"environment"}, differ
+        assert differ["environment"] == {f"+{name}" for name in TORCHRUN}
+
+
+class TestAWorkerEndsLikeAFreshProcess:
+    @pytest.mark.parametrize("method", BOTH)
+    def test_in_every_way(self, unirun: Unirun, tmp_path: Path, method: str) -> None:
+        program = ends_in(tmp_path / "program")
+        expected = ends_under_python(unirun, program)
+        judge(method, faults_of_ends(expected, ends_under_unirun(unirun, program, method)), [*CASES])
