@@ -56,16 +56,27 @@ TORCHRUN = (
 
 OURS = r"UNIRUN_(JOB|NODE|GENERATION|INCARNATION|SOCKET)|(GLOO|NCCL|TP)_SOCKET_IFNAME"
 
+FORMS = ("module", "directory", "zip")
+
 ALLOWED = (
     Allowed("environment", BOTH, rf"\+({'|'.join(TORCHRUN)}|{OURS})"),
     Allowed("environment in proc", ("fork",), r"\+\w+"),
-    Allowed("command line", ("fork",), r".*unirun\.launcher\.spawner.*"),
-    Allowed("title", ("fork",), r"\w+:0 instead of .*"),
+    Allowed("command line", BOTH, r"unirun \w+:0 .* instead of .*"),
+    Allowed("title", BOTH, r"\w+:0 instead of .*"),
+    Allowed(
+        "call stack", BOTH, r"\+(boot|child|spawner|worker)\.py: .*|-<frozen runpy>: _run_module_as_main"
+    ),
+    Allowed("end: recursion", BOTH, ".*maximum recursion depth exceeded.*"),
+    *(Allowed(f"end: uncaught exception, {form}", BOTH, ".*_run_module_as_main.*") for form in FORMS),
+    Allowed("open descriptors", BOTH, r"\+9\d\d"),
+    Allowed(
+        "settings of the interpreter", ("fork",), r"meta_path: \['unirun\.launcher\.preloaded\._Later', .*"
+    ),
     Allowed("death signal", BOTH, "9 instead of 0"),
     Allowed("fault handler", BOTH, "True instead of False"),
     Allowed("signals in the kernel", BOTH, "SigCgt: 0*4ea instead of 0*2"),
     Allowed("end: killed by sigsegv", BOTH, "stderr: Fatal Python error: Segmentation fault\n.*"),
-    Allowed("loaded modules", ("fork",), r"\+.*"),
+    Allowed("loaded modules", BOTH, r"\+.*"),
     Allowed("names of loggers", ("fork",), r"\+.*"),
     Allowed("warning filters", ("fork",), r"\+.*(torch|numpy).*"),
     Allowed("exit handlers", ("fork",), r"\d+ instead of \d+"),
@@ -73,64 +84,17 @@ ALLOWED = (
     Allowed("hash of a text", ("fork",), ".*"),
 )
 
-_KNOWN_OF_BOTH = {
-    "attributes of main",
-    "call stack",
-    "end: both closed",
-    "end: c exit handler",
-    "end: error in excepthook",
-    "end: exception held by a global",
-    "end: interrupt by signal",
-    "end: no excepthook",
-    "end: order of the end",
-    "end: recursion",
-    "end: stdout cannot be written",
-    "end: stdout closed",
-    "end: stdout is none",
-    "end: sys exit in an exit handler",
-    "end: uncaught exception, directory",
-    "end: uncaught exception, module",
-    "end: uncaught exception, zip",
-    "end: uncaught interrupt",
-    "interpreter",
-    "module beside the script",
-    "module search path",
-    "names in main",
-    "open descriptors",
-    "original arguments",
-}
-KNOWN: dict[str, set[str]] = {
-    "fork": _KNOWN_OF_BOTH
-    | {
-        "end: c stdio",
-        "identity of main",
-        "key of multiprocessing",
-        "multiprocessing state",
-        "pool by forkserver",
-        "pool by spawn",
-        "standard streams",
-        "threads",
-    },
-    "exec": _KNOWN_OF_BOTH | {"command line", "loaded modules", "names of loggers"},
-}
-"""Faults, by start method: properties that differ and should not. A fault that is mended has to be taken out here."""
-
 
 def judge(method: str, found: dict[str, set[str]], among: list[str]) -> None:
-    """Fail with each difference that nothing allows, and for each known fault that is one no more."""
+    """Fail with each difference that nothing allows, and where one is allowed that is none any more."""
     allowed = {each.property: each.pattern for each in ALLOWED if method in each.methods}
     left = {
         name: {each for each in every if not re.fullmatch(allowed.get(name, "(?!)"), each, re.DOTALL)}
         for name, every in found.items()
     }
     left = {name: every for name, every in left.items() if every}
-    known = KNOWN[method] & {*among}
-    new = [
-        f"{name}\n" + "".join(f"    {each}\n" for each in sorted(left[name]))
-        for name in sorted({*left} - known)
-    ]
+    new = [f"{name}\n" + "".join(f"    {each}\n" for each in sorted(left[name])) for name in sorted({*left})]
     assert not new, f"a worker ({method}) differs from a fresh process:\n{''.join(new)}"
-    assert known == {*left}, f"mended: take them out of KNOWN: {sorted(known - {*left})}"
     unused = {name for name in allowed if name in among and name not in found}
     assert not unused, f"these do not differ: take them out of ALLOWED and docs/torchrun.md: {sorted(unused)}"
 
@@ -139,8 +103,6 @@ class TestTheTableOfDifferences:
     def test_names_properties_that_there_are(self) -> None:
         names = {*LOOKS, *CASES}
         assert {each.property for each in ALLOWED} <= names
-        assert KNOWN["fork"] | KNOWN["exec"] <= names
-        assert not {(each.property, m) for each in ALLOWED for m in each.methods if each.property in KNOWN[m]}
 
     def test_is_that_of_the_documentation(self) -> None:
         page = text_of("docs/torchrun.md").partition("## Where a forked worker differs")[2]

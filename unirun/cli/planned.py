@@ -66,7 +66,7 @@ def plan_job(line: CommandLine) -> PlannedJob:
     os.getcwd()
     inventory = inventory_of(line)
     spec = job_spec(line, inventory)
-    warnings = check_environment(os.environ, spec)
+    warnings = check_environment(os.environ)
     for warning in (*warnings, *misplaced(line), *unknown_nodes(spec, inventory), *endless(spec)):
         warn(warning)
     # Nodes that are not there have no files to be read.

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from unirun.launcher import Launched
+from unirun.launcher.local import Launched
 from unirun.launcher.process import kill_children
 from unirun.rendezvous import JobDir
 

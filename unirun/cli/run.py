@@ -18,8 +18,8 @@ from unirun.cli.terminal import drop_input, may_read, say, warn
 from unirun.collocation import Inventory, Placement
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, UsageError
-from unirun.launcher import launch
 from unirun.launcher.agent import hold_endpoints
+from unirun.launcher.local import launch
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.master.context import changes
 from unirun.master.lead import lead

@@ -17,7 +17,7 @@ from unirun.cli.processes import FAREWELL, Processes, last_words, masters_words
 from unirun.cli.stopping import Wishes
 from unirun.cli.terminal import warn
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
-from unirun.launcher import Launched
+from unirun.launcher.local import Launched
 from unirun.launcher.logs import LogFollower
 from unirun.master.keeper import load
 from unirun.master.telling import farewell

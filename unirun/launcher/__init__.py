@@ -1,5 +1,1 @@
 """Starts, watches and stops processes: the agent of a node, its spawners, the bootstrap of a worker."""
-
-from unirun.launcher.local import Launched, launch
-
-__all__ = ["Launched", "launch"]

@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 from unirun.launcher import worker
 from unirun.launcher.environment import INTERPRETER
 from unirun.launcher.preloaded import PreloadedModules
-from unirun.launcher.process import BOOT, set_command_line, set_title
+from unirun.launcher.process import BOOT, set_title
 from unirun.launcher.renewal import renew, renew_torch
 from unirun.rendezvous.logdir import open_log
 from unirun.reporting import report
@@ -79,7 +79,6 @@ class WorkerTask:
         if request.fresh:
             command = [request.env.get(INTERPRETER, sys.executable), "-u", BOOT, "worker"]
             _execute([*command, request.kind, request.target, *request.args], request)
-        set_command_line(" ".join(["unirun", request.title, request.target, *request.args]))
         renew()
         self.modules.in_fork(partial(renew_torch, request.env))
         worker.run(request.kind, request.target, request.args)

@@ -35,9 +35,11 @@ class PreloadedModules:
         self._own = {"sitecustomize", "usercustomize"}
         """Modules of the user's, with which a fork ends as a fresh process does: their files are written and closed."""
         self._stand_ins: dict[str, tuple[ModuleType, _StandIn]] = {}
+        self._end = ModuleType("unirun.launcher.end")
         self._forked = False
         # Exit handlers run in reverse order, so this one is the last.
         atexit.register(self._at_exit)
+        self._count("sitecustomize", 1)
 
     def load(self, name: str) -> None:
         """Import a module, and notice the threads that it starts."""
@@ -45,6 +47,9 @@ class PreloadedModules:
             self._own.add(name)
         before = _threads()
         importlib.import_module(name)
+        self._count(name, before)
+
+    def _count(self, name: str, before: int) -> None:
         if _threads() > before and (left := _threads_after_fork() - before) > 0:
             self.threads[name] = left
 
@@ -53,8 +58,9 @@ class PreloadedModules:
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and name not in _NEVER and name not in self._own:
                 self._stand_ins[name] = module, _StandIn(module)
-        # One reference that nothing takes back, so that no module ever dies.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._stand_ins))
+        # References that nothing takes back, so that none of these modules ever dies.
+        for kept in (self._stand_ins, self._end):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         gc.collect()
         gc.freeze()
 
@@ -79,7 +85,34 @@ class PreloadedModules:
         for name, (module, stand_in) in self._stand_ins.items():
             if sys.modules.get(name) is module:
                 sys.modules[name] = stand_in  # type: ignore[assignment]
+        self._end.__dict__["sweeper"] = _Sweeper()
+        sys.modules[self._end.__name__] = self._end
         _flush_cpp()
+
+
+class _Witness:
+    """Lives as long as the names of ``__main__``."""
+
+
+class _Sweeper:
+    """The only thing in a module that the interpreter clears after ``__main__`` should have died.
+
+    When a module that is hidden refers to a function of the script, the names of ``__main__`` are still there. In a
+    fresh process they would die with that module.
+    """
+
+    def __init__(self) -> None:
+        witness = _Witness()
+        self._alive = weakref.ref(witness)
+        main = sys.modules.get("__main__")
+        if main is not None:
+            main.__dict__["__unirun__"] = witness
+
+    def __del__(self) -> None:
+        witness = self._alive()
+        for names in gc.get_referrers(witness) if witness is not None else ():
+            if isinstance(names, dict) and names.get("__unirun__") is witness:
+                names.clear()
 
 
 class _StandIn:

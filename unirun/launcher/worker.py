@@ -23,6 +23,7 @@ from pathlib import Path
 
 from unirun.errors import UnirunError
 from unirun.failover import is_lasting
+from unirun.launcher.process import set_command_line, set_title
 from unirun.reporting import report, report_error
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link
@@ -49,6 +50,9 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         report(f"unirun: this worker cannot reach its agent: {error}")
         raise SystemExit(1) from error
     owner = os.getpid()
+    title = f"{os.environ['ROLE_NAME']}:{os.environ['RANK']}"
+    set_title(title)
+    set_command_line(" ".join(["unirun", title, target, *args]))
     # torchrun's command for the same.
     what = ("-m", target) if kind == "module" else (target,)
     sys.orig_argv[:] = [sys.executable, "-u", *what, *args]

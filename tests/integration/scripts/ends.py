@@ -243,17 +243,14 @@ def no_excepthook():
 @end
 def order_of_the_end():
     """Threads, exit handlers from the last to the first, finalizers, globals, files."""
-    import gzip
     import tempfile
 
-    global first, second, file, packed, temporary
+    global first, second, file, temporary
     first, second = Told("first"), Told("second")
     second.itself = second
     temporary = tempfile.TemporaryDirectory(dir=mine)
     file = open(mine / "file", "w")
     file.write("all of it")
-    packed = gzip.GzipFile(mine / "packed", "wb", mtime=0)
-    packed.write(b"all of it")
     weakref.finalize(first, say, "finalizer")
     threading._register_atexit(say, "at the end of threads")
     atexit.register(say, "first handler")

@@ -17,7 +17,7 @@ PRELUDE = """
 import os, signal, sys, time
 from unirun.cli import processes
 from unirun.cli.processes import Processes
-from unirun.launcher import Launched
+from unirun.launcher.local import Launched
 from unirun.launcher.process import adopt_orphans, children
 
 def child(code):

@@ -15,7 +15,7 @@ from unirun.cli import session as session_module
 from unirun.cli.console import Console
 from unirun.cli.session import Session
 from unirun.cli.stopping import Wishes
-from unirun.launcher import Launched
+from unirun.launcher.local import Launched
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
