@@ -83,6 +83,11 @@ SCRIPTS = {
         mine.write("of the script")
         print(mine.fileno() == journal.FILE.fileno())
         """,
+    "options": """
+        import os, sys
+        print(sys.stdout.encoding, sys.stdout.errors, sys.stdin.encoding)
+        print(sys.flags.safe_path, sys.path.count(os.path.dirname(__file__)))
+        """,
     "variables": """
         import os, sys
         print("torch" in sys.modules)
@@ -134,6 +139,8 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     options: list[object] = ["--roles", ",".join(f"{name}=1" for name in paths)]
     for name, path in paths.items():
         options += ["--script", f"{name}={path}"]
+    for variable in ("PYTHONIOENCODING=latin-1:replace", "PYTHONSAFEPATH=1"):
+        options += ["--env", f"options:{variable}"]
     with command_in(root) as unirun:
         result = unirun(
             *("--start-method", request.param, "--preload", "journal", *options),
@@ -193,6 +200,9 @@ class TestAScript:
         assert ran.out("variables")[:3] == ["False", f"1 DETAIL {forked}", "torch"]
         told = [line for line in ran.err("variables").splitlines() if line.startswith("unirun: ")]
         assert [line.partition(" set ")[0] for line in told] == ["unirun: PYTORCH_JIT:"] * forked
+
+    def test_obeys_the_variables_of_the_interpreter(self, ran: Ran) -> None:
+        assert ran.out("options") == ["iso8859-1 replace iso8859-1", "True 1"]
 
     def test_has_the_buffers_of_cpp_written_at_its_end(self, ran: Ran) -> None:
         assert ran.out("variables")[3:] == ["of C++"]

@@ -1,12 +1,14 @@
-"""Who gets the stdin of the command, and which spawner has to inherit it for that."""
+"""Who gets the stdin of the command, which spawner has to inherit it for that, and what spawners import."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from unirun.launcher.orders import Orders
+from unirun.launcher.environment import FRESH
+from unirun.launcher.orders import PRELOAD, Orders
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
@@ -56,3 +58,21 @@ def test_on_another_node_nobody_reads() -> None:
     made = orders(1, given=None)
     assert readers(made, "actor", 1) == [None]
     assert all(made.stdin_for(key) == [] for key in made.spawners)
+
+
+def test_a_spawner_for_stores_alone_imports_torch_and_nothing_of_the_users() -> None:
+    role = RoleSpec("actor", 1, Entry("workload", "pkg:Actor"), start_method="exec")
+    other = replace(role, name="critic", start_method="fork", entry=Entry("script", "a.py"))
+    for roles, expected in (((role,), PRELOAD), ((role, other), (*PRELOAD, "mine"))):
+        spec = JobSpec("job", "run-1", roles, tuple(each.name for each in roles), preload=("mine",))
+        which = Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {})
+        assert {which.modules(key) for key in which.spawners} == {(), expected}
+
+
+def test_workers_of_another_interpreter_are_not_forked() -> None:
+    roles = (RoleSpec("actor", 1, Entry("script", "a.py")),)
+    spec = JobSpec("job", "run-1", roles, ("actor",))
+    which = Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {"PYTHON_EXEC": "/opt/python"})
+    order = StartRole("actor", 0, 0, 1, 1, 0, 1, "127.0.0.1:1", (Member(0, 0, 0),), "")
+    (worker,) = which.launch(order).workers
+    assert (worker.spawner, worker.request.fresh) == (FRESH, True)
