@@ -32,7 +32,14 @@ SETTINGS = {
     "source_paths": "unirun",
     # Words for people: of errors, faults of a URL, and the log. SQL has no case of its own.
     "do_not_mutate_patterns": "\n".join(
-        ["", r"\braise \w+", r"\bFault\(", r"\blogger\.", '"(SELECT|INSERT|DELETE|UPDATE)']
+        [
+            "",
+            r"\braise \w+",
+            r"\breturn (Exposure|Fenced|Store(Away|Broken|Refused)|UsageError)\(",
+            r"\bFault\(",
+            r"\blogger\.",
+            '"(SELECT|INSERT|DELETE|UPDATE|PRAGMA|BEGIN|COMMIT)',
+        ]
     ),
     "pytest_add_cli_args": "\n".join(["", *PYTEST]),
     "process_isolation": "forkserver",

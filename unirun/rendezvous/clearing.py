@@ -6,6 +6,8 @@ import os
 import shutil
 import socket
 import time
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from unirun.errors import JobError, StoreError
@@ -53,13 +55,12 @@ def _directories(job: JobDir) -> tuple[Path, ...]:
 
 def _size(path: Path) -> int:
     """What ``du`` says."""
+    # A link to a directory is among the folders, and is not entered.
+    below = (os.path.join(at, name) for at, folders, files in os.walk(path) for name in (*folders, *files))
     found = 0
-    for folder, _, files in os.walk(path):
-        for name in (folder, *(os.path.join(folder, file) for file in files)):
-            try:
-                found += os.lstat(name).st_blocks * 512
-            except FileNotFoundError:
-                continue
+    for entry in chain([str(path)], below):
+        with suppress(FileNotFoundError):
+            found += os.lstat(entry).st_blocks * 512
     return found
 
 

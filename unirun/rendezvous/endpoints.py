@@ -44,13 +44,13 @@ def split_endpoint(text: str) -> tuple[str, int]:
 def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
     """Bind `addr`:`port` (0: any free one) and listen. Raises `RendezvousError` when that cannot be."""
     try:
-        family = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        family = socket.getaddrinfo(addr, None)[0][0]
     except OSError as error:
         raise RendezvousError(f"{addr!r} is no address of this host: {error}", "see --master-addr") from error
     try:
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        sock = socket.socket(family)
     except OSError as error:
-        problem = f"no socket can be opened for a store: {(error.strerror or str(error)).lower()}"
+        problem = f"no socket can be opened for a store: {error.strerror}".lower()
         remedy = "each role has one on each node; raise the limit: ulimit -n NUMBER"
         raise RendezvousError(problem, remedy if error.errno == errno.EMFILE else "") from error
     try:
@@ -59,9 +59,8 @@ def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        reason = error.strerror or str(error)
         raise RendezvousError(
-            f"{addr}:{port} cannot be listened on: {reason.lower()}",
+            f"{addr}:{port} cannot be listened on: {f'{error.strerror}'.lower()}",
             "leave out --master-port to get a free one" if port else "see --master-addr",
         ) from error
     return Endpoint(sock, addr, sock.getsockname()[1])

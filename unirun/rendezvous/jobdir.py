@@ -178,7 +178,7 @@ class JobDir:
         except OSError:
             # On a disk that is full, what has been written of it would take the room that others need.
             with suppress(OSError):
-                fresh.unlink(missing_ok=True)
+                fresh.unlink()
             raise
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class JobDir:
     def alive(self) -> bool:
         """Whether an agent or a master of this job lives, seen from its lock; a reused pid cannot deceive it."""
         try:
-            handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
+            handle = os.open(self.lock, os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -259,7 +259,7 @@ def create_job(
             lock = _make(job, token, store)
     except OSError as error:
         raise JobError(
-            f"the job's directory {job.path} cannot be made: {error.strerror}",
+            f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
             "set UNIRUN_HOME to a directory that you may write",
         ) from error
     try:
@@ -286,11 +286,11 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
     if os.path.lexists(job.path):
         if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
-        shutil.rmtree(job.path, ignore_errors=True)
+        shutil.rmtree(job.path)
     job.path.mkdir(0o700)
     # A umask may have taken rights of the owner.
     job.path.chmod(0o700)
-    handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())
     # Whoever follows it may come before the master that writes it.

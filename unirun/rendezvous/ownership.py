@@ -69,9 +69,8 @@ def exposure(folder: Path) -> Exposure | None:
         links += 1
         if links > MAX_LINKS or info.st_uid not in trusted:
             return Exposure(f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
-        target = Path(os.readlink(entry))
-        at = "/" if target.is_absolute() else at
-        todo += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+        # The first part of an absolute target is "/", and `join` above begins anew with it.
+        todo += reversed(Path(os.readlink(entry)).parts)
 
 
 def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Exposure | None:

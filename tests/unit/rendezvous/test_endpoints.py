@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_a_limit_of_descriptors_is_told() -> None:
     most = max(map(int, os.listdir("/proc/self/fd"))) + 10
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
-        with pytest.raises(RendezvousError, match="too many open files; .* ulimit -n NUMBER"):
+        with pytest.raises(RendezvousError, match="for a store: too many open files; .* ulimit -n NUMBER"):
             held.extend(hold_endpoint("127.0.0.1") for _ in range(most))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -81,3 +82,13 @@ def test_an_endpoint_is_taken_apart(text: str, parts: tuple[str, int]) -> None:
 def test_half_an_endpoint_is_none() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         split_endpoint("host:")
+
+
+def test_an_ipv6_address_is_listened_on_too() -> None:
+    addresses = Path("/proc/net/if_inet6")
+    if not addresses.exists() or f"{1:032}" not in addresses.read_text():
+        pytest.skip("this host has no IPv6")
+    endpoint = hold_endpoint("::1")
+    with socket.create_connection((endpoint.addr, endpoint.port), timeout=5):
+        assert endpoint.socket.family == socket.AF_INET6
+    endpoint.close()

@@ -67,6 +67,19 @@ class TestANewJob:
         assert mode(job.path) == 0o700
         assert mode(job.token) == 0o600
         assert mode(job.lock) == 0o600
+        assert mode(job.events) == 0o600
+
+    def test_is_nobody_elses_business_not_even_for_a_moment(
+        self, create: Create, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        at_first: list[int] = []
+        monkeypatch.setattr(Path, "chmod", lambda self, _: at_first.append(mode(self)))
+        previous = os.umask(0)
+        try:
+            create()
+        finally:
+            os.umask(previous)
+        assert set(at_first) == {0o700}
 
     def test_has_a_token_that_can_be_loaded(self) -> None:
         token = new_token()
@@ -100,6 +113,14 @@ class TestANewJob:
         (job.path / "old").touch()
         again = create()
         assert not (again.path / "old").exists()
+
+    def test_does_not_follow_a_link_in_its_place(self, create: Create, tmp_path: Path) -> None:
+        victim = tmp_path / "victim"
+        victim.mkdir()
+        (create("other").path.parent / "run-1").symlink_to(victim)
+        with pytest.raises(JobError, match="cannot be made: cannot call rmtree on a symbolic link"):
+            create()
+        assert victim.exists()
 
     def test_that_starts_at_once_with_others_is_one(self) -> None:
         results: list[object] = []
@@ -161,6 +182,14 @@ class TestTheRootOfJobs:
         with pytest.raises(JobError, match="jobs belongs to user"):
             create()
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root has what it can pretend is another's")
+    def test_of_root_is_refused_to_others(self, create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Root is trusted, but where only root may write nobody else can have jobs."""
+        create(running=False)
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        with pytest.raises(JobError, match="jobs belongs to user root; set UNIRUN_HOME"):
+            jobs_root()
+
     def test_shows_no_job_with_a_name_that_none_can_have(self, create: Create) -> None:
         root = create().path.parent
         for name in ("$(touch x)", ".hidden", "a b", "x" * 64):
@@ -217,6 +246,8 @@ class TestAJobIsChosen:
             choose("t", "t-1", "t-2", "x", running=["t-1"])
         with pytest.raises(JobError, match="'t' fits 9 jobs; write more of the id: t8, t7, t6, t5, t4, …$"):
             choose("t", *(f"t{n}" for n in range(9)))
+        with pytest.raises(JobError, match="'t' fits 5 jobs; write more of the id: t4, t3, t2, t1, t0$"):
+            choose("t", *(f"t{n}" for n in range(5)))
         with pytest.raises(JobError, match="no job is called 'y'; unirun ls shows"):
             choose("y", "t-1")
 
@@ -238,6 +269,10 @@ class TestAllJobs:
     def test_even_without_its_token(self, create: Create) -> None:
         create("a").token.unlink()
         assert [job.run_id for job in all_jobs()] == ["a"]
+        os.utime(jobs_root() / "a", ns=(5, 5))
+        for name, made in (("b", 9), ("c", 1)):
+            os.utime(create(name).token, ns=(made, made))
+        assert [job.run_id for job in all_jobs()] == ["c", "a", "b"]
 
 
 def test_the_root_follows_the_usual_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -328,3 +363,23 @@ def test_each_master_has_a_socket_of_its_own(create: Create) -> None:
         job.master_socket(pid).touch()
     assert {path.name for path in job.master_sockets()} == {"master.7.sock", "master.12.sock"}
     assert job.master_socket(7).parent == job.path
+
+
+def test_a_documents_first_error_is_told_also_when_nothing_can_be_tidied_up(create: Create) -> None:
+    job = JobDir(create().token)
+    with pytest.raises(NotADirectoryError):
+        job.write_json("state.json", {})
+
+
+def test_everything_has_the_name_that_people_look_for(tmp_path: Path) -> None:
+    job = JobDir(tmp_path)
+    paths = [job.agent_socket("n1"), job.agent_log("n1"), job.timer_pipe("n1"), job.master_log]
+    assert [path.relative_to(tmp_path) for path in paths] == [
+        Path(name) for name in ("agent.n1.sock", "agent.n1.log", "timer.n1", "master.log")
+    ]
+
+
+def test_a_job_without_a_lock_does_not_run(create: Create) -> None:
+    job = create()
+    job.lock.unlink()
+    assert not job.alive()

@@ -95,3 +95,30 @@ def test_a_directory_that_somebody_else_has_made_meanwhile_is_not_taken(
     with pytest.raises(FileExistsError):
         make_log_dir(tmp_path / "run-1", "uid")
     assert [*(tmp_path / "run-1").iterdir()] == []
+
+
+def test_a_link_that_is_planted_just_after_the_directory_was_made_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(os, "mkdir", lambda name, _, dir_fd: os.symlink(victim, name, dir_fd=dir_fd))
+    with pytest.raises(OSError, match="symbolic links|Not a directory"):
+        open_log(tmp_path / "logs", NAME)
+    assert [*victim.iterdir()] == []
+
+
+def test_only_what_the_umask_has_taken_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another user in a shared directory has its rights, and they are not ours to change."""
+
+    def fchmod(handle: int, rights: int) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(os, "fchmod", fchmod)
+    os.close(open_log(tmp_path, NAME))
+    os.umask(0o277)
+    held = os.listdir("/proc/self/fd")
+    with pytest.raises(PermissionError, match="not yours"):
+        open_log(tmp_path, Path("other", "0"))
+    assert os.listdir("/proc/self/fd") == held

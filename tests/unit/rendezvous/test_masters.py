@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import AuthError, RendezvousError, StoreAway, WireError
 from unirun.rendezvous import masters
-from unirun.rendezvous.election import Leader
+from unirun.rendezvous.election import Leader, campaign
+from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
 from unirun.wire import new_token
+from unirun.wire.aio import listen
+from unirun.wire.handshake import DEADLINE
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
 
 
@@ -96,7 +100,7 @@ class TestAMasterThatIsReached:
 class TestAMasterThatIsGone:
     def test_is_known_by_a_socket_that_nobody_listens_at(self, place: Place) -> None:
         place.leader().die()
-        with pytest.raises(MasterGone) as gone:
+        with pytest.raises(MasterGone, match=r"first.sock") as gone:
             reach(place)
         assert gone.value.epoch == 1
 
@@ -112,6 +116,14 @@ class TestAMasterThatIsGone:
         place.master()
         with pytest.raises(WireError, match=r"first.sock does not say anything"):
             reach(place, says(place, 1))
+
+    def test_is_not_one_that_takes_nobody_in(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It has stopped, and the kernel connects to it all the same."""
+        monkeypatch.setattr(masters, "CONNECT", 0.1)
+        started = time.monotonic()
+        with listen(place.job.path / "first.sock"), pytest.raises(WireError, match="in time"):
+            reach(place, says(place, 1))
+        assert time.monotonic() - started < DEADLINE / 2
 
     def test_is_not_one_that_does_not_lead_yet(self, place: Place) -> None:
         place.master(first=Appointed(2))
@@ -166,6 +178,17 @@ class TestACall:
         silent._first = None
         with pytest.raises(RendezvousError, match=r"sent nothing for 0.2 s"):
             call_master(place.job)
+
+    def test_to_one_that_takes_nobody_in_fails_in_time(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(masters, "CONNECT", 0.1)
+        path = place.job.path / "first.sock"
+        campaign(place.store, job_prefix("run-1"), f"unix:{path}", "host", 7, ttl=60)
+        started = time.monotonic()
+        with listen(path), pytest.raises(WireError, match="in time"):
+            call_master(place.job)
+        assert time.monotonic() - started < DEADLINE / 2
 
     def test_with_another_token_fails(self, place: Place) -> None:
         place.master(token=new_token()).lead(place.store)

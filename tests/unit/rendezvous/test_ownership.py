@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from unirun.rendezvous.ownership import Exposure, _is_trusted_group, exposure, make_private
+from unirun.rendezvous.ownership import (
+    MAX_LINKS,
+    Exposure,
+    _is_trusted_group,
+    _trusted,
+    exposure,
+    make_private,
+    writers,
+)
 
 NOBODY = 65534
 
@@ -140,3 +148,77 @@ def test_a_group_is_our_own_when_it_has_our_name_and_nobody_else(
     monkeypatch.setattr(grp, "getgrgid", of_group)
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: pwd.struct_passwd(("me", "x", uid, 1, "", "/", "")))
     assert _is_trusted_group(gid) is trusted
+
+
+def test_what_is_made_is_never_for_others_not_even_for_a_moment(
+    tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask(0o000)
+    at_first: list[int] = []
+    monkeypatch.setattr(Path, "chmod", lambda self, _: at_first.append(mode(self)))
+    make_private(tmp_path / "a" / "b")
+    assert at_first == [0o700, 0o700]
+
+
+def test_what_somebody_else_makes_meanwhile_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir(mode=0o750)
+    monkeypatch.setattr(Path, "exists", lambda self: self == tmp_path)
+    make_private(tmp_path / "there" / "new")
+    assert [mode(tmp_path / "there"), mode(tmp_path / "there" / "new")] == [0o750, 0o700]
+
+
+def test_as_many_links_are_followed_as_the_kernel_follows(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    for number in range(MAX_LINKS + 1):
+        (tmp_path / str(number + 1)).symlink_to(str(number))
+    most, more = tmp_path / str(MAX_LINKS), tmp_path / str(MAX_LINKS + 1)
+    assert most.stat()
+    assert exposure(most) is None
+    with pytest.raises(OSError, match="symbolic links"):
+        more.stat()
+    assert "is a link" in problem(more)
+
+
+@pytest.mark.parametrize(
+    ("bits", "gid", "who"),
+    [
+        (0o755, 4242424, ""),
+        (0o770, 4242424, "group 4242424"),
+        (0o770, 0, ""),
+        (0o702, 0, "all users"),
+        (0o704, 0, ""),
+    ],
+)
+def test_who_may_write_stands_in_the_mode(bits: int, gid: int, who: str) -> None:
+    assert writers(os.stat_result((bits, 0, 0, 0, 0, gid, 0, 0, 0, 0))) == who
+
+
+HOST = "         0          0 4294967295\n"
+
+
+@pytest.mark.parametrize(
+    ("uid_map", "unmapped", "trusted"),
+    [
+        (HOST, "65534\n", {0, 1000}),
+        ("0 1000 1\n", "65534\n", {0, 1000, 65534}),
+        ("0 1000 1\n", None, {0, 1000}),
+        ("0 1000 1\n", "?", {0, 1000}),
+        (None, "65534\n", {0, 1000}),
+    ],
+)
+def test_in_a_user_namespace_who_is_not_mapped_may_be_root(
+    monkeypatch: pytest.MonkeyPatch, uid_map: str | None, unmapped: str | None, trusted: set[int]
+) -> None:
+    files = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": unmapped}
+
+    def read(path: Path) -> str:
+        text = files[str(path)]
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert _trusted() == trusted

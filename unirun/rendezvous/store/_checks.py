@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from unirun.errors import StoreRefused
@@ -23,7 +24,7 @@ def check_prefix(prefix: str) -> None:
 
 def check_ttl(ttl: float) -> None:
     """Refuse a lease that would never be, or never end."""
-    if not 0 < ttl < float("inf"):
+    if not 0 < ttl < math.inf:
         raise ValueError(f"a lease of {ttl} seconds is none")
 
 

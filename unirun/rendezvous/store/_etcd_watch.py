@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -60,7 +61,7 @@ class EtcdWatch:
                     self._state.notify_all()
                     return self._news.popleft()
                 left = deadline - time.monotonic()
-                self._complain(timeout if left <= 0 else float("inf"))
+                self._complain(timeout if left <= 0 else math.inf)
                 if left <= 0:
                     return ()
                 self._state.wait(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ class MemoryStore:
         return tuple(change for changes in news for change in changes if change.key.startswith(prefix))
 
     def _until_next_end(self) -> float:
-        return min(self._ends.values(), default=float("inf")) - self._clock()
+        return min(self._ends.values(), default=math.inf) - self._clock()
 
 
 class MemoryWatch:

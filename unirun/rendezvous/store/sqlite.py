@@ -7,6 +7,7 @@ not follow the wall clock, counts while the machine sleeps, and starts anew with
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import threading
@@ -203,7 +204,7 @@ class SqliteWatch:
         # Of its own: a connection's data version tells of the others' commits only.
         self._connection: sqlite3.Connection | None = None
         self._version: int | None = None
-        self._next_end = float("inf")
+        self._next_end = math.inf
 
     def changes(self, timeout: float) -> tuple[Change, ...] | Listing:
         """The next changes, or a `Listing` of what is there when some were compacted away."""
@@ -270,7 +271,7 @@ def _revision(connection: sqlite3.Connection) -> int:
 
 def _next_end(connection: sqlite3.Connection) -> float:
     (end,) = connection.execute("SELECT min(ends) FROM leases").fetchone()
-    return float("inf") if end is None else float(end)
+    return math.inf if end is None else float(end)
 
 
 def _listing(connection: sqlite3.Connection, prefix: str) -> Listing:

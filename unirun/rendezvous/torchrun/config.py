@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +117,7 @@ def _seconds(name: str, value: Any) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < math.inf:
         raise UsageError(f"--rdzv-conf: {name}={value} is no number of seconds greater than 0")
     return seconds
 

@@ -88,7 +88,7 @@ class StoreHandler(DynamicRendezvousHandler):
         holder = _StateHolder(backend, settings)
         rounds = f"{root}rounds/"
         super().__init__(node, settings, backend.name, RoundStore(store, writer, rounds), holder)
-        self._op_executor = _Executor(node, holder, settings)
+        self._op_executor = self._executor = _Executor(node, holder, settings)
         self._backend, self._config = backend, config
         self._kv, self._writer, self._rounds = store, writer, rounds
         self._left = False
@@ -111,9 +111,8 @@ class StoreHandler(DynamicRendezvousHandler):
                 f"wait until all nodes have left (those that were killed after at most {config.ttl:g} s)"
             ) from None
         except RendezvousTimeoutError:
-            there = len(self._state_holder.state.participants)
             raise RendezvousTimeoutError(
-                f"{there} of at least {self._settings.min_nodes} nodes of the run {run!r} came within "
+                f"{self._executor.most} of at least {self._settings.min_nodes} nodes of the run {run!r} came within "
                 f"{config.join_timeout:g} s; are all started with this --rdzv-id and --rdzv-endpoint? "
                 "--rdzv-conf=join_timeout=… waits longer"
             ) from None
@@ -184,6 +183,9 @@ class _StateHolder(_BackendRendezvousStateHolder):
 class _Executor(_DistributedRendezvousOpExecutor):
     """Runs torch's operations, but waits for a change where they would sleep for a second."""
 
+    most = 0
+    """How many participants the last operation has seen at once. A node that gives up leaves before it says so."""
+
     def run(
         self,
         state_handler: Callable[[_RendezvousContext, float], _Action],
@@ -192,14 +194,16 @@ class _Executor(_DistributedRendezvousOpExecutor):
     ) -> None:
         """See base class."""
         holder = cast(_StateHolder, self._state_holder)
+        self.most = 0
 
         def step(context: _RendezvousContext, deadline: float) -> _Action:
-            action = state_handler(context, deadline)
-            while action is _Action.SYNC:
+            while True:
+                self.most = max(self.most, len(context.state.participants))
+                action = state_handler(context, deadline)
+                if action is not _Action.SYNC:
+                    return action
                 holder.wait(self._look_in(holder.state.deadline))
                 context.state = self._state = holder.state
-                action = state_handler(context, deadline)
-            return action
 
         super().run(step, deadline, update_deadline)
 

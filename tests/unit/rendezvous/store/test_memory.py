@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from unirun.errors import LeaseExpired
@@ -62,3 +64,11 @@ def test_what_is_compacted_cannot_be_more_than_there_is() -> None:
     watch = store.watch("", revision + 1)
     store.txn([], [Put("a", "2")])
     assert watch.changes(0) == (Change("put", "a", "2", revision + 1),)
+
+
+def test_who_waits_hears_of_the_end_of_a_lease_when_it_ends() -> None:
+    store = MemoryStore()
+    put = store.txn([], [Put("a", "1", store.grant(0.05))])
+    started = time.monotonic()
+    assert store.watch("", put.revision + 1).changes(30) == (Change("delete", "a", "", put.revision + 1),)
+    assert time.monotonic() - started < 15

@@ -19,6 +19,7 @@ import pytest
 
 from unirun.errors import LeaseExpired, StoreAway, StoreBroken, StoreRefused
 from unirun.rendezvous.store import sqlite
+from unirun.rendezvous.store._database import now
 from unirun.rendezvous.store.protocol import Change, Listing, Put
 from unirun.rendezvous.store.sqlite import SqliteStore
 
@@ -317,3 +318,62 @@ def test_a_watch_notices_a_change_of_another_process_soon_and_costs_little(store
         delays.append(seen[0] - written)
     assert min(delays) < 0.04
     other.close()
+
+
+def test_every_key_is_under_the_empty_prefix(store: SqliteStore) -> None:
+    keys = ["\x00", "!", "0", "A", "a", "é", "\U0010ffff"]
+    store.txn([], [Put(key, "1") for key in keys])
+    assert [item.key for item in store.get_prefix("").items] == keys
+    store.txn([], deletes=[""])
+    assert store.get_prefix("").items == ()
+
+
+def test_what_is_compacted_cannot_be_more_than_there_is(store: SqliteStore) -> None:
+    revision = store.txn([], [Put("a", "1")]).revision
+    store.compact(revision + 100)
+    watch = store.watch("", revision + 1)
+    store.txn([], [Put("a", "2")])
+    assert watch.changes(1) == (Change("put", "a", "2", revision + 1),)
+
+
+class TestAWatch:
+    def test_reads_nothing_where_nothing_has_changed(
+        self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watch = store.watch("", 1)
+        assert watch.changes(0) == ()
+
+        def read(connection: sqlite3.Connection) -> tuple[Change, ...]:
+            raise AssertionError("the file is the same")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "_read", read)
+            assert watch.changes(0) == ()
+        store.txn([], [Put("a", "1")])
+        assert len(watch.changes(0)) == 1  # type: ignore[arg-type]
+
+    def test_that_is_closed_while_it_looks_opens_nothing(
+        self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.grant(60)
+        watch = store.watch("", 1)
+        watch.changes(0)
+        end = now() + 100
+        monkeypatch.setattr(sqlite, "now", lambda: end)
+        monkeypatch.setattr(store, "expire", watch.close)
+        assert watch.changes(60) == ()
+        assert watch._connection is None
+
+    def test_of_a_file_that_cannot_be_read_names_it(
+        self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watch = store.watch("", 1)
+
+        def read(connection: sqlite3.Connection) -> tuple[Change, ...]:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(watch, "_read", read)
+        with pytest.raises(StoreBroken, match=rf"{store.path} cannot be used: disk I/O error"):
+            watch.changes(0)
+        monkeypatch.undo()
+        assert watch.changes(0) == (), "it goes on when the file can be read again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,9 @@ def test_what_is_left_out_has_a_default() -> None:
     assert parse_address("etcd://h?prefix=/x&timeout=1.5&cacert=%2Fetc%2Fca") == EtcdAddress(
         ("h:2379",), "/x/", 1.5, "/etc/ca"
     )
+    assert parse_address("etcd://h?timeout=3600") == EtcdAddress(("h:2379",), timeout=3600.0)
     assert parse_address("sqlite:/var/lib/jobs.db") == SqliteAddress("/var/lib/jobs.db")
+    assert parse_address("sqlite:///var/lib/jobs.db") == SqliteAddress("///var/lib/jobs.db")
 
 
 @pytest.mark.parametrize(
@@ -86,13 +89,15 @@ def test_what_is_left_out_has_a_default() -> None:
         ("", "begins with sqlite: or etcd://; write sqlite:PATH or etcd://HOST:PORT"),
         ("redis://h", "begins with sqlite: or etcd://"),
         ("/var/lib/jobs.db", "begins with sqlite: or etcd://"),
+        ("sqlite", "begins with sqlite: or etcd://"),
+        ("etcd", "begins with sqlite: or etcd://"),
         ("sqlite:", "names no file"),
         ("sqlite://host/file", "a file is on no host"),
         ("sqlite:a.db?timeout=3", "sqlite: takes no options"),
         ("sqlite:a\0b", "no NUL"),
         ("etcd:h", "two slashes are missing"),
-        ("etcd://", "a host is missing"),
-        ("etcd://h1,,h2", "a host is missing"),
+        ("etcd://", "URL: a host is missing; write HOST:PORT"),
+        ("etcd://h1,,h2", "URL: a host is missing; write HOST:PORT"),
         ("etcd://h:0", "'h:0' is no host"),
         ("etcd://h:65536", "'h:65536' is no host"),
         ("etcd://h:x", "'h:x' is no host"),
@@ -106,6 +111,11 @@ def test_what_is_left_out_has_a_default() -> None:
         ("etcd://h?timeout=0", "timeout=0 is no time"),
         ("etcd://h?timeout=nan", "timeout=nan is no time"),
         ("etcd://h?timeout=soon", "timeout=soon is no time"),
+        ("etcd://h?timeout=3600.5", "timeout=3600.5 is no time"),
+        ("etcd://h?password=x", "it has a password; put"),
+        ("etcd://h?passwd=x", "it has a password; put"),
+        ("etcd://h?pass=x", "it has a password; put"),
+        ("etcd://h?prefix=\ud800", "prefix: it is no text; write it in UTF-8"),
         ("etcd://h?cacert=a&cert=b", "cert is given, and key is not; add key=FILE"),
         ("etcd://h?cacert=a&key=b", "key is given, and cert is not; add cert=FILE"),
         ("etcd://h?cert=a&key=b", "a client certificate without cacert"),
@@ -121,6 +131,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         parse_address("etcd://h:x/jobs?ttl=3&timeout=0&cert=a")
     assert len(str(caught.value).splitlines()) == 6
+    with pytest.raises(UsageError, match="(?s)'h:x' is no host.*a host is missing.*'g:0' is no host"):
+        parse_address("etcd://h:x,,g:0,f")
 
 
 def test_the_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +197,50 @@ def test_nothing_heavy_is_imported_before_a_store_is_opened() -> None:
     script = "import sys, unirun.rendezvous.store.url; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"sqlite3", "grpc", "google.protobuf", "torch"} & set(done.stdout.split())
+
+
+class Etcd(ModuleType):
+    """Stands for the module with the store in etcd, which lacks the package `missing` or gives back its arguments."""
+
+    def __init__(self, missing: str | None = None) -> None:
+        super().__init__("unirun.rendezvous.store.etcd")
+        self.missing = missing
+
+    def __getattr__(self, name: str) -> object:
+        if name == "EtcdStore" and self.missing is None:
+            return lambda *arguments: arguments
+        if name == "EtcdStore":
+            raise ModuleNotFoundError(f"No module named {self.missing!r}", name=self.missing)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("missing", ["grpc", "grpc.aio", "google.protobuf", "zoneinfo", ""])
+def test_only_a_package_of_the_extra_is_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "unirun.rendezvous.store.etcd", Etcd(missing))
+    if missing.startswith("g"):
+        with pytest.raises(UsageError, match=f"a store in etcd needs the package {missing}; pip install"):
+            open_store("etcd://h")
+    else:
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{missing}'"):
+            open_store("etcd://h")
+
+
+@pytest.mark.parametrize(
+    ("content", "password"), [("pass\n", "pass"), (" pass \n", " pass "), ("passX\n", "passX"), ("p", "p")]
+)
+def test_a_store_gets_the_password_of_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, password: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "unirun.rendezvous.store.etcd", Etcd())
+    file = tmp_path / "password"
+    file.touch(0o600)
+    file.write_text(content)
+    monkeypatch.setenv(PASSWORD_VARIABLE, "from the environment")
+    nobody = EtcdAddress(("h:2379",))
+    alice = EtcdAddress(("h:2379",), user="alice")
+    written = EtcdAddress(("h:2379",), user="alice", password_file=str(file))
+    assert open_store(str(nobody)) == (nobody, None)
+    assert open_store(str(alice)) == (alice, "from the environment")
+    assert open_store(str(written)) == (written, password)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from threading import Thread
 
@@ -79,6 +80,7 @@ def test_the_state_is_replaced_with_its_token(backend: StoreBackend) -> None:
     state, second, done = backend.set_state(b"two", first) or pytest.fail("nothing")
     assert (state, done) == (b"two", True)
     assert second != first
+    assert second.meeting == first.meeting
     assert backend.get_state() == (b"two", second)
 
 
@@ -268,3 +270,24 @@ def test_the_value_is_readable_for_people_who_look_into_etcd(store: MemoryStore)
     backend_of(store).set_state(b"one")
     (item,) = store.get_prefix("run1/state/").items
     assert set(json.loads(item.value)) == {"meeting", "state"}
+
+
+def test_a_member_is_there_whatever_its_name_is(store: MemoryStore) -> None:
+    other, last = backend_of(store, node="a/1"), backend_of(store, node="last")
+    _, token, _ = other.set_state(b"one") or pytest.fail("nothing")
+    last.set_state(b"two", token)
+    last.leave(["a/1", "last"])
+    assert other.get_state() is not None
+
+
+def test_the_last_node_takes_away_what_is_left_of_a_run_without_a_state(store: MemoryStore) -> None:
+    store.txn([], [Put("run1/rounds/m.0/keys/a/value", ""), Put("run10/state/current", "")])
+    backend_of(store).leave(["host_1_0"])
+    assert [item.key for item in store.get_prefix("").items] == ["run10/state/current"]
+
+
+def test_the_state_that_is_known_already_ends_no_wait(store: MemoryStore) -> None:
+    _, token, _ = backend_of(store).set_state(b"one") or pytest.fail("nothing")
+    started = time.monotonic()
+    backend_of(store).wait_for_change(token, 0.05)
+    assert time.monotonic() - started >= 0.05

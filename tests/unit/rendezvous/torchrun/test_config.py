@@ -14,6 +14,7 @@ from unirun.rendezvous.torchrun.config import Config, parse_config, store_addres
 def test_nothing_said_is_what_torch_has_by_default() -> None:
     # torchrun adds "timeout" by itself, for its static backend.
     assert parse_config({"timeout": 900}) == Config()
+    assert parse_config({"timeout": 900, "read_timeout": "7"}) == Config(read_timeout=7)
     assert (Config().join_timeout, Config().last_call_timeout, Config().close_timeout) == (600, 30, 30)
     assert Config().silence == 15
 
@@ -65,6 +66,7 @@ def test_half_of_a_pair_is_refused(tmp_path: Path, given: str, missing: str) -> 
         ("", ["localhost:2379"]),
         ("h", ["h:2379"]),
         ("h1:1,h2", ["h1:1", "h2:2379"]),
+        ("nodeX", ["nodeX:2379"]),
         ("[::1]:4001", ["[::1]:4001"]),
     ],
 )
@@ -98,3 +100,10 @@ def test_what_the_configuration_says_is_in_the_address(tmp_path: Path) -> None:
         **{name: getattr(address, name) for name in given if name != "heartbeat_timeout"},
     }
     assert parse_address(str(address)) == address
+
+
+def test_a_prefix_ends_with_one_slash() -> None:
+    for given in ("/jobs", "/jobs/", "/jobs//"):
+        assert parse_config({"prefix": given}).prefix == "/jobs/"
+    assert parse_config({"prefix": "/X"}).prefix == "/X/"
+    assert parse_config({"prefix": "/a "}).prefix == "/a /"

@@ -22,8 +22,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
 
 from unirun.errors import StoreAway, UsageError
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import Compare, Item, Outcome, Put
+from unirun.rendezvous.store.protocol import Compare, Item, Lease, Outcome, Put
 from unirun.rendezvous.torchrun import create_handler, get_handler
+from unirun.rendezvous.torchrun import handler as handler_module
 from unirun.rendezvous.torchrun.config import Config
 from unirun.rendezvous.torchrun.handler import StoreHandler
 
@@ -34,6 +35,14 @@ class Switch(MemoryStore):
     """A store that can be away, and that a handler does not close for the others."""
 
     away = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ttls: list[float] = []
+
+    def grant(self, ttl: float) -> Lease:
+        self.ttls.append(ttl)
+        return super().grant(ttl)
 
     def get(self, key: str) -> Item | None:
         if self.away:
@@ -264,10 +273,12 @@ def test_the_last_node_clears_up_so_that_the_run_can_be_had_again(node: Node, st
     assert bystanders
 
 
-def test_runs_with_like_names_do_not_meet(node: Node) -> None:
+def test_runs_with_like_names_do_not_meet(node: Node, store: Switch) -> None:
     alone = {"run1": node("run1", (1, 1)), "run10": node("run10", (1, 1)), "run1/a": node("run1/a", (1, 1))}
     assert {info.world_size for info in meet(*alone.values())} == {1}
     alone["run1"].shutdown()
+    states = {item.key for item in store.get_prefix("").items if item.key.endswith("state/current")}
+    assert states == {"run10/state/current", "run1%2Fa/state/current"}
     assert alone["run10"].num_nodes_waiting() == alone["run1/a"].num_nodes_waiting() == 0
     assert not alone["run10"].is_closed()
 
@@ -277,3 +288,90 @@ def test_who_waits_in_vain_is_told_how_many_came(node: Node) -> None:
         RendezvousTimeoutError, match="of at least 2 nodes of the run 'run1' came within 0.3 s"
     ):
         node(config=Config(join_timeout=0.3)).next_rendezvous()
+
+
+def test_an_outage_is_no_news_however_often_it_is_asked(
+    node: Node, store: Switch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = node(nodes=(1, 1))
+    meet(one)
+    store.away = True
+    # Otherwise torch would take what it has read less than a second ago.
+    one._state_holder._last_sync_time = -1
+    assert [one.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
+    assert caplog.text.count("etcd is away; workers go on meanwhile: gone") == 1
+
+
+def test_who_has_left_a_run_does_nothing_to_the_next_one_of_its_id(node: Node, store: Switch) -> None:
+    one, next_one = node(nodes=(1, 1)), node(nodes=(1, 1))
+    meet(one)
+    assert one.shutdown()
+    meet(next_one)
+    assert one.shutdown()
+    assert store.get("run1/state/current") is not None
+
+
+def test_the_first_node_alone_removes_earlier_rounds_and_not_its_own(node: Node, store: Switch) -> None:
+    one = node(nodes=(1, 1))
+    for number in range(3):
+        (info,) = meet(one)
+        info.store.set("key", str(number))
+        one._get_store()
+        rounds = {item.key.split("/")[2] for item in store.get_prefix("run1/rounds/").items}
+        assert rounds == {f"{one._backend.meeting}.{number}"}
+        assert info.store.get("key") == str(number).encode()
+
+
+def test_torch_is_told_what_the_options_say(node: Node, store: Switch) -> None:
+    config = Config(
+        join_timeout=1,
+        last_call_timeout=2,
+        close_timeout=3,
+        heartbeat_timeout=4,
+        keep_alive_interval=6,
+        keep_alive_max_attempt=7,
+    )
+    handler = node("a/b", (2, 3), config)
+    settings = handler._settings
+    assert (settings.run_id, settings.min_nodes, settings.max_nodes) == ("a/b", 2, 3)
+    timeouts = settings.timeout
+    assert [
+        each.total_seconds()
+        for each in (timeouts.join, timeouts.last_call, timeouts.close, timeouts.heartbeat)
+    ] == [1, 2, 3, 4]
+    assert settings.keep_alive_interval == timedelta(seconds=6)
+    assert settings.keep_alive_max_attempt == 7
+    assert handler.get_run_id() == "a/b"
+    assert handler._this_node.addr == "127.0.0.1"
+    assert handler.get_backend() == "etcd-v3"
+
+
+def test_keys_and_silence_have_the_times_of_the_options(node: Node, store: Switch) -> None:
+    """A run's keys outlive its last node by nine heartbeats here; after an outage silence means nothing for three."""
+    config = Config(keep_alive_interval=1000, keep_alive_max_attempt=3)
+    one = node(nodes=(1, 1), config=config)
+    meet(one)
+    assert set(store.ttls) == {9000}
+    store.away = True
+    with pytest.raises(RendezvousConnectionError):
+        one._backend.get_state()
+    store.away = False
+    one._backend.get_state()
+    assert one._backend.blinded
+    ends = one._backend._grace_ends - time.monotonic()
+    assert 3000 - WAIT < ends <= 3000
+
+
+class TestANodeThatWaits:
+    def test_goes_on_when_the_last_call_is_over(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(handler_module, "LOOK", 100 * WAIT)
+        alone = node(nodes=(1, 2), config=Config(last_call_timeout=0.05, keep_alive_interval=100 * WAIT))
+        assert meet(alone)[0].world_size == 1
+
+    def test_writes_nothing_when_it_only_looks(
+        self, node: Node, store: Switch, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(handler_module, "LOOK", 0.01)
+        with pytest.raises(RendezvousTimeoutError):
+            node(config=Config(join_timeout=0.6)).next_rendezvous()
+        assert store.get_prefix("").revision <= 4, "its arrival and its departure"

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import DistStoreError, PrefixStore
 from torch.distributed.elastic.utils.store import barrier, get_all
 
 from unirun.errors import OutcomeUnknown, StoreAway
-from unirun.rendezvous.store.memory import MemoryStore
-from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Listing, Outcome, Put
+from unirun.rendezvous.store.memory import MemoryStore, MemoryWatch
+from unirun.rendezvous.store.protocol import MAX_CHANGES, Compare, Item, Listing, Outcome, Put
+from unirun.rendezvous.torchrun import roundstore
 from unirun.rendezvous.torchrun.leased import LeasedWriter
 from unirun.rendezvous.torchrun.roundstore import RoundStore
 
@@ -146,7 +148,11 @@ def test_a_store_that_cannot_be_read_is_waited_for_as_long_as_a_call_may_take(
 
     monkeypatch.setattr(store, "get_prefix", get_prefix)
     agents.set_timeout(timedelta(seconds=WAIT if away < 10 else 0.02))
-    calls = (lambda: agents.get("key"), lambda: agents.check(["key"]))
+    calls = (
+        lambda: agents.get("key"),
+        lambda: agents.multi_get(["key", "key"])[1],
+        lambda: agents.check(["key"]),
+    )
     for call in calls:
         if away < 10:
             assert call() in (b"1", True)
@@ -178,3 +184,101 @@ def test_torchs_own_stores_can_stand_on_it(agents: RoundStore) -> None:
     assert prefixed.get("key") == b"value"
     assert prefixed.add("count", 3) == 3
     assert agents.get("torch/key") == b"value"
+
+
+def test_keys_and_values_come_in_pairs(agents: RoundStore) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        agents.multi_set(["one", "two"], ["1"])
+    assert not agents.check(["one"])
+
+
+def test_what_cannot_be_done_in_time_is_named() -> None:
+    agents = round_store(Flaky([StoreAway("gone")] * 100, done=False))
+    agents.set_timeout(timedelta(milliseconds=1))
+    with pytest.raises(DistStoreError, match="set 'one': gone"):
+        agents.multi_set(["one", "two"], ["1", "2"])
+    with pytest.raises(DistStoreError, match="add to 'members': gone"):
+        agents.add("members", 1)
+
+
+class Counted(MemoryStore):
+    """Says what was asked of it, and lets another come first at an addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.before_addition: list[RoundStore] = []
+
+    def get(self, key: str) -> Item | None:
+        self.calls.append(f"get {key.split('/')[3]}")
+        return super().get(key)
+
+    def get_prefix(self, prefix: str) -> Listing:
+        self.calls.append(f"list {prefix.removeprefix('run1/rounds/m.0/')}")
+        return super().get_prefix(prefix)
+
+    def txn(
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> Outcome:
+        while compares and self.before_addition:
+            self.before_addition.pop().add("members", 10)
+        self.calls.append("txn")
+        return super().txn(compares, puts, deletes)
+
+
+class TestTheStoreIsAsked:
+    @pytest.fixture
+    def store(self) -> Counted:
+        return Counted()
+
+    def test_once_for_many_keys(self, store: Counted) -> None:
+        agents = round_store(store)
+        agents.multi_set(["one", "two", "three"], ["1", "2", "3"])
+        assert agents.multi_get(["one", "two"]) == [b"1", b"2"]
+        assert agents.get("three") == b"3"
+        assert store.calls == ["txn", "list keys/", "list keys/three/"]
+
+    def test_for_no_more_than_it_needs_when_there_are_too_many(self, store: Counted) -> None:
+        keys = [f"key{number}" for number in range(2 * MAX_CHANGES + 1)]
+        round_store(store).multi_set(keys, keys)
+        assert store.calls == ["txn"] * 3
+
+    def test_once_for_an_addition_that_nobody_disturbs(self, store: Counted) -> None:
+        assert round_store(store).add("members", 1) == 1
+        assert store.calls == ["get added", "get keys", "txn"]
+
+    def test_again_for_an_addition_that_another_was_before(self, store: Counted) -> None:
+        store.before_addition.append(round_store(store))
+        assert round_store(store).add("members", 1) == 11
+        assert round_store(store).get("members") == b"11"
+
+
+class Watched(MemoryStore):
+    """A key is set as soon as it is watched; with `compacted` the watch only hears what is there now."""
+
+    def __init__(self, *, compacted: bool) -> None:
+        super().__init__()
+        self.compacted = compacted
+
+    def watch(self, prefix: str, from_revision: int) -> MemoryWatch:
+        self.txn([], [Put(f"{prefix}value", "bmV3")])
+        watch = super().watch(prefix, from_revision)
+        if self.compacted:
+            self.compact(self.get_prefix("").revision + 1)
+        return watch
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_wait_of_less_than_a_second_is_one(monkeypatch: pytest.MonkeyPatch, compacted: bool) -> None:
+    monkeypatch.setattr(roundstore, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    agents = round_store(Watched(compacted=compacted))
+    agents.set_timeout(timedelta(milliseconds=500))
+    assert agents.get("key") == b"new"
+
+
+def test_a_value_that_is_gone_is_not_got(store: MemoryStore, agents: RoundStore) -> None:
+    agents.set("key", "old")
+    store.txn([], deletes=["run1/"])
+    agents.set_timeout(timedelta(milliseconds=20))
+    with pytest.raises(DistStoreError, match="wait for 'key': nobody has set it in time"):
+        agents.get("key")

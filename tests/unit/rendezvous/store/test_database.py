@@ -1,0 +1,119 @@
+"""How the file of an `SqliteStore` is opened, and what SQLite's errors become."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
+from unirun.rendezvous.store import _database
+from unirun.rendezvous.store._database import explained, open_database
+from unirun.rendezvous.store.sqlite import SqliteStore
+
+
+def failure(code: int | None) -> sqlite3.OperationalError:
+    """An error of SQLite with that code; those of Python's module have none."""
+    error = sqlite3.OperationalError("as SQLite says")
+    if code is not None:
+        error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("code", "becomes", "says"),
+    [
+        (sqlite3.SQLITE_BUSY, StoreAway, "is locked by another process"),
+        (sqlite3.SQLITE_LOCKED, StoreAway, "is locked by another process"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, StoreAway, "is locked by another process"),
+        (sqlite3.SQLITE_FULL, StoreBroken, "is full; nothing was changed"),
+        (sqlite3.SQLITE_NOTADB, StoreRefused, "is no SQLite database"),
+        (sqlite3.SQLITE_CORRUPT, StoreBroken, r"is damaged \(as SQLite says\)"),
+        (sqlite3.SQLITE_READONLY, StoreRefused, "may not be written"),
+        (sqlite3.SQLITE_READONLY_DIRECTORY, StoreRefused, "may not be written"),
+        (sqlite3.SQLITE_CANTOPEN, StoreRefused, "may not be written"),
+        (sqlite3.SQLITE_PERM, StoreRefused, "may not be written"),
+        (sqlite3.SQLITE_IOERR, StoreBroken, "cannot be used: as SQLite says"),
+        (None, StoreBroken, "cannot be used: as SQLite says"),
+    ],
+)
+def test_an_error_says_what_to_do(code: int | None, becomes: type[StoreError], says: str) -> None:
+    with pytest.raises(StoreError, match=rf"store\.db.* {says}.*; ") as told, explained(Path("store.db")):
+        raise failure(code)
+    assert type(told.value) is becomes
+    assert isinstance(told.value.__cause__, sqlite3.OperationalError)
+
+
+class TestAFileThatOthersPrepareAtTheSameTime:
+    """SQLite does not wait for a process that changes to WAL too."""
+
+    @pytest.fixture
+    def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        pauses: list[float] = []
+        monkeypatch.setattr(_database.time, "sleep", pauses.append)
+        return pauses
+
+    def fail(self, monkeypatch: pytest.MonkeyPatch, times: int, code: int) -> None:
+        prepare, errors = _database._prepare, [failure(code)] * times
+
+        def prepare_at_last(connection: sqlite3.Connection, path: Path) -> None:
+            if errors:
+                raise errors.pop()
+            prepare(connection, path)
+
+        monkeypatch.setattr(_database, "_prepare", prepare_at_last)
+
+    def test_is_tried_again_soon(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+    ) -> None:
+        self.fail(monkeypatch, 3, sqlite3.SQLITE_BUSY)
+        open_database(tmp_path / "store.db", 60).close()
+        assert len(pauses) == 3
+        assert max(pauses) < 0.1
+
+    def test_is_given_up_at_the_deadline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+    ) -> None:
+        self.fail(monkeypatch, 10**6, sqlite3.SQLITE_BUSY)
+        with pytest.raises(StoreAway, match="store.db is locked by another process"):
+            open_database(tmp_path / "store.db", 0.02)
+        assert pauses
+
+    def test_is_given_up_at_once_for_another_reason(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+    ) -> None:
+        self.fail(monkeypatch, 1, sqlite3.SQLITE_IOERR)
+        with pytest.raises(StoreBroken, match="store.db cannot be used"):
+            open_database(tmp_path / "store.db", 60)
+        assert pauses == []
+
+
+def test_a_connection_waits_as_long_as_it_was_told_and_begins_no_transaction_by_itself(
+    tmp_path: Path,
+) -> None:
+    connection = open_database(tmp_path / "store.db", 0.25)
+    assert connection.execute("PRAGMA busy_timeout").fetchone() == (250,)
+    connection.execute("UPDATE state SET written = 1")
+    assert not connection.in_transaction
+    connection.close()
+
+
+@pytest.mark.parametrize("pragma", ["application_id = 5", "user_version = 7"])
+def test_what_another_program_has_marked_is_left_alone(tmp_path: Path, pragma: str) -> None:
+    path = tmp_path / "other.db"
+    other = sqlite3.connect(path)
+    other.execute(f"PRAGMA {pragma}")
+    other.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreRefused, match=rf"{path} is a database of another program"):
+        SqliteStore(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has what it can pretend is another's")
+def test_a_file_of_root_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SqliteStore(tmp_path / "store.db").close()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    SqliteStore(tmp_path / "store.db").close()

@@ -1,0 +1,46 @@
+"""How torch's operations are run: what is counted, when they look again, and until when."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
+
+from unirun.rendezvous.store.memory import MemoryStore
+from unirun.rendezvous.torchrun.config import Config
+from unirun.rendezvous.torchrun.handler import StoreHandler, _Executor
+
+
+def executor(config: Config | None = None) -> _Executor:
+    params = RendezvousParameters("etcd-v3", "", "run1", 2, 2, local_addr="127.0.0.1")
+    return StoreHandler(params, config or Config(), MemoryStore())._executor
+
+
+def test_a_node_that_leaves_as_it_gives_up_is_counted_among_those_that_came() -> None:
+    one = executor()
+    actions = [_Action.ADD_TO_PARTICIPANTS, _Action.REMOVE_FROM_PARTICIPANTS, _Action.FINISH]
+    one.run(lambda context, deadline: actions.pop(0), 1.0)
+    assert one.most == 1
+    one.run(lambda context, deadline: _Action.FINISH, 1.0)
+    assert one.most == 0, "those of an earlier round do not count"
+
+
+def test_a_deadline_that_torch_moves_is_moved() -> None:
+    actions = [_Action.ADD_TO_REDUNDANCY_LIST, _Action.REMOVE_FROM_REDUNDANCY_LIST, _Action.FINISH]
+    deadlines: list[float] = []
+
+    def decide(context: object, deadline: float) -> _Action:
+        deadlines.append(deadline)
+        return actions.pop(0)
+
+    executor().run(decide, 1.0, lambda timeout: 2.0)
+    assert deadlines == [1.0, 1.0, 2.0]
+
+
+def test_a_node_looks_again_when_the_last_call_is_over_and_once_a_second_at_least() -> None:
+    look_in = executor()._look_in
+    assert look_in(None) == 1.0
+    assert look_in(datetime.now(UTC) + timedelta(seconds=0.9)) <= 0.9
+    assert look_in(datetime.now(UTC) - timedelta(seconds=1)) == 0.01
+    assert executor(Config(keep_alive_interval=0.25))._look_in(None) == 0.25

@@ -1,0 +1,102 @@
+"""Writes that go away when the node that made them is gone for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from unirun.rendezvous.store.memory import MemoryStore
+from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
+from unirun.rendezvous.torchrun import leased
+from unirun.rendezvous.torchrun.leased import LeasedWriter
+
+TTL = 40.0
+
+
+class Clocked(MemoryStore):
+    """A store with a clock that is turned by hand, that lets no call be repeated without end."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: self.now)
+        self.now = 1000.0
+        self.calls: list[str] = []
+
+    def txn(
+        self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> Outcome:
+        self._called("txn")
+        return super().txn(compares, puts, deletes)
+
+    def grant(self, ttl: float) -> Lease:
+        self._called("grant")
+        return super().grant(ttl)
+
+    def keep_alive(self, lease: Lease) -> None:
+        self._called("keep_alive")
+        super().keep_alive(lease)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        assert len(self.calls) < 20, f"no end of calls: {self.calls}"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    store = Clocked()
+    monkeypatch.setattr(leased.time, "monotonic", lambda: store.now)
+    return store
+
+
+def keys(store: MemoryStore) -> list[str]:
+    return [item.key for item in store.get_prefix("").items]
+
+
+def test_what_is_written_often_has_one_lease_that_is_kept_now_and_then(store: Clocked) -> None:
+    writer = LeasedWriter(store, TTL)
+    writer.txn([], {"a": "1"})
+    store.now += TTL / 4
+    writer.txn([], {"b": "1"})
+    assert store.calls == ["grant", "txn", "txn"]
+    store.now += TTL / 4
+    writer.txn([], {"b": "2"})
+    writer.txn([], {"b": "3"})
+    assert store.calls[3:] == ["keep_alive", "txn", "txn"]
+    store.now += TTL * 0.9
+    assert keys(store) == ["a", "b"]
+    store.now += TTL
+    assert keys(store) == []
+
+
+def test_who_comes_back_after_its_lease_gets_another(store: Clocked) -> None:
+    writer = LeasedWriter(store, TTL)
+    writer.txn([], {"a": "1"})
+    store.now += TTL
+    assert writer.txn([], {"b": "1"}).succeeded
+    assert keys(store) == ["b"]
+    store.now += TTL
+    assert keys(store) == []
+
+
+def test_a_lease_that_somebody_has_ended_is_replaced_as_soon_as_that_is_seen(store: Clocked) -> None:
+    writer = LeasedWriter(store, TTL)
+    writer.txn([], {"a": "1"})
+    assert writer._lease is not None
+    store.revoke(writer._lease)
+    assert writer.txn([], {"b": "1"}).succeeded
+    assert store.calls == ["grant", "txn", "txn", "grant", "txn"]
+    store.now += TTL
+    assert keys(store) == []
+
+
+def test_a_new_lease_is_not_forgotten_for_the_end_of_an_old_one(store: Clocked) -> None:
+    """Another thread was told of the end of the lease that both had, and has got a new one meanwhile."""
+    writer = LeasedWriter(store, TTL)
+    writer.txn([], {"a": "1"})
+    old = writer._lease
+    assert old is not None
+    store.now += TTL
+    writer.txn([], {"a": "2"})
+    writer._forget(old)
+    writer.txn([], {"a": "3"})
+    assert store.calls.count("grant") == 2
