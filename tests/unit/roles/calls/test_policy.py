@@ -133,6 +133,11 @@ def test_a_wrong_value_is_told_with_its_option(name: str, value: Any) -> None:
     assert repr(value) in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [1, 2, 64])
+def test_every_number_of_calls_at_a_time_is_taken(value: int) -> None:
+    assert options_of(concurrency=value).concurrency == value
+
+
 @pytest.mark.parametrize(
     ("wrong", "near"),
     [
