@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from unirun.launcher.process import BOOT
-
 from .harness import ENVIRON, EXEC, Script, Unirun
 
 
@@ -18,7 +16,8 @@ class TestWhatRuns:
         result = unirun("--start-method", method, "--roles", "actor=2", ENVIRON, "--reduce")
         assert (result.code, [row["sum"] for row in result.rows]) == (0, [3, 3]), result.err
         assert not any(row["preloaded"] for row in result.rows)
-        assert all(BOOT in row["cmdline"] for row in result.rows)
+        titles = [row["cmdline"][0].partition(" /")[0] for row in result.rows]
+        assert titles == ["unirun actor:0", "unirun actor:1"], "as ps and pgrep -f find them"
 
     def test_a_module_runs_like_python_m(self, unirun: Unirun, script: Script) -> None:
         script("", "pkg/__init__.py")
