@@ -1,0 +1,52 @@
+"""What a worker does at its end, before its interpreter ends."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+
+from unirun.launcher.worker import wait_for_threads
+
+WORK = 50_000
+"""Rounds of a key derivation, without the GIL: some tens of milliseconds."""
+
+
+class TestTheEnd:
+    def test_waits_for_a_thread_that_works_and_then_takes_the_gil(self) -> None:
+        import torch  # noqa: F401 - threads of others are not waited for
+
+        done: list[bytes] = []
+        began = threading.Event()
+
+        def work() -> None:
+            began.set()
+            done.append(hashlib.pbkdf2_hmac("sha256", b"a", b"b", WORK))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        began.wait(5)
+        wait_for_threads(limit=30)
+        ended = bool(done)
+        thread.join()
+        assert ended
+
+    def test_waits_for_no_thread_that_sleeps(self) -> None:
+        import torch  # noqa: F401
+
+        leave = threading.Event()
+        thread = threading.Thread(target=leave.wait)
+        thread.start()
+        # With a limit that a test does not sit through.
+        wait_for_threads(limit=600)
+        leave.set()
+        thread.join()
+
+    def test_does_not_wait_without_torch(self) -> None:
+        code = (
+            "import threading; from unirun.launcher.worker import wait_for_threads\n"
+            "threading.Thread(target=lambda: [_ for _ in iter(int, 1)], daemon=True).start()\n"
+            "wait_for_threads(limit=600)"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
