@@ -79,7 +79,7 @@ ALLOWED = (
     Allowed("loaded modules", BOTH, r"\+.*"),
     Allowed("names of loggers", ("fork",), r"\+.*"),
     Allowed("warning filters", ("fork",), r"\+.*(torch|numpy).*"),
-    Allowed("exit handlers", ("fork",), r"\d+ instead of \d+"),
+    Allowed("exit handlers", BOTH, r"\d+ instead of \d+"),
     Allowed("garbage collection", ("fork",), "much is frozen: True instead of False"),
     Allowed("hash of a text", ("fork",), ".*"),
 )
