@@ -124,7 +124,7 @@ class Caller:
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
         invoked = Invoked(ref, method, parcels, options.retries, self._service.now(), joint=len(ranks) > 1)
-        invoked.calls = [Call(invoked, i, rank, 0) for i, rank in enumerate(ranks)]
+        invoked.calls = [Call(invoked, i, rank) for i, rank in enumerate(ranks)]
         if options.blocking and len(ranks) == 1:
             invoked.patience = method.deadlines.seconds
         method.deadlines.add(invoked)
