@@ -251,7 +251,7 @@ class TestAnswers:
         hall.close()
         error = error_of(hall.send(1, "note", 1))
         assert isinstance(error, CallError)
-        assert "does not take calls any more" in str(error)
+        assert str(error) == "desk:0 does not take calls any more; it was told to stop"
         assert hall.desk.ran == []
 
 
