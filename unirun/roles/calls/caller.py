@@ -271,7 +271,7 @@ class Caller:
         if place.generation < generation and not place.over:
             self._refused.append((call, generation))
         else:
-            self._settle(call, self._outdated(call, place, invoked.generation or 0))
+            self._settle(call, self._outdated(call, place, call.generation))
 
     def _lose(self, peer: Peer, place: Place) -> None:
         """The worker is dead, or has ended: what it owes will not come. `place` is what the directory says."""
