@@ -15,7 +15,7 @@ from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import ERROR_GRACE, Caller
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Place
-from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
 from unirun.roles.transport.protocol import Address, Channel, Parcel
@@ -137,8 +137,32 @@ class Post(Unreachable):
         return Box()
 
 
-class Pair(Stale):
+class Told(Stale):
+    """A directory that says what it is told to."""
+
+    def __init__(self) -> None:
+        self.place = Place(OLD, "old")
+        self._listeners: list[Callable[[], None]] = []
+
+    def find(self, role: str, rank: int) -> Place:
+        """As told."""
+        return self.place
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """When it is told something."""
+        self._listeners.append(listener)
+
+    def tell(self, place: Place) -> None:
+        """Say this from now on."""
+        self.place = place
+        for listener in self._listeners:
+            listener()
+
+
+class Pair(Told):
     """A directory of two ranks that serve."""
+
+    generation = 0
 
     def size(self, role: str) -> int:
         """Two."""
@@ -146,7 +170,7 @@ class Pair(Stale):
 
     def find(self, role: str, rank: int) -> Place:
         """Always the same."""
-        return Place(Address(role, rank, 0), "here")
+        return Place(Address(role, rank, 0), "here", self.generation)
 
 
 def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:
@@ -192,6 +216,20 @@ def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_l
         ref.result(0)
 
 
+def test_a_call_that_is_refused_says_for_which_generation_it_was_made() -> None:
+    clock, post, directory = Clock(), Post(), Pair()
+    directory.generation = 1
+    caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0, service=FakeService(clock))
+    ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+    for rank in (0, 1):
+        post.open[rank].pop()(Parcel(encode_refusal(2)))
+    directory.generation = 2
+    while not ref.done():
+        assert clock.turn()
+    with pytest.raises(WorkerLost, match="has formed generation 2, and the call was made for 1"):
+        ref.result(0)
+
+
 def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads have each brought the last one."""
     both, settle = threading.Barrier(2, timeout=SOON), InvocationRef.settle
@@ -226,28 +264,6 @@ class Silent:
         """Nothing to end."""
 
 
-class Told(Stale):
-    """A directory that says what it is told to."""
-
-    def __init__(self) -> None:
-        self.place = Place(OLD, "old")
-        self._listeners: list[Callable[[], None]] = []
-
-    def find(self, role: str, rank: int) -> Place:
-        """As told."""
-        return self.place
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """When it is told something."""
-        self._listeners.append(listener)
-
-    def tell(self, place: Place) -> None:
-        """Say this from now on."""
-        self.place = place
-        for listener in self._listeners:
-            listener()
-
-
 def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_waited_for() -> None:
     """A thread has read the directory before the worker died, and sends after that was dealt with."""
     directory, transport = Told(), Noted()
@@ -259,7 +275,9 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
     try:
         first = caller.invoke(method, (), {})
         directory.tell(Place(OLD, gone=True))
-        with pytest.raises(WorkerLost, match="it died"):
+        with pytest.raises(
+            WorkerLost, match="it died; mark the method idempotent=True to have it called again$"
+        ):
             first.result(10.0)
         directory.place = Place(OLD, "old")
         with pytest.raises(WorkerLost, match="actor:0 was lost before it answered: it is gone; ") as lost:
