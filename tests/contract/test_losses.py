@@ -372,7 +372,9 @@ def test_a_group_call_that_was_begun_for_one_generation_is_not_ended_in_the_next
     eventually(lambda: "1 of 2" in repr(ref), "one has answered")
     cast.kill(0)
     cast.start_again(0)
-    assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
+    error = lost_within(ref, 2.0)
+    assert error.worker == f"{cast.role}:0"
+    assert "its role has formed generation 2, and the call was made for 1" in str(error)
     assert cast.group.note("whole") == ["whole", "whole"]
     assert cast.group.ran() == [["whole"], ["half", "whole"]]
 

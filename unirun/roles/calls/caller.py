@@ -124,7 +124,7 @@ class Caller:
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
         invoked = Invoked(ref, method, parcels, options.retries, self._service.now(), joint=len(ranks) > 1)
-        invoked.calls = [Call(invoked, i, rank, 0) for i, rank in enumerate(ranks)]
+        invoked.calls = [Call(invoked, i, rank) for i, rank in enumerate(ranks)]
         if options.blocking and len(ranks) == 1:
             invoked.patience = method.deadlines.seconds
         method.deadlines.add(invoked)
@@ -271,7 +271,7 @@ class Caller:
         if place.generation < generation and not place.over:
             self._refused.append((call, generation))
         else:
-            self._settle(call, self._outdated(call, place, invoked.generation or 0))
+            self._settle(call, self._outdated(call, place, call.generation))
 
     def _lose(self, peer: Peer, place: Place) -> None:
         """The worker is dead, or has ended: what it owes will not come. `place` is what the directory says."""

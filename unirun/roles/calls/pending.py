@@ -43,7 +43,7 @@ class Call:
     invocation: Invoked
     index: int
     rank: int
-    seq: int
+    seq: int = 0
     generation: int = 0
     peer: Peer | None = None
 

@@ -1,22 +1,33 @@
-"""What a caller does when the directory changes between two looks of it."""
+"""The calling end, without workers: what it sends, and what it makes of answers and of what the directory says."""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.sim.calls.actors import Clock, FakeService
 from unirun.errors import ChannelError, WorkerLost
-from unirun.roles.calls.caller import Caller
+from unirun.roles import InvocationRef
+from unirun.roles.calls.caller import ERROR_GRACE, Caller
+from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Place
-from unirun.roles.calls.envelope import decode_request
+from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
+from unirun.roles.calls.remote import dump_error
 from unirun.roles.transport.protocol import Address, Channel, Parcel
 
 SOON = 10.0
 OLD, NEW = Address("actor", 0, 0), Address("actor", 0, 1)
+RESULT = Parcel(OK + dump(42, "a result")[0])
+
+
+def failure(error: Exception, kind: bytes = ERROR) -> Parcel:
+    """A worker's error."""
+    return Parcel(kind + dump_error(error, "actor:1")[0])
 
 
 class Stale:
@@ -97,14 +108,33 @@ def test_an_address_that_nobody_answers_at_is_not_told() -> None:
     caller.close()
 
 
-class Silent:
-    """A channel to a worker that never answers."""
+class Post(Unreachable):
+    """A transport to two workers, which answer when the test says so."""
 
-    def call(self, parcel: Any, done: Any, patience: float | None = None) -> None:
-        """Nothing comes back."""
+    name = "post"
 
-    def close(self) -> None:
-        """Nothing to end."""
+    def __init__(self) -> None:
+        self.unreachable: set[int] = set()
+        self.open: dict[int, list[Callable[[Parcel], None]]] = {0: [], 1: []}
+        self.patience: list[float | None] = []
+
+    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Any:
+        if peer.rank in self.unreachable:
+            raise ChannelError(f"{peer} is not there")
+        post = self
+
+        class Box:
+            def call(
+                self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
+            ) -> Callable[[], None] | None:
+                post.open[peer.rank].append(done)
+                post.patience.append(patience)
+                return (lambda: done(RESULT)) if patience is not None else None
+
+            def close(self) -> None:
+                """Nothing to close."""
+
+        return Box()
 
 
 class Told(Stale):
@@ -129,6 +159,111 @@ class Told(Stale):
             listener()
 
 
+class Pair(Told):
+    """A directory of two ranks that serve."""
+
+    generation = 0
+
+    def size(self, role: str) -> int:
+        """Two."""
+        return 2
+
+    def find(self, role: str, rank: int) -> Place:
+        """Always the same."""
+        return Place(Address(role, rank, 0), "here", self.generation)
+
+
+def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:
+    post, ran = Post(), queue.SimpleQueue[threading.Thread]()
+    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0)
+    try:
+        ref = caller.invoke(caller.method("actor", "step", Invocation(target=0)), (), {})
+        ref.add_done_callback(lambda _: ran.put(threading.current_thread()))
+        post.open[0].pop()(RESULT)
+        assert ran.get(timeout=SOON) is not threading.current_thread()
+    finally:
+        caller.close()
+
+
+def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_channel() -> None:
+    post = Post()
+    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=5.0)
+    try:
+        ref = caller.invoke(caller.method("actor", "step", Invocation(target=1)), (), {})
+        assert post.patience == [5.0]
+        assert ref.result() == 42, "what it waits with brings the answer"
+        for options in (Invocation(), Invocation(target=1, blocking=False)):
+            caller.invoke(caller.method("actor", "step", options), (), {})
+        assert post.patience == [5.0, None, None, None]
+    finally:
+        caller.close()
+
+
+def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_live() -> None:
+    """Until then that one may be dead, which would be the cause of the error."""
+    clock, post = Clock(), Post()
+    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, service=FakeService(clock))
+    began, post.unreachable = clock.now, {0}
+    ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+    post.open[1].pop()(failure(ValueError("bad")))
+    while clock.now < began + 10 * ERROR_GRACE:
+        assert clock.turn()
+    assert not ref.done()
+    post.unreachable = set()
+    while not ref.done():
+        assert clock.turn()
+    with pytest.raises(ValueError, match="bad"):
+        ref.result(0)
+
+
+def test_a_call_that_is_refused_says_for_which_generation_it_was_made() -> None:
+    clock, post, directory = Clock(), Post(), Pair()
+    directory.generation = 1
+    caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0, service=FakeService(clock))
+    ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
+    for rank in (0, 1):
+        post.open[rank].pop()(Parcel(encode_refusal(2)))
+    directory.generation = 2
+    while not ref.done():
+        assert clock.turn()
+    with pytest.raises(WorkerLost, match="has formed generation 2, and the call was made for 1"):
+        ref.result(0)
+
+
+def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads have each brought the last one."""
+    both, settle = threading.Barrier(2, timeout=SOON), InvocationRef.settle
+
+    def settle_together(ref: InvocationRef[Any], index: int, outcome: Any) -> None:
+        settle(ref, index, outcome)
+        both.wait()
+
+    monkeypatch.setattr(InvocationRef, "settle", settle_together)
+    clock, post = Clock(), Post()
+    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, service=FakeService(clock))
+    began = clock.now
+    caller.invoke(caller.method("actor", "step", Invocation(idempotent=True, retries=3)), (), {})
+    error = failure(RuntimeError("connection reset by peer"), INTERRUPTED)
+    threads = [threading.Thread(target=post.open[rank][0], args=(error,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    while clock.now == began:
+        assert clock.turn()
+    assert [len(post.open[rank]) for rank in (0, 1)] == [2, 2]
+
+
+class Silent:
+    """A channel to a worker that never answers."""
+
+    def call(self, parcel: Any, done: Any, patience: float | None = None) -> None:
+        """Nothing comes back."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
 def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_waited_for() -> None:
     """A thread has read the directory before the worker died, and sends after that was dealt with."""
     directory, transport = Told(), Noted()
@@ -140,11 +275,35 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
     try:
         first = caller.invoke(method, (), {})
         directory.tell(Place(OLD, gone=True))
-        with pytest.raises(WorkerLost, match="it died"):
+        with pytest.raises(
+            WorkerLost, match="it died; mark the method idempotent=True to have it called again$"
+        ):
             first.result(10.0)
         directory.place = Place(OLD, "old")
-        with pytest.raises(WorkerLost, match="it is gone"):
+        with pytest.raises(WorkerLost, match="actor:0 was lost before it answered: it is gone; ") as lost:
             caller.invoke(method, (), {}).result(10.0)
+        assert lost.value.worker == "actor:0"
+    finally:
+        caller.close()
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (Place(OLD, gone=True), "it died"),
+        (Place(OLD, over=True), "it has ended"),
+        (Place(NEW, "new", 1), "it was started again"),
+    ],
+)
+def test_a_loss_says_what_became_of_the_worker(now: Place, reason: str) -> None:
+    directory, post = Told(), Post()
+    caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0)
+    try:
+        ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
+        directory.tell(now)
+        with pytest.raises(WorkerLost, match=f"actor:0 was lost before it answered: {reason}; ") as lost:
+            ref.result(SOON)
+        assert lost.value.worker == "actor:0"
     finally:
         caller.close()
 

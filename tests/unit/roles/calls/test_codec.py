@@ -66,6 +66,15 @@ def test_a_tensor_however_it_lies(tensor: torch.Tensor) -> None:
     assert torch.equal(through(tensor), tensor)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("count", [0, 1, 10_000])
+def test_a_tensor_on_a_gpu_arrives_on_a_gpu(count: int) -> None:
+    tensor = torch.arange(count, device="cuda")
+    found = through(tensor)
+    assert found.device.type == "cuda"
+    assert torch.equal(found, tensor)
+
+
 def test_only_the_elements_of_a_view_are_sent() -> None:
     storage = torch.zeros(1 << 20)
     _, buffers = dump(storage[:1000], "a view")
@@ -180,6 +189,26 @@ def test_functions_and_classes_by_name_and_by_value() -> None:
     assert through(len) is len
 
 
+def test_what_has_a_name_does_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes twice as long."""
+    monkeypatch.setattr(codec, "_CloudPickler", None)
+    value = through({"batch": Batch(torch.ones(1000), ["a"]), "kind": Batch, "function": through})
+    assert torch.equal(value["batch"].ids, torch.ones(1000))
+    assert (value["kind"], value["function"]) == (Batch, through)
+    with pytest.raises(EncodingError):
+        through(lambda: None)
+
+
+def test_plain_arguments_are_only_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for tensors in them takes five times as long."""
+    monkeypatch.setattr(codec, "_Pickler", None)
+    monkeypatch.setattr(codec, "_CloudPickler", None)
+    arguments = ((1, 2.5, "text", True, None), {})
+    assert through(arguments) == arguments
+    with pytest.raises(EncodingError):
+        through((([],), {}))
+
+
 def test_what_is_defined_in_the_main_program_goes_by_value() -> None:
     """As a trainer's own classes do, when its file is the program."""
     program = """
@@ -213,6 +242,7 @@ def test_what_is_defined_in_the_main_program_goes_by_value() -> None:
 def test_plain_values_come_out_as_they_went_in(value: Any) -> None:
     assert through(value) == value
     assert through(((value,), {})) == ((value,), {})
+    assert through(((value,),)) == ((value,),), "a tuple that looks like arguments at first"
 
 
 class Refuses:

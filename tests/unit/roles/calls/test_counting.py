@@ -142,3 +142,4 @@ def test_spans_hold_every_rank_and_few_others(ranks: set[int]) -> None:
 
 def test_of_very_scattered_ranks_the_whole_range_is_told() -> None:
     assert spans(range(0, 1000, 2)) == (Span(0, 998),)
+    assert len(spans(range(0, 2 * MAX_SPANS, 2))) == MAX_SPANS

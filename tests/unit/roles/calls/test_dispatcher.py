@@ -228,6 +228,11 @@ class TestAnswers:
             == "desk:0 has no method 'nota'; its methods are: beside, hold, hold_and_fail, later, note"
         )
 
+    def test_who_has_no_methods_says_so(self) -> None:
+        answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
+        Dispatcher(object(), ME, {}).handle(Parcel(request(1, "note")), answers.put)
+        assert str(error_of(answers)) == "desk:0 has no method 'note'; its methods are: none"
+
     @pytest.mark.parametrize("name", ["ran", "__init__", "gate", "_private", ""])
     def test_what_is_no_public_method_is_unknown(self, hall: Hall, name: str) -> None:
         assert isinstance(error_of(hall.send(1, name)), AttributeError)
@@ -251,7 +256,7 @@ class TestAnswers:
         hall.close()
         error = error_of(hall.send(1, "note", 1))
         assert isinstance(error, CallError)
-        assert "does not take calls any more" in str(error)
+        assert str(error) == "desk:0 does not take calls any more; it was told to stop"
         assert hall.desk.ran == []
 
 
@@ -380,6 +385,12 @@ class TestTheServingThread:
         assert held.empty()
         hall.desk.gate.set()
         assert value_of(held) == "held"
+
+    def test_coroutines_keep_no_program_from_ending(self, hall: Hall) -> None:
+        before = {*threading.enumerate()}
+        value_of(hall.send(1, "later", 5))
+        (loop,) = {*threading.enumerate()} - before
+        assert loop.daemon
 
 
 def test_an_empty_answer_is_told_of() -> None:

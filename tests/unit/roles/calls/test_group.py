@@ -35,6 +35,15 @@ class Desk:
         """Who was called with what."""
         return self._rank, args, kwargs
 
+    @trainer_invocation(concurrency=2)
+    def mine_beside(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        """The same in a thread."""
+        return self._rank, args, kwargs
+
+    async def mine_meanwhile(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        """The same in an event loop."""
+        return self._rank, args, kwargs
+
     @trainer_invocation(blocking=False)
     def later(self, value: int) -> int:
         """Does not wait."""
@@ -126,7 +135,8 @@ class TestAGroup:
             group[3:]
 
     def test_calls_everybody_with_everything(self, group: RoleGroup) -> None:
-        assert group.mine(1, x=2) == [(rank, (1,), {"x": 2}) for rank in range(3)]
+        for method in ("mine", "mine_beside", "mine_meanwhile"):
+            assert group.call(method, 1, x=2) == [(rank, (1,), {"x": 2}) for rank in range(3)]
 
     def test_splits_over_its_members(self, group: RoleGroup) -> None:
         assert [args[0] for _, args, _ in group.mine(["a", "b", "c"])] == ["a", "b", "c"]
@@ -144,6 +154,8 @@ class TestAGroup:
 
     def test_goes_where_the_method_says(self, group: RoleGroup) -> None:
         assert (group.first(), group.second(), group.some()) == (0, 1, [2, 0])
+        workers = [group.call_async(method).workers for method in ("first", "second", "some")]
+        assert workers == [("desk:0",), ("desk:1",), ("desk:2", "desk:0")], "and nowhere else"
         assert Counter(group.anyone()[0] for _ in range(6)) == {0: 2, 1: 2, 2: 2}
         assert Counter(group[1:].anyone()[0] for _ in range(6)) == {1: 3, 2: 3}
 
@@ -173,7 +185,7 @@ class TestAGroup:
         assert group.call("role") == ["played"] * 3
         assert group.call("call") == ["called"] * 3
 
-    def test_an_unknown_method_is_told_with_those_there_are(self, group: RoleGroup) -> None:
+    def test_an_unknown_method_is_told_with_those_there_are(self, group: RoleGroup, serve: Serve) -> None:
         with pytest.raises(
             AttributeError, match="role desk has no method 'firts'; its methods are: anyone, call, clip"
         ):
@@ -183,6 +195,8 @@ class TestAGroup:
                 attempt("_private")
         assert not hasattr(group, "_private")
         assert not hasattr(group, "__len_hint__")
+        with pytest.raises(AttributeError, match="role desk has no method 'first'; its methods are: none$"):
+            serve(object()).first  # noqa: B018
 
     def test_lists_its_methods_for_who_explores(self, group: RoleGroup) -> None:
         assert {"mine", "later", "map", "call_async", "rank0"} <= set(dir(group))

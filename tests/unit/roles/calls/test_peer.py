@@ -289,6 +289,18 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
     assert machine.clock.now - before == pytest.approx(0.02), "an answer shows that it is well"
 
 
+def test_a_call_to_who_cannot_be_reached_waits_for_the_next_try() -> None:
+    machine = Calls()
+    machine.network.reachable = False
+    first, second = calls(1, 2)
+    machine.peer.send(first, 0)
+    machine.peer.send(second, 0)
+    assert machine.network.refused == 1
+    machine.network.reachable = True
+    machine.settle()
+    assert [request.seq for request in machine.network.lines[0].requests] == [1, 2]
+
+
 def test_a_large_result_is_acked_at_once() -> None:
     machine = Calls()
     first, second = calls(1, 2)
@@ -301,3 +313,27 @@ def test_a_large_result_is_acked_at_once() -> None:
     line.waiting.pop(2)(Parcel(b"x" * LARGE))
     machine.settle()
     assert [(request.method, request.acks) for request in line.requests[2:]] == [(ACK.decode(), (1, 2))]
+
+
+def test_a_large_result_is_acked_once() -> None:
+    """By the next call, if that comes first."""
+    machine = Calls()
+    first, second = calls(1, 2)
+    machine.peer.send(first, 0)
+    line = machine.network.lines[0]
+    line.waiting.pop(1)(Parcel(b"x" * LARGE))
+    machine.peer.send(second, 0)
+    machine.settle()
+    assert [(request.method, request.acks) for request in line.requests] == [("step", ()), ("step", (1,))]
+
+
+def test_what_was_closed_is_sent_no_acks() -> None:
+    machine = Calls()
+    (call,) = calls(1)
+    machine.peer.send(call, 0)
+    (line,) = machine.network.lines
+    line.waiting.pop(1)(Parcel(b"x" * LARGE))
+    machine.peer.close()
+    machine.settle()
+    assert machine.network.lines == [line]
+    assert len(line.requests) == 1

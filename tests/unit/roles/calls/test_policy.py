@@ -255,7 +255,18 @@ class TestWhatCanBeCalled:
         assert set(invocations(Desk())) == {"work"}
 
 
-@pytest.mark.parametrize("name", ["pre_func", "post_func"])
-def test_what_is_no_function_is_told_what_to_give(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"@trainer_invocation: {name}=.*; give a function$"):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("blocking", "True or False"),
+        ("timeout", "seconds above 0"),
+        ("target", "'ALL', 'RANK0', 'ANY', a rank or a list of different ranks"),
+        ("pre_func", "a function"),
+        ("post_func", "a function"),
+        ("concurrency", "a whole number from 1"),
+        ("retries", "a whole number"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_to_give(name: str, what: str) -> None:
+    with pytest.raises(UsageError, match=f"@trainer_invocation: {name}='f'; give {what}$"):
         options_of(**{name: "f"})

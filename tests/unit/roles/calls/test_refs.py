@@ -126,6 +126,12 @@ class TestResults:
             thread.join(SOON)
         assert found == [5] * 8
 
+    def test_are_fetched_by_whoever_waits_without_a_limit(self) -> None:
+        ref = ref_of(bare=True)
+        ref.wait_with(lambda: (ref.settle(0, answer(5)), ref.finish()))  # type: ignore[arg-type, return-value]
+        assert isinstance(ref.exception(0), InvocationTimeout), "with a limit, others bring them"
+        assert ref.result() == 5
+
     def test_that_nobody_holds_are_free_at_once(self) -> None:
         gc.disable()
         try:
@@ -204,6 +210,15 @@ class TestTimeouts:
         error = ref.exception()
         assert isinstance(error, InvocationTimeout)
         assert (error.missing, error.results) == (("actor:2",), {"actor:1": "good"})
+
+    def test_a_deadline_that_comes_with_the_last_answer_names_nobody(self) -> None:
+        ref = ref_of()
+        ref.settle(0, answer("just now"))
+        ref.expire(1)
+        with pytest.raises(InvocationTimeout, match="by nobody; give") as caught:
+            ref.result()
+        assert caught.value.missing == ()
+        assert caught.value.results == {"actor:0": "just now"}
 
     @pytest.mark.parametrize("timeout", [0, 0.0, -5, 0.02])
     def test_whoever_does_not_want_to_wait_longer_is_told_and_the_call_goes_on(self, timeout: float) -> None:

@@ -80,6 +80,12 @@ def test_after_the_end_nothing_is_done(service: Service) -> None:
     assert not service._thread.is_alive()
 
 
+def test_it_keeps_no_program_from_ending(service: Service) -> None:
+    service.at(math.inf, lambda: None)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
+    assert thread.daemon
+
+
 def test_actions_may_order_others(service: Service) -> None:
     done = threading.Event()
     service.soon(lambda: service.soon(lambda: service.soon(done.set)))
