@@ -12,7 +12,7 @@ from unirun.errors import EXIT_FAILURE, UnirunError, UsageError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "stubs", "completion")
+SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "warm", "stubs", "completion")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import directory_of, may_be_there, opened
-from unirun.cli.tables import age, print_table
+from unirun.cli.tables import age, duration, print_table
 from unirun.cli.terminal import say, warn
-from unirun.errors import JobError, StoreError, StoreRefused, UnirunError, UsageError
+from unirun.errors import JobError, StoreError, StoreRefused, UnirunError
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, Summary, read_summary
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
@@ -23,9 +22,6 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
 from unirun.sizes import show_size
-
-_AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one object a line, for programs")
     options = parser.parse_args(argv)
-    before = time.time() - _seconds(options.older_than)
+    before = time.time() - duration("--older-than", options.older_than)
     with ExitStack() as stack:
         stores = _Stores(stack)
         found = list(_found(options.store, stores))
@@ -100,13 +96,6 @@ class _Stores:
             self.refused += index.refused
             self._open[url] = store, {summary.run_id: summary for summary in index.jobs}
         return self._open[url]
-
-
-def _seconds(text: str) -> float:
-    match = _AGE.fullmatch(text)
-    if match is None:
-        raise UsageError(f"--older-than {text!r} is no age", "for example 90s, 30m, 12h, 7d or 2w")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def _found(option: str | None, stores: _Stores) -> Iterator[Remains]:

@@ -147,6 +147,9 @@ OURS: tuple[Option, ...] = (
         pet=False,
     ),
     Option(("-q", "--quiet"), "flag", OUTPUT, "show what workers write and errors, nothing else", pet=False),
+    Option(
+        ("-v", "--verbose"), "flag", OUTPUT, "say too whether a warm process is used, else why not", pet=False
+    ),
 )
 
 TORCHRUN: tuple[Option, ...] = (

@@ -23,6 +23,7 @@ from unirun.cli.tables import print_table
 from unirun.cli.terminal import columns, in_colour, say
 from unirun.collocation import Placement, slot_types
 from unirun.launcher.environment import worker_env
+from unirun.launcher.warm.leaving import choices, starts
 from unirun.rendezvous.jobdir import job_at
 from unirun.spec import JobSpec, RoleSpec
 from unirun.wire.messages import Member, StartRole
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
         print(json.dumps(whole, indent=2))
         return 0
     say(f"job {spec.run_id}: {placement.note}")
-    for line_of_text in _calls(spec):
+    for line_of_text in (*_calls(spec), *map(starts, choices(job_at(spec.run_id), spec))):
         say(line_of_text)
     if len(spec.roles) > 1 or len(inventory.nodes) > 1:
         colours = COLOURS if in_colour(sys.stdout) else ()

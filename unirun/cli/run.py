@@ -21,6 +21,7 @@ from unirun.errors import EXIT_FAILURE, JobError, PlacementError, UsageError
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.local import launch
 from unirun.launcher.process import adopt_orphans, spare_descriptors
+from unirun.launcher.warm.leaving import choices, leave_behind, starts
 from unirun.master.context import changes
 from unirun.master.lead import lead
 from unirun.master.state import JobState, Owner, new_job
@@ -79,6 +80,11 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     def run_master(agents: Mapping[str, int]) -> None:
         lead(job, path, listener, agents=agents)
 
+    found = choices(job, spec)
+    leave_behind(found)
+    if line.options.get("verbose"):
+        for choice in found:
+            warn(starts(choice))
     reader = None
     if not detach:
         adopt_orphans()

@@ -1,11 +1,13 @@
-"""Tables for people: aligned, coloured on a terminal, plain and never cut off elsewhere."""
+"""Tables for people: aligned, coloured on a terminal, plain and never cut off elsewhere; and durations."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 
 from unirun.cli.terminal import is_screen, printable, say
+from unirun.errors import UsageError
 
 COLOURS = {
     "running": "green",
@@ -37,6 +39,18 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell, style=COLOURS.get(cell.split(" ")[0], "")) for cell in row))
     Console().print(table)
+
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def duration(option: str, text: str) -> float:
+    """The seconds of ``30m``, ``12h``, ``7d``. Raises `UsageError`, which names the option."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{option} {text!r} is no duration", "for example 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def age(seconds: float) -> str:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
-from unirun.launcher.environment import FRESH, SpawnerKey, for_workers, spawner_key
+from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import Orders, welcome
 from unirun.launcher.postmortem import tail_of
@@ -32,6 +31,7 @@ from unirun.launcher.process import (
 from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
+from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.reporting import report_error
 from unirun.spec import JobSpec
@@ -40,7 +40,7 @@ from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
-from unirun.wire.spawning import Reaped, SpawnFailed
+from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 SPAWNER_END = 2.0
 """Seconds that a spawner has to end after its stream was closed."""
@@ -69,7 +69,7 @@ class Agent:
         self._master: Stream | None = None
         self._masters = Standby(job, self._token, lock)
         self._unsent = Backlog()
-        self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes]]] = {}
+        self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._popens: set[subprocess.Popen[bytes]] = set()
@@ -238,22 +238,35 @@ class Agent:
             return
 
     def _start_spawner(self, key: SpawnerKey) -> None:
+        """Borrow it from a warm process that fits, else start it."""
+        handles = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
+        want = self._orders.wish(key, self._descriptors, handles)
+        warm = None if key == FRESH else choose(want).warm
+        if warm is not None:
+            self._background(self._borrow(key, warm, want))
+        else:
+            self._start_cold(key, want)
+
+    async def _borrow(self, key: SpawnerKey, warm: Warm, want: Borrow) -> None:
+        borrowed = await asyncio.to_thread(borrow, warm, want)
+        if isinstance(borrowed, Borrowed):
+            await self._follow_spawner(key, borrowed.socket, borrowed)
+        else:
+            self._tell(Notice(self._state.node, f"{borrowed}; a spawner starts cold"))
+            self._start_cold(key, want)
+
+    def _start_cold(self, key: SpawnerKey, want: Borrow) -> None:
         ours, theirs = socket.socketpair()
-        env = dict(self._inherited)
-        if key != FRESH:
-            env = {name: value for name, value in env.items() if not spawner_key({name: value})} | dict(key)
-        inherited = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
-        inherited += self._orders.stdin_for(key)
-        about = map(str, (theirs.fileno(), os.getpid(), self._descriptors, ",".join(map(str, inherited))))
-        command = [sys.executable, "-u", BOOT, "spawner", *about, *self._orders.modules(key)]
-        handles = [theirs.fileno(), *inherited]
-        popen = subprocess.Popen(command, pass_fds=handles, env=env, stdin=subprocess.DEVNULL)
+        about = map(str, (theirs.fileno(), os.getpid(), want.descriptors, ",".join(map(str, want.inherited))))
+        command = [want.executable, "-u", BOOT, "spawner", *about, *want.modules]
+        handles = [theirs.fileno(), *want.inherited]
+        popen = subprocess.Popen(command, pass_fds=handles, env=want.env, stdin=subprocess.DEVNULL)
         self._popens.add(popen)
         theirs.close()
         self._background(self._follow_spawner(key, ours, popen))
 
     async def _follow_spawner(
-        self, key: SpawnerKey, sock: socket.socket, popen: subprocess.Popen[bytes]
+        self, key: SpawnerKey, sock: socket.socket, popen: subprocess.Popen[bytes] | Borrowed
     ) -> None:
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         stream = Stream(reader, writer)
@@ -268,7 +281,10 @@ class Agent:
                 self._apply(events.FromSpawner(key, message, self._note(message), self._tail(message)))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
-            self._popens.discard(popen)
+            if isinstance(popen, Borrowed):
+                popen.close()
+            else:
+                self._popens.discard(popen)
             del self._spawners[key]
             reason = f"its spawner {why or _describe(code)}; see {self._job.agent_log(self._state.node)}"
             self._apply(events.SpawnerDown(key, reason, time.time()))

@@ -1,4 +1,4 @@
-"""Where a spawner and a fresh worker begin: ``python -u …/boot.py spawner|worker ARG…``.
+"""Where a spawner, a warm process and a fresh worker begin: ``python -u …/boot.py spawner|warm|worker ARG…``.
 
 As a file, not by ``-P -m``: what workers find in ``sys.flags``, and hand on to interpreters that they start, is as
 under torchrun, ``python -u script.py``.
@@ -12,6 +12,8 @@ if __name__ == "__main__":
         del sys.path[0]
     if sys.argv[1] == "spawner":
         from unirun.launcher.spawner import main
+    elif sys.argv[1] == "warm":
+        from unirun.launcher.warm.process import main
     else:
         from unirun.launcher.worker import main
     main(sys.argv[2:])

@@ -19,7 +19,7 @@ from unirun.wire.spawning import Spawn
 _AT_IMPORT = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES", "TORCH_",
     "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ONEDNN_", "DNNL_", "MKLDNN_", "NPY_", "KINETO_", "OPENSSL_",
-    "LC_", "LANG", "TZ",
+    "LC_", "LANG", "TZ", "TQDM_",
 )
 # fmt: on
 _READ_LATER = ("TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_", "TORCH_ELASTIC_", "TORCH_GLOO_")
@@ -38,6 +38,13 @@ FRESH: SpawnerKey = (("", "fresh"),)
 def spawner_key(env: Mapping[str, str]) -> SpawnerKey:
     """The part of `env` that is read once, when Python, libgomp, MKL, the allocator, numpy or torch is loaded."""
     return tuple(sorted((name, value) for name, value in env.items() if counts_at_import(name)))
+
+
+def spawner_env(key: SpawnerKey, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What the spawner with this key is started with."""
+    if key == FRESH:
+        return dict(inherited)
+    return {name: value for name, value in inherited.items() if not counts_at_import(name)} | dict(key)
 
 
 def counts_at_import(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from unirun.launcher.environment import (
@@ -11,14 +11,16 @@ from unirun.launcher.environment import (
     base_env,
     is_fresh,
     spawn_request,
+    spawner_env,
     spawner_key,
 )
 from unirun.launcher.events import Launch, Store, Worker
 from unirun.launcher.timers import ENABLE
+from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
 from unirun.wire.messages import OpenStore, RoleBrief, StartRole, View, Welcome
-from unirun.wire.spawning import ServeStore
+from unirun.wire.spawning import Borrow, ServeStore
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
 """What every spawner imports; ``--preload`` adds to it."""
@@ -71,6 +73,11 @@ class Orders:
         roles = [role for role in self._spec.roles if self._key(role.name) == key]
         calls = PRELOAD_CALLS if any(role.entry.kind in CALLS for role in roles) else ()
         return (*PRELOAD, *calls, *(self._spec.preload if roles else ()))
+
+    def wish(self, key: SpawnerKey, descriptors: int = 0, inherited: Sequence[int] = ()) -> Borrow:
+        """What the spawner with this key is started with."""
+        env = spawner_env(key, self._inherited)
+        return wish(env, self.modules(key), self._cwd, descriptors, (*inherited, *self.stdin_for(key)))
 
     def launch(self, order: StartRole) -> Launch:
         """The workers that are to be started, each with a number of its own."""

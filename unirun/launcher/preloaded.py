@@ -37,6 +37,7 @@ class PreloadedModules:
         self._stand_ins: dict[str, tuple[ModuleType, _StandIn]] = {}
         self._end = ModuleType("unirun.launcher.end")
         self._forked = False
+        self._frozen = 0
         # Exit handlers run in reverse order, so this one is the last.
         atexit.register(self._at_exit)
         self._count("sitecustomize", 1)
@@ -54,7 +55,10 @@ class PreloadedModules:
             self.threads[name] = left
 
     def freeze(self) -> None:
-        """All modules are there: arrange them so that forks copy as few pages as can be."""
+        """All modules are there: arrange them so that forks copy as few pages as can be. Twice is as once."""
+        if len(sys.modules) == self._frozen:
+            return
+        self._frozen = len(sys.modules)
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and name not in _NEVER and name not in self._own:
                 self._stand_ins[name] = module, _StandIn(module)
@@ -67,9 +71,7 @@ class PreloadedModules:
     def in_fork(self, imported: Callable[[], None]) -> None:
         """In a fork: `imported` is called when its code imports torch."""
         self._forked = True
-        # Files that the spawner has created and will remove are the spawner's.
-        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            finalizer.atexit = False
+        leave_files()
         if LATER in sys.modules:
             sys.meta_path.insert(0, _Later(sys.modules.pop(LATER), imported))
         _skip_static_destructors()
@@ -151,6 +153,12 @@ class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         self._imported()
+
+
+def leave_files() -> None:
+    """In a fork: files that the process before it has created and will remove are that process's."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _threads() -> int:

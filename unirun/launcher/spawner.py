@@ -15,7 +15,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from unirun.errors import ConnectionLost, WireError
@@ -82,7 +82,11 @@ class Spawner:
     """Serves one agent. In a forked child `serve` returns what the child shall become."""
 
     def __init__(
-        self, stream: BlockingStream, descriptors: int, inherited: Sequence[int], modules: PreloadedModules
+        self,
+        stream: BlockingStream,
+        descriptors: int,
+        inherited: Mapping[int, int],
+        modules: PreloadedModules,
     ) -> None:
         self._stream, self._descriptors = stream, descriptors
         self._inherited, self._modules = inherited, modules
@@ -114,10 +118,12 @@ class Spawner:
         """Do what the agent asks; several requests may have arrived at once."""
         for message in self._stream.drain():
             match message:
-                case Spawn():
+                case Spawn(stdin=None):
                     task: child.Task | None = self._spawn(message)
-                case ServeStore():
-                    task = self._open_store(message)
+                case Spawn(stdin=int(number)):
+                    task = self._spawn(replace(message, stdin=self._inherited[number]))
+                case ServeStore(fd=number):
+                    task = self._open_store(replace(message, fd=self._inherited[number]))
                 case Kill(number, signum):
                     task = None
                     if number in self._children:
@@ -185,7 +191,7 @@ class Spawner:
         self._stream.close()
         workers = (worker.handle for worker in self._children.values())
         stores = (store.handle for store in self._stores.values())
-        for handle in (*workers, *stores, *self._inherited):
+        for handle in (*workers, *stores, *self._inherited.values()):
             if handle != keep:
                 os.close(handle)
 
@@ -266,20 +272,37 @@ class Spawner:
 
 def main(argv: list[str]) -> None:
     """Import, serve, and in a child become what was asked for."""
+    began = time.monotonic()
     # First of all, as what it does at the end of a child has to come last.
     modules = PreloadedModules()
     # The agent tells its pid: it may have died before this process could have asked for its parent's.
     handle, agent, descriptors = map(int, argv[:3])
     # Until the first worker exists nothing has to be cleaned up, so dying with the agent is enough.
     die_with_parent(agent)
+    stream = BlockingStream(socket.socket(fileno=handle))
+    inherited = {int(each): int(each) for each in argv[3].split(",") if each}
+    work(stream, descriptors, inherited, modules, argv[4:], began)
+
+
+def work(
+    stream: BlockingStream,
+    descriptors: int,
+    inherited: Mapping[int, int],
+    modules: PreloadedModules,
+    names: Sequence[str],
+    began: float,
+) -> None:
+    """Import those of the modules `names` that are not there yet, and serve. Returns only in a worker, at its end.
+
+    `inherited`: by the number that the agent knows, descriptors for workers and stores. `began`: the monotonic time
+    of the start.
+    """
     set_title("unirun-spawner")
     adopt_orphans()
     # A batch system may signal every process of a job at once; workers get their grace all the same.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    stream = BlockingStream(socket.socket(fileno=handle))
-    began = time.monotonic()
-    for name in argv[4:]:
+    for name in names:
         try:
             modules.load(name)
         except Exception as error:
@@ -287,7 +310,7 @@ def main(argv: list[str]) -> None:
             raise
     modules.freeze()
     outlive_parent()
-    spawner = Spawner(stream, descriptors, [int(each) for each in argv[3].split(",") if each], modules)
+    spawner = Spawner(stream, descriptors, inherited, modules)
     try:
         stream.send(Preloaded(time.monotonic() - began))
         for name, count in modules.threads.items():

@@ -42,6 +42,8 @@ from unirun.wire.reports import (
     WorkerStarted,
 )
 from unirun.wire.spawning import (
+    Borrow,
+    Declined,
     Forked,
     Kill,
     Preloaded,
@@ -295,6 +297,8 @@ Message = (
     | RoleChanged
     | WorkerOutput
     | Ended
+    | Borrow
+    | Declined
     | Spawn
     | ServeStore
     | Kill

@@ -1,8 +1,35 @@
-"""The messages between an agent and its spawners."""
+"""The messages between an agent and its spawners, and those with which it borrows one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow:
+    """Be a spawner: to a fork of a warm process, with descriptors of the agent's output, of a pipe, and of those that
+    the agent knows by the numbers `inherited`.
+
+    The rest is what a spawner would be started with: the interpreter, where unirun is, directory, environment, umask,
+    what it imports; `descriptors` is the limit that workers get, `state` what the kernel has of the agent when it asks.
+    """
+
+    executable: str
+    unirun: str
+    cwd: str
+    modules: tuple[str, ...]
+    env: dict[str, str]
+    umask: int
+    descriptors: int
+    inherited: tuple[int, ...]
+    state: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """The answer of a fork that does not fit, in words."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class TestHere:
 
     def test_an_age_that_is_none_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert gc("--older-than", "soon") == 2
-        assert "is no age; for example 90s" in capsys.readouterr().err
+        assert "is no duration; for example 90s" in capsys.readouterr().err
 
     def test_what_runs_is_left_alone_whatever_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
         made, lock = create_job("mine", new_token())

@@ -32,6 +32,7 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
     return job
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("follow", [[], ["-f"]])
 def test_logs_that_nobody_reads_any_more_end_quietly(follow: list[str]) -> None:
     ended("job-1")
@@ -43,6 +44,7 @@ def test_logs_that_nobody_reads_any_more_end_quietly(follow: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("follow", [[], ["-f"]])
 def test_logs_that_cannot_be_written_are_told_of(follow: list[str]) -> None:
     ended("job-1")
@@ -82,7 +84,7 @@ def test_logs_that_cannot_be_written_are_told_of(follow: list[str]) -> None:
         (["--gpus", "2", "train.py"], 2, "unknown option --gpus; did you mean '--nproc-per-node'?"),
         (["--num_processes=2", "train.py"], 2, "did you mean '--nproc-per-node'?"),
         (["-nproc", "2", "train.py"], 2, "unknown option '-nproc'; did you mean '--nproc-per-node'?"),
-        (["--verbose", "train.py"], 2, "unknown option --verbose; see unirun --help"),
+        (["--verbatim", "train.py"], 2, "unknown option --verbatim; see unirun --help"),
         (
             ["--config.lr=3", "train.py"],
             2,

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from unirun.launcher import process
 
 SOON = 20.0
@@ -29,6 +31,7 @@ def ends(handle: int) -> bool:
     return bool(select.select([handle], [], [], SOON)[0])
 
 
+@pytest.mark.starts_processes
 def test_a_child_dies_with_its_parent() -> None:
     """The child is watched by its handle, which outlives the parent."""
     code = """
@@ -53,6 +56,7 @@ os.kill(os.getpid(), 9)
         assert parent.wait(SOON) == -signal.SIGKILL
 
 
+@pytest.mark.starts_processes
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     output = run("""
 child = os.fork()
@@ -64,6 +68,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert output == "137\n"
 
 
+@pytest.mark.starts_processes
 def test_a_process_may_have_as_many_descriptors_as_it_is_allowed() -> None:
     code = """
 import resource
@@ -78,6 +83,7 @@ assert spare_descriptors() == hard
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
 
 
+@pytest.mark.starts_processes
 def test_orphans_are_adopted_and_killed_with_everything_below() -> None:
     output = run("""
 import subprocess
@@ -98,12 +104,14 @@ def test_a_group_that_is_gone_is_no_error() -> None:
     process.kill_group(1 << 22, signal.SIGTERM)
 
 
+@pytest.mark.starts_processes
 def test_a_title_is_cut_to_what_the_kernel_keeps() -> None:
     assert run("set_title('rollout-workers:123456'); print(open('/proc/self/comm').read())").strip() == (
         "rollout-workers"
     )
 
 
+@pytest.mark.starts_processes
 def test_the_environment_of_a_process_is_that_of_its_start() -> None:
     with subprocess.Popen(["sleep", "100"], env={"RANK": "3", "X": "a=b"}) as child:
         # A fork has its parent's environment until it has become the new program.

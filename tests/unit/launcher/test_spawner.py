@@ -99,6 +99,13 @@ class Spawner:
 
 
 @pytest.fixture
+def port() -> Iterator[int]:
+    """The descriptor of a listening socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.fileno()
+
+
+@pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Spawner]]:
     started: list[Spawner] = []
 
@@ -128,6 +135,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.starts_processes
 def test_a_program_runs_and_its_end_is_told(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "echo out; echo err >&2; exit 7"))
     assert spawner.next(Forked).id == 1
@@ -137,6 +145,7 @@ def test_a_program_runs_and_its_end_is_told(spawner: Spawner) -> None:
     assert (spawner.folder / "1" / "stderr.log").read_text() == "err\n"
 
 
+@pytest.mark.starts_processes
 def test_a_program_has_the_limit_of_descriptors_that_the_agent_had(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "ulimit -Sn; ulimit -Hn"))
     spawner.until(Reaped)
@@ -145,6 +154,7 @@ def test_a_program_has_the_limit_of_descriptors_that_the_agent_had(spawner: Spaw
     assert hard == str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
+@pytest.mark.starts_processes
 def test_a_worker_reads_the_descriptor_that_is_named_and_the_next_one_goes_on_there(
     start: Callable[..., Spawner],
 ) -> None:
@@ -163,6 +173,7 @@ def test_a_worker_reads_the_descriptor_that_is_named_and_the_next_one_goes_on_th
     assert [(spawner.folder / n / "stdout.log").read_text() for n in "23"] == ["", "two\n"]
 
 
+@pytest.mark.starts_processes
 def test_a_signal_that_comes_right_after_the_order_is_not_lost(spawner: Spawner) -> None:
     """The child may have no group and no handlers of its own yet, and the spawner ignores SIGTERM."""
     for number in range(1, 41):
@@ -173,6 +184,7 @@ def test_a_signal_that_comes_right_after_the_order_is_not_lost(spawner: Spawner)
         assert (end.id, end.signal) == (number, signum)
 
 
+@pytest.mark.starts_processes
 def test_a_child_finds_the_usual_signal_handlers(spawner: Spawner) -> None:
     code = (
         "import signal; print([int(signal.getsignal(s)) for s in (1, 3, 15)], signal.pthread_sigmask(0, []))"
@@ -183,6 +195,7 @@ def test_a_child_finds_the_usual_signal_handlers(spawner: Spawner) -> None:
     assert (spawner.folder / "1" / "stdout.log").read_text() == "[0, 0, 0] set()\n"
 
 
+@pytest.mark.starts_processes
 def test_nothing_of_a_workers_group_is_left_when_its_end_is_told(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "sleep 100 & echo $!; exit 0"))
     spawner.next(Forked)
@@ -190,6 +203,7 @@ def test_nothing_of_a_workers_group_is_left_when_its_end_is_told(spawner: Spawne
     assert gone(int((spawner.folder / "1" / "stdout.log").read_text()))
 
 
+@pytest.mark.starts_processes
 def test_nothing_is_left_when_the_agent_is_gone(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sleep", "100"), spawner.program(2, "setsid", "sleep", "100"))
     pids = [spawner.next(Forked).pid, spawner.next(Forked).pid]
@@ -197,6 +211,7 @@ def test_nothing_is_left_when_the_agent_is_gone(spawner: Spawner) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.starts_processes
 def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -212,6 +227,7 @@ def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything
         assert ours.recv(1) == b""
 
 
+@pytest.mark.starts_processes
 def test_what_cannot_be_started_is_told(spawner: Spawner) -> None:
     (spawner.folder / "blocked").touch()
     spawner.send(
@@ -228,6 +244,7 @@ def test_what_cannot_be_started_is_told(spawner: Spawner) -> None:
     assert "could not be set up" in (spawner.folder / "3" / "stderr.log").read_text()
 
 
+@pytest.mark.starts_processes
 def test_a_module_that_cannot_be_imported_is_named(start: Callable[..., Spawner]) -> None:
     spawner = start("json", "no_such_module")
     failed = spawner.next(SpawnFailed)
@@ -238,12 +255,17 @@ def test_a_module_that_cannot_be_imported_is_named(start: Callable[..., Spawner]
     assert spawner.process.wait(SOON) == 1
 
 
-def test_a_store_takes_the_place_of_the_one_before_it_and_its_end_is_told(spawner: Spawner) -> None:
+@pytest.mark.starts_processes
+def test_a_store_takes_the_place_of_the_one_before_it_and_its_end_is_told(
+    start: Callable[..., Spawner], port: int
+) -> None:
     """What it would import is of no interest here: it is told of as soon as it is forked."""
-    spawner.send(ServeStore("actor", 3, 0))
+    spawner = start(pass_fds=(port,))
+    spawner.next(Preloaded)
+    spawner.send(ServeStore("actor", 3, port))
     assert spawner.next(StoreOpened) == StoreOpened("actor", 3)
     first = spawner.children()
-    spawner.send(ServeStore("actor", 4, 0))
+    spawner.send(ServeStore("actor", 4, port))
     assert spawner.next(StoreOpened) == StoreOpened("actor", 4)
     second = spawner.children()
     assert len(first) == len(second) == 1
@@ -269,6 +291,7 @@ def eventually(true: Callable[[], bool]) -> bool:
     return true()
 
 
+@pytest.mark.starts_processes
 def test_workers_and_stores_have_no_descriptor_of_the_spawner_or_of_each_other(
     start: Callable[..., Spawner], tmp_path: Path
 ) -> None:
@@ -304,6 +327,7 @@ def test_workers_and_stores_have_no_descriptor_of_the_spawner_or_of_each_other(
         assert eventually(has_its_link_alone), (files_of(worker), of_the_spawner)
 
 
+@pytest.mark.starts_processes
 def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -317,7 +341,7 @@ def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process
     monkeypatch.setattr(spawner_module, "kill_group", kill_group)
     ours, theirs = socket.socketpair()
     with ours, BlockingStream(theirs) as agent:
-        spawner = spawner_module.Spawner(BlockingStream(ours), DESCRIPTORS, (), PreloadedModules())
+        spawner = spawner_module.Spawner(BlockingStream(ours), DESCRIPTORS, {}, PreloadedModules())
         known = spawner_module._Child(1, pid, os.pidfd_open(pid), "none:0", ("none", str(pid), ""))
         spawner._children[1] = known
         spawner._selector.register(known.handle, selectors.EVENT_READ, known)
@@ -330,6 +354,7 @@ def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
 
 
+@pytest.mark.starts_processes
 def test_a_module_that_has_started_threads_is_named_and_its_workers_are_not_forked(
     start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,14 +372,16 @@ def test_a_module_that_has_started_threads_is_named_and_its_workers_are_not_fork
     assert (tmp_path / "1" / "stdout.log").read_text() == f"-u {BOOT} worker script train.py\n"
 
 
+@pytest.mark.starts_processes
 def test_a_worker_keeps_what_a_preloaded_module_has_open(
-    start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     (tmp_path / "journal.py").write_text("FILE = open('/dev/null', 'rb')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    spawner = start("journal")
+    spawner = start("journal", pass_fds=(port,))
     spawner.next(Preloaded)
-    spawner.send(ServeStore("actor", 0, 0))
+    spawner.send(ServeStore("actor", 0, port))
     spawner.next(StoreOpened)
     store = spawner.children()[-1]
-    assert eventually(lambda: [*files_of(store).values()] == ["/dev/null"]), files_of(store)
+    kept = {port, next(n for n, link in files_of(spawner.process.pid).items() if link == "/dev/null")}
+    assert eventually(lambda: files_of(store).keys() == kept), files_of(store)

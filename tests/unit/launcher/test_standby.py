@@ -142,6 +142,7 @@ class TestWhileSomebodyLeads:
         assert run(place, go) is False
         assert started.lines == []
 
+    @pytest.mark.starts_processes
     def test_an_earlier_one_than_is_known_is_not_followed(self, place: Place, started: Started) -> None:
         place.leader()
 
@@ -155,6 +156,7 @@ class TestWhileSomebodyLeads:
 
 
 class TestWhenTheLeaderIsDead:
+    @pytest.mark.starts_processes
     def test_a_master_is_started_at_once_that_deposes_it(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -175,6 +177,7 @@ class TestWhenTheLeaderIsDead:
         assert arguments == ["-P", "-m", "unirun.master", str(place.job.path), "1"]
         assert pids == {pid}
 
+    @pytest.mark.starts_processes
     def test_the_master_has_the_jobs_lock_and_a_session_of_its_own(
         self, place: Place, started: Started
     ) -> None:
@@ -194,6 +197,7 @@ class TestWhenTheLeaderIsDead:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert not place.job.alive()
 
+    @pytest.mark.starts_processes
     def test_the_next_one_is_started_later_and_later(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -215,6 +219,7 @@ class TestWhenTheLeaderIsDead:
         assert asyncio.run(go()) >= 0.1 + 0.2 + 0.4 + 0.4
         assert started.deposing == ["1"] * 5
 
+    @pytest.mark.starts_processes
     @pytest.mark.parametrize(("steady", "delay"), [(0.0, 0.05), (PATIENCE, 0.8)])
     def test_who_has_found_a_master_that_led_for_long_starts_again_without_delay(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, steady: float, delay: float
@@ -243,6 +248,7 @@ class TestWhenTheLeaderIsDead:
 
 
 class TestWhenNobodyLeads:
+    @pytest.mark.starts_processes
     def test_a_master_is_started_after_a_while(self, place: Place, started: Started) -> None:
         began = time.monotonic()
 
@@ -262,6 +268,7 @@ class TestWhenNobodyLeads:
         with pytest.raises(RendezvousError, match=r"no master after 0.05 s: nobody leads"):
             run(place, go)
 
+    @pytest.mark.starts_processes
     def test_but_somebody_did_it_is_never_given_up(self, place: Place, started: Started) -> None:
         async def go(watch: Standby) -> int:
             finding = asyncio.ensure_future(watch.next(1, 0.01))
@@ -273,6 +280,7 @@ class TestWhenNobodyLeads:
 
         assert run(place, go) == 1
 
+    @pytest.mark.starts_processes
     def test_while_one_is_obeyed_that_does_not_keep_its_term_another_is_started(
         self, place: Place, started: Started
     ) -> None:
@@ -341,6 +349,7 @@ def test_a_leader_that_hangs_is_waited_for(
     assert started.lines == []
 
 
+@pytest.mark.starts_processes
 def test_a_master_that_cannot_be_started_is_tried_again(
     place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

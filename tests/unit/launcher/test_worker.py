@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from unirun.launcher.worker import wait_for_threads
 
 WORK = 50_000
@@ -43,6 +45,7 @@ class TestTheEnd:
         leave.set()
         thread.join()
 
+    @pytest.mark.starts_processes
     def test_does_not_wait_without_torch(self) -> None:
         code = (
             "import threading; from unirun.launcher.worker import wait_for_threads\n"

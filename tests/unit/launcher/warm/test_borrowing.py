@@ -1,0 +1,358 @@
+"""Which warm processes there are, and what a job does with one that does not do what it should."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from unirun.errors import JobError
+from unirun.launcher.warm import borrowing
+from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose, run_root, running, some_start, wish
+from unirun.launcher.warm.likeness import DESCRIPTION, SOCKET, Description, state_of
+from unirun.wire import BlockingStream
+from unirun.wire.spawning import Borrow, Declined
+
+NOBODY = 65534
+
+WANT = wish({"HOME": "/h"}, ("torch",), "/")
+
+
+def described(**other: object) -> Description:
+    """Of this process itself, which fits `WANT`."""
+    return replace(
+        Description(
+            pid=os.getpid(),
+            began=1.0,
+            idle=1.0,
+            executable=sys.executable,
+            unirun=WANT.unirun,
+            cwd="",
+            modules=("torch",),
+            every_variable=False,
+            variables={"HOME": "/h"},
+        ),
+        **other,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the warm processes."""
+    monkeypatch.setenv("UNIRUN_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.delenv("UNIRUN_WARM", raising=False)
+    (tmp_path / "run" / "warm").mkdir(0o700, parents=True)
+    (tmp_path / "run").chmod(0o700)
+    return tmp_path / "run" / "warm"
+
+
+@pytest.fixture
+def lives(root: Path) -> Iterator[Callable[..., Path]]:
+    """Makes the folder of a warm process that lives."""
+    with contextlib.ExitStack() as stack:
+
+        def live(name: str, description: Description | None) -> Path:
+            folder = root / name
+            folder.mkdir()
+            log = stack.enter_context((folder / "log").open("w"))
+            fcntl.flock(log, fcntl.LOCK_EX)
+            if description is not None:
+                (folder / DESCRIPTION).write_text(json.dumps(asdict(description)))
+            return folder
+
+        yield live
+
+
+class TestTheDirectory:
+    def test_is_in_that_of_the_login_session(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("UNIRUN_RUN_DIR", raising=False)
+        tmp_path.chmod(0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        assert run_root() == tmp_path / "unirun" / "warm"
+
+    def test_is_refused_when_others_may_write_it(self, root: Path) -> None:
+        root.parent.chmod(0o777)
+        with pytest.raises(JobError, match="may be written by all users"):
+            run_root()
+        assert choose(WANT).warm is None
+        assert "not safe" in choose(WANT).against[0]
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
+    def test_is_refused_when_it_is_another_users(self, root: Path) -> None:
+        os.chown(root.parent, NOBODY, NOBODY)
+        with pytest.raises(JobError, match="belongs to user"):
+            run_root()
+        assert choose(WANT).warm is None
+
+    @pytest.mark.starts_processes
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+    def test_is_refused_when_it_cannot_be_looked_into(self, root: Path) -> None:
+        """By a process that may not even look at itself, as it has another user than it was started with."""
+        script = "import os; from unirun.launcher.warm.borrowing import *; "
+        script += "os.setresuid(65534, 65534, 65534); print(choose(wish({}, (), '/')).against)"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        assert "cannot be used: Permission denied" in done.stdout
+
+
+class TestThoseThatRun:
+    def test_are_told_the_longest_first(self, lives: Callable[..., Path]) -> None:
+        young, old = lives("a", described(began=2.0)), lives("b", described(began=1.0))
+        assert [warm.folder for warm in running()] == [old, young]
+        assert not some_start()
+
+    def test_are_without_those_that_are_not_ready_yet(self, lives: Callable[..., Path]) -> None:
+        folder = lives("a", None)
+        assert running() == []
+        assert some_start()
+        assert folder.exists()
+
+    def test_are_without_what_a_dead_one_has_left_which_is_removed(
+        self, root: Path, lives: Callable[..., Path]
+    ) -> None:
+        alive = lives("a", described())
+        for name, files in {
+            "dead": (DESCRIPTION, "log"),
+            "half removed": (DESCRIPTION,),
+            "empty": (),
+        }.items():
+            (root / name).mkdir()
+            for file in files:
+                (root / name / file).touch()
+        assert [warm.folder for warm in running()] == [alive]
+        assert [*root.iterdir()] == [alive]
+
+    def test_are_without_one_whose_folder_is_being_made(self, root: Path) -> None:
+        """Nobody may take it for that of a dead one."""
+        (root / ".draft").mkdir()
+        assert (running(), some_start()) == ([], False)
+        assert (root / ".draft").exists()
+
+    def test_are_without_one_of_another_version_that_says_other_things(
+        self, lives: Callable[..., Path]
+    ) -> None:
+        (lives("a", None) / DESCRIPTION).write_text('{"version": 7}')
+        (lives("b", None) / DESCRIPTION).write_text("no JSON")
+        assert running() == []
+        assert choose(WANT).against == ("no warm process runs (unirun warm)",)
+
+
+class TestOfSeveral:
+    def test_the_one_with_the_most_modules_is_taken(self, lives: Callable[..., Path]) -> None:
+        lives("a", described())
+        most = lives("b", described(modules=("torch", "journal")))
+        want = replace(WANT, modules=("torch", "journal"))
+        choice = choose(want)
+        assert choice.warm is not None
+        assert choice.warm.folder == most
+        assert choose(WANT).warm is not None
+
+    def test_the_nearest_tells_its_difference(self, lives: Callable[..., Path]) -> None:
+        lives("a", described(variables={"HOME": "/h", "X": "1", "Y": "1"}))
+        lives("b", described(variables={"HOME": "/h", "X": "1"}))
+        assert choose(WANT).against == (f"process {os.getpid()} differs: X is not set, there '1'",)
+
+    def test_none_is_taken_when_the_user_says_so(
+        self, lives: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lives("a", described())
+        monkeypatch.setenv("UNIRUN_WARM", "0")
+        assert choose(WANT).against == ("UNIRUN_WARM=0",)
+
+    @pytest.mark.starts_processes
+    def test_one_is_not_taken_whose_process_is_gone(self, lives: Callable[..., Path]) -> None:
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        lives("a", described(pid=gone.pid))
+        assert "it cannot be looked at: No such file or directory" in choose(WANT).against[0]
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, list[int], object]:
+    connection, _ = listener.accept()
+    _, handles, _, _ = socket.recv_fds(connection, 1, 10)
+    return connection, handles, BlockingStream(connection).receive(5.0)
+
+
+@pytest.fixture
+def listener(lives: Callable[..., Path]) -> Iterator[tuple[Warm, socket.socket]]:
+    """A warm process that does nothing by itself."""
+    folder = lives("stub", described())
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(folder / SOCKET))
+        sock.listen(1)
+        yield Warm(folder, described()), sock
+
+
+class TestAJobThatBorrows:
+    @pytest.fixture(autouse=True)
+    def little_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(borrowing, "PATIENCE", 0.3)
+
+    def test_hears_why_it_gets_nothing(self, listener: tuple[Warm, socket.socket]) -> None:
+        warm, sock = listener
+
+        def decline() -> None:
+            connection, handles, wanted = accept(sock)
+            for handle in handles:
+                os.close(handle)
+            assert isinstance(wanted, Borrow)
+            assert wanted == replace(WANT, state=state_of())
+            connection.sendall(b"n")
+            BlockingStream(connection).send(Declined("of the weather"))
+            connection.close()
+
+        thread = threading.Thread(target=decline)
+        thread.start()
+        assert borrow(warm, WANT) == f"the warm process {os.getpid()} declines: of the weather"
+        thread.join()
+
+    @pytest.mark.parametrize("after", ["accept", "request", "half an answer"])
+    def test_starts_cold_when_the_other_ends(self, listener: tuple[Warm, socket.socket], after: str) -> None:
+        warm, sock = listener
+
+        def end() -> None:
+            if after == "accept":
+                sock.accept()[0].close()
+                return
+            connection, handles, _ = accept(sock)
+            if after == "half an answer":
+                connection.sendall(b"n")
+            for handle in handles:
+                os.close(handle)
+            connection.close()
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        assert isinstance(borrow(warm, WANT), str)
+        thread.join()
+
+    @pytest.mark.parametrize("answer", [b"", b"n", b"nonsense"])
+    def test_waits_no_longer_than_it_has_patience(
+        self, listener: tuple[Warm, socket.socket], answer: bytes
+    ) -> None:
+        warm, sock = listener
+        over = threading.Event()
+
+        def be_slow() -> None:
+            connection, handles, _ = accept(sock)
+            connection.sendall(answer)
+            over.wait(20.0)
+            for handle in handles:
+                os.close(handle)
+            connection.close()
+
+        thread = threading.Thread(target=be_slow)
+        thread.start()
+        told = borrow(warm, WANT)
+        over.set()
+        thread.join()
+        assert isinstance(told, str)
+
+    def test_starts_cold_when_nobody_accepts(self, listener: tuple[Warm, socket.socket]) -> None:
+        """As a stopped process; then also when its queue is full."""
+        warm, _ = listener
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                assert "it does not answer" in str(borrow(warm, WANT))
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    waiting.connect(str(warm.folder / SOCKET))
+
+    def test_starts_cold_when_nobody_listens(self, lives: Callable[..., Path]) -> None:
+        assert "it does not answer" in str(borrow(Warm(lives("a", None), described()), WANT))
+
+    def test_gives_nothing_to_another_process_at_the_socket(
+        self, listener: tuple[Warm, socket.socket]
+    ) -> None:
+        warm, sock = listener
+        told = borrow(replace(warm, description=described(pid=1)), WANT)
+        assert "another process has its socket" in str(told)
+        connection, _ = sock.accept()
+        with connection:
+            assert connection.recv(1) == b""
+
+    def test_leaves_no_descriptor_open(self, listener: tuple[Warm, socket.socket]) -> None:
+        warm, _ = listener
+        before = len(os.listdir("/proc/self/fd"))
+        borrow(warm, WANT)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+class TestABorrowedSpawner:
+    @pytest.fixture
+    def spawner(self) -> Iterator[subprocess.Popen[bytes]]:
+        with subprocess.Popen(["sleep", "60"]) as process:
+            yield process
+            process.kill()
+
+    @pytest.fixture
+    def tells(self, spawner: subprocess.Popen[bytes]) -> Iterator[tuple[Borrowed, int]]:
+        """It, and the descriptor of its guard."""
+        told, tells = os.pipe()
+        ours, theirs = socket.socketpair()
+        borrowed = Borrowed(ours, os.pidfd_open(spawner.pid), told)
+        with ours, theirs:
+            yield borrowed, tells
+        borrowed.close()
+
+    @pytest.mark.starts_processes
+    def test_ends_when_its_guard_says_so(self, tells: tuple[Borrowed, int]) -> None:
+        borrowed, guard = tells
+        os.write(guard, b"7")
+        os.close(guard)
+        assert borrowed.wait(20.0) == 7
+
+    @pytest.mark.starts_processes
+    @pytest.mark.parametrize("code", [0, -9, 255])
+    def test_tells_its_exit_code(self, tells: tuple[Borrowed, int], code: int) -> None:
+        borrowed, guard = tells
+        threading.Timer(0.05, lambda: (os.write(guard, str(code).encode()), os.close(guard))).start()
+        assert borrowed.wait() == code
+
+    @pytest.mark.starts_processes
+    def test_is_waited_for_without_its_guard(
+        self, tells: tuple[Borrowed, int], spawner: subprocess.Popen[bytes]
+    ) -> None:
+        borrowed, guard = tells
+        os.close(guard)
+        with pytest.raises(subprocess.TimeoutExpired):
+            borrowed.wait(0.05)
+        borrowed.kill()
+        assert borrowed.wait(20.0) == -signal.SIGKILL
+        spawner.wait()
+        borrowed.kill()
+
+    @pytest.mark.starts_processes
+    def test_is_waited_for_no_longer_than_asked(self, tells: tuple[Borrowed, int]) -> None:
+        borrowed, guard = tells
+        began = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired):
+            borrowed.wait(0.1)
+        assert 0.1 <= time.monotonic() - began < 10.0
+        os.close(guard)
+
+    @pytest.mark.starts_processes
+    def test_may_have_a_descriptor_of_any_number(self, spawner: subprocess.Popen[bytes]) -> None:
+        """`select` takes those below 1024; the agent of a large job has more."""
+        told, tells = os.pipe()
+        high = fcntl.fcntl(told, fcntl.F_DUPFD_CLOEXEC, 1500)
+        os.close(told)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            borrowed = Borrowed(ours, os.pidfd_open(spawner.pid), high)
+            os.write(tells, b"3")
+            os.close(tells)
+            assert borrowed.wait(20.0) == 3
+            borrowed.close()

@@ -1,0 +1,306 @@
+"""When a fork of a warm process would be what a new process would be, and which difference there is else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.launcher.orders import PRELOAD, PRELOAD_CALLS
+from unirun.launcher.warm.likeness import (
+    OF_SHELLS,
+    Description,
+    counts_in_warm,
+    differences,
+    state_of,
+    unlike,
+)
+from unirun.wire.spawning import Borrow
+
+ROOT = Path(__file__).parents[4]
+
+THERE = Description(
+    pid=1,
+    began=0.0,
+    idle=1.0,
+    executable="/venv/bin/python",
+    unirun="/venv/unirun",
+    cwd="",
+    modules=("torch", "journal"),
+    every_variable=False,
+    variables={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "ASKED": None},
+)
+
+WANTED = Borrow(
+    executable="/venv/bin/python",
+    unirun="/venv/unirun",
+    cwd="/home/me",
+    modules=("torch", "journal", "more"),
+    env={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MINE": "x", "TORCH_LOGS": "all"},
+    umask=0o22,
+    descriptors=1024,
+    inherited=(),
+)
+
+
+def with_env(**env: str) -> Borrow:
+    return replace(WANTED, env={**WANTED.env, **env})
+
+
+class TestAForkFits:
+    def test_when_nothing_differs_that_counts(self) -> None:
+        assert unlike(THERE, WANTED) == []
+
+    @pytest.mark.parametrize("name", ["MINE", "TORCH_NCCL_TRACE", "TORCH_DISTRIBUTED_DEBUG", "UNIRUN_HOME"])
+    def test_whatever_variables_say_that_are_read_later(self, name: str) -> None:
+        assert unlike(THERE, with_env(**{name: "another"})) == []
+
+    @pytest.mark.parametrize(
+        "what", [{"umask": 0o77}, {"cwd": "/tmp"}, {"descriptors": 9}, {"inherited": (4, 5)}]
+    )
+    def test_whatever_it_takes_over_afterwards(self, what: dict[str, object]) -> None:
+        assert unlike(THERE, replace(WANTED, **what)) == []  # type: ignore[arg-type]
+
+    def test_in_another_shell(self) -> None:
+        there = replace(THERE, every_variable=True, variables={**WANTED.env})
+        assert unlike(there, with_env(**dict.fromkeys(OF_SHELLS, "another"))) == []
+
+
+class TestAForkDoesNotFit:
+    @pytest.mark.parametrize(
+        ("there", "wanted", "reason"),
+        [
+            (
+                THERE,
+                replace(WANTED, executable="/bin/python"),
+                "Python is /bin/python, there /venv/bin/python",
+            ),
+            (THERE, replace(WANTED, unirun="/src/unirun"), "unirun is /src/unirun, there /venv/unirun"),
+            (
+                THERE,
+                replace(WANTED, modules=("torch",)),
+                "it has imported journal, which this job does not --preload",
+            ),
+            (
+                replace(THERE, cwd="/work"),
+                WANTED,
+                "PYTHONPATH has a relative directory, and there it is one of /work",
+            ),
+            (THERE, with_env(HOME="/root"), "HOME is '/root', there '/home/me'"),
+            (THERE, with_env(OMP_NUM_THREADS="2"), "OMP_NUM_THREADS is '2', there '1'"),
+            (THERE, with_env(ASKED=""), "ASKED is '', there not set"),
+            (THERE, with_env(LD_PRELOAD="a.so"), "LD_PRELOAD is 'a.so', there not set"),
+            (
+                THERE,
+                with_env(OMPI_COMM_WORLD_LOCAL_SIZE="4"),
+                "OMPI_COMM_WORLD_LOCAL_SIZE is '4', there not set",
+            ),
+            (
+                replace(THERE, every_variable=True, variables={**WANTED.env}),
+                with_env(NEW="1"),
+                "NEW is '1', there not set",
+            ),
+        ],
+    )
+    def test_and_says_why(self, there: Description, wanted: Borrow, reason: str) -> None:
+        assert unlike(there, wanted) == [reason]
+
+    def test_when_a_variable_is_not_set_that_was(self) -> None:
+        env = {name: value for name, value in WANTED.env.items() if name != "OMP_NUM_THREADS"}
+        assert unlike(THERE, replace(WANTED, env=env)) == ["OMP_NUM_THREADS is not set, there '1'"]
+
+    def test_in_few_words_when_a_value_is_long(self) -> None:
+        (reason,) = unlike(THERE, with_env(ASKED="x" * 10_000))
+        assert len(reason) < 200
+
+
+NAMES = st.sampled_from(("HOME", "OMP_X", "LD_X", "MINE", "OTHER", "GOTO_NUM_THREADS", "TORCH_NCCL_X", "PWD"))
+ENVS = st.dictionaries(NAMES, st.sampled_from(("", "1", "2")))
+
+
+@given(started=ENVS, asked=st.frozensets(NAMES), env=ENVS, every=st.booleans())
+def test_exactly_the_variables_that_count_must_be_the_same(
+    started: dict[str, str], asked: frozenset[str], env: dict[str, str], every: bool
+) -> None:
+    """As the warm process describes itself: what was asked for, what counts at import; or all."""
+    told = {"HOME", *asked, *filter(counts_in_warm, started), *(set(started) - OF_SHELLS if every else ())}
+    there = replace(THERE, every_variable=every, variables={name: started.get(name) for name in told})
+    counting = {"HOME", *asked, *filter(counts_in_warm, {**started, **env})}
+    counting |= {*started, *env} - OF_SHELLS if every else set()
+    same = all(started.get(name) == env.get(name) for name in counting)
+    assert (not unlike(there, replace(WANTED, env=env))) == same
+
+
+@given(here=ENVS, there=ENVS)
+def test_the_differences_name_each_key_that_is_not_the_same(
+    here: dict[str, str], there: dict[str, str]
+) -> None:
+    named = [text.partition(" is ")[0] for text in differences(here, there)]
+    assert named == sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+
+
+CHANGES = {
+    "nice": "os.nice(3)",
+    "limit Max core file size": "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+    "limit Max stack size": "resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, resource.getrlimit(resource.RLIMIT_STACK)[1]))",
+    "limit Max open files": "resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))",
+    "oom_score_adj": "Path('/proc/self/oom_score_adj').write_text('500')",
+    "coredump_filter": "Path('/proc/self/coredump_filter').write_text('1')",
+    "personality": "libc.personality(0x40000)",
+    "THP_enabled": "libc.prctl(41, 1, 0, 0, 0)",
+    "NoNewPrivs": "libc.prctl(38, 1, 0, 0, 0)",
+    "timerslack_ns": "libc.prctl(29, 77777, 0, 0, 0)",
+    "I/O priority": "libc.syscall({'x86_64': 251}.get(os.uname().machine, 30), 1, 0, 3 << 13)",
+    "memory policy": "libc.syscall({'x86_64': 238}.get(os.uname().machine, 237), 3, (ctypes.c_ulong * 1)(1), 2)",
+    "scheduling policy": "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))",
+    "ignored signals": "signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+    "SigBlk": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])",
+    "Seccomp_filters": """
+        libc.prctl(38, 1, 0, 0, 0)
+        allow = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
+        libc.prctl(22, 2, struct.pack("HxxxxxxP", 1, ctypes.addressof(allow)), 0, 0)
+        """,
+}
+"""What one process changes of itself."""
+
+OF_ROOT = {
+    "Uid": "os.setresuid(65534, 65534, 65534); libc.prctl(4, 1, 0, 0, 0)",
+    "Groups": "os.setgroups([77])",
+    "CapBnd": "libc.prctl(24, 10, 0, 0, 0)",
+    "namespace uts": "libc.unshare(0x04000000)",
+    "namespace net": "libc.unshare(0x40000000)",
+}
+
+LOOK = """
+import ctypes, json, os, resource, signal, struct, sys, textwrap
+from pathlib import Path
+from unirun.launcher.warm.likeness import differences, state_of
+libc = ctypes.CDLL(None)
+before = state_of()
+exec(textwrap.dedent(sys.argv[1]))
+print(json.dumps([text.partition(" is ")[0] for text in differences(state_of(), before)]))
+"""
+
+
+def changed_by(change: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", LOOK, change], cwd=ROOT, capture_output=True, check=True)
+    names: list[str] = json.loads(done.stdout)
+    return names
+
+
+class TestTheStateOfAProcess:
+    @pytest.mark.starts_processes
+    @pytest.mark.parametrize("name", CHANGES)
+    def test_shows_what_a_fork_cannot_undo(self, name: str) -> None:
+        if name == "memory policy" and not Path("/proc/self/numa_maps").exists():
+            pytest.skip("this kernel knows one node")
+        assert name in changed_by(CHANGES[name])
+
+    @pytest.mark.starts_processes
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may")
+    @pytest.mark.parametrize("name", OF_ROOT)
+    def test_shows_what_only_root_may_change(self, name: str) -> None:
+        assert name in changed_by(OF_ROOT[name])
+
+    @pytest.mark.starts_processes
+    @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="there is one processor")
+    def test_shows_on_which_processors_it_runs(self) -> None:
+        assert "Cpus_allowed_list" in changed_by("os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
+
+    @pytest.mark.starts_processes
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "os.umask(0o77)",
+            "os.chdir('/')",
+            "os.setsid() if os.getpgrp() != os.getpid() else None",
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (99, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+            "libc.prctl(36, 1, 0, 0, 0)",
+            "",
+        ],
+    )
+    def test_does_not_show_what_is_set_afterwards(self, change: str) -> None:
+        assert changed_by(change) == []
+
+    @pytest.mark.starts_processes
+    def test_is_seen_from_without_as_far_as_it_may_be(self) -> None:
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-E", "-c", "print(flush=True); input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        seen, own = state_of(child.pid), state_of()
+        child.communicate(b"\n")
+        assert {name: own[name] for name in seen} == seen
+        with pytest.raises(OSError, match=str(child.pid)):
+            state_of(child.pid)
+
+    @pytest.mark.starts_processes
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+    def test_is_compared_without_what_the_kernel_hides_from_other_processes(self) -> None:
+        """Slack of timers, without CAP_SYS_NICE; with Yama also the personality."""
+        look = "import sys; from unirun.launcher.warm.likeness import state_of; print(*state_of(sys.argv[1]), sep='\\n')"
+        done = subprocess.run(
+            ["setpriv", "--bounding-set=-sys_nice", "--", sys.executable, "-c", look, str(os.getpid())],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if "setpriv" in done.stderr:
+            pytest.skip("no setpriv")
+        # A process with less rights may not look at one with more at all.
+        assert done.returncode != 0 or "timerslack_ns" not in done.stdout.splitlines()
+
+
+HOOK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static char *ask(const char *by, const char *name) {
+  static int out = -1;
+  if (out < 0) out = open(OUT, O_WRONLY | O_CREAT | O_APPEND, 0600);
+  if (write(out, name, strlen(name)) < 0 || write(out, "\\n", 1) < 0) abort();
+  return ((char *(*)(const char *))dlsym(RTLD_NEXT, by))(name);
+}
+char *getenv(const char *name) { return ask("getenv", name); }
+char *secure_getenv(const char *name) { return ask("secure_getenv", name); }
+"""
+
+ASKED_IN_VAIN = {
+    "PATH": "Python looks for itself there when it is started without a directory",
+    "TORCH_DISTRIBUTED_DEBUG": "read again in each worker",
+    "__PYVENV_LAUNCHER__": "of macOS",
+}
+
+
+@pytest.mark.starts_processes
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+def test_every_variable_counts_that_libraries_ask_for_when_torch_is_imported(tmp_path: Path) -> None:
+    """Those that Python code asks for are noted in the warm process."""
+    (tmp_path / "hook.c").write_text(HOOK)
+    command = ["gcc", "-shared", "-fPIC", f'-DOUT="{tmp_path}/out"', "-o", "hook.so", "hook.c", "-ldl"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import {', '.join((*PRELOAD, *PRELOAD_CALLS))}"],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(tmp_path / "hook.so")},
+        check=True,
+    )
+    asked = {*(tmp_path / "out").read_text().split()}
+    assert "PYTHONHOME" in asked or "OMP_NUM_THREADS" in asked
+    assert {name for name in asked if not counts_in_warm(name)} - {*ASKED_IN_VAIN} == set()

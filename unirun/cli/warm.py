@@ -1,0 +1,147 @@
+"""``unirun warm``: keep torch imported between jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from unirun.cli.options import Parser, items
+from unirun.cli.tables import age, duration, megabytes, print_table
+from unirun.cli.terminal import say
+from unirun.errors import JobError
+from unirun.launcher.environment import for_workers
+from unirun.launcher.orders import PRELOAD
+from unirun.launcher.warm.borrowing import LOG, Warm, choose, is_alive, running, start, wish
+
+READY = 300.0
+"""Seconds that `start` waits for the imports."""
+
+END = 10.0
+"""Seconds that `stop` waits."""
+
+
+def main(argv: list[str]) -> int:
+    """Start, show or stop this user's warm processes."""
+    parser = Parser(
+        prog="unirun warm",
+        description="Keep torch imported between jobs: those that fit start in a third of a second.",
+    )
+    parser.add_argument("action", nargs="?", choices=("start", "status", "stop"), default="start")
+    parser.add_argument(
+        "--preload",
+        action="append",
+        default=[],
+        help="modules besides torch, for jobs with the same --preload",
+        metavar="MODULE[,MODULE]",
+    )
+    parser.add_argument("--idle", default="30m", help="end after so long without a job (30m)", metavar="TIME")
+    parser.add_argument("--until-logout", action="store_true", help="end with this login session")
+    options = parser.parse_args(argv)
+    idle = duration("--idle", options.idle)
+    if options.action == "status":
+        return _status()
+    if options.action == "stop":
+        return _stop()
+    until = os.getsid(0) if options.until_logout else 0
+    return _start(tuple(items(options.preload)), idle, until)
+
+
+def _start(preload: tuple[str, ...], idle: float, until: int) -> int:
+    """One for jobs of one rank, one for jobs of several: they differ in OMP_NUM_THREADS, which counts at import."""
+    modules = (*PRELOAD, *preload)
+    alone = for_workers(os.environ)
+    several = {"OMP_NUM_THREADS": "1"} | alone
+    folders = []
+    for env in [alone] if alone == several else [several, alone]:
+        warm = choose(wish(env, modules, os.getcwd())).warm
+        if warm is not None and set(warm.description.modules) == set(modules):
+            say(f"process {warm.description.pid} is there")
+        else:
+            folders.append(start(env, modules, idle, until))
+    for folder in folders:
+        ready = _await(folder)
+        say(f"process {ready.description.pid} is ready: {_purpose(ready)}")
+    return 0
+
+
+def _await(folder: Path) -> Warm:
+    deadline = time.monotonic() + READY
+    # Open, as a process that ends removes its folder.
+    with (folder / LOG).open() as log:
+        while True:
+            alive = is_alive(folder)
+            for warm in running():
+                if warm.folder == folder:
+                    return warm
+            if not alive or time.monotonic() > deadline:
+                raise JobError("the warm process does not start", log.read()[-2000:].strip())
+            time.sleep(0.02)
+
+
+def _purpose(warm: Warm) -> str:
+    threads = warm.description.variables.get("OMP_NUM_THREADS")
+    return (
+        "for jobs of one rank"
+        if threads is None
+        else f"OMP_NUM_THREADS={threads}, as in jobs of several ranks"
+    )
+
+
+def _status() -> int:
+    found = running()
+    if not found:
+        say("no warm process runs")
+        return 1
+    rows = []
+    for warm in found:
+        told = warm.description
+        extra = [name for name in told.modules if name not in PRELOAD]
+        rows.append(
+            [
+                str(told.pid),
+                _purpose(warm),
+                ", ".join(extra) or "torch",
+                age(time.time() - told.began),
+                age(told.idle),
+                str(_jobs(told.pid)),
+                megabytes(_memory(told.pid)),
+            ]
+        )
+    print_table(["PID", "FOR", "PRELOADED", "UP", "IDLE LIMIT", "JOBS", "MEMORY"], rows)
+    return 0
+
+
+def _jobs(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return 0
+
+
+def _memory(pid: int) -> int | None:
+    """Its part of the memory that it shares with others, and what is its own."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _stop() -> int:
+    """Jobs that run do not notice."""
+    for warm in running():
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(warm.description.pid)
+            try:
+                if not is_alive(warm.folder):
+                    continue
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
+                if not select.select([handle], [], [], END)[0]:
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+            say(f"process {warm.description.pid} has ended")
+    return 0

@@ -1,0 +1,91 @@
+"""The files behind what a process has imported: whether a new interpreter would load the same."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import site
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+_Mark = tuple[int, int, int, int]
+"""Inode, size, time of the last change of the content and of the inode: nobody reads the files themselves."""
+
+_TICK = 0.02
+"""Seconds by which the clock of file systems is behind, at most."""
+
+_AT_START = ("sitecustomize", "usercustomize")
+"""Modules that an interpreter imports when they are there."""
+
+
+class LoadedFiles:
+    """Make it when all imports are done."""
+
+    def __init__(self) -> None:
+        paths: set[str | None] = {sys.executable}
+        paths |= {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        paths |= _libraries()
+        self._hooks = _hooks()
+        self._files: dict[str, _Mark | None] = dict(self._hooks)
+        self._files |= {path: mark for path in sorted(filter(None, paths)) if (mark := _mark(path))}
+        self._folders = {path: _mark(path) for path in (*sys.path, site.getusersitepackages())}
+        names = {name.partition(".")[0] for name in sys.modules} | {*_AT_START}
+        self._origins = {name: _origin(name) for name in names - {"__main__", "__mp_main__"}}
+
+    def changed_since(self, start: float) -> str:
+        """A file that has changed since `start`, in seconds since the epoch: perhaps after it was loaded."""
+        first = (start - _TICK) * 1e9
+        return next((path for path, mark in self._files.items() if mark is not None and mark[3] > first), "")
+
+    def replaced(self) -> str:
+        """A file that is not as it was loaded, or a module that would now come from another; empty: none."""
+        for path, mark in self._files.items():
+            if _mark(path) != mark:
+                return path
+        if all(_mark(path) == mark for path, mark in self._folders.items()):
+            return ""
+        if hooks := sorted(path for path, _ in _hooks().items() ^ self._hooks.items()):
+            return hooks[0]
+        # Python takes a directory that it has not found for one that is not there.
+        importlib.invalidate_caches()
+        moved = (name for name, origin in self._origins.items() if _origin(name) != origin)
+        return str(next(moved, ""))
+
+
+def _mark(path: str) -> _Mark | None:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+def _libraries() -> set[str]:
+    """Files of which code is mapped; data that a module has mapped may change."""
+    rows = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = {row[5] for row in rows if len(row) == 6 and "x" in row[1] and row[5].startswith("/")}
+    # One that was replaced since it was mapped.
+    return {path.removesuffix(" (deleted)") for path in mapped}
+
+
+def _origin(name: str) -> str | None:
+    try:
+        spec = PathFinder.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return str(spec.origin) if spec is not None else None
+
+
+def _hooks() -> dict[str, _Mark | None]:
+    """Files of site directories that run code or change the search path at the start of an interpreter, and the
+    distributions there: torch imports those that name themselves as its backends."""
+    user = site.getusersitepackages()
+    folders = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+    patterns = ("*.pth", "*.dist-info", "*.egg-info")
+    found = {str(Path(sys.prefix, "pyvenv.cfg"))}
+    found |= {str(path) for folder in folders for pattern in patterns for path in Path(folder).glob(pattern)}
+    if site.ENABLE_USER_SITE and user not in sys.path:
+        # It is on the search path from the moment on that it is there.
+        found.add(user)
+    return {path: _mark(path) for path in found}

@@ -1,0 +1,168 @@
+"""What a process has from its start and cannot take over afterwards; and whether two processes agree in it.
+
+The umask, the working directory, the environment and the session of a fork are set after it, so they are not here. Nor
+are the session keyring and the audit session, which tell nothing about what a program does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unirun.launcher.environment import counts_at_import
+from unirun.wire.spawning import Borrow
+
+_STATUS = (
+    *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"),
+    *(
+        "NoNewPrivs",
+        "Seccomp",
+        "Seccomp_filters",
+        "Cpus_allowed_list",
+        "Mems_allowed_list",
+        "SigBlk",
+        "THP_enabled",
+    ),
+)
+"""Lines of ``/proc/PID/status``."""
+
+_FILES = (
+    *("cgroup", "oom_score_adj", "personality", "coredump_filter", "timerslack_ns"),
+    *("attr/current", "loginuid"),
+)
+"""Files of ``/proc/PID``. A kernel may lack the last two, and Yama hides some of another process's."""
+
+_IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "riscv64": 31, "ppc64le": 274, "s390x": 283}
+"""The number of the system call, for which libc has no function."""
+
+_IN_C = (
+    "GFORTRAN_",
+    "GOTO_",
+    "I_MPI_",
+    "INTEL_LIBITTNOTIFY",
+    "MPI_LOCALNRANKS",
+    "NUMPY_",
+    "OMPI_",
+    "ACC_DEVICE_",
+)
+"""Variables that the libraries of torch and numpy ask for in C when they are loaded, besides `counts_at_import`."""
+
+_OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 13, 15, 25))
+"""HUP, INT, QUIT, PIPE, TERM, XFSZ: which of these are ignored is decided by unirun and Python."""
+
+_STAT = {"priority": 15, "nice": 16, "scheduling policy": 38}
+"""Fields of ``/proc/PID/stat``, counted from that after the name."""
+
+DESCRIPTION, SOCKET = "warm.json", "socket"
+"""In the folder of a warm process."""
+
+_libc = ctypes.CDLL(None)
+
+State = dict[str, str]
+"""By name, in words for people."""
+
+
+def state_of(pid: int | str = "self") -> State:
+    """What the kernel has of process `pid`, as far as this process may see it: of itself, all. Raises OSError when it
+    is gone, or another user's."""
+    place = Path(f"/proc/{pid}")
+    state = {f"namespace {each.name}": os.readlink(each) for each in sorted((place / "ns").iterdir())}
+    state["root directory"] = os.readlink(place / "root")
+    for line in (place / "status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in _STATUS:
+            state[name] = value.strip()
+        elif name == "SigIgn":
+            state["ignored signals"] = f"{int(value, 16) & ~_OWN_SIGNALS:016x}"
+    for name in _FILES:
+        try:
+            state[name] = (place / name).read_text().rstrip("\0\n")
+        except OSError:
+            if not place.exists():
+                raise
+    with contextlib.suppress(OSError), (place / "numa_maps").open(buffering=256) as maps:
+        # As numactl sets it. The mapping of the executable has no policy of its own.
+        state["memory policy"] = maps.readline().split()[1]
+    if number := _IOPRIO_GET.get(os.uname().machine):
+        state["I/O priority"] = str(_libc.syscall(number, 1, 0 if pid == "self" else pid))
+    fields = (place / "stat").read_text().rpartition(")")[2].split()
+    state |= {name: fields[index] for name, index in _STAT.items()}
+    for line in (place / "limits").read_text().splitlines()[1:]:
+        name, soft, hard = line[:26].strip(), *line[26:].split()[:2]
+        # Agents raise the soft limit of descriptors as far as they may; workers get it back.
+        state[f"limit {name}"] = hard if name == "Max open files" else f"{soft} {hard}"
+    return state
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end, or that listens there, and its user."""
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """What is not the same, in words; `there` is the warm process."""
+    return [
+        f"{name} is {_shown(here, name)}, there {_shown(there, name)}"
+        for name in sorted({*here, *there})
+        if here.get(name) != there.get(name)
+    ]
+
+
+def _shown(values: Mapping[str, str], name: str) -> str:
+    return f"{values[name]!r:.80}" if name in values else "not set"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a warm process tells of itself in a file beside its socket.
+
+    `unirun`: where this package is. `variables`: those that its imports have asked for or that count when libraries
+    are loaded, None for one that was not set; with `every_variable`, something has looked at all of them. `cwd` is
+    empty where no search path depends on it.
+    """
+
+    pid: int
+    began: float
+    idle: float
+    executable: str
+    unirun: str
+    cwd: str
+    modules: tuple[str, ...]
+    every_variable: bool
+    variables: dict[str, str | None]
+
+
+def counts_in_warm(name: str) -> bool:
+    """Whether a fork would differ from a new process when the variable does."""
+    return counts_at_import(name) or name.startswith(_IN_C)
+
+
+def unlike(there: Description, wanted: Borrow) -> list[str]:
+    """Why a fork of that process would not be the spawner that is wanted, in words; empty when it would."""
+    reasons = []
+    if wanted.executable != there.executable:
+        reasons.append(f"Python is {wanted.executable}, there {there.executable}")
+    if wanted.unirun != there.unirun:
+        reasons.append(f"unirun is {wanted.unirun}, there {there.unirun}")
+    if there.cwd and there.cwd != wanted.cwd:
+        reasons.append(f"PYTHONPATH has a relative directory, and there it is one of {there.cwd}")
+    if more := [name for name in there.modules if name not in wanted.modules]:
+        reasons.append(f"it has imported {', '.join(more)}, which this job does not --preload")
+    names = {*there.variables, *filter(counts_in_warm, wanted.env)}
+    if there.every_variable:
+        names |= set(wanted.env) - OF_SHELLS
+    here = {name: wanted.env[name] for name in names if name in wanted.env}
+    known = {name: value for name, value in there.variables.items() if value is not None}
+    return reasons + differences(here, known)
+
+
+OF_SHELLS = frozenset(("_", "OLDPWD", "PWD", "SHLVL"))
+"""Variables that a shell sets for each command."""

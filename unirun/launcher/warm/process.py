@@ -1,0 +1,193 @@
+"""The warm process: imports, computes nothing, and forks for each job that asks.
+
+Run by `boot` with ``FOLDER IDLE UNTIL PADDING [MODULE…]``: it lives in FOLDER, ends when nobody has asked for IDLE
+seconds and no job uses it, and with the process UNTIL (0: with none). It never reads a byte of a job: that does the
+fork (`lending`), which has the connection for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import ItemsView, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from unirun.launcher.environment import for_workers
+from unirun.launcher.preloaded import PreloadedModules
+from unirun.launcher.process import set_title, spare_descriptors
+from unirun.launcher.warm.files import LoadedFiles
+from unirun.launcher.warm.lending import STALE, lend
+from unirun.launcher.warm.likeness import DESCRIPTION, OF_SHELLS, SOCKET, Description, counts_in_warm, peer_of
+from unirun.wire.address import unix_address
+
+LOOK = 60.0
+"""Seconds after which it looks again whether its files are as they were."""
+
+
+class _Noting(os._Environ):  # type: ignore[type-arg]
+    """Notes which variables are asked for. To look at all of them is noted as that."""
+
+    names: ClassVar[set[str]] = set()
+    every: ClassVar[bool] = False
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        value: str = super().__getitem__(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        # Also for keys(), values() and copies.
+        type(self).every = True
+        return super().__iter__()
+
+    def items(self) -> ItemsView[str, str]:
+        return {name: super(_Noting, self).__getitem__(name) for name in self}.items()
+
+
+class WarmProcess:
+    """What listens. `serve` returns in each fork, with the connection of its job, and never in this process."""
+
+    def __init__(self, folder: Path, idle: float, until: int, files: LoadedFiles) -> None:
+        self._folder, self._idle, self._files = folder, idle, files
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        with unix_address(folder / SOCKET) as address:
+            self._listener.bind(address)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._guards: set[int] = set()
+        self._until = os.pidfd_open(until) if until else None
+        if self._until is not None:
+            self._selector.register(self._until, selectors.EVENT_READ, self._until)
+        signal.signal(signal.SIGTERM, lambda *_: self._end())
+
+    def serve(self) -> socket.socket:
+        """Fork for each connection of this user's."""
+        asked = time.monotonic()
+        while True:
+            left = LOOK if self._guards else asked + self._idle - time.monotonic()
+            ready = self._selector.select(max(min(left, LOOK), 0.0))
+            if not ready and (self._files.replaced() or (left <= 0 and not self._guards)):
+                self._end()
+            for key, _ in ready:
+                asked = time.monotonic()
+                if key.data is None:
+                    if (connection := self._accept()) is not None:
+                        return connection
+                elif key.data == self._until:
+                    self._end()
+                else:
+                    self._reap(key.data)
+
+    def _accept(self) -> socket.socket | None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return None
+        connection.setblocking(True)
+        with connection:
+            if peer_of(connection)[1] != os.getuid():
+                return None
+            try:
+                pid = os.fork()
+            except OSError:
+                # The job starts cold.
+                return None
+            if pid == 0:
+                self._forget()
+                return connection.dup()
+        handle = os.pidfd_open(pid)
+        self._guards.add(handle)
+        self._selector.register(handle, selectors.EVENT_READ, handle)
+        return None
+
+    def _forget(self) -> None:
+        """In a fork: it has nothing of this process but what is imported."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._selector.close()
+        self._listener.close()
+        for handle in (*self._guards, *([] if self._until is None else [self._until])):
+            os.close(handle)
+
+    def _reap(self, handle: int) -> None:
+        end = os.waitid(os.P_PIDFD, handle, os.WEXITED)
+        self._selector.unregister(handle)
+        os.close(handle)
+        self._guards.remove(handle)
+        if end is not None and end.si_code == os.CLD_EXITED and end.si_status == STALE:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """Jobs that have a fork do not notice."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
+
+
+def main(argv: list[str]) -> None:
+    """Import, say so in the folder, serve; in a fork, become what a job wants."""
+    began = time.time()
+    modules = PreloadedModules()
+    folder, idle, until = Path(argv[0]), float(argv[1]), int(argv[2])
+    set_title("unirun-warm")
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    spare_descriptors()
+    env: Any = os.environ
+    before = for_workers(env)
+    env.__class__ = _Noting
+    # These have run before anybody could note what they ask for.
+    every = "sitecustomize" in sys.modules or "usercustomize" in sys.modules
+    for name in argv[4:]:
+        try:
+            modules.load(name)
+        except ModuleNotFoundError as error:
+            raise SystemExit(f"{name} cannot be imported: {error}") from None
+        # torch's tqdm looks for TQDM_*, which count in any case.
+        every |= _Noting.every and name.partition(".")[0] not in ("torch", "unirun")
+        _Noting.every = False
+    env.__class__ = os._Environ
+    if modules.threads:
+        raise SystemExit(f"unirun: {', '.join(modules.threads)} starts threads, which a fork would lack")
+    # Of a copy each variable was asked for.
+    asked = (_Noting.names | set(before)) - OF_SHELLS if every else _Noting.names
+    names = {"HOME", *asked, *filter(counts_in_warm, before)}
+    relative = (
+        any(not os.path.isabs(part) for part in before["PYTHONPATH"].split(":"))
+        if before.get("PYTHONPATH")
+        else False
+    )
+    description = Description(
+        pid=os.getpid(),
+        began=began,
+        idle=idle,
+        executable=sys.executable,
+        unirun=str(Path(__file__).parents[2]),
+        cwd=os.getcwd() if relative else "",
+        modules=tuple(argv[4:]),
+        every_variable=every,
+        variables={name: before.get(name) for name in sorted(names)},
+    )
+    os.chdir("/")
+    files = LoadedFiles()
+    if path := files.changed_since(began):
+        raise SystemExit(f"unirun: {path} has changed while it was loaded")
+    # Workers must not find what only this process needs.
+    for name in [name for name in sys.modules if name.startswith("unirun.launcher.warm")]:
+        del sys.modules[name]
+    modules.freeze()
+    warm = WarmProcess(folder, idle, until, files)
+    draft = folder / "draft"
+    draft.write_text(json.dumps(asdict(description)))
+    draft.rename(folder / DESCRIPTION)
+    connection = warm.serve()
+    del warm
+    lend(connection, description, files, modules)
