@@ -175,3 +175,36 @@ def started(launcher: Launcher, ranks: int, then: Then, max_restarts: int = 0) -
             job.sweep()
     finally:
         shutil.rmtree(home, ignore_errors=True)
+
+
+def start_time(launcher: Launcher, ranks: int) -> float:
+    """Seconds from just before exec of the command until all ranks are past ``init_process_group`` and one
+    all_reduce. The job must end well, too; that is not part of the time."""
+    with started(launcher, ranks, "once") as job:
+        ready = max(point.time for point in job.points())
+        job.succeed()
+    return ready - job.began
+
+
+def timed(command: list[str], env: dict[str, str]) -> tuple[float, str]:
+    """Seconds that `command` took, and its stdout; it must end with 0."""
+    began = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchmarkError(f"{' '.join(command)} did not end within {DEADLINE:g} s") from error
+    seconds = time.perf_counter() - began
+    if done.returncode != 0:
+        raise BenchmarkError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
+    return seconds, done.stdout
+
+
+def proportional_set_size(pid: int) -> float:
+    """The PSS of a process in MB."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    raise BenchmarkError(f"the kernel gives no PSS of process {pid}")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks import warm
 from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, compared, say
 from benchmarks.job import (
@@ -28,7 +29,10 @@ from benchmarks.job import (
     Launcher,
     environment,
     program,
+    proportional_set_size,
+    start_time,
     started,
+    timed,
 )
 
 STARTS = (
@@ -73,17 +77,9 @@ def figures(runs: int) -> list[Figure]:
     found.append(compared(MEMORY, "MB", runs, memory[0], "torchrun", memory[1]))
     found.append(in_units(HELP, runs, help_time))
     found.append(in_units(STATUS, runs, status_time))
+    found += warm.figures(runs)
     found.append(orphans(runs))
     return found
-
-
-def start_time(launcher: Launcher, ranks: int) -> float:
-    """Seconds from just before exec of the command until all ranks are past ``init_process_group`` and one
-    all_reduce. The job must end well, too; that is not part of the time."""
-    with started(launcher, ranks, "once") as job:
-        ready = max(point.time for point in job.points())
-        job.succeed()
-    return ready - job.began
 
 
 def restart_time(launcher: Launcher) -> float:
@@ -127,15 +123,6 @@ def rank_memory(launcher: Launcher, ranks: int) -> float:
         return sum(proportional_set_size(point.pid) for point in points) / ranks
 
 
-def proportional_set_size(pid: int) -> float:
-    """The PSS of a process in MB."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    raise BenchmarkError(f"the kernel gives no PSS of process {pid}")
-
-
 def help_time() -> float:
     """Seconds from exec of ``unirun --help`` to its exit. It must not import torch."""
     env = environment(Path(os.devnull))
@@ -153,21 +140,6 @@ def status_time() -> float:
         seconds, _ = timed([program("unirun"), "status"], env)
         refuse_torch(["status"], env)
     return seconds
-
-
-def timed(command: list[str], env: dict[str, str]) -> tuple[float, str]:
-    """Seconds that `command` took, and its stdout; it must end with 0."""
-    began = time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"{' '.join(command)} did not end within {DEADLINE:g} s") from error
-    seconds = time.perf_counter() - began
-    if done.returncode != 0:
-        raise BenchmarkError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
-    return seconds, done.stdout
 
 
 def refuse_torch(arguments: list[str], env: dict[str, str]) -> None:
