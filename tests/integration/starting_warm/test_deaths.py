@@ -1,0 +1,196 @@
+"""Deaths of a warm process, of a guard, and of parts of a job that is warm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration import test_orphans
+from tests.integration.harness import (
+    START,
+    Script,
+    Unirun,
+    eventually,
+    gone,
+)
+from tests.integration.test_orphans import (
+    WITH_CHILDREN,
+    TestADetachedJob,
+    TestTheStatusAfterwards,
+    all_gone_in_time,
+    pids_of,
+)
+from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
+from unirun.launcher.warm.borrowing import Borrowed, borrow, wish
+
+__all__ = ["TestADetachedJob", "TestTheStatusAfterwards"]
+
+
+SEED = int(os.environ.get("UNIRUN_WARM_SEED", "20260101"))
+
+MOMENTS = 8
+
+
+class TestAtEachMomentOfAStart:
+    """The process is stopped, or killed, after so many milliseconds; the job has a spawner that works, or starts cold."""
+
+    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+    def test_the_warm_process_may_be_killed(self, light: dict[str, str], signum: int) -> None:
+        rng = random.Random(SEED)
+        lent = 0
+        for _ in range(MOMENTS):
+            warm = ready(light)
+            pid = warm.description.pid
+            code = f"import os, time; time.sleep({rng.uniform(0.0, 0.05)}); os.kill({pid}, {int(signum)})"
+            killer = subprocess.Popen([sys.executable, "-S", "-E", "-c", code])
+            borrowed = borrow(warm, wish(light, (), "/"))
+            if isinstance(borrowed, Borrowed):
+                lent += 1
+                end(borrowed)
+            else:
+                assert borrowed.startswith(f"the warm process {pid} declines: it "), borrowed
+            killer.wait()
+            assert gone(pid, START)
+        print(f"{lent} of {MOMENTS} were lent")
+
+    def test_a_guard_may_be_killed(self, light: dict[str, str], tmp_path: Path) -> None:
+        """When that was lent already, its spawner goes on, and ends with the job."""
+        rng = random.Random(SEED)
+        warm = ready(light)
+        code = """if True:
+            import os, sys, time
+            path, end = sys.argv[1], time.monotonic() + 60
+            while not (pids := open(path).read().split()) and time.monotonic() < end: pass
+            time.sleep(float(sys.argv[2]))
+            try: os.kill(int(pids[0]), 9)
+            except ProcessLookupError: pass
+        """
+        children = f"/proc/{warm.description.pid}/task/{warm.description.pid}/children"
+        for _ in range(MOMENTS):
+            command = [sys.executable, "-S", "-E", "-c", code, children, str(rng.uniform(0.0, 0.03))]
+            killer = subprocess.Popen(command)
+            borrowed = borrow(warm, wish(light, (), "/"))
+            assert killer.wait(START) == 0
+            if isinstance(borrowed, Borrowed):
+                end(borrowed)
+            eventually(lambda: not Path(children).read_text(), "it was reaped")
+        os.kill(warm.description.pid, signal.SIGTERM)
+
+    def test_a_job_may_go_away(self, light: dict[str, str]) -> None:
+        """The fork notices, says nothing and ends."""
+        rng = random.Random(SEED)
+        warm = ready(light)
+        code = "import sys; from unirun.launcher.warm.borrowing import borrow, running, wish; import os; "
+        code += "print(flush=True); borrow(running()[0], wish(dict(os.environ), (), '/')); input()"
+        for _ in range(3):
+            borrower = subprocess.Popen(
+                [sys.executable, "-c", code],
+                cwd=Path(__file__).parents[3],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            assert borrower.stdout is not None
+            borrower.stdout.readline()
+            time.sleep(rng.uniform(0.0, 0.03))
+            borrower.kill()
+            _, err = borrower.communicate(timeout=START)
+            assert err == b""
+        assert (warm.folder / "log").read_text() == ""
+        os.kill(warm.description.pid, signal.SIGTERM)
+
+    def test_the_warm_process_may_be_stopped(self, own: Warm, tmp_path: Path, script: Script) -> None:
+        unirun = WarmUnirun(tmp_path, own)
+        path = script("print('done')")
+        (pid,) = own.pids
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            job = unirun.start("-v", path, env=ONE)
+            job.lines("declines: it does not answer: timed out; a spawner starts cold")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        result = job.end()
+        assert (result.code, result.out) == (0, "done\n"), result.err
+        # The fork that comes too late finds nobody, and says nothing.
+        eventually(lambda: not own.forks, "nothing is left of it")
+        assert "Traceback" not in "".join(
+            file.read_text() for file in [*unirun.job_dir().glob("*.log"), *own.run.glob("warm/*/log")]
+        )
+        assert "start: warm" in (again := unirun("-v", path, env=ONE)).err
+        assert again.code == 0
+        unirun.assert_nothing_left()
+
+
+class TestNobodySurvivesTheKillOf:
+    @pytest.mark.parametrize(
+        ("part", "turn"),
+        [
+            ("unirun", 0),
+            ("unirun-master and unirun-agent", 0),
+            ("unirun-agent", 2),
+            ("unirun-spawner", 0),
+            ("unirun-spawner", 1),
+            ("unirun-spawner", 2),
+        ],
+    )
+    def test_a_part_of_the_job(self, unirun: Unirun, script: Script, part: str, turn: int) -> None:
+        """As when it starts cold."""
+        test_orphans.TestNobodySurvivesTheKillOf().test_a_part_of_the_job(unirun, script, part, turn)
+
+
+class TestAPartOfAJob:
+    @pytest.mark.parametrize("part", ["unirun", "unirun-agent", "unirun-guard", "unirun-spawner"])
+    def test_may_be_killed_while_the_job_starts(
+        self, unirun: Unirun, warm: Warm, script: Script, part: str
+    ) -> None:
+        """A spawner that had nothing to do yet is borrowed anew, so the job may go on."""
+        job = unirun.start("--roles", "a=2", script("print('done')"))
+        if part == "unirun":
+            eventually(lambda: "unirun-agent" in unirun.processes().values(), "the agent is there")
+            victim: int | None = job.pid
+        else:
+            looked = eventually(
+                lambda: (
+                    [pid for pid, name in unirun.processes().items() if name == part] or job.popen.poll() == 0
+                ),
+                f"{part} is there",
+            )
+            victim = looked[0] if isinstance(looked, list) else None
+        if victim is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        result = job.end()
+        assert result.code in (0, 1, 137, -9), result.err
+        unirun.assert_nothing_left(within=10.0)
+
+
+class TestTheGuardOfASpawner:
+    def test_may_be_killed_and_nothing_is_left_at_the_end(
+        self, unirun: Unirun, warm: Warm, script: Script
+    ) -> None:
+        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "plain")
+        pids = pids_of(job, 2)
+        os.kill(unirun.pid_of("unirun-guard"), signal.SIGKILL)
+        assert unirun("stop", "--now").code == 0
+        job.end()
+        assert all_gone_in_time(pids)
+
+    def test_and_the_warm_process_may_be_killed_together(
+        self, own: Warm, tmp_path: Path, script: Script
+    ) -> None:
+        unirun = WarmUnirun(tmp_path, own)
+        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "plain", env=ONE)
+        pids = pids_of(job, 2)
+        for pid in (*own.pids, unirun.pid_of("unirun-guard"), unirun.pid_of("unirun-agent")):
+            os.kill(pid, signal.SIGKILL)
+        assert all_gone_in_time(pids)
+        assert job.end().code == 137
+        unirun.assert_nothing_left()

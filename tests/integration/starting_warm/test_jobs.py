@@ -1,0 +1,211 @@
+"""Jobs that are warm, and the life of a warm process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import (
+    START,
+    Script,
+    Unirun,
+    alive,
+    eventually,
+    gone,
+)
+from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
+from unirun.launcher.warm.borrowing import Borrowed, borrow, choose, is_alive, running, start, wish
+
+
+class TestEveryJobThatFits:
+    def test_is_warm_also_with_several_at_once(self, unirun: Unirun, script: Script) -> None:
+        path = script("import os, torch; print(os.environ['RANK'], torch.ones(2).sum().item())")
+        jobs = [unirun.start("--nproc-per-node", 1 + number % 2, path) for number in range(6)]
+        for number, job in enumerate(jobs):
+            result = job.end()
+            assert (result.code, result.lines) == (0, [f"{rank} 2.0" for rank in range(1 + number % 2)]), (
+                result.err
+            )
+            assert "declines" not in result.err
+
+    def test_has_workers_that_are_new_interpreters_with_exec(self, unirun: Unirun, script: Script) -> None:
+        path = script("import sys, os; print('torch' in sys.modules, os.environ.get('UNIRUN_HOME'))")
+        result = unirun("--start-method", "exec", path)
+        assert (result.code, result.lines) == (0, [f"False {unirun.home}"]), result.err
+
+    def test_tells_the_warm_process_neither_token_nor_environment(
+        self, unirun: Unirun, warm: Warm, script: Script
+    ) -> None:
+        secret = f"mark-of-{random.randbytes(16).hex()}"
+        running = unirun.start("--nproc-per-node", 2, script("input()"), env={"MY_SECRET": secret})
+        running.lines("2 ranks of 1 role up")
+        token = (unirun.job_dir() / "token").read_bytes().strip()
+        forks = [pid for pid, title in warm.forks.items() if title == "unirun-spawner"]
+        assert any(_has(pid, secret.encode()) for pid in forks), "the search finds it where it is"
+        running.end()
+        assert not [pid for pid in warm.pids if _has(pid, secret.encode())]
+        assert not [pid for pid in warm.pids if _has(pid, token)]
+        assert not any(str(unirun.home).encode() in _environ(pid) for pid in warm.pids)
+
+
+def _environ(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def _has(pid: int, text: bytes) -> bool:
+    """Whether `text` is in the memory of a process that it can write."""
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            region, rights = line.split()[:2]
+            begin, end = (int(each, 16) for each in region.split("-"))
+            if rights[:2] == "rw":
+                with contextlib.suppress(OSError):
+                    memory.seek(begin)
+                    if text in memory.read(end - begin):
+                        return True
+    return False
+
+
+# its life
+
+
+class TestAWarmProcess:
+    def test_is_shown_and_dies_and_no_job_notices(self, own: Warm, tmp_path: Path, script: Script) -> None:
+        unirun = WarmUnirun(tmp_path, own)
+        path = script(
+            "import torch, pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nprint('done')"
+        )
+        job = unirun.start("-v", path, env=ONE)
+        job.lines("1 rank of 1 role up")
+        (pid,) = own.pids
+        shown = unirun("warm", "status", env=ONE)
+        (row,) = (line.split() for line in shown.out.splitlines() if line.startswith(str(pid)))
+        assert row[-3] == "1", shown.out
+        assert 10 < int(row[-2]) < 1000, shown.out
+        os.kill(pid, signal.SIGKILL)
+        assert gone(pid, START)
+        (unirun.root / "go").touch()
+        ended = job.end()
+        assert (ended.code, ended.out) == (0, "done\n"), ended.err
+        assert "start: warm" in job.text
+        after = unirun("-v", path, env=ONE)
+        assert (after.code, after.out) == (0, "done\n"), after.err
+        assert "start: cold: no warm process runs" in after.err
+        assert unirun("warm", "status", env=ONE).code == 1
+        assert not [*(own.run / "warm").iterdir()], "what it has left was removed"
+        unirun.assert_nothing_left()
+
+    def test_is_left_behind_by_a_job_where_the_user_wants_it_and_ends_when_told(
+        self, tmp_path: Path, script: Script
+    ) -> None:
+        warm = Warm(tmp_path / "warm")
+        unirun = WarmUnirun(tmp_path, warm)
+        env = {**ONE, "UNIRUN_WARM": "1"}
+        try:
+            path = script("print('done')")
+            assert "start: cold" in unirun("-v", path, env=env).err
+            eventually(
+                lambda: "start: warm" in unirun("plan", path, env=env).out, "a warm process is ready", START
+            )
+            assert "start: warm" in unirun("-v", path, env=env).err
+            # It is in the home of the test: its jobs left it behind.
+            (pid,) = (pid for pid, title in unirun.processes().items() if title == "unirun-warm")
+            assert f"process {pid} has ended" in unirun("warm", "stop", env=env).out
+            assert not alive(pid)
+        finally:
+            unirun.assert_nothing_left()
+            unirun.clean_up()
+
+
+class TestAModuleOfTheUsers:
+    @pytest.fixture
+    def write(self, tmp_path: Path, light: dict[str, str]) -> Callable[[str], dict[str, str]]:
+        """Writes the module ``mine``; the environment in which it is found."""
+
+        def write(text: str) -> dict[str, str]:
+            (tmp_path / "lib").mkdir()
+            (tmp_path / "lib" / "mine.py").write_text(text)
+            time.sleep(0.05)
+            return {**light, "PYTHONPATH": str(tmp_path / "lib")}
+
+        return write
+
+    def test_that_looks_at_all_variables_makes_all_count(
+        self, write: Callable[[str], dict[str, str]]
+    ) -> None:
+        env = write("import os; copy = os.environ.copy()")
+        warm = ready(env, modules=("mine",))
+        assert choose(wish(env, ("mine",), "/")).warm == warm
+        assert choose(wish({**env, "PWD": "/x", "_": "/bin/x"}, ("mine",), "/")).warm == warm
+        assert "NEW is '1', there not set" in choose(wish({**env, "NEW": "1"}, ("mine",), "/")).against[0]
+        os.kill(warm.description.pid, signal.SIGTERM)
+
+    def test_may_set_variables_which_do_not_count(self, write: Callable[[str], dict[str, str]]) -> None:
+        env = write(
+            "import os; os.environ.setdefault('MINE', 'x'); os.environ['OMP_MINE'] = os.environ['MINE']"
+        )
+        warm = ready(env, modules=("mine",))
+        assert choose(wish(env, ("mine",), "/")).warm == warm
+        assert "MINE is 'y'" in choose(wish({**env, "MINE": "y"}, ("mine",), "/")).against[0]
+        os.kill(warm.description.pid, signal.SIGTERM)
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("import os; os.utime(__file__)", "mine.py has changed while it was loaded"),
+            (
+                "import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()",
+                "threads",
+            ),
+            ("raise ValueError('mine')", "ValueError: mine"),
+        ],
+    )
+    def test_with_which_no_fork_could_be_as_a_new_process_is_told(
+        self, write: Callable[[str], dict[str, str]], text: str, reason: str
+    ) -> None:
+        folder = start(write(text), ("mine",), START)
+        with (folder / "log").open() as log:
+            eventually(lambda: not is_alive(folder), "it has ended")
+            assert reason in log.read()
+        assert running() == []
+        assert not folder.exists()
+
+
+class TestItEnds:
+    def test_when_no_job_has_come_for_its_idle_time(self, light: dict[str, str]) -> None:
+        folder = start(light, (), 0.3)
+        eventually(lambda: not folder.exists(), "it is gone")
+
+    def test_with_the_login_session(self, light: dict[str, str]) -> None:
+        leader = subprocess.Popen(["sleep", "60"])
+        warm = ready(light, until=leader.pid)
+        leader.kill()
+        leader.wait()
+        assert gone(warm.description.pid, START)
+        assert not warm.folder.exists()
+
+    def test_not_while_a_job_runs(self, light: dict[str, str]) -> None:
+        warm = ready(light, idle=0.5)
+        borrowed = borrow(warm, wish(light, (), "/"))
+        assert isinstance(borrowed, Borrowed), borrowed
+        assert not gone(warm.description.pid, 1.5)
+        end(borrowed)
+        assert gone(warm.description.pid, START)
+
+    def test_at_once_with_a_directory_that_cannot_be_worked_in(self, light: dict[str, str]) -> None:
+        """The fork, not the warm process."""
+        warm = ready(light)
+        told = borrow(warm, wish(light, (), "/nowhere"))
+        assert "it has ended meanwhile" in str(told)
+        borrowed = borrow(warm, wish(light, (), "/"))
+        assert isinstance(borrowed, Borrowed)
+        end(borrowed)
+        os.kill(warm.description.pid, signal.SIGTERM)

@@ -1,0 +1,104 @@
+"""Jobs that borrow their spawners from a warm process of the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unirun.launcher.warm.borrowing import Borrowed, running, start
+
+from .harness import START, Running, Unirun, eventually, gone, processes_of
+
+TITLE = "unirun-warm"
+
+ONE = {"OMP_NUM_THREADS": "1"}
+"""With it there is one warm process, for jobs of one rank and of several."""
+
+COLD = {**ONE, "UNIRUN_WARM": "0"}
+
+
+class Warm:
+    """The warm processes of one run directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run = root, root / "run"
+        self.run.mkdir(mode=0o700, parents=True)
+        self.command = WarmUnirun(root, self)
+
+    def start(self, *options: object, **how: Any) -> None:
+        """As `unirun warm` does."""
+        result = self.command("warm", "start", *options, **how)
+        assert result.code == 0, result.err
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the warm processes that run."""
+        return [pid for pid, title in processes_of(self.command.home).items() if title == TITLE]
+
+    @property
+    def forks(self) -> dict[int, str]:
+        """What the warm processes have lent, with all that has been forked from it and never executed: pid → title."""
+        return {pid: title for pid, title in processes_of(self.command.home).items() if title != TITLE}
+
+    def close(self) -> None:
+        """End them. Fails when something they have lent is left."""
+        left = self.forks
+        for pid in self.command.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            assert gone(pid, START)
+        assert not left, f"left behind: {left}"
+
+
+class WarmUnirun(Unirun):
+    """The command, with a home of its own and the warm processes of others."""
+
+    def __init__(self, root: Path, warm: Warm) -> None:
+        super().__init__(root)
+        self.warm = warm
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """With the directory of the warm processes."""
+        return super().environment({"UNIRUN_RUN_DIR": str(self.warm.run), **(extra or {})})
+
+    def processes(self) -> dict[int, str]:
+        """Forks show the environment of the warm process that they were forked from."""
+        return super().processes() | self.warm.forks
+
+
+class Borrowing(WarmUnirun):
+    """The same, for jobs that say how their spawners start."""
+
+    def start(self, *args: object, **how: Any) -> Running:
+        """With ``-v`` for a job."""
+        return super().start(*(["-v", *args] if str(args[0]).startswith("-") else args), **how)
+
+
+@contextlib.contextmanager
+def warm_in(root: Path, *options: object, **how: Any) -> Iterator[Warm]:
+    """Warm processes that are ready, and end with the context."""
+    warm = Warm(root)
+    try:
+        warm.start(*options, **how)
+        yield warm
+    finally:
+        warm.close()
+
+
+def ready(env: dict[str, str], idle: float = START, until: int = 0, modules: tuple[str, ...] = ()) -> Any:
+    """A warm process that imports nothing else."""
+    folder = start(env, modules, idle, until)
+    return eventually(lambda: next((w for w in running() if w.folder == folder), None), "it is ready")
+
+
+def end(borrowed: Borrowed) -> None:
+    """As an agent ends its spawner."""
+    borrowed.socket.close()
+    try:
+        assert borrowed.wait(START) in (0, -signal.SIGKILL)
+    finally:
+        borrowed.close()
