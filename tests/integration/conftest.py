@@ -10,15 +10,27 @@ import pytest
 
 from tests.contract.store.etcd_server import Servers
 
-from .harness import EXEC, Running, Script, Unirun, command_in, eventually
+from .harness import EXEC, Running, Script, Unirun, eventually, swept
 from .serving import SERVE
+from .warm import Warm, WarmUnirun, warm_in
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Warm processes, so that not every job imports torch: for one rank, for several, and for several that call."""
+    with warm_in(tmp_path_factory.mktemp("warm")) as processes:
+        processes.start(env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
+        yield processes
 
 
 @pytest.fixture
-def unirun(tmp_path: Path) -> Iterator[Unirun]:
-    """The command; at the end of the test no process of its jobs may be left."""
-    with command_in(tmp_path) as command:
-        yield command
+def unirun(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Unirun]:
+    """The command; at the end of the test no process of its jobs may be left. Jobs start warm, but for tests that are
+    marked ``cold``."""
+    cold = request.node.get_closest_marker("cold") is not None
+    command = Unirun(tmp_path) if cold else WarmUnirun(tmp_path, request.getfixturevalue("warm"))
+    with swept(command) as swept_command:
+        yield swept_command
 
 
 @pytest.fixture

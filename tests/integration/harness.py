@@ -195,7 +195,8 @@ class Unirun:
             "PYTHONUNBUFFERED",
         ):
             clean.pop(name, None)
-        return {**clean, "UNIRUN_HOME": str(self.home), **(extra or {})}
+        own = {"UNIRUN_HOME": str(self.home), "UNIRUN_RUN_DIR": str(self.root / "run")}
+        return {**clean, **own, **(extra or {})}
 
     def start(
         self,
@@ -297,8 +298,14 @@ class Unirun:
 
 @contextlib.contextmanager
 def command_in(root: Path) -> Iterator[Unirun]:
-    """A `Unirun` whose jobs must have left no process when the context ends."""
-    command = Unirun(root)
+    """A `Unirun` whose jobs must have left no process when the context ends; they start cold."""
+    with swept(Unirun(root)) as command:
+        yield command
+
+
+@contextlib.contextmanager
+def swept(command: Unirun) -> Iterator[Unirun]:
+    """The jobs of `command` must have left no process when the context ends."""
     failed = True
     try:
         yield command

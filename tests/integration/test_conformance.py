@@ -64,7 +64,9 @@ ALLOWED = (
     Allowed("command line", BOTH, r"unirun \w+:0 .* instead of .*"),
     Allowed("title", BOTH, r"\w+:0 instead of .*"),
     Allowed(
-        "call stack", BOTH, r"\+(boot|child|spawner|worker)\.py: .*|-<frozen runpy>: _run_module_as_main"
+        "call stack",
+        BOTH,
+        r"\+(boot|process|lending|spawner|child|worker)\.py: .*|-<frozen runpy>: _run_module_as_main",
     ),
     Allowed("end: recursion", BOTH, ".*maximum recursion depth exceeded.*"),
     *(Allowed(f"end: uncaught exception, {form}", BOTH, ".*_run_module_as_main.*") for form in FORMS),
@@ -99,6 +101,10 @@ def judge(method: str, found: dict[str, set[str]], among: list[str]) -> None:
     assert not unused, f"these do not differ: take them out of ALLOWED and docs/torchrun.md: {sorted(unused)}"
 
 
+COLD = pytest.param("fork", (*VARIANTS, "torch"), marks=pytest.mark.cold, id="cold")
+WARM = pytest.param("fork", (*VARIANTS, "torch"), id="warm")
+
+
 class TestTheTableOfDifferences:
     def test_names_properties_that_there_are(self) -> None:
         names = {*LOOKS, *CASES}
@@ -117,7 +123,7 @@ class TestTheTableOfDifferences:
 
 
 class TestAWorkerIsLikeAFreshProcess:
-    @pytest.mark.parametrize(("method", "variants"), [("fork", (*VARIANTS, "torch")), ("exec", VARIANTS)])
+    @pytest.mark.parametrize(("method", "variants"), [COLD, WARM, ("exec", VARIANTS)])
     def test_whatever_it_is_started_as(
         self, unirun: Unirun, tmp_path: Path, method: str, variants: tuple[str, ...]
     ) -> None:

@@ -17,7 +17,14 @@ from .harness import SOON, START, Unirun
 LOOKS = ("unirun status", "unirun logs", "unirun graph", "unirun ls")
 """Commands that only look: what they show may take a moment to come about, as it does for a reader."""
 
-CONSOLES = [page for page in PAGES if any(block.language == "console" for block in blocks(page))]
+STARTS_ITS_OWN = "docs/warm.md"
+"""Whose warm processes are not those of the tests."""
+
+CONSOLES = [
+    pytest.param(page, marks=pytest.mark.cold if page == STARTS_ITS_OWN else ())
+    for page in PAGES
+    if any(block.language == "console" for block in blocks(page))
+]
 
 
 @pytest.mark.timeout(300)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 AT_ONCE = 3
 """Jobs at a time."""
 
-SOME = 3
+SOME = 5
 """One of so many writes is tried, without `make chaos`; the simulation crashes masters at all of them."""
 
 MORTAL = """

@@ -10,6 +10,9 @@ import pytest
 
 from .harness import SOON, Running, Script, Unirun, alive, eventually, gone
 
+pytestmark = pytest.mark.cold
+"""`starting_warm` has these cases with jobs that are warm."""
+
 LIMIT = 1.0
 """Seconds that a worker may outlive the part that was killed."""
 

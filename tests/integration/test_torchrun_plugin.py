@@ -48,6 +48,21 @@ TRAINING = """
 """
 
 
+WAITING = """
+    import os, sys, time
+    from pathlib import Path
+
+    folder = Path(sys.argv[1])
+    rank, world, attempt = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    pid = os.getpid()
+    print(f"training {rank}/{world} node {os.environ['GROUP_RANK']} attempt {attempt} pid {pid}.", flush=True)
+    while "short" not in sys.argv and not (folder / f"stop {world}").exists():
+        time.sleep(0.01)
+    print(f"finished {rank}/{world} attempt {attempt}.", flush=True)
+"""
+"""Says what `TRAINING` says, for tests of what happens between nodes and etcd: torch is imported by torchrun only."""
+
+
 @pytest.fixture(scope="module")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     servers = Servers(tmp_path_factory.mktemp("etcd"))
@@ -61,7 +76,7 @@ Node = Callable[..., Running]
 @pytest.fixture
 def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: Path) -> Node:
     """Starts one node of a run; the `unirun` fixture ends it, and looks for orphans."""
-    training = script(TRAINING)
+    scripts = {text: script(text, f"{name}.py") for name, text in (("train", TRAINING), ("wait", WAITING))}
 
     def start(
         *args: str,
@@ -70,6 +85,7 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
         restarts: int = 0,
         run: str = tmp_path.name,
         etcd: Servers = etcd,
+        what: str = TRAINING,
         **conf: str,
     ) -> Running:
         settings = ",".join(f"{key}={value}" for key, value in {**QUICK, **conf}.items())
@@ -77,7 +93,7 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
             *(TORCHRUN, "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.members[0].endpoint}"),
             *(f"--rdzv-id={run}", f"--rdzv-conf={settings}", "--local-addr=127.0.0.1"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={workers}", f"--max-restarts={restarts}"),
-            *(str(training), str(tmp_path), *args),
+            *(str(scripts[what]), str(tmp_path), *args),
         ]
         return unirun.start_program(command)
 
@@ -123,7 +139,7 @@ def test_two_nodes_meet_train_and_leave_nothing_in_etcd(node: Node, etcd: Server
 
 def test_the_same_run_can_be_started_again_at_once(node: Node) -> None:
     for _ in range(2):
-        result = node("short").end(LONG)
+        result = node("short", what=WAITING).end(LONG)
         assert result.code == 0, result.err
 
 
@@ -180,7 +196,7 @@ def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
     servers = Servers(tmp_path_factory.mktemp("restarted"))
     conf = {"last_call_timeout": "10", "heartbeat_timeout": "1", "keep_alive_max_attempt": "2"}
     try:
-        nodes = [node(nodes="1:2", etcd=servers, **conf) for _ in range(2)]
+        nodes = [node(nodes="1:2", etcd=servers, what=WAITING, **conf) for _ in range(2)]
         for running in nodes:
             pids(running, 2)
         servers.members[0].kill()
@@ -199,7 +215,7 @@ def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
 
 
 def test_what_killed_nodes_leave_in_etcd_goes_by_itself(node: Node, etcd: Servers, tmp_path: Path) -> None:
-    nodes = [node(nodes="2", keep_alive_max_attempt="2") for _ in range(2)]
+    nodes = [node(nodes="2", what=WAITING, keep_alive_max_attempt="2") for _ in range(2)]
     workers = [pids(running, 2) for running in nodes]
     assert keys(etcd, tmp_path.name)
     for running, worker in zip(nodes, workers, strict=True):
@@ -235,10 +251,11 @@ def test_etcd_may_ask_for_a_certificate_and_for_a_password(
         ):
             servers.ctl(*tls, *command)
         conf = {"cacert": str(authority.cert), "cert": str(cert), "key": str(key), "prefix": "/jobs/"}
-        result = node("short", etcd=servers, **conf, user="train", password_file=str(password)).end(LONG)
+        conf |= {"what": WAITING, "user": "train", "password_file": str(password)}
+        result = node("short", etcd=servers, **conf).end(LONG)
         assert result.code == 0, result.err
         password.write_text("wrong")
-        refused = node("short", etcd=servers, **conf, user="train", password_file=str(password)).end(LONG)
+        refused = node("short", etcd=servers, **conf).end(LONG)
         assert refused.code != 0
         assert "RendezvousConnectionError" in refused.err
         assert "password" in refused.err
