@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 APT := procps util-linux etcd-server etcd-client openssl
 
-.PHONY: demo test soak chaos mutants check docs bench clean
+.PHONY: demo test quick soak chaos mutants check docs bench clean
 
 # The pinned CPU build of torch first, so that nothing pulls in the CUDA packages.
 $(VENV)/.installed: pyproject.toml
@@ -32,10 +32,15 @@ demo: $(VENV)/.installed
 # Three tests at a time on two cores: one of them waits for a process most of the time.
 JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations 20
+
+# All that starts no process, with fewer examples of each property: under a minute.
+quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
 
 # More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N. Then some of CPython's
-# own tests, each under plain python and in workers, which takes half an hour; MODULE=test_signal runs one module of them.
+# own tests, each under plain python and in workers, which takes half an hour; MODULE=test_signal runs one module of them. Then
+# a thousand jobs from one warm process, which takes ten minutes; MODULE=warm runs these alone.
 SEEDS ?= 50000
 soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim

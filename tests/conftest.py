@@ -18,6 +18,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("quick", settings.get_profile("busy machine"), max_examples=8)
 settings.load_profile("busy machine")
 
 for number, handler in {

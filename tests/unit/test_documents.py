@@ -72,6 +72,7 @@ def test_a_name_stands_for_one_file_in_all_of_docs() -> None:
     assert len(names) == len({*names})
 
 
+@pytest.mark.starts_processes
 def test_the_reference_is_that_of_the_docstrings(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "docs/reference.py"), str(tmp_path / "api.md")]
     subprocess.run(command, check=True, timeout=60)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import unirun
 
 
@@ -12,6 +14,7 @@ def test_its_names_are_listed_before_they_are_imported() -> None:
     assert {*unirun.__all__, "__all__"} <= {*dir(unirun)}
 
 
+@pytest.mark.starts_processes
 def test_it_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "unirun", "--version"], capture_output=True, text=True, timeout=30, check=False

@@ -40,6 +40,7 @@ HOSTILE = (
 """Names that do something, or become others, where a shell expands them."""
 
 
+@pytest.mark.starts_processes
 def test_bash_completes_options_choices_and_subcommands() -> None:
     assert complete("unirun", "--max") == {"--max-restarts"}
     assert complete("unirun", "--start-method", "") == {"fork", "exec", "spawn", "forkserver"}
@@ -50,6 +51,7 @@ def test_bash_completes_options_choices_and_subcommands() -> None:
     assert {name for option in OPTIONS for name in option.names} <= complete("unirun", "-")
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "gc", "graph"])
 def test_names_of_jobs_are_never_expanded(tmp_path: Path, command: str) -> None:
     stub = tmp_path / "bin" / "unirun"
@@ -65,6 +67,7 @@ def test_names_of_jobs_are_never_expanded(tmp_path: Path, command: str) -> None:
     assert [*(tmp_path / "cwd").iterdir()] == []
 
 
+@pytest.mark.starts_processes
 def test_a_place_of_jobs_with_hostile_names_offers_the_others(home: Path, tmp_path: Path) -> None:
     job, lock = create_job("run-1", new_token())
     os.close(lock)
@@ -76,6 +79,7 @@ def test_a_place_of_jobs_with_hostile_names_offers_the_others(home: Path, tmp_pa
     assert [*(tmp_path / "cwd").iterdir()] == []
 
 
+@pytest.mark.starts_processes
 def test_names_of_files_are_never_expanded(tmp_path: Path) -> None:
     folder, names = tmp_path / "cwd", {*HOSTILE, "a b"}
     folder.mkdir()

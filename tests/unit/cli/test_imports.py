@@ -46,12 +46,14 @@ def imported(*argv: str) -> set[str]:
     return set(modules)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("argv", [["--help"], ["completion", "bash"], ["completion", "zsh"]], ids=" ".join)
 def test_help_and_completion_import_next_to_nothing(argv: list[str]) -> None:
     heavy = {"torch", "numpy", "asyncio", "omegaconf", "yaml", "rich", "psutil", "pynvml", "socket"}
     assert imported(*argv) & heavy == set()
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(
     "argv",
     [["status"], ["ls"], ["stop"], ["status", "--json"], ["ls", "--json"], ["gc", "--dry-run"]],
@@ -62,6 +64,7 @@ def test_looking_at_jobs_imports_neither_torch_nor_a_table_nor_a_store(home: Pat
     assert imported(*argv) & heavy == set()
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("argv", [["ls"], ["gc"]], ids=" ".join)
 def test_looking_into_a_file_imports_what_reads_it_only(home: Path, argv: list[str]) -> None:
     url = f"sqlite:{home / 'shared.db'}"
@@ -71,16 +74,19 @@ def test_looking_into_a_file_imports_what_reads_it_only(home: Path, argv: list[s
     assert "sqlite3" in modules
 
 
+@pytest.mark.starts_processes
 def test_a_plan_imports_no_torch(home: Path, scripts: Path) -> None:
     assert imported("plan", "--roles", "a=2", "train.py") & {"torch", "numpy", "omegaconf", "rich"} == set()
 
 
+@pytest.mark.starts_processes
 def test_classes_are_looked_at_without_torch_and_without_themselves(home: Path, scripts: Path) -> None:
     (scripts / "ppo.py").write_text("import torch\nclass Actor: ...\nclass PPOTrainer: ...")
     for argv in (["plan", "--roles", "a=2@ppo:Actor", "--trainer", "ppo:PPOTrainer"], ["stubs", "ppo:Actor"]):
         assert imported(*argv) & {"torch", "numpy", "omegaconf", "rich", "ppo"} == set()
 
 
+@pytest.mark.starts_processes
 def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> None:
     (scripts / "job.yaml").write_text("{roles: {a: 2}, script: train.py}")
     modules = imported("plan", "--config", "job.yaml")
@@ -88,6 +94,7 @@ def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> Non
     assert "omegaconf" in modules
 
 
+@pytest.mark.starts_processes
 def test_the_package_itself_imports_nothing() -> None:
     code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
     output = subprocess.run(

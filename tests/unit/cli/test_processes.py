@@ -50,6 +50,7 @@ def run(code: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.starts_processes
 def test_nobody_is_given_up_while_the_agent_lives() -> None:
     run("""
         for master in (child(FOR_EVER), ended(child("exit 0")), ended(child("kill -9 $$"))):
@@ -60,6 +61,7 @@ def test_nobody_is_given_up_while_the_agent_lives() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 def test_a_first_master_that_refuses_to_lead_is_not_waited_for() -> None:
     run("""
         found = Processes(Launched(ended(child("exit 2")), (child(FOR_EVER),)))
@@ -69,6 +71,7 @@ def test_a_first_master_that_refuses_to_lead_is_not_waited_for() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 def test_a_master_may_be_heard_for_a_moment_after_the_agents_end() -> None:
     run("""
         processes.LAST_WORDS = 0.2
@@ -81,6 +84,7 @@ def test_a_master_may_be_heard_for_a_moment_after_the_agents_end() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 def test_the_agent_is_told_to_end_and_only_if_it_is_there() -> None:
     run("""
         read, write = os.pipe()
@@ -95,6 +99,7 @@ def test_the_agent_is_told_to_end_and_only_if_it_is_there() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize(("ends", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
 def test_the_end_tells_how_the_first_master_has_ended(ends: str, code: int) -> None:
     run(f"""
@@ -104,6 +109,7 @@ def test_the_end_tells_how_the_first_master_has_ended(ends: str, code: int) -> N
     """)
 
 
+@pytest.mark.starts_processes
 def test_the_end_waits_for_those_that_leave_by_themselves() -> None:
     run("""
         master, agent = child("sleep 0.2; exit 0"), child("sleep 0.1; exit 0")
@@ -113,6 +119,7 @@ def test_the_end_waits_for_those_that_leave_by_themselves() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 def test_the_end_leaves_nothing_behind() -> None:
     run("""
         processes.FAREWELL = 0.1
@@ -126,6 +133,7 @@ def test_the_end_leaves_nothing_behind() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 def test_a_master_that_came_later_is_waited_for_too() -> None:
     run("""
         adopt_orphans()
@@ -141,6 +149,7 @@ def test_a_master_that_came_later_is_waited_for_too() -> None:
     """)
 
 
+@pytest.mark.starts_processes
 def test_who_is_no_child_is_not_waited_for() -> None:
     run("""
         found = Processes(Launched(1 << 22, (1 << 22,)))

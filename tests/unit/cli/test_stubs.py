@@ -164,6 +164,7 @@ def test_results_and_parameters_follow_from_the_decorator(stubs: Path) -> None:
     assert "class RolloutGroup(RoleGroup):" in text
 
 
+@pytest.mark.starts_processes
 def test_stubs_are_a_module_that_brings_nothing(stubs: Path) -> None:
     code = "import groups, sys, unirun; assert groups.ActorGroup is unirun.RoleGroup; assert 'algo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=stubs.parent, check=True, timeout=60)

@@ -36,6 +36,7 @@ from unirun.wire.frames import is_text
 
 
 class TestAStandardStreamThatIsClosed:
+    @pytest.mark.starts_processes
     @pytest.mark.parametrize(
         ("command", "code", "shown"),
         [
@@ -52,6 +53,7 @@ class TestAStandardStreamThatIsClosed:
         text = done.stdout + done.stderr
         assert (done.returncode, shown in text, bool(text)) == (code, True, bool(shown)), text
 
+    @pytest.mark.starts_processes
     def test_does_not_give_its_number_to_a_file(self) -> None:
         code = """if True:
             import os, sys
@@ -265,16 +267,19 @@ def unirun(*argv: str, **how: Any) -> subprocess.CompletedProcess[bytes]:
 
 
 class TestStreams:
+    @pytest.mark.starts_processes
     def test_that_are_closed_are_no_error(self, scripts: Path) -> None:
         shell = f'"{sys.executable}" -m unirun plan --roles a=2 train.py >&- 2>&-'
         assert subprocess.run(["/bin/sh", "-c", shell], timeout=60, check=False).returncode == 0
 
+    @pytest.mark.starts_processes
     def test_that_know_few_characters_get_the_others_escaped(self, scripts: Path) -> None:
         env = {**os.environ, "PYTHONIOENCODING": "ascii"}
         done = unirun("plan", "--roles", "a=2", "train.py", capture_output=True, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"role\\xd70" in done.stdout
 
+    @pytest.mark.starts_processes
     def test_that_nobody_reads_end_the_command_quietly(self, scripts: Path) -> None:
         reader, writer = os.pipe()
         os.close(reader)
@@ -282,6 +287,7 @@ class TestStreams:
         os.close(writer)
         assert (done.returncode, done.stderr) == (141, b"")
 
+    @pytest.mark.starts_processes
     @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
     def test_on_a_full_disk_are_told(self, scripts: Path) -> None:
         with open("/dev/full", "wb") as full:

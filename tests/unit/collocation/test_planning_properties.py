@@ -315,6 +315,7 @@ print(replan(request, inventory, before, frozenset({"node0", "node2"})))
 """
 
 
+@pytest.mark.starts_processes
 def test_a_plan_is_the_same_in_every_process() -> None:
     """Sets and mappings of texts have another order in each."""
 

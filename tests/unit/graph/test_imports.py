@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.starts_processes
 def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
     code = (
         "import sys; from unirun.graph import SCENARIOS, svg, tree; "

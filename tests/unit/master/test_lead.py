@@ -133,7 +133,7 @@ class TestTheFirstMaster:
     def test_replaces_one_that_nobody_leads_after_a_moment(
         self, seat: Seat, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leading, "TERM_TTL", 0.2)
+        monkeypatch.setattr(leading, "TERM_TTL", 1.0)
         seat.has(a_job("other").state).resign()
         seat.first(stopped())
         seat.lead()
@@ -149,6 +149,7 @@ class TestTheFirstMaster:
         assert load(seat.store, "job-1") == kept(stopped())
         assert seat.job.first_context() is None
 
+    @pytest.mark.starts_processes
     def test_hears_of_an_agent_that_has_died_before_it_could_join(self, seat: Seat) -> None:
         seat.first(a_job().state)
         agent = subprocess.Popen([sys.executable, "-S", "-c", ""])
@@ -158,6 +159,7 @@ class TestTheFirstMaster:
         log = seat.job.agent_log("n0")
         assert seat.status["reason"] == f"the agent of node n0 is gone: it died before it joined; see {log}"
 
+    @pytest.mark.starts_processes
     @pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
     def test_ends_a_job_whose_command_was_killed_on_its_host(self, seat: Seat, host: str) -> None:
         seat.first(replace(a_job().state, owner=Owner(host, os.getpid(), 1)))

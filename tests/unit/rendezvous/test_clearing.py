@@ -43,6 +43,7 @@ def du(*folders: Path) -> int:
 
 
 class TestHere:
+    @pytest.mark.starts_processes
     def test_the_size_is_what_du_says(self, job: JobDir, tmp_path: Path) -> None:
         assert size_here(job) == du(job.path, tmp_path / "logs" / "run-1") > 30_000
 

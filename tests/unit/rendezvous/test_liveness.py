@@ -15,6 +15,7 @@ from unirun.rendezvous import ProcessWatch, started_at
 SOON = 20.0
 
 
+@pytest.mark.starts_processes
 def test_an_end_is_told_once() -> None:
     async def watch() -> int:
         told = 0
@@ -47,6 +48,7 @@ def test_a_process_that_is_gone_already_is_told_too() -> None:
     asyncio.run(watch())
 
 
+@pytest.mark.starts_processes
 def test_nothing_is_told_after_close() -> None:
     async def watch() -> None:
         with subprocess.Popen(["sleep", "100"]) as child:
@@ -76,6 +78,7 @@ def test_a_process_that_has_begun_at_another_time_is_another(late: int | None, t
     asyncio.run(watch())
 
 
+@pytest.mark.starts_processes
 def test_when_a_process_began_is_known_whatever_it_is_called() -> None:
     name = Path("/proc/self/comm")
     before, ticks = name.read_text(), os.sysconf("SC_CLK_TCK")

@@ -193,6 +193,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.starts_processes
 def test_a_full_disk_undoes_the_transaction_and_the_next_one_works(small_disk: Path) -> None:
     store = SqliteStore(small_disk / "store.db")
     store.txn([], [Put("a", "1")])
@@ -209,6 +210,7 @@ def test_a_full_disk_undoes_the_transaction_and_the_next_one_works(small_disk: P
     store.close()
 
 
+@pytest.mark.starts_processes
 def test_a_read_only_file_system_is_named(small_disk: Path) -> None:
     SqliteStore(small_disk / "store.db").close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -216,6 +218,7 @@ def test_a_read_only_file_system_is_named(small_disk: Path) -> None:
         SqliteStore(small_disk / "store.db")
 
 
+@pytest.mark.starts_processes
 def test_who_may_not_write_is_told_so(tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("only root may become somebody else")
@@ -256,6 +259,7 @@ def test_a_lock_that_another_process_keeps_ends_at_the_deadline(tmp_path: Path) 
     store.close()
 
 
+@pytest.mark.starts_processes
 def test_a_forked_child_is_told_to_open_its_own(store: SqliteStore) -> None:
     def child() -> None:
         watch = store.watch  # bound before the fork

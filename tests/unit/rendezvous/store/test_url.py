@@ -176,6 +176,7 @@ def test_a_user_needs_a_password_from_the_environment_or_a_file(
         open_store(url)
 
 
+@pytest.mark.starts_processes
 @pytest.mark.parametrize("package", ["grpc", "google"])
 def test_a_package_that_is_missing_is_named_with_its_extra(package: str) -> None:
     script = f"""
@@ -193,6 +194,7 @@ except UsageError as error:
     assert "pip install 'torch-unirun[etcd]'" in done.stdout
 
 
+@pytest.mark.starts_processes
 def test_nothing_heavy_is_imported_before_a_store_is_opened() -> None:
     script = "import sys, unirun.rendezvous.store.url; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -209,6 +209,7 @@ def test_plain_arguments_are_only_pickled(monkeypatch: pytest.MonkeyPatch) -> No
         through((([],), {}))
 
 
+@pytest.mark.starts_processes
 def test_what_is_defined_in_the_main_program_goes_by_value() -> None:
     """As a trainer's own classes do, when its file is the program."""
     program = """
