@@ -186,6 +186,8 @@ def stopped(member: Member) -> Iterator[None]:
     """A member that does not run for a while."""
     assert member.process is not None
     os.kill(member.process.pid, signal.SIGSTOP)
+    # Each of its threads stops for itself, and one may have answered meanwhile.
+    os.waitid(os.P_PID, member.process.pid, os.WSTOPPED)
     try:
         yield
     finally:
