@@ -34,7 +34,7 @@ JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations 20
 
-# All that starts no process, with fewer examples of each property: under a minute.
+# All that starts no process, with fewer examples of each property: a minute or two.
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
 
