@@ -50,7 +50,7 @@ def program(name: str) -> str:
     return str(Path(sys.executable).with_name(name))
 
 
-UNIRUN = Launcher("unirun", (program("unirun"), "--quiet"))
+UNIRUN = Launcher("unirun", (program("unirun"), "--quiet"), {"UNIRUN_WARM": "0"})
 TORCHRUN = Launcher("torchrun", (program("torchrun"), "--standalone"))
 TORCHRUN_OWN_STORE = Launcher("torchrun", TORCHRUN.command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 """torchrun with a store per group: with the shared one, restarted gloo ranks find the addresses of dead peers."""

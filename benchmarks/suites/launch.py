@@ -57,6 +57,7 @@ NODES = Launcher(
         f"--config={Path(__file__).parents[1] / 'spare.yaml'}",
         "--inventory=fake:nodes=3,devices=2",
     ),
+    UNIRUN.env,
 )
 """Two nodes for four ranks, and one that is held back."""
 

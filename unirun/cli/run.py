@@ -21,7 +21,8 @@ from unirun.errors import EXIT_FAILURE, JobError, PlacementError, UsageError
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.local import launch
 from unirun.launcher.process import adopt_orphans, spare_descriptors
-from unirun.launcher.warm.leaving import choices, leave_behind, starts
+from unirun.launcher.warm.borrowing import Choice
+from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
 from unirun.master.context import changes
 from unirun.master.lead import lead
 from unirun.master.state import JobState, Owner, new_job
@@ -80,11 +81,8 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     def run_master(agents: Mapping[str, int]) -> None:
         lead(job, path, listener, agents=agents)
 
-    found = choices(job, spec)
-    leave_behind(found)
-    if line.options.get("verbose"):
-        for choice in found:
-            warn(starts(choice))
+    if (verbose := line.options.get("verbose")) or leaves_behind():
+        _look_for_warm(choices(job, spec), bool(verbose))
     reader = None
     if not detach:
         adopt_orphans()
@@ -112,6 +110,17 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
     spare_descriptors()
     console = Console(quiet=bool(line.options.get("quiet")))
     return asyncio.run(Session(job, spec, console, launched).run())
+
+
+def _look_for_warm(found: list[Choice], verbose: bool) -> None:
+    """Tell how spawners start, and leave behind what is wanted. The job starts in any case."""
+    if verbose:
+        for choice in found:
+            warn(starts(choice))
+    try:
+        leave_behind(found)
+    except JobError as error:
+        warn(str(error))
 
 
 def _reading_node(spec: JobSpec, placement: Placement) -> str | None:

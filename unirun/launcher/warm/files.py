@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 _Mark = tuple[int, int, int, int]
-"""Inode, size, time of the last change of the content and of the inode: nobody reads the files themselves."""
+"""Inode, size, time of the last change of the content and of the inode. The content of files is not read."""
 
 _TICK = 0.02
 """Seconds by which the clock of file systems is behind, at most."""

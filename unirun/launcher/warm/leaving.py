@@ -30,9 +30,14 @@ def starts(choice: Choice) -> str:
     return f"start: cold: {'; '.join(choice.against)}"
 
 
+def leaves_behind() -> bool:
+    """Whether the user wants that."""
+    return os.environ.get(VARIABLE) == "1"
+
+
 def leave_behind(found: list[Choice]) -> None:
-    """Start what was not there, if the user wants that."""
-    if os.environ.get(VARIABLE) != "1" or some_start():
+    """Start what was not there, if the user wants that. Raises `JobError`."""
+    if not leaves_behind() or some_start():
         # Of many jobs that start together, one leaves some behind.
         return
     for choice in found:

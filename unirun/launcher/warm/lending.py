@@ -57,7 +57,7 @@ def lend(
     if why:
         os._exit(STALE if files.replaced() else 0)
     output, told, *inherited = handles
-    # Also so that the log of the warm process is locked by nobody else.
+    # The fork must not keep the log of the warm process open: that would keep its lock.
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)

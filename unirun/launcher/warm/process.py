@@ -1,8 +1,8 @@
 """The warm process: imports, computes nothing, and forks for each job that asks.
 
-Run by `boot` with ``FOLDER IDLE UNTIL PADDING [MODULE…]``: it lives in FOLDER, ends when nobody has asked for IDLE
-seconds and no job uses it, and with the process UNTIL (0: with none). It never reads a byte of a job: that does the
-fork (`lending`), which has the connection for itself.
+Run by `boot` with ``FOLDER IDLE UNTIL PADDING [MODULE…]``: FOLDER is its own. It ends after IDLE
+seconds without a connection and without a job, and when the process UNTIL ends (0: none). It reads nothing of a job:
+the fork (`lending`) does, which keeps the connection.
 """
 
 from __future__ import annotations
