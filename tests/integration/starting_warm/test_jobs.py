@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,27 @@ from tests.integration.harness import (
 from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
 from unirun.launcher.warm.borrowing import Borrowed, borrow, choose, is_alive, running, start, wish
 
+CREW = """
+import psutil
+from unirun import BaseTrainer, BaseWorkload
+
+class Actor(BaseWorkload):
+    pass
+
+class Mine(BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        return [each.name() for each in psutil.Process().parents()[:2]]
+"""
+SUBMITS = """
+from unirun.train import DLJobBuilder
+job = DLJobBuilder().node_num(1).device_per_node(2).config({}).dl_type("RL").trainer("mine", "Mine")
+job = job.workload("actor", "mine", "Actor").total(1).per_node(1)
+print(job.build().submit().result)
+"""
+
 
 class TestEveryJobThatFits:
     def test_is_warm_also_with_several_at_once(self, unirun: Unirun, script: Script) -> None:
@@ -35,6 +57,13 @@ class TestEveryJobThatFits:
                 result.err
             )
             assert "declines" not in result.err
+
+    def test_is_warm_when_a_program_submits_it(self, unirun: Unirun, script: Script) -> None:
+        """Its PYTHONPATH is that of the program."""
+        script(CREW, "code/mine.py")
+        result = unirun.start_program([sys.executable, str(script(SUBMITS, "code/main.py"))]).end()
+        assert result.code == 0, result.err
+        assert result.lines[-1] == "['unirun-spawner', 'unirun-guard']"
 
     def test_has_workers_that_are_new_interpreters_with_exec(self, unirun: Unirun, script: Script) -> None:
         path = script("import sys, os; print('torch' in sys.modules, os.environ.get('UNIRUN_HOME'))")

@@ -9,14 +9,13 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from unirun.launcher.warm.searchpath import AT_START
+
 _Mark = tuple[int, int, int, int]
 """Inode, size, time of the last change of the content and of the inode. The content of files is not read."""
 
 _TICK = 0.02
 """Seconds by which the clock of file systems is behind, at most."""
-
-_AT_START = ("sitecustomize", "usercustomize")
-"""Modules that an interpreter imports when they are there."""
 
 
 class LoadedFiles:
@@ -30,8 +29,7 @@ class LoadedFiles:
         self._files: dict[str, _Mark | None] = dict(self._hooks)
         self._files |= {path: mark for path in sorted(filter(None, paths)) if (mark := _mark(path))}
         self._folders = {path: _mark(path) for path in (*sys.path, site.getusersitepackages())}
-        names = {name.partition(".")[0] for name in sys.modules} | {*_AT_START}
-        self._origins = {name: _origin(name) for name in names - {"__main__", "__mp_main__"}}
+        self._origins = {name: _origin(name) for name in (*imported(), *AT_START)}
 
     def changed_since(self, start: float) -> str:
         """A file that has changed since `start`, in seconds since the epoch: perhaps after it was loaded."""
@@ -51,6 +49,12 @@ class LoadedFiles:
         importlib.invalidate_caches()
         moved = (name for name, origin in self._origins.items() if _origin(name) != origin)
         return str(next(moved, ""))
+
+
+def imported() -> dict[str, str]:
+    """This process's modules without those of packages, each with its file, which is empty for what has none."""
+    names = {name.partition(".")[0] for name in sys.modules} - {"__main__", "__mp_main__"}
+    return {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in sorted(names)}
 
 
 def _mark(path: str) -> _Mark | None:

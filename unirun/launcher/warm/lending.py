@@ -20,6 +20,7 @@ from unirun.launcher.process import adopt_orphans, kill_children, set_title
 from unirun.launcher.spawner import work
 from unirun.launcher.warm.files import LoadedFiles
 from unirun.launcher.warm.likeness import Description, differences, state_of, unlike
+from unirun.launcher.warm.searchpath import VARIABLE, folders_of, take_over
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.spawning import Borrow, Declined
 
@@ -70,7 +71,7 @@ def lend(
     began = time.monotonic()
     os.close(told)
     try:
-        _become(wanted)
+        _become(wanted, description)
         socket.send_fds(connection, [b"y"], [handle := os.pidfd_open(os.getpid())])
     except OSError:
         # No such directory, or the agent has started another one meanwhile.
@@ -86,13 +87,14 @@ def _why_not(description: Description, files: LoadedFiles, wanted: Borrow) -> st
     return "; ".join([*unlike(description, wanted), *differences(wanted.state, state_of())])
 
 
-def _become(wanted: Borrow) -> None:
+def _become(wanted: Borrow, description: Description) -> None:
     """Take over what a spawner has from its start. Raises OSError."""
     leave_files()
     os.chdir(wanted.cwd)
     os.umask(wanted.umask)
     os.environ.clear()
     os.environ.update(wanted.env)
+    take_over(description.path, folders_of(wanted.env.get(VARIABLE), wanted.cwd))
     # `logging` tells times from its import on.
     now: Any = logging
     now._startTime = time.time_ns() if sys.version_info >= (3, 13) else time.time()

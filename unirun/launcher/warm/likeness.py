@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.launcher.environment import counts_at_import
+from unirun.launcher.warm import searchpath
+from unirun.launcher.warm.searchpath import folders_of, found_elsewhere
 from unirun.wire.spawning import Borrow
 
 _STATUS = (
@@ -124,9 +126,9 @@ def _shown(values: Mapping[str, str], name: str) -> str:
 class Description:
     """What a warm process tells of itself in a file beside its socket.
 
-    `unirun`: where this package is. `variables`: those that its imports have asked for or that count when libraries
-    are loaded, None for one that was not set; with `every_variable`, something has looked at all of them. `cwd` is
-    empty where no search path depends on it.
+    `unirun`: where this package is. `path`: the folders of its PYTHONPATH. `imported`: its modules, without those of
+    packages, and their files. `variables`: those that its imports have asked for or that count when libraries are
+    loaded, None for one that was not set; with `every_variable`, something has looked at all of them.
     """
 
     pid: int
@@ -134,8 +136,9 @@ class Description:
     idle: float
     executable: str
     unirun: str
-    cwd: str
+    path: tuple[str, ...]
     modules: tuple[str, ...]
+    imported: dict[str, str]
     every_variable: bool
     variables: dict[str, str | None]
 
@@ -152,15 +155,17 @@ def unlike(there: Description, wanted: Borrow) -> list[str]:
         reasons.append(f"Python is {wanted.executable}, there {there.executable}")
     if wanted.unirun != there.unirun:
         reasons.append(f"unirun is {wanted.unirun}, there {there.unirun}")
-    if there.cwd and there.cwd != wanted.cwd:
-        reasons.append(f"PYTHONPATH has a relative directory, and there it is one of {there.cwd}")
+    path = folders_of(wanted.env.get(searchpath.VARIABLE), wanted.cwd)
+    if why := found_elsewhere(there.path, path, there.imported):
+        reasons.append(why)
     if more := [name for name in there.modules if name not in wanted.modules]:
         reasons.append(f"it has imported {', '.join(more)}, which this job does not --preload")
     names = {*there.variables, *filter(counts_in_warm, wanted.env)}
     if there.every_variable:
         names |= set(wanted.env) - OF_SHELLS
+    names.discard(searchpath.VARIABLE)
     here = {name: wanted.env[name] for name in names if name in wanted.env}
-    known = {name: value for name, value in there.variables.items() if value is not None}
+    known = {name: value for name, value in there.variables.items() if value is not None and name in names}
     return reasons + differences(here, known)
 
 

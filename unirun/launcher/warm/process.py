@@ -23,9 +23,11 @@ from typing import Any, ClassVar, NoReturn
 from unirun.launcher.environment import for_workers
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import set_title, spare_descriptors
-from unirun.launcher.warm.files import LoadedFiles
+from unirun.launcher.warm import searchpath
+from unirun.launcher.warm.files import LoadedFiles, imported
 from unirun.launcher.warm.lending import STALE, lend
 from unirun.launcher.warm.likeness import DESCRIPTION, OF_SHELLS, SOCKET, Description, counts_in_warm, peer_of
+from unirun.launcher.warm.searchpath import folders_of
 from unirun.wire.address import unix_address
 
 LOOK = 60.0
@@ -160,19 +162,15 @@ def main(argv: list[str]) -> None:
     # Of a copy each variable was asked for.
     asked = (_Noting.names | set(before)) - OF_SHELLS if every else _Noting.names
     names = {"HOME", *asked, *filter(counts_in_warm, before)}
-    relative = (
-        any(not os.path.isabs(part) for part in before["PYTHONPATH"].split(":"))
-        if before.get("PYTHONPATH")
-        else False
-    )
     description = Description(
         pid=os.getpid(),
         began=began,
         idle=idle,
         executable=sys.executable,
         unirun=str(Path(__file__).parents[2]),
-        cwd=os.getcwd() if relative else "",
+        path=folders_of(before.get(searchpath.VARIABLE), os.getcwd()),
         modules=tuple(argv[4:]),
+        imported=imported(),
         every_variable=every,
         variables={name: before.get(name) for name in sorted(names)},
     )

@@ -33,10 +33,11 @@ THERE = Description(
     idle=1.0,
     executable="/venv/bin/python",
     unirun="/venv/unirun",
-    cwd="",
+    path=("/lib",),
     modules=("torch", "journal"),
+    imported={"torch": "/venv/torch/__init__.py"},
     every_variable=False,
-    variables={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "ASKED": None},
+    variables={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "ASKED": None, "PYTHONPATH": "/lib"},
 )
 
 WANTED = Borrow(
@@ -44,7 +45,7 @@ WANTED = Borrow(
     unirun="/venv/unirun",
     cwd="/home/me",
     modules=("torch", "journal", "more"),
-    env={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MINE": "x", "TORCH_LOGS": "all"},
+    env={"HOME": "/home/me", "OMP_NUM_THREADS": "1", "MINE": "x", "TORCH_LOGS": "all", "PYTHONPATH": "/lib"},
     umask=0o22,
     descriptors=1024,
     inherited=(),
@@ -89,11 +90,8 @@ class TestAForkDoesNotFit:
                 replace(WANTED, modules=("torch",)),
                 "it has imported journal, which this job does not --preload",
             ),
-            (
-                replace(THERE, cwd="/work"),
-                WANTED,
-                "PYTHONPATH has a relative directory, and there it is one of /work",
-            ),
+            (THERE, with_env(PYTHONPATH=""), "PYTHONPATH is '', there '/lib'"),
+            (THERE, with_env(PYTHONPATH="lib"), "PYTHONPATH is '/home/me/lib', there '/lib'"),
             (THERE, with_env(HOME="/root"), "HOME is '/root', there '/home/me'"),
             (THERE, with_env(OMP_NUM_THREADS="2"), "OMP_NUM_THREADS is '2', there '1'"),
             (THERE, with_env(ASKED=""), "ASKED is '', there not set"),
@@ -132,7 +130,9 @@ def test_exactly_the_variables_that_count_must_be_the_same(
 ) -> None:
     """As the warm process describes itself: what was asked for, what counts at import; or all."""
     told = {"HOME", *asked, *filter(counts_in_warm, started), *(set(started) - OF_SHELLS if every else ())}
-    there = replace(THERE, every_variable=every, variables={name: started.get(name) for name in told})
+    there = replace(
+        THERE, path=(), every_variable=every, variables={name: started.get(name) for name in told}
+    )
     counting = {"HOME", *asked, *filter(counts_in_warm, {**started, **env})}
     counting |= {*started, *env} - OF_SHELLS if every else set()
     same = all(started.get(name) == env.get(name) for name in counting)

@@ -1,0 +1,80 @@
+"""When a fork can look for modules where a new process would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unirun.launcher.warm.searchpath import folders_of, found_elsewhere, take_over
+
+IMPORTED = {"torch": "/venv/torch/__init__.py", "random": "/usr/lib/random.py", "time": ""}
+
+
+def why_not(folder: Path) -> str:
+    """For a job with one more folder than the warm process."""
+    return found_elsewhere(("/lib",), (str(folder), "/lib"), IMPORTED)
+
+
+class TestAnotherFolder:
+    def test_fits_when_it_has_what_is_not_imported_yet(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").touch()
+        assert why_not(tmp_path) == ""
+
+    def test_fits_when_what_is_imported_is_from_there(self, tmp_path: Path) -> None:
+        (tmp_path / "random.py").touch()
+        (tmp_path / "link").symlink_to(tmp_path)
+        imported = {"random": str(tmp_path / "random.py")}
+        assert found_elsewhere((), (str(tmp_path / "link"),), imported) == ""
+
+    def test_fits_when_it_is_not_there(self, tmp_path: Path) -> None:
+        assert why_not(tmp_path / "nowhere") == ""
+
+    def test_fits_with_a_folder_of_data_that_is_called_as_a_module(self, tmp_path: Path) -> None:
+        (tmp_path / "random").mkdir()
+        assert why_not(tmp_path) == ""
+
+    @pytest.mark.parametrize("file", ["random.py", "torch/__init__.py", "sitecustomize.py"])
+    def test_does_not_fit_when_an_interpreter_would_find_there_what_is_imported(
+        self, tmp_path: Path, file: str
+    ) -> None:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+        name = Path(file).parts[0].removesuffix(".py")
+        assert why_not(tmp_path) == f"PYTHONPATH has {tmp_path}, where there is another {name}"
+
+    @pytest.mark.parametrize(("group", "fits"), [("torch.backends", False), ("console_scripts", True)])
+    def test_does_not_fit_with_a_distribution_that_imports_look_for(
+        self, tmp_path: Path, group: str, fits: bool
+    ) -> None:
+        info = tmp_path / "mine.egg-info"
+        info.mkdir()
+        (info / "entry_points.txt").write_text(f"[{group}]\nmine = mine:main\n")
+        assert (why_not(tmp_path) == "") == fits
+
+
+class TestTheSameFolders:
+    def test_fit_whatever_is_in_them(self, tmp_path: Path) -> None:
+        (tmp_path / "random.py").touch()
+        assert found_elsewhere((str(tmp_path),), (str(tmp_path),), IMPORTED) == ""
+
+    @pytest.mark.parametrize("wanted", [(), ("/a",), ("/b", "/a")])
+    def test_must_all_be_there_in_their_order(self, wanted: tuple[str, ...]) -> None:
+        assert found_elsewhere(("/a", "/b"), wanted, {}).startswith("PYTHONPATH is ")
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("value", ["", "lib", "lib:", "/a:lib:/a:/b/../c", ":/a"])
+def test_a_process_that_takes_folders_over_looks_where_a_new_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    def path_of(value: str) -> list[str]:
+        show = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep=chr(10))"]
+        done = subprocess.run(show, env={"PYTHONPATH": value}, cwd=tmp_path, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    monkeypatch.setattr(sys, "path", path_of("/z"))
+    take_over(("/z",), folders_of(value, str(tmp_path)))
+    assert sys.path == path_of(value)
