@@ -58,12 +58,13 @@ def open_transport(kind: str, me: Address, folder: Path, token: Token) -> Transp
         return InprocTransport()
     if kind == "socket":
         return SocketTransport(folder, token)
+    from unirun.roles.transport.rpc_agent import RpcAgent
     from unirun.roles.transport.torch_rpc import TorchTransport
 
     def number(who: Address) -> int:
         return RANKS * int("".join(filter(str.isdigit, who.role))) + who.rank
 
-    return TorchTransport(me, number, 10_000)
+    return TorchTransport(RpcAgent(me, number, 10_000, polls=False))
 
 
 def eventually(look: Callable[[], Any], what: str, within: float = SOON) -> Any:

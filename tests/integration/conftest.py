@@ -17,9 +17,8 @@ from .warm import Warm, WarmUnirun, warm_in
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Warm processes, so that not every job imports torch: for one rank, for several, and for several that call."""
+    """Warm processes, so that not every job imports torch: for one rank, and for several."""
     with warm_in(tmp_path_factory.mktemp("warm")) as processes:
-        processes.start(env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
         yield processes
 
 

@@ -88,10 +88,17 @@ def test_workloads_run_in_fresh_interpreters_too(unirun: Unirun) -> None:
     assert told(run(unirun, "Plain", "--start-method", "exec"))["sums"] == [4.0, 4.0]
 
 
-def test_raw_torch_rpc_reaches_a_workload_by_its_name(unirun: Unirun) -> None:
-    said = told(run(unirun, "Raw"))
-    assert said["pid"] > 0
+@both
+def test_raw_torch_rpc_reaches_a_workload_by_its_name(unirun: Unirun, transport: str) -> None:
+    said = told(run(unirun, "Raw", "--transport", transport))
     assert said["said"] == [["0:x"], ["1:x"]]
+    asked = transport == "torch"
+    # The trainer, the rollout that it asks for, and the one that it does not ask for yet.
+    assert said["before"] == [asked, asked, asked]
+    assert said["listening"] == [True, True, asked]
+    first, second, again = said["pids"]
+    assert first == again != second == said["remote"]
+    assert said["after"] not in (first, second), "the rank's next worker has an agent of its own"
 
 
 @both

@@ -54,26 +54,26 @@ Program = Callable[..., Running]
 
 
 @pytest.fixture
-def program(unirun: Unirun, script: Callable[..., Path], tmp_path: Path) -> Program:
+def program(unirun: Unirun, script: Callable[..., Path]) -> Program:
     """Starts a program that has `job` and ends with some statements; its folder is not the working directory."""
-    (tmp_path / "temporary").mkdir()
 
-    def start(statements: str, *, one_file: bool = False) -> Running:
+    def start(statements: str, *, one_file: bool = False, **env: str) -> Running:
         script(PPO, "code/ppo.py")
         parts = [PPO, MAIN, statements] if one_file else [MAIN, statements]
         path = script("".join(map(textwrap.dedent, parts)), "code/ppo.py" if one_file else "code/main.py")
-        temporary = {"TMPDIR": str(tmp_path / "temporary")}
-        return unirun.start_program([sys.executable, "-u", str(path)], env=temporary)
+        return unirun.start_program([sys.executable, "-u", str(path)], env=env)
 
     return start
 
 
 def test_in_the_foreground_gives_the_result_of_the_trainer(program: Program, tmp_path: Path) -> None:
-    end = program("print('result', job().submit('demo').result)").end()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    end = program("print('result', job().submit('demo').result)", TMPDIR=str(temporary)).end()
     assert end.code == 0, end.err
     assert "result {'done': [[0, 'role', 'job'], [1, 'role', 'job']]}" in end.out
     assert end.out.count("update 7") == 2, "what workers write is shown"
-    assert os.listdir(tmp_path / "temporary") == []
+    assert os.listdir(temporary) == []
 
 
 def test_that_fails_is_an_exception(program: Program, unirun: Unirun) -> None:

@@ -108,9 +108,9 @@ OURS: tuple[Option, ...] = (
         ("--transport",),
         "value",
         START,
-        "what carries calls between roles: torch.distributed.rpc or unirun's own sockets (default torch)",
+        "what carries calls between roles: unirun's own sockets or torch.distributed.rpc (default socket)",
         "NAME",
-        choices=("torch", "socket"),
+        choices=("socket", "torch"),
         pet=False,
     ),
     Option(

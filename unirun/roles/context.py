@@ -156,8 +156,8 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
 def rpc_name(role: str, rank: int) -> str:
     """The name of a worker in ``torch.distributed.rpc``: ``rpc.rpc_sync(unirun.rpc_name("rollout", 0), fn)``.
 
-    The name belongs to the process, so call it again after the worker was started again. Raises `UsageError` if the
-    job's transport is not torch, `WorkerLost` if the worker does not serve calls now, `ChannelError` if it cannot be
-    reached.
+    The first call for a worker starts the RPC agent of both processes; a job that never asks has none. It waits until
+    the worker serves calls. The name belongs to the process, so ask again after the worker was started again. Raises
+    `InvocationTimeout`, `WorkerLost` if the worker has ended, `ChannelError` if torch cannot reach it.
     """
     return init().session.rpc_name(role, rank)

@@ -64,6 +64,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
         invocations(workload, BaseWorkload),
         formation,
         session.transport.inbox(),
+        session.open_rpc,
     )
 
     peers.when_changed(formation.news)

@@ -50,7 +50,13 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
     """
     context = init()
     peers, session = context.peers, context.session
-    dispatcher = Dispatcher(target, session.me, invocations(target), inbox=session.transport.inbox())
+    dispatcher = Dispatcher(
+        target,
+        session.me,
+        invocations(target),
+        inbox=session.transport.inbox(),
+        open_rpc=session.open_rpc,
+    )
     endpoint = session.transport.serve(session.me, dispatcher.handle)
     peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
     if not block:

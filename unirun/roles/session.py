@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unirun.errors import UsageError
+from unirun.errors import ChannelError, UsageError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.directory import Place
 from unirun.roles.calls.group import RoleGroup, role_group
@@ -19,6 +19,9 @@ from unirun.roles.state import job_folder
 from unirun.roles.transport.protocol import Address, Transport
 from unirun.roles.workload import BaseWorkload
 from unirun.wire.handshake import load_token
+
+if TYPE_CHECKING:
+    from unirun.roles.transport.rpc_agent import RpcAgent
 
 
 class PeerDirectory:
@@ -83,6 +86,7 @@ class Session:
         self.me = Address(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
         self._lock = threading.RLock()
         self._transport: Transport | None = None
+        self._agent: RpcAgent | None = None
         self._caller: Caller | None = None
         self._groups: dict[str, RoleGroup] = {}
         self._pid = os.getpid()
@@ -111,11 +115,28 @@ class Session:
             return SocketTransport(folder / "calls", load_token(folder / "token"))
         from unirun.roles.transport.torch_rpc import TorchTransport
 
-        # By the numbers that all processes of the job know, whenever they were started.
-        bases, total = {}, 0
-        for role in self._peers.roles():
-            bases[role], total = total, total + self._peers.count(role)
-        return TorchTransport(self.me, lambda who: bases[who.role] + who.rank, total)
+        return TorchTransport(self._rpc_agent())
+
+    def _rpc_agent(self) -> RpcAgent:
+        """The agent of torch.distributed.rpc of this process; it listens from its first use on."""
+        from unirun.roles.transport.rpc_agent import RpcAgent
+
+        with self._lock:
+            if self._agent is None:
+                # By the numbers that all processes of the job know, whenever they were started.
+                bases, total = {}, 0
+                for role in self._peers.roles():
+                    bases[role], total = total, total + self._peers.count(role)
+                welcome = self._peers.welcome
+                polls = (
+                    welcome is not None and welcome.transport == "torch" and total <= (os.cpu_count() or 1)
+                )
+                self._agent = RpcAgent(self.me, lambda who: bases[who.role] + who.rank, total, polls=polls)
+            return self._agent
+
+    def open_rpc(self) -> tuple[Address, str]:
+        """Let this process be called by torch.distributed.rpc. Returns who it is, and the endpoint of its agent."""
+        return self.me, self._rpc_agent().start()
 
     @property
     def caller(self) -> Caller:
@@ -157,11 +178,9 @@ class Session:
         return invocations(found, BaseWorkload) if isinstance(found, type) else None
 
     def rpc_name(self, role: str, rank: int) -> str:
-        """The name of a rank's worker in torch.distributed.rpc, which knows it from now on."""
-        if self.transport.name != "torch":
-            raise UsageError(
-                f"rpc_name: this job's calls go over {self.transport.name}", "start it with --transport torch"
-            )
-        from unirun.roles.transport.torch_rpc import rpc_worker_name
-
-        return rpc_worker_name(self.caller.connected(role, rank))
+        """The name of a rank's worker in torch.distributed.rpc; both ends have an agent from now on."""
+        address, endpoint = self.caller.open_rpc(role, rank)
+        try:
+            return self._rpc_agent().known(address, endpoint)
+        except RuntimeError as error:
+            raise ChannelError(f"{address} cannot be joined: {error}") from error

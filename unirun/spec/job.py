@@ -116,7 +116,7 @@ class JobSpec:
     exclude_nodes: tuple[str, ...] = ()
     edges: tuple[Any, ...] = ()
     call_timeout: float = 1800.0
-    transport: Transport = "torch"
+    transport: Transport = "socket"
     stdin: str | None = None
 
     def role(self, name: str) -> RoleSpec:

@@ -104,7 +104,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         "exclude_nodes": _node_names(read, data.get("exclude_nodes")),
         "edges": _edges(read, data.get("edges")),
         "call_timeout": read.seconds(data.get("call_timeout"), "call_timeout", 1800.0, 0.001),
-        "transport": read.choice(data.get("transport"), "transport", ("torch", "socket"), "torch"),
+        "transport": read.choice(data.get("transport"), "transport", ("socket", "torch"), "socket"),
         "stdin": _stdin(read, data.get("stdin"), roles),
     }
     if read.faults:

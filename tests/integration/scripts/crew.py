@@ -7,11 +7,17 @@ import signal
 import sys
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
 import unirun
 from unirun import BaseTrainer, BaseWorkload, WorkerLost, trainer_invocation
+
+
+def ports():
+    """On how many TCP ports this process listens."""
+    return sum(each.status == psutil.CONN_LISTEN for each in psutil.Process().net_connections("tcp"))
 
 
 def say(**row):
@@ -76,6 +82,9 @@ class Actor(BaseWorkload):
 
 
 class Rollout(BaseWorkload):
+    def ports(self):
+        return ports()
+
     @trainer_invocation(blocking=False)
     def generate(self, prompts):
         return [f"{self.rank}:{prompt}" for prompt in prompts]
@@ -122,10 +131,22 @@ class Raw(BaseTrainer):
     def fit(self):
         from torch.distributed import rpc
 
-        said = self.RG_ROLLOUT.generate(
-            ["x"],
-        ).result()
-        say(pid=rpc.rpc_sync(unirun.rpc_name("rollout", 0), os.getpid), said=said)
+        def listening():
+            there = self.RG_ROLLOUT.ports()
+            return [ports(), *there]
+
+        before = listening()
+        say(said=self.RG_ROLLOUT.generate(["x"]).result())
+        first = rpc.rpc_sync(unirun.rpc_name("rollout", 0), os.getpid)
+        say(before=before, listening=listening())
+        second = rpc.rpc_sync(unirun.rpc_name("rollout", 1), os.getpid)
+        say(pids=[first, second, rpc.rpc_sync(unirun.rpc_name("rollout", 0), os.getpid)])
+        say(remote=rpc.remote(unirun.rpc_name("rollout", 1), os.getpid).to_here())
+        with contextlib.suppress(RuntimeError):
+            rpc.rpc_sync(unirun.rpc_name("rollout", 1), os._exit, args=(3,))
+        with contextlib.suppress(WorkerLost):
+            self.RG_ROLLOUT.ports()
+        say(after=rpc.rpc_sync(unirun.rpc_name("rollout", 1), os.getpid))
 
 
 class Killer(BaseTrainer):

@@ -138,11 +138,9 @@ def reports(unirun: Unirun, program: Path, of: str, env: Mapping[str, str]) -> d
     """What each worker of one job finds, in a directory and with a umask of its own."""
     (program / "began").write_text(str(time.time()))
     path = unirun.root / "job.json"
-    # With torch's transport, workloads have TORCH_CPP_LOG_LEVEL, which counts at import.
-    trainer = (
-        {"trainer": "calls:Trained", "transport": "socket"} if of == "workloads and their trainer" else {}
-    )
-    job = {"name": "looks", "env": {"TORCH_LOGS": "+dynamo"}, "roles": JOBS[of], **trainer}
+    trainer = {"trainer": "calls:Trained"} if of == "workloads and their trainer" else {}
+    env_of_workers = {"TORCH_LOGS": "+dynamo", "PYTHONPATH": str(program / "more")}
+    job = {"name": "looks", "env": env_of_workers, "roles": JOBS[of], **trainer}
     path.write_text(json.dumps(job))
     result = unirun("-v", "--config", path, env=env, cwd=program, umask=0o027)
     assert result.code == 0, result.err

@@ -169,7 +169,7 @@ class TestWorkloadsAndTheirTrainer:
             "trainer", 1, Entry("trainer", "ppo:PPOTrainer"), max_restarts=3, restart="process"
         )
         assert spec.primary == ("trainer",)
-        assert (spec.call_timeout, spec.transport) == (1800.0, "torch")
+        assert (spec.call_timeout, spec.transport) == (1800.0, "socket")
         assert spec.run_id.startswith("ppo-")
 
     def test_are_the_same_job_in_a_file(self, compose: Compose, job_file: JobFile) -> None:

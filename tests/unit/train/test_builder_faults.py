@@ -133,7 +133,7 @@ RULES: list[tuple[str, Change, str, str, str]] = [
     (
         "a transport that there is not",
         lambda b: b.transport("pigeon"),
-        *("transport", "expected one of torch, socket, found 'pigeon'", ""),
+        *("transport", "expected one of socket, torch, found 'pigeon'", ""),
     ),
     (
         "a deadline that is no time",

@@ -16,6 +16,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,12 @@ from unirun.errors import CallError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
 from unirun.roles.calls.directory import Directory, Place
+from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import encode_address, refused_for
 from unirun.roles.calls.losses import Losses
 from unirun.roles.calls.peer import Peer
 from unirun.roles.calls.pending import Call, Invoked, Method, called_ranks, lost
-from unirun.roles.calls.policy import ANY, Invocation
+from unirun.roles.calls.policy import ANY, DEFAULT, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Deadlines, Service
 from unirun.roles.calls.sharding import rearranged, split
@@ -69,6 +71,7 @@ class Caller:
         self._seqs = itertools.count(1)
         self._losses = Losses(directory, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[Invoked]] = {}
+        self._opened: dict[Address, str] = {}
         self._turn = itertools.count()
         self._chosen: dict[tuple[str, int], int] = {}
         directory.when_changed(lambda: self._service.soon(self._look))
@@ -137,13 +140,16 @@ class Caller:
             self._send_all(invoked)
         return ref
 
-    def connected(self, role: str, rank: int) -> Address:
-        """The address of a rank's worker, with a channel to it. Raises `WorkerLost`, `ChannelError`."""
+    def open_rpc(self, role: str, rank: int) -> tuple[Address, str]:
+        """Let the worker of a rank be called by torch.distributed.rpc: who it is, and the endpoint of its agent. Raises
+        what a call raises."""
         place = self._directory.find(role, rank)
-        if not place.endpoint:
-            raise WorkerLost(f"{role}:{rank} does not serve calls now", worker=f"{role}:{rank}")
-        self._peer(place).require()
-        return place.address
+        address = place.address
+        if not place.endpoint or address not in self._opened:
+            method = self.method(role, OPEN_RPC, replace(DEFAULT, target=rank, idempotent=True, retries=3))
+            address, endpoint = self.invoke(method, (), {}).result()
+            self._opened[address] = endpoint
+        return address, self._opened[address]
 
     def close(self) -> None:
         """End every channel; open calls are not answered any more."""

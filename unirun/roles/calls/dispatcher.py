@@ -22,6 +22,9 @@ from unirun.roles.transport.protocol import Address, Inbox, Parcel, Reply, own
 DESCRIBE = "__describe__"
 """Asks which methods there are, with their options."""
 
+OPEN_RPC = "__open_rpc__"
+"""Asks the process to let itself be called by torch.distributed.rpc."""
+
 ACK = b"__ack__"
 """Asks for nothing; its acks are what it is for."""
 
@@ -67,12 +70,14 @@ class Dispatcher:
         methods: Mapping[str, Invocation],
         generations: Generations | None = None,
         inbox: Inbox | None = None,
+        open_rpc: Callable[[], Any] | None = None,
     ) -> None:
         """`generations` is asked, in the serving thread, to be at the generation that a call wants, before it is run.
 
-        `inbox` is where that thread waits, the transport's best.
+        `inbox` is where that thread waits, the transport's best. `open_rpc` answers `OPEN_RPC`, in a thread of its own.
         """
         self._generations = generations
+        self._open_rpc = open_rpc
         self._target, self._me, self._methods = target, me, dict(methods)
         self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
@@ -131,11 +136,10 @@ class Dispatcher:
             problem = f"{self._me} does not take calls any more"
             self._finish(run, self._error(CallError(problem, "it was told to stop")))
         elif name == DESCRIBE:
-            try:
-                described = self._encoded(self._methods, DESCRIBE)
-            except EncodingError as error:
-                described = self._error(error)
-            self._finish(run, described)
+            self._answer(run, lambda: self._methods)
+        elif name == OPEN_RPC and self._open_rpc is not None:
+            # It takes a moment, and the main thread may be in a call for hours.
+            self._pool(OPEN_RPC, 1).submit(self._answer, run, self._open_rpc)
         elif (options := self._methods.get(name)) is None:
             there = ", ".join(sorted(self._methods)) or "none"
             problem = f"{self._me} has no method {name!r}; its methods are: {there}"
@@ -146,6 +150,14 @@ class Dispatcher:
             self._pool(name, options.concurrency).submit(self._run_beside, run)
         else:
             self._inbox.put(run)
+
+    def _answer(self, run: _Run, answer: Callable[[], Any]) -> None:
+        """Answer what is asked of the process, not of the target."""
+        try:
+            outcome = self._encoded(answer(), run.request.method)
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for an answer
+            outcome = self._error(error)
+        self._finish(run, outcome)
 
     def serve(self) -> None:
         """Run calls in this thread, one at a time, until `stop`. What a method raises beyond `Exception` comes out."""

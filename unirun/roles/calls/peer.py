@@ -71,12 +71,6 @@ class Peer:
         """Its answer is acked and dropped."""
         self._calls.pop(call.seq, None)
 
-    def require(self) -> None:
-        """Be connected. Raises `ChannelError`."""
-        with self._lock:
-            if self._channel is None:
-                self._channel = self._open()
-
     def lose(self) -> list[Call]:
         """The worker is gone. Returns the calls that it owes an answer."""
         with self._lock:

@@ -1,16 +1,7 @@
-"""Calls over torch.distributed.rpc.
-
-``init_rpc`` wants all members of a group to arrive together, and a group cannot take a restarted member back. What
-lies below it can do more: each process makes its own TensorPipe agent, which knows nobody, and is told of a peer
-when it first calls it (the step by which torch's dynamic groups let members join). So nobody waits for anybody, a
-worker that is started again is simply a new peer, and the calls of all others go on undisturbed.
-
-A worker's name is ``role:rank:incarnation``: `unirun.rpc_name` gives it for raw calls of ``torch.distributed.rpc``.
-"""
+"""Calls over torch.distributed.rpc: the parcels of all channels go through this process's TensorPipe agent."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import queue
@@ -26,19 +17,13 @@ from torch.distributed import rpc
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.frames import offsets
-from unirun.roles.transport.listening import ListenerGuard, Listeners, listeners
+from unirun.roles.transport.listening import ListenerGuard
 from unirun.roles.transport.mail import Mail
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait, writable
-
-THREADS = 4
-"""Threads of an agent that take requests; each is passed on at once."""
+from unirun.roles.transport.rpc_agent import RpcAgent
 
 MOMENT = 0.001
 """Seconds for which an answer is looked for without a pause."""
-
-CHANNELS = ("cma", "basic")
-"""How tensors travel. Of torch's others, ``mpt_uv`` opens 16 more ports in each process, for several network cards, and
-aborts the process when it is greeted on the wrong one of them; those for CUDA have no use without a device map."""
 
 APART = 1 << 20
 """Buffers of fewer bytes travel together in one tensor: each tensor costs as much as a call, and 100 000 of them end
@@ -86,11 +71,6 @@ class _Reception:
 _reception: _Reception | None = None
 
 
-def rpc_worker_name(address: Address) -> str:
-    """``actor:2:0``, the name of a worker in torch.distributed.rpc."""
-    return f"{address.role}:{address.rank}:{address.incarnation}"
-
-
 class _Inbox(queue.SimpleQueue[Any]):
     """Whoever takes the error out of it raises it."""
 
@@ -106,18 +86,10 @@ class TorchTransport:
 
     name = "torch"
 
-    def __init__(self, me: Address, index: Callable[[Address], int], workers: int) -> None:
-        """`index` numbers the ranks of the job, from 0 to `workers` - 1."""
-        self._me, self._index, self._workers = me, index, workers
-        self._numbers = itertools.count(workers)
-        self._used: set[int] = set()
-        self._lock = threading.Lock()
-        self._agent: Any = None
-        self._store: Any = None
-        self._peers: dict[str, int] = {}
+    def __init__(self, agent: RpcAgent) -> None:
+        self._agent = agent
         self._mail = Mail("unirun-rpc")
         self._inbox = _Inbox()
-        self._listening: Listeners = {}
         self._guard: ListenerGuard | None = None
 
     def inbox(self) -> Inbox:
@@ -128,72 +100,30 @@ class TorchTransport:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
         global _reception
         _reception = _Reception(handler)
-        self._start()
-        endpoint = str(self._store.get(f"addrs/{rpc_worker_name(self._me)}").decode())
+        endpoint = self._agent.start()
         lost = ChannelError(
             f"torch.distributed.rpc does not listen at {endpoint} any more, as it got bytes that are not its own",
             "find out who connects to the ports of this host; --transport socket lets nobody else in",
         )
-        self._guard = ListenerGuard(self._listening, lambda: self._inbox.put(lost))
+        self._guard = ListenerGuard(self._agent.listeners, lambda: self._inbox.put(lost))
         return endpoint
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """Tell the agent where `peer` is. Whether somebody is there shows at the first call."""
-        with self._lock:
-            self._start()
-            name = rpc_worker_name(peer)
-            # A pipe that broke cannot be opened again under its name, so each channel has another.
-            number = self._peers.get(name, -1) + 1
-            self._peers[name] = number
-            name = f"{name}_{number}" if number else name
-            try:
-                self._store.set(f"addrs/{name}", endpoint)
-                worker: Any = _rpc().WorkerInfo(name, self._number(peer))
-                self._agent._update_group_membership(worker, [], {}, True)
-            except RuntimeError as error:
-                raise ChannelError(f"{peer} cannot be joined: {error}") from error
-        return _Channel(worker, f"{rpc_worker_name(self._me)} to {name}", broken, self._mail)
+        try:
+            worker = self._agent.connect(peer, endpoint)
+        except RuntimeError as error:
+            raise ChannelError(f"{peer} cannot be joined: {error}") from error
+        return _Channel(worker, f"{self._agent.name} to {worker.name}", broken, self._mail)
 
     def close(self) -> None:
         """End the agent; what is open fails in the peers at once."""
         global _reception
         if self._guard is not None:
             self._guard.close()
-        with self._lock:
-            agent, self._agent = self._agent, None
-            if agent is not None:
-                rpc.shutdown(graceful=False)
-                _reception = None
-                self._mail.close()
-
-    def _start(self) -> None:
-        if self._agent is not None:
-            return
-        name = rpc_worker_name(self._me)
-        store = _module("torch.distributed").HashStore()
-        # Through shared memory an agent polls without a pause: where there are fewer cores than agents, they would
-        # take them from each other, and from those who compute.
-        crowded: Any = {"_transports": ["uv"]} if self._workers > (os.cpu_count() or 1) else {}
-        options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=THREADS, rpc_timeout=0, _channels=[*CHANNELS], **crowded
-        )
-        number = self._index(self._me)
-        self._used.add(number)
-        _module("torch.distributed.autograd")._init(number)
-        agent = _rpc().TensorPipeAgent(store, name, number, None, options, {}, [])
-        before = listeners()
-        # Starts it, too.
-        rpc.api._init_rpc_states(agent)
-        self._listening = dict(listeners().items() - before.items())
-        self._agent, self._store = agent, store
-
-    def _number(self, peer: Address) -> int:
-        """torch keeps pipes by number: the rank's for its first worker, another for each that comes after."""
-        number = self._index(peer)
-        if number in self._used:
-            number = next(self._numbers)
-        self._used.add(number)
-        return number
+        if self._agent.close():
+            _reception = None
+            self._mail.close()
 
 
 class _Channel:
@@ -258,20 +188,14 @@ class _Channel:
             self._open = False
 
 
-def _module(name: str) -> Any:
-    """A part of torch of which much that is needed here has no types."""
-    return importlib.import_module(name)
-
-
-def _rpc() -> Any:
-    return rpc
+_api: Any = rpc.api
 
 
 def _ask(worker: Any, line: str, number: int, form: Form) -> torch.futures.Future[Form]:
     """``rpc.rpc_async(worker, _enter, (line, number, *form), timeout=0)`` without its detours (is the function one of
     torch's own, is there a profiler), which are half of what a call takes in the calling thread."""
     pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, (line, number, *form), {}))
-    future: torch.futures.Future[Form] = _rpc().api._invoke_rpc_python_udf(worker, pickled, tensors, 0, True)
+    future: torch.futures.Future[Form] = _api._invoke_rpc_python_udf(worker, pickled, tensors, 0, True)
     return future
 
 

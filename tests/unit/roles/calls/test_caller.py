@@ -15,6 +15,7 @@ from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import ERROR_GRACE, Caller
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.directory import Place
+from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
@@ -71,40 +72,43 @@ def test_a_call_to_a_worker_that_was_replaced_meanwhile_fails_at_once() -> None:
 
 
 class Still(Stale):
-    """A directory that does not change, in which rank 0 serves and rank 1 does not yet."""
+    """A directory that does not change."""
 
     def find(self, role: str, rank: int) -> Place:
         """Always the same."""
-        return Place(NEW, "there") if rank == 0 else Place(Address(role, rank, 0))
+        return Place(NEW, "there")
 
 
-class Noted(Unreachable):
-    """A transport that notes whom it was asked for."""
+class Leading(Unreachable):
+    """A transport that has one channel."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[Address, str]] = []
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        self.asked.append((peer, endpoint))
-        channel: Any = object()
-        return channel  # type: ignore[no-any-return]
+        return self.channel
 
 
-def test_an_address_is_told_with_a_channel_to_it() -> None:
-    transport: Any = Noted()
-    caller = Caller(Address("trainer", 0, 0), Still(), transport, call_timeout=60.0)
-    assert [caller.connected("actor", 0) for _ in range(2)] == [NEW, NEW]
-    assert transport.asked == [(NEW, "there")], "once"
-    with pytest.raises(WorkerLost, match="actor:1 does not serve calls now") as lost:
-        caller.connected("actor", 1)
-    assert lost.value.worker == "actor:1"
+class Answering:
+    """A channel to a worker that answers each request with the same, and what it was asked."""
+
+    def __init__(self, answer: Parcel) -> None:
+        self.answer, self.asked = answer, list[str]()
+
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
+        """Answer at once."""
+        self.asked.append(decode_request(parcel.head).method)
+        done(self.answer)
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
-def test_an_address_that_nobody_answers_at_is_not_told() -> None:
-    transport: Any = Unreachable()
-    caller = Caller(Address("trainer", 0, 0), Still(), transport, call_timeout=60.0)
-    with pytest.raises(ChannelError, match="actor:0 is not there"):
-        caller.connected("actor", 0)
+def test_a_worker_is_asked_once_for_its_agent_of_torch_rpc() -> None:
+    channel = Answering(Parcel(OK + dump((NEW, "tcp://127.0.0.1:1"), "a result")[0]))
+    caller = Caller(Address("trainer", 0, 0), Still(), Leading(channel), call_timeout=60.0)
+    assert [caller.open_rpc("actor", 0) for _ in range(2)] == [(NEW, "tcp://127.0.0.1:1")] * 2
+    assert channel.asked == [OPEN_RPC]
     caller.close()
 
 
@@ -266,11 +270,8 @@ class Silent:
 
 def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_waited_for() -> None:
     """A thread has read the directory before the worker died, and sends after that was dealt with."""
-    directory, transport = Told(), Noted()
-    channel: Any = Silent()
-    anything: Any = transport
-    anything.connect = lambda *_: channel
-    caller = Caller(Address("trainer", 0, 0), directory, anything, call_timeout=60.0)
+    directory, transport = Told(), Leading(Silent())
+    caller = Caller(Address("trainer", 0, 0), directory, transport, call_timeout=60.0)
     method = caller.method("actor", "step", Invocation(blocking=False), [0])
     try:
         first = caller.invoke(method, (), {})

@@ -13,7 +13,7 @@ import torch
 from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump, load
-from unirun.roles.calls.dispatcher import ACK, DESCRIBE, Dispatcher, outcome_of
+from unirun.roles.calls.dispatcher import ACK, DESCRIBE, OPEN_RPC, Dispatcher, outcome_of
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.remote import load_error
@@ -218,6 +218,28 @@ class TestAnswers:
         hall = Hall(Locked())
         assert isinstance(error_of(hall.send(1, DESCRIBE)), EncodingError)
         assert value_of(hall.send(2, "note", 1)) == 1
+        hall.close()
+
+    def test_the_agent_of_torch_rpc_is_opened_beside_the_main_thread_and_only_when_asked(self) -> None:
+        opened = list[str]()
+
+        def open_rpc() -> str:
+            opened.append(threading.current_thread().name)
+            return "tcp://127.0.0.1:1"
+
+        hall = Hall(Desk(), open_rpc=open_rpc)
+        assert value_of(hall.send(1, "note", 1)) == 1
+        assert not opened
+        assert value_of(hall.send(2, OPEN_RPC)) == "tcp://127.0.0.1:1"
+        assert opened == [f"unirun-{OPEN_RPC}_0"]
+        hall.close()
+
+    def test_an_agent_of_torch_rpc_that_cannot_be_opened_is_told_of(self) -> None:
+        def open_rpc() -> str:
+            raise RuntimeError("no address to listen on")
+
+        hall = Hall(Desk(), open_rpc=open_rpc)
+        assert "no address to listen on" in str(error_of(hall.send(1, OPEN_RPC)))
         hall.close()
 
     def test_an_unknown_method_is_told_with_those_there_are(self, hall: Hall) -> None:

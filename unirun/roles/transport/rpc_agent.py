@@ -1,0 +1,123 @@
+"""The agent of torch.distributed.rpc in this process.
+
+``init_rpc`` wants all members of a group to arrive together, and a group cannot take a restarted member back. What
+lies below it can do more: each process makes its own TensorPipe agent, which knows nobody, and is told of a peer
+when it first calls it (the step by which torch's dynamic groups let members join). So nobody waits for anybody, a
+worker that is started again is simply a new peer, and the calls of all others go on undisturbed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import rpc
+
+from unirun.roles.transport.listening import Listeners, listeners
+from unirun.roles.transport.protocol import Address
+
+THREADS = 4
+"""Threads of an agent that take requests."""
+
+CHANNELS = ("cma", "basic")
+"""How tensors travel. Of torch's others, ``mpt_uv`` opens 16 more ports in each process, for several network cards, and
+aborts the process when it is greeted on the wrong one of them; those for CUDA have no use without a device map."""
+
+
+def rpc_worker_name(address: Address) -> str:
+    """``actor:2:0``, the name of a worker in torch.distributed.rpc."""
+    return f"{address.role}:{address.rank}:{address.incarnation}"
+
+
+class RpcAgent:
+    """This process's TensorPipe agent; it listens from its first use on. Thread-safe."""
+
+    def __init__(self, me: Address, index: Callable[[Address], int], workers: int, *, polls: bool) -> None:
+        """`index` numbers the ranks of the job from 0 to `workers` - 1, the same in all its processes. `polls`: use
+        shared memory, which halves the time of a call and keeps a core busy, also when nobody calls."""
+        self.name = rpc_worker_name(me)
+        self.listeners: Listeners = {}
+        self._me, self._index = me, index
+        # Without shared memory a TensorPipe agent sleeps until its sockets have something.
+        self._transports: dict[str, Any] = {} if polls else {"_transports": ["uv"]}
+        self._lock = threading.Lock()
+        self._agent: Any = None
+        self._store: Any = None
+        self._workers: dict[str, Any] = {}
+        self._used: set[int] = set()
+        self._numbers = itertools.count(workers)
+
+    def start(self) -> str:
+        """Listen. Returns the endpoint that others give to `connect`; the same each time."""
+        with self._lock:
+            if self._agent is None:
+                self._start()
+            return str(self._store.get(f"addrs/{self.name}").decode())
+
+    def connect(self, peer: Address, endpoint: str) -> Any:
+        """The ``WorkerInfo`` of `peer`, under another name each time, as a pipe that broke cannot be opened again under
+        its name. Raises `RuntimeError`."""
+        self.start()
+        with self._lock:
+            return self._connect(peer, endpoint)
+
+    def known(self, peer: Address, endpoint: str) -> str:
+        """The name of `peer` for raw calls, which the agent knows from now on. Raises `RuntimeError`."""
+        self.start()
+        name = rpc_worker_name(peer)
+        with self._lock:
+            if name not in self._workers:
+                self._connect(peer, endpoint)
+        return name
+
+    def close(self) -> bool:
+        """End the agent; what is open fails in the peers at once. False when it was not there."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            if agent is not None:
+                rpc.shutdown(graceful=False)
+            return agent is not None
+
+    def _connect(self, peer: Address, endpoint: str) -> Any:
+        name = plain = rpc_worker_name(peer)
+        tried = 0
+        while name in self._workers:
+            tried += 1
+            name = f"{plain}_{tried}"
+        self._store.set(f"addrs/{name}", endpoint)
+        worker = _torch("torch.distributed.rpc").WorkerInfo(name, self._number(peer))
+        self._agent._update_group_membership(worker, [], {}, True)
+        self._workers[name] = worker
+        return worker
+
+    def _start(self) -> None:
+        store = _torch("torch.distributed").HashStore()
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=THREADS, rpc_timeout=0, _channels=[*CHANNELS], **self._transports
+        )
+        number = self._number(self._me)
+        _torch("torch.distributed.autograd")._init(number)
+        agent = _torch("torch.distributed.rpc").TensorPipeAgent(
+            store, self.name, number, None, options, {}, []
+        )
+        before = listeners()
+        # Starts it, too.
+        _torch("torch.distributed.rpc").api._init_rpc_states(agent)
+        self.listeners = dict(listeners().items() - before.items())
+        self._agent, self._store = agent, store
+
+    def _number(self, peer: Address) -> int:
+        """torch keeps pipes by number: the rank's for its first worker, another for each that comes after."""
+        number = self._index(peer)
+        if number in self._used:
+            number = next(self._numbers)
+        self._used.add(number)
+        return number
+
+
+def _torch(module: str) -> Any:
+    """A module of torch of which much that is needed here has no types."""
+    return importlib.import_module(module)
