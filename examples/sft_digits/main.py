@@ -27,7 +27,6 @@ def main() -> None:
         .workload("model", "sft", "Model")
         .total(args.ranks)
         .per_node(args.ranks)
-        .transport("socket")
         .build()
     )
     rows = job.submit("sft-digits").result

@@ -119,9 +119,8 @@ def test_a_workload_that_dies_comes_back_alone_and_the_others_keep_their_memory(
     assert "actor:1 alone" in decision
 
 
-@both
-def test_a_death_that_nobody_has_waited_for_is_told_by_the_next_call(unirun: Unirun, transport: str) -> None:
-    said = told(run(unirun, "Silent", "--transport", transport))
+def test_a_death_that_nobody_has_waited_for_is_told_by_the_next_call(unirun: Unirun) -> None:
+    said = told(run(unirun, "Silent"))
     assert said["lost"] == "actor:1"
     assert said["counts"] == [1, 1], "the call was not made in any worker"
     assert said["sums"] == [2.0, 2.0]
@@ -137,34 +136,20 @@ def test_a_death_in_a_collective_repeats_an_idempotent_call(unirun: Unirun, tran
     assert said["after"][0]["generations"] == [0, 1]
 
 
-@both
-def test_twenty_deaths_leave_the_calls_of_others_alone(unirun: Unirun, transport: str) -> None:
+def test_twenty_deaths_leave_the_calls_of_others_alone(unirun: Unirun) -> None:
     job = unirun.root / "job.yaml"
-    job.write_text("config: {deaths: 20, seconds: 6}\n")
+    job.write_text("config: {deaths: 20, seconds: 4}\n")
     roles = "actor=1@crew:Actor,rollout=2@crew:Rollout"
-    said = told(
-        run(
-            unirun,
-            "TwentyDeaths",
-            "--transport",
-            transport,
-            "--config",
-            job,
-            "--max-restarts",
-            30,
-            roles=roles,
-        )
-    )
+    said = told(run(unirun, "TwentyDeaths", "--config", job, "--max-restarts", 30, roles=roles))
     assert said["deaths"] == 20
     assert said["long"] == "rollout:0"
     assert said["last"] == [20]
 
 
-@both
 def test_a_recoverable_trainer_comes_back_with_its_state_and_finds_the_workloads_as_they_were(
-    unirun: Unirun, transport: str
+    unirun: Unirun,
 ) -> None:
-    said = told(run(unirun, "Phoenix", "--transport", transport))
+    said = told(run(unirun, "Phoenix"))
     assert said["before"] == said["after"]
     assert said["sums"] == [8.0, 8.0]
 

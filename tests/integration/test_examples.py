@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pytest
 
 from .harness import Unirun
 
@@ -23,35 +22,22 @@ def result_of(unirun: Unirun) -> Any:
 
 class TestPPO:
     CLASSES = "actor=2@unified:Actor,rollout=2@unified:Rollout,critic=1@unified:Critic"
-    SHORT = ("config.solved=120", "config.bar=120")
 
-    def test_learns_to_balance_the_pole(self, unirun: Unirun, tmp_path: Path) -> None:
+    def test_learns_to_balance_the_pole_whoever_dies(self, unirun: Unirun, tmp_path: Path) -> None:
         out = tmp_path / "reward.png"
-        job = ("--config", "job.yaml", *self.SHORT, f"config.out={out}", "config.seeds=[0,1]")
-        done = unirun(*job, cwd=EXAMPLES / "ppo_cartpole")
-        assert done.code == 0, done.err
-        results = result_of(unirun)
-        assert set(results) == {0, 1}
-        assert min(results.values()) >= 120
-        assert f"2 of 2 seeds reached 120; learning curves in {out}" in done.lines
-        assert out.stat().st_size > 1000
-
-    def test_goes_on_when_workers_are_killed(self, unirun: Unirun, tmp_path: Path) -> None:
-        job = (
-            "--config",
-            "job.yaml",
-            "config.solved=200",
-            "config.bar=200",
-            f"config.out={tmp_path / 'r.png'}",
-        )
-        running = unirun.start(*job, cwd=EXAMPLES / "ppo_cartpole")
+        short = ("config.solved=150", "config.bar=150", f"config.out={out}", "config.seeds=[0,1]")
+        running = unirun.start("--config", "job.yaml", *short, cwd=EXAMPLES / "ppo_cartpole")
         for victim, update in (("actor:1", 1), ("critic:0", 4), ("rollout:1", 7)):
             running.lines(rf"update +(?:{'|'.join(map(str, range(update, 100)))}) ")
             os.kill(unirun.pid_of(victim), signal.SIGKILL)
             running.lines(rf"{victim} ended with killed by SIGKILL; restart 1 of 3: {victim} alone")
         done = running.end()
         assert done.code == 0, done.err
-        assert result_of(unirun)[0] >= 200
+        results = result_of(unirun)
+        assert set(results) == {0, 1}
+        assert min(results.values()) >= 150
+        assert f"2 of 2 seeds reached 150; learning curves in {out}" in done.lines
+        assert out.stat().st_size > 1000
 
     def test_can_be_described_on_the_command_line(self, unirun: Unirun) -> None:
         job = ("plan", "--roles", self.CLASSES, "--trainer", "unified:PPOTrainer")
@@ -61,15 +47,15 @@ class TestPPO:
 
 class TestFineTuning:
     def test_learns_the_new_and_keeps_the_old_when_it_rehearses(self, unirun: Unirun) -> None:
-        command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "25"]
+        command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "15"]
         done = unirun.start_program(command).end()
         assert done.code == 0, done.err
         pretrained, forgetful, rehearsed = result_of(unirun)
         assert pretrained["0-4"] > 0.95
         assert pretrained["5-9"] == 0.0
-        assert forgetful["5-9"] > 0.9
+        assert forgetful["5-9"] > 0.8
         assert forgetful["0-4"] < 0.3
-        assert rehearsed["5-9"] > 0.9
+        assert rehearsed["5-9"] > 0.8
         assert rehearsed["0-4"] > 0.6
         assert f"{rehearsed['model']:40} {rehearsed['0-4']:6.1%}" in done.out
 
@@ -83,13 +69,14 @@ class TestOnlineLearning:
         learner, frozen = (sum(result_of(unirun)[name][end]) / 5 for name in ("learner", "frozen"))
         return learner, frozen
 
-    @pytest.mark.parametrize("victim", ["trainer:0", "preprocess:1"])
-    def test_follows_each_drift_whoever_dies(self, unirun: Unirun, tmp_path: Path, victim: str) -> None:
+    def test_follows_each_drift_whoever_dies(self, unirun: Unirun, tmp_path: Path) -> None:
         out = tmp_path / "drift.png"
         job = ("--config", "job.yaml", f"config.phase={self.PHASE}", f"config.out={out}")
         running = unirun.start(*job, cwd=EXAMPLES / "online_learning")
         running.lines("ranks of 4 roles up")
-        os.kill(unirun.pid_of(victim), signal.SIGKILL)
+        for victim in ("preprocess:1", "trainer:0"):
+            os.kill(unirun.pid_of(victim), signal.SIGKILL)
+            running.lines(rf"{victim} ended with killed by SIGKILL; restart 1 of 3")
         done = running.end()
         assert done.code == 0, done.err
         assert self.accuracies(unirun, 0)[0] > 0.8
@@ -98,12 +85,11 @@ class TestOnlineLearning:
             assert learner > 0.75, phase
             assert frozen < 0.6, phase
         assert out.stat().st_size > 1000
-        assert "restart 1 of 3" in done.err
 
 
 class TestMultimodal:
     def test_both_modalities_are_better_than_either_whoever_dies(self, unirun: Unirun) -> None:
-        job = ("--config", "job.yaml", "config.epochs=5")
+        job = ("--config", "job.yaml", "config.epochs=4")
         running = unirun.start(*job, cwd=EXAMPLES / "multimodal")
         running.lines("image +accuracy")
         os.kill(unirun.pid_of("names:0"), signal.SIGKILL)
