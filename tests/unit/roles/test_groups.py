@@ -127,10 +127,10 @@ def test_it_is_kept_as_long_as_the_generations_last(
     peer = rollout.comes(0, 0)
     group = group_of(forge)
     assert group_of(forge) is group
+    peer.result(SOON)
     actor.role_has("rollout", 1)
     with pytest.raises(RuntimeError):
         group.allreduce([torch.tensor([1])]).wait()
-    peer.result(SOON)
     peer = rollout.comes(0, 1)
     again = group_of(forge)
     assert again is not group
