@@ -15,7 +15,7 @@ from unirun.cli.terminal import say
 from unirun.errors import JobError
 from unirun.launcher.environment import for_workers
 from unirun.launcher.orders import PRELOAD
-from unirun.launcher.warm.borrowing import LOG, Warm, choose, is_alive, running, start, wish
+from unirun.launcher.warm.borrowing import LOG, Warm, abandon_starting, choose, is_alive, running, start, wish
 
 READY = 300.0
 """Seconds that `start` waits for the imports."""
@@ -144,4 +144,6 @@ def _stop() -> int:
             finally:
                 os.close(handle)
             say(f"process {warm.description.pid} has ended")
+    if starting := abandon_starting():
+        say(f"{starting} that still import end when they have done so")
     return 0

@@ -23,7 +23,17 @@ from tests.integration.harness import (
     gone,
 )
 from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
-from unirun.launcher.warm.borrowing import Borrowed, borrow, choose, is_alive, running, start, wish
+from unirun.launcher.warm.borrowing import (
+    LOG,
+    Borrowed,
+    abandon_starting,
+    borrow,
+    choose,
+    is_alive,
+    running,
+    start,
+    wish,
+)
 
 CREW = """
 import psutil
@@ -132,6 +142,14 @@ class TestAWarmProcess:
         assert not [*(own.run / "warm").iterdir()], "what it has left was removed"
         unirun.assert_nothing_left()
 
+    def test_that_cannot_be_left_behind_is_told_and_the_job_starts(
+        self, tmp_path: Path, script: Script
+    ) -> None:
+        unirun = Unirun(tmp_path)
+        result = unirun(script("print('done')"), env={"UNIRUN_WARM": "1", "UNIRUN_RUN_DIR": "/dev/null/run"})
+        assert (result.code, result.out) == (0, "done\n")
+        assert "/dev/null/run cannot be used: Not a directory; set UNIRUN_RUN_DIR" in result.err
+
     def test_is_left_behind_by_a_job_where_the_user_wants_it_and_ends_when_told(
         self, tmp_path: Path, script: Script
     ) -> None:
@@ -220,6 +238,18 @@ class TestItEnds:
         leader.wait()
         assert gone(warm.description.pid, START)
         assert not warm.folder.exists()
+
+    def test_when_it_was_told_to_while_it_imported(self, tmp_path: Path, light: dict[str, str]) -> None:
+        go = tmp_path / "go"
+        (tmp_path / "slow.py").write_text(
+            f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        )
+        folder = start({**light, "PYTHONPATH": str(tmp_path)}, ("slow",), START)
+        with (folder / LOG).open() as log:
+            assert abandon_starting() == 1
+            assert running() == []
+            go.touch()
+            eventually(lambda: "FileNotFoundError" in log.read(), "it has ended")
 
     def test_not_while_a_job_runs(self, light: dict[str, str]) -> None:
         warm = ready(light, idle=0.5)

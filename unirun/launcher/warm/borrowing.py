@@ -87,6 +87,15 @@ def some_start() -> bool:
     return not all((folder / DESCRIPTION).exists() for folder in _folders())
 
 
+def abandon_starting() -> int:
+    """Let those that are not ready yet end when they have imported: they find that their folder is gone. Returns how
+    many there are. Raises `JobError`."""
+    starting = [folder for folder in _folders() if not (folder / DESCRIPTION).exists()]
+    for folder in starting:
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(starting)
+
+
 def _folders() -> list[Path]:
     """Of those that live."""
     root, alive = run_root(), []

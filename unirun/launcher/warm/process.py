@@ -78,7 +78,8 @@ class WarmProcess:
         while True:
             left = LOOK if self._guards else asked + self._idle - time.monotonic()
             ready = self._selector.select(max(min(left, LOOK), 0.0))
-            if not ready and (self._files.replaced() or (left <= 0 and not self._guards)):
+            over = left <= 0 and not self._guards
+            if not ready and (over or not self._folder.exists() or self._files.replaced()):
                 self._end()
             for key, _ in ready:
                 asked = time.monotonic()

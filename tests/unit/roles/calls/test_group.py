@@ -155,7 +155,9 @@ class TestAGroup:
     def test_goes_where_the_method_says(self, group: RoleGroup) -> None:
         assert (group.first(), group.second(), group.some()) == (0, 1, [2, 0])
         refs = [group.call_async(method) for method in ("first", "second", "some")]
-        assert [ref.workers for ref in refs] == [("desk:0",), ("desk:1",), ("desk:2", "desk:0")], "and nowhere else"
+        assert [ref.workers for ref in refs] == [("desk:0",), ("desk:1",), ("desk:2", "desk:0")], (
+            "and nowhere else"
+        )
         # Whoever still has a call to answer is not chosen next.
         assert all(ref.result() is not None for ref in refs)
         assert Counter(group.anyone()[0] for _ in range(6)) == {0: 2, 1: 2, 2: 2}
