@@ -23,6 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "failover collocation graph rendezvous observe",
         "wire spec",
         "errors names reporting sizes",
+        "values",
     )
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""

@@ -33,7 +33,7 @@ from unirun.graph import (
     without_circles,
     yaml,
 )
-from unirun.observe.status import CallStatus, JobStatus, read_status, verified
+from unirun.observe.status import CallStatus, JobStatus, read_status
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
@@ -125,7 +125,7 @@ def _status(name: str | None, store: str | None) -> JobStatus:
     url = store_to_ask(store, name)
     if url is None:
         job = find_job(name)
-        return verified(read_status(job), str(job.state))
+        return read_status(job)
     with opened(url) as there:
         return read_stored(there, find_summary(there, name).run_id).status
 

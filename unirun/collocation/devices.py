@@ -7,7 +7,6 @@ NVML is asked directly, so no torch and no CUDA context. A package adds a type o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -16,6 +15,7 @@ from typing import Any
 
 from unirun.collocation.inventory import MIG, Device
 from unirun.errors import UsageError
+from unirun.values import Value
 
 GROUP = "unirun.device_types"
 """Of entry points."""
@@ -23,8 +23,7 @@ GROUP = "unirun.device_types"
 Discover = Callable[[], tuple[Device, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceType:
+class DeviceType(Value):
     """A type of device: how those of this host are found, and the variable that says which of them a process sees.
 
     `discover` is called in every process that looks at its host's inventory: it returns the devices, each with `name`

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, islice
+
+from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning.changes import changes, part_of, with_part, without_a_constraint
@@ -15,13 +16,13 @@ from unirun.collocation.planning.wording import both, join, some
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
+from unirun.values import Value
 
 OFFERS = 4
 """So many changes are named; more would not be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(Value):
     """What stands in the way. Counts are ranks of `role`; each of the `offers` fits."""
 
     role: str

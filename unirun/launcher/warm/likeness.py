@@ -12,10 +12,10 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.launcher.environment import counts_at_import
+from unirun.values import Value
 from unirun.wire.spawning import Borrow
 
 _STATUS = (
@@ -120,8 +120,7 @@ def _shown(values: Mapping[str, str], name: str) -> str:
     return f"{values[name]!r:.80}" if name in values else "not set"
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Value):
     """What a warm process tells of itself in a file beside its socket.
 
     `unirun`: where this package is. `variables`: those that its imports have asked for or that count when libraries
