@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unirun.collocation.inventory import MIG, Device
 from unirun.errors import UsageError
 from unirun.values import Value
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "unirun.device_types"
 """Of entry points."""
@@ -42,6 +44,9 @@ def device_types() -> Mapping[str, DeviceType]:
 
     Raises `UsageError` for a package whose type cannot be used.
     """
+    # It takes ten milliseconds: for those who look for devices.
+    from importlib.metadata import entry_points
+
     found = {kind.name: kind for kind in _TYPES}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         found[entry.name] = _load(entry, found)
