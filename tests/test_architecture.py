@@ -172,6 +172,15 @@ def test_no_pickle_and_no_job_files_where_they_do_not_belong() -> None:
     )
 
 
+def test_a_frozen_value_is_no_dataclass() -> None:
+    """Which takes twenty times as long to make; `docs/architecture.md` has the rule."""
+    none(
+        f"{module.name}:{each.line} imports {each.target}"
+        for module, each in each_import()
+        if each.target.split(".")[0] == "dataclasses" and module.room != "roles"
+    )
+
+
 def test_transports_know_nothing_of_calls() -> None:
     """Guarantees are made above them, once; so a new transport has nothing to repeat."""
     none(
