@@ -23,6 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "failover collocation graph rendezvous observe",
         "wire spec",
         "errors names reporting sizes",
+        "values",
     )
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""
@@ -168,6 +169,15 @@ def test_no_pickle_and_no_job_files_where_they_do_not_belong() -> None:
         f"{module.name}:{each.line} imports {each.target}"
         for module, each in each_import()
         if module.name not in places.get(each.target.split(".")[0], {module.name})
+    )
+
+
+def test_a_frozen_value_is_no_dataclass() -> None:
+    """Which takes twenty times as long to make; `docs/architecture.md` has the rule."""
+    none(
+        f"{module.name}:{each.line} imports {each.target}"
+        for module, each in each_import()
+        if each.target.split(".")[0] == "dataclasses" and module.room != "roles"
     )
 
 

@@ -40,8 +40,9 @@ The exit codes are those of the `unirun` command; `EXIT_BUDGET` belongs to a job
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from unirun.values import Value
 
 __all__ = [
     "EXIT_BUDGET",
@@ -110,9 +111,8 @@ class UsageError(UnirunError):
     exit_code = EXIT_USAGE
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One thing that is wrong with a spec: `where` (``roles.actor.count``), what, and what to do."""
+class Fault(Value):
+    """One thing that is wrong with a spec: `where` (``roles.actor.count``), the `problem`, and a `remedy` or none."""
 
     where: str
     problem: str

@@ -12,9 +12,10 @@ import gc
 import multiprocessing
 import resource
 import time
-from dataclasses import replace
 from functools import partial
 from statistics import median
+
+from msgspec.structs import replace
 
 from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say

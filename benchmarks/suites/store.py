@@ -15,12 +15,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
 import psutil
+from msgspec.structs import replace
 
 from benchmarks.calibration import bar, in_units
 from benchmarks.etcd import etcd

@@ -13,7 +13,7 @@ from tests.sim.node import Node
 from tests.sim.store import RUN, Client, Killed
 from tests.sim.world import Clock, Pipe, Plan, Planted
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
-from unirun.master import JobState, step
+from unirun.master import JobState
 from unirun.master.aborting import abort_step, begin_abort
 from unirun.master.context import changes, restore, urgent
 from unirun.master.crashes import crash_of, fatal, read_crashes, reason_of, record_crash, report_of
@@ -24,6 +24,7 @@ from unirun.master.lead import TERM_TTL
 from unirun.master.ledger import Ledger
 from unirun.master.resuming import resume
 from unirun.master.state import JOB_ENDS, JobPhase, Verdict
+from unirun.master.step import step
 from unirun.master.writing import END_PATIENCE, STOP_PATIENCE
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix

@@ -11,8 +11,10 @@ import heapq
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, place
 from unirun.errors import ConnectionLost, PlacementError

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import directory_of, may_be_there, opened
@@ -22,10 +21,10 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
 from unirun.sizes import show_size
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Remains:
+class Remains(Value):
     """What is left of one job: its directory `here`, if this user has it, and what the store at `url` has of it, if
     that is not in the directory. `ended`: when it ended, or was seen last."""
 

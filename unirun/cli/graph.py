@@ -17,23 +17,10 @@ from unirun.cli.stored import JOB_HELP, STORE_HELP, find_job, find_summary, open
 from unirun.cli.tables import print_table
 from unirun.cli.terminal import in_colour, printable, say, warn
 from unirun.errors import UsageError
-from unirun.graph import (
-    Direction,
-    Edge,
-    Graph,
-    Kind,
-    Role,
-    declared,
-    dot,
-    mermaid,
-    svg,
-    tight_parts,
-    tree,
-    warnings,
-    without_circles,
-    yaml,
-)
-from unirun.observe.status import CallStatus, JobStatus, read_status, verified
+from unirun.graph import Direction, Edge, Graph, Kind, Role, declared, tight_parts, warnings, without_circles
+from unirun.graph.svg import svg
+from unirun.graph.text import dot, mermaid, tree, yaml
+from unirun.observe.status import CallStatus, JobStatus, read_status
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
@@ -125,7 +112,7 @@ def _status(name: str | None, store: str | None) -> JobStatus:
     url = store_to_ask(store, name)
     if url is None:
         job = find_job(name)
-        return verified(read_status(job), str(job.state))
+        return read_status(job)
     with opened(url) as there:
         return read_stored(there, find_summary(there, name).run_id).status
 

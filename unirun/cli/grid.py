@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
 from unirun.collocation.slots import CPU
+from unirun.values import Value
 
 WHOLE = 8
 """Of so many nodes, each has a row of its own."""
@@ -26,8 +26,7 @@ Column = tuple[str, str]
 """The type of a slot and its index."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tenant:
+class Tenant(Value):
     """Ranks of one role on one slot, each with `share` of it."""
 
     role: str
@@ -45,8 +44,7 @@ Cell = tuple[Tenant, ...] | None
 """Who is on a slot; None where the node has no such slot, or it is not one to be free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Value):
     """One node; or several, of which the others are as the first but for the numbers of their ranks.
 
     `free` are its free slots; a node that is no part of the job is `aside`, one of `ASIDE`. `ranks` are, by
@@ -76,8 +74,7 @@ class Row:
         return f"{names} as {self.node}{f': {ranks}' if ranks else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Value):
     """All that a picture shows. `roles` are in the order of their colours; `rest` tells of nodes without a row."""
 
     columns: tuple[str, ...]

@@ -12,7 +12,7 @@ from pathlib import Path
 from unirun.cli.options import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
-from unirun.observe.status import ENDED, read_status, read_summary, verified
+from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.rendezvous.jobdir import JobDir
 
 
@@ -76,7 +76,7 @@ def _put(data: bytes) -> None:
 
 def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> Iterator[tuple[Path, bytes]]:
     """Log files in the order of roles, ranks and incarnations, each with the prefix of its lines."""
-    status = verified(read_status(job), str(job.state))
+    status = read_status(job)
     role_wanted, _, rank_wanted = (who or "").partition(":")
     known = [role.name for role in status.roles]
     if role_wanted and role_wanted not in known:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 from typing import Any
+
+from msgspec import to_builtins
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import opened
@@ -120,9 +121,9 @@ def _cells(job: Summary) -> list[str]:
 
 def _object(summary: Summary, leader: Leader | None, url: str | None) -> dict[str, Any]:
     return {
-        **dataclasses.asdict(summary),
+        **to_builtins(summary),
         "roles": [{"name": name, "count": count} for name, count in summary.roles.items()],
         "dir": None,
         "store": url,
-        "leader": dataclasses.asdict(leader) if leader else None,
+        "leader": to_builtins(leader) if leader else None,
     }

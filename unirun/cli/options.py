@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from unirun.cli.optiontable import GROUPS, OPTIONS, Option
 from unirun.errors import UsageError
+from unirun.values import Value
 
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -47,8 +47,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, f"see {self.prog} --help")
 
 
-@dataclass(frozen=True, slots=True)
-class CommandLine:
+class CommandLine(Value):
     """A command line taken apart: options that were given, overrides ``key=value``, the script, its args."""
 
     options: Mapping[str, Any]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from unirun.values import Value
 
 Kind = Literal["value", "list", "flag"]
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(Value):
     """One option. ``list``: may be given several times. `pet`: the environment may give it as ``PET_…``."""
 
     names: tuple[str, ...]

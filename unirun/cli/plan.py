@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import to_builtins
 
 from unirun.cli.console import COLOURS
 from unirun.cli.files import write_file
@@ -26,6 +26,7 @@ from unirun.launcher.environment import worker_env
 from unirun.launcher.warm.leaving import choices, starts
 from unirun.rendezvous.jobdir import job_at
 from unirun.spec import JobSpec, RoleSpec
+from unirun.values import Value
 from unirun.wire.messages import Member, StartRole
 
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
             "spares": placement.spares,
             "excluded": placement.excluded,
             "lost": placement.lost,
-            "moved": [dataclasses.asdict(each) for each in moved],
+            "moved": [to_builtins(each) for each in moved],
             "crossing": placement.crossing,
             "workers": rows,
         }
@@ -82,8 +83,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(Value):
     """A worker that is elsewhere `after` than `before`, each as ``node0 cuda 1``; empty for no place."""
 
     worker: str
@@ -148,7 +148,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
             )
             rows.append(
                 {
-                    **dataclasses.asdict(place),
+                    **to_builtins(place),
                     "cwd": role.cwd or os.getcwd(),
                     "kind": role.entry.kind,
                     "restart": role.restart,

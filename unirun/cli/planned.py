@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from unirun.cli.compose import job_spec
 from unirun.cli.options import CommandLine
@@ -29,10 +28,10 @@ from unirun.errors import UsageError
 from unirun.graph import declared, tight_parts, weights
 from unirun.spec import JobSpec
 from unirun.spec.read import nearest
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedJob:
+class PlannedJob(Value):
     """A job, its nodes, and who sits where."""
 
     spec: JobSpec

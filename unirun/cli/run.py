@@ -8,11 +8,9 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from unirun.cli.console import Console
 from unirun.cli.options import CommandLine, parse
 from unirun.cli.planned import PlannedJob, plan_job
 from unirun.cli.processes import Processes, masters_words
-from unirun.cli.session import Session
 from unirun.cli.stored import anchored
 from unirun.cli.terminal import drop_input, may_read, say, warn
 from unirun.collocation import Inventory, Placement
@@ -24,7 +22,6 @@ from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.borrowing import Choice
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
 from unirun.master.context import changes
-from unirun.master.lead import lead
 from unirun.master.state import JobState, Owner, new_job
 from unirun.master.telling import status_of
 from unirun.observe import write_status
@@ -79,6 +76,9 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         ) from error
 
     def run_master(agents: Mapping[str, int]) -> None:
+        # In the master's process, while the agents start.
+        from unirun.master.lead import lead
+
         lead(job, path, listener, agents=agents)
 
     if (verbose := line.options.get("verbose")) or leaves_behind():
@@ -106,6 +106,10 @@ def start(line: CommandLine, planned: PlannedJob) -> int:
         say(spec.run_id)
         warn(f"started; follow it with: unirun logs -f {spec.run_id}")
         return 0
+    # While agents and master start.
+    from unirun.cli.console import Console
+    from unirun.cli.session import Session
+
     drop_input()
     spare_descriptors()
     console = Console(quiet=bool(line.options.get("quiet")))

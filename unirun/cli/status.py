@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from typing import Any
+
+from msgspec import to_builtins
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import (
@@ -21,7 +22,7 @@ from unirun.cli.stored import (
 )
 from unirun.cli.tables import age, megabytes, print_table
 from unirun.cli.terminal import say
-from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status, verified
+from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     url = store_to_ask(options.store, options.job)
     if url is None:
         job = find_job(options.job)
-        status, logs = verified(read_status(job), str(job.state)), str(job.logs.resolve())
+        status, logs = read_status(job), str(job.logs.resolve())
         more: dict[str, Any] = {"dir": str(job.path), "logs": logs}
         master = f"term {status.epoch}" if status.epoch else ""
     else:
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
             stored = read_stored(store, find_summary(store, options.job).run_id)
             where = store.url
         status, logs = stored.status, f"{stored.host}:{stored.logs}"
-        leader = dataclasses.asdict(stored.leader) if stored.leader else None
+        leader = to_builtins(stored.leader) if stored.leader else None
         more = {"dir": None, "logs": stored.logs, "store": where, "leader": leader}
         master = _master(stored)
     if options.json:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import read_index
@@ -20,6 +20,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store, store_url
+from unirun.values import Value
 
 JOB_HELP = "the job's id, or the beginning of it (default: the newest that runs, or the newest)"
 STORE_HELP = (
@@ -51,7 +52,7 @@ def anchored(url: str) -> str:
     names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
     paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
     whole = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
-    return url if whole == paths else str(dataclasses.replace(address, **whole))
+    return url if whole == paths else str(replace(address, **whole))
 
 
 def store_to_ask(option: str | None, name: str | None) -> str | None:
@@ -126,8 +127,7 @@ def find_here(option: str | None, name: str | None, command: str) -> JobDir:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredJob:
+class StoredJob(Value):
     """A job as its context says. Its `status` has the term of the last write; `leader` leads it now; `logs` is a
     directory on `hosts`."""
 

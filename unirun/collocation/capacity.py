@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.collocation.limits import cgroup_limits
 from unirun.errors import PlacementError
 from unirun.spec import JobSpec
+from unirun.values import Value
 
 WORKER_MEMORY = 4 << 20
 """Bytes that a worker has for itself alone, forked from a process that has imported torch, before its code has done
@@ -32,8 +32,7 @@ DESCRIPTORS = 64
 """That an agent, or a spawner, has open besides one for each of its workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ceilings:
+class Ceilings(Value):
     """What a host allows; None where nothing limits it.
 
     `processes` are limits with what they are called and how they are raised. `descriptors` is the most that one process

@@ -7,15 +7,17 @@ NVML is asked directly, so no torch and no CUDA context. A package adds a type o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unirun.collocation.inventory import MIG, Device
 from unirun.errors import UsageError
+from unirun.values import Value
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "unirun.device_types"
 """Of entry points."""
@@ -23,8 +25,7 @@ GROUP = "unirun.device_types"
 Discover = Callable[[], tuple[Device, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceType:
+class DeviceType(Value):
     """A type of device: how those of this host are found, and the variable that says which of them a process sees.
 
     `discover` is called in every process that looks at its host's inventory: it returns the devices, each with `name`
@@ -43,6 +44,9 @@ def device_types() -> Mapping[str, DeviceType]:
 
     Raises `UsageError` for a package whose type cannot be used.
     """
+    # It takes ten milliseconds: for those who look for devices.
+    from importlib.metadata import entry_points
+
     found = {kind.name: kind for kind in _TYPES}
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         found[entry.name] = _load(entry, found)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from unirun.collocation.devices import DeviceType, device_types
 from unirun.collocation.inventory import Device, Inventory, Node, NumaNode, visible

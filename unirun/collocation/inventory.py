@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cached_property
+
+from msgspec.structs import replace
+
+from unirun.values import Value
 
 NEARNESS = ("nvlink", "board", "switch", "switches", "bridge", "numa", "system")
 """How near two devices are, from the nearest: joined by NVLink; on one board; under one PCIe switch; under several;
@@ -14,8 +17,7 @@ MIG = "mig"
 a mask names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Value):
     """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form.
 
     `memory` is in bytes, 0 when not known. `numa` is the NUMA node that it is near to, -1 when the kernel does not say.
@@ -32,8 +34,7 @@ class Device:
     links: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class NumaNode:
+class NumaNode(Value):
     """One NUMA node of a host: its number, the usable processors in it, and its memory in bytes."""
 
     id: int
@@ -41,8 +42,7 @@ class NumaNode:
     memory: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Value):
     """One host: the processors that this process may run on, and its devices.
 
     `memory` and `hugepages` are in bytes, 0 when not known: what the job may use, and what is set aside for huge
@@ -57,8 +57,7 @@ class Node:
     numa: tuple[NumaNode, ...] = ()
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(Value, dict=True):
     """All nodes of a job."""
 
     nodes: tuple[Node, ...]

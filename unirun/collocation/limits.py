@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.collocation.numa import parse_cpu_list
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Value):
     """What may be used; None where nothing limits it.
 
     `cpus` are the only processors, `cpu_count` how many at once (a quota of 2.5 is 2, and never less than 1), `memory`
@@ -68,8 +67,7 @@ def cgroup_limits(root: Path = Path("/")) -> Limits:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Mount:
+class _Mount(Value):
     """Where a hierarchy of control groups is mounted: its `top` group at `point`; this process is in `group`."""
 
     version: int

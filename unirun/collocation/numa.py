@@ -6,16 +6,15 @@ The modes are those of ``torch.numa.binding.AffinityMode`` (torch 2.13); the top
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from unirun.collocation.inventory import Node, NumaNode
 from unirun.errors import PlacementError
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Cpu:
+class Cpu(Value):
     """One logical processor: its NUMA node, its socket, and the processors that share its core and its L3."""
 
     id: int
@@ -25,8 +24,7 @@ class Cpu:
     cache: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Topology:
+class Topology(Value, eq=False):
     """The processors that may be used, and the NUMA node of each device by its index (-1: not told).
 
     Compared by identity: nodes that are alike have one, and it is asked for every rank.

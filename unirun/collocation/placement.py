@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 
+from msgspec import field
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+from unirun.values import Value
+
+
+class Assignment(Value):
     """One rank and its place.
 
     `slot` is the number of its first slot among those of its type on the node, in the node's order (of roles that
@@ -33,8 +35,7 @@ class Assignment:
     numa: int = -1
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(Value, dict=True):
     """Every rank of a job with its place; `note` says in words what was decided, and why.
 
     `spares` are nodes held back, `excluded` those that the job shall not use, and `lost` those that it had, in the

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
+
+from msgspec.structs import replace
 
 from unirun.collocation.devices import device_types
 from unirun.collocation.inventory import Inventory, Node, accelerators

@@ -7,14 +7,16 @@ where a worker finds its device by itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
+
+from msgspec.structs import replace
 
 from unirun.collocation.inventory import Node
 from unirun.collocation.placement import Assignment
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU, Slot, slots_of
 from unirun.spec import JobSpec
+from unirun.values import Value
 
 
 class Manner(Enum):
@@ -26,8 +28,7 @@ class Manner(Enum):
     UNTOLD = "there are fewer than ranks, so nobody can tell which of them compute on what"
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
+class Quiet(Value):
     """A job that says nothing of places, with all its ranks on `node`; `needed` of its `devices` would be in use."""
 
     manner: Manner

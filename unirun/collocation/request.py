@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from fractions import Fraction
 
+from msgspec import field
 
-@dataclass(frozen=True, slots=True)
-class RoleRequest:
+from unirun.values import Value
+
+
+class RoleRequest(Value):
     """One role's ranks and what each of them needs.
 
     The planner places as many ranks as there is room for, `count` at most and `least` at least. A rank takes `slots`
@@ -28,8 +30,7 @@ class RoleRequest:
     devices: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(Value):
     """What joins roles, as their graph has it. `weights` are bytes per step between two of them, over all edges.
 
     `parts` are groups of roles that wait for each other, the sub-DAGs. A role in no group, or by itself in one, waits
@@ -40,8 +41,7 @@ class Ties:
     parts: tuple[tuple[str, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Value):
     """All roles, in their order, and what holds between them. Every group names roles of the job.
 
     `collocated`: the roles of a group share slots, rank by rank (device collocation). `together`: rank for rank, in

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from unirun.collocation.inventory import Node
+from unirun.values import Value
 
 CPU = "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Value):
     """A place on a node. `index` is what a device mask names; of a CPU place it is its number.
 
     `numa` is the NUMA node that it is near to. A kernel that does not say has but one, which is 0.

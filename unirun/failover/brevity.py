@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.failover.exits import Failure
 

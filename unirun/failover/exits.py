@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal as signals
-from dataclasses import dataclass
+
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Value):
     """The end of a process: an exit `code`, or the number of the `signal` that killed it."""
 
     code: int | None = None
@@ -32,8 +32,7 @@ class Exit:
             return f"killed by signal {self.signal}"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Value):
     """One worker that ended when it should not have.
 
     `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from unirun.failover.exits import Failure
 from unirun.spec import EntryKind, Restart
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Value):
     """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up.
 
     ``restart_worker`` starts the worker again and makes a new generation; ``join`` starts it again for the generation
@@ -22,8 +21,7 @@ class Decision:
     budget_spent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
+class Circumstances(Value):
     """What the policy looks at besides the failure itself.
 
     `survivors` are the workers of the role that live on. `recoverable` is what the failed worker had said of

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from unirun.failover.exits import Failure
+from unirun.values import Value
 
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket timeout|peer (is )?gone|"
@@ -21,8 +21,7 @@ _PEER_GONE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Value):
     """The `cause`, the `reason` for taking it, and the `others` in order of time."""
 
     cause: Failure

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import isfinite
+
+from msgspec.structs import replace
 
 from unirun.errors import Fault
 from unirun.graph.values import DIRECTIONS, KINDS, Edge, Graph

@@ -11,13 +11,12 @@ Nothing here lists more than it is asked for: ten thousand ranks that all call e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from unirun.graph.values import Edge, Graph
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
+class Instance(Value):
     """One rank of a role."""
 
     role: str
@@ -27,8 +26,7 @@ class Instance:
         return f"{self.role}:{self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceEdge:
+class InstanceEdge(Value):
     """One rank calls another; `weight` is this pair's even part of the edge's bytes per step."""
 
     source: Instance

@@ -8,10 +8,10 @@ to heights that keep edges straight.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from unirun.graph.values import Graph
+from unirun.values import Value
 
 Pair = tuple[str, str]
 """(caller, called)"""
@@ -20,8 +20,7 @@ SWEEPS = 8
 """Times that layers are ordered by their neighbours; the order of small graphs is settled after three or four."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Value):
     """`layers` are the points in each layer from the top: a role's name, or (pair, layer) where an edge passes by.
 
     `turned` are the pairs that go from right to left. `chains` are the points of each pair, from the left.

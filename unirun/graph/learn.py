@@ -7,12 +7,14 @@ ones did, and a restart begins again at zero: `added` keeps what the one before 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median_low
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from unirun.graph.values import Direction, Edge, Kind
+from unirun.values import Value
 from unirun.wire.reports import CallCount, Span
 
 Counts = tuple[CallCount, ...]
@@ -33,8 +35,7 @@ class Caller(NamedTuple):
     counts: Counts
 
 
-@dataclass(frozen=True, slots=True)
-class LearnedEdge:
+class LearnedEdge(Value):
     """An edge that was seen. `calls` counts every rank that was called; `bytes` went there and `returned` came back;
     `seconds` is how long the answers took, all of them together."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
 from unirun.graph.instances import sources_of, targets_of
 from unirun.graph.values import Edge, Graph
+from unirun.values import Value
 
 Side = Literal["failed", "peer", "upstream", "downstream"]
 
@@ -51,8 +51,7 @@ def tight_parts(graph: Graph, share: float = 0.1) -> tuple[tuple[str, ...], ...]
     return tuple(tuple(names) for names in together.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Affected:
+class Affected(Value):
     """Ranks of one role that feel a failure, ascending, and the `reason` in words.
 
     `side` is ``failed``; ``peer`` for the ranks that are in a process group with one that failed; ``upstream`` for

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(Value):
     """Colours in ``#rrggbb`` that are legible together on any background, and the code of a terminal's colour."""
 
     fill: str

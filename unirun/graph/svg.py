@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from unirun.graph.layout import Layout, Pair, Point, heights, layout
 from unirun.graph.states import look
 from unirun.graph.text import NO_STATES, edge_line, printable, vertex_lines
 from unirun.graph.values import Edge, Graph, Role
+from unirun.values import Value
 
 FONT = 13.0
 LINE = 17.0
@@ -25,8 +25,7 @@ MARGIN, SPACE, TURN = 24.0, 26.0, 64.0
 """Pixels: around everything, between boxes of a layer, and for the curve of an edge after its label."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Theme:
+class _Theme(Value):
     background: str
     line: str
     text: str

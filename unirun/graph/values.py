@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from unirun.values import Value
 
 Kind = Literal["one_to_one", "broadcast", "scatter", "gather", "all_to_all"]
 Direction = Literal["forward", "back", "both"]
@@ -13,16 +14,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(Value):
     """A vertex: `count` identical ranks."""
 
     name: str
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(Value):
     """Ranks of `source` call `invocation` of ranks of `target`.
 
     `kind` says which rank calls which, see `unirun.graph.instances`. `direction` is the way that most of the bytes go:
@@ -45,8 +44,7 @@ class Edge:
         return f"{self.source} {arrow} {self.target}{call}"
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
+class Graph(Value):
     """Roles in the order of the job, and the edges between them. `unirun.graph.faults` says what is wrong with one."""
 
     roles: tuple[Role, ...]

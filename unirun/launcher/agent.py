@@ -10,8 +10,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from unirun.errors import Refused, RendezvousError, WireError
 from unirun.launcher import core, events

@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -18,6 +17,7 @@ from unirun.launcher.process import BOOT, set_title
 from unirun.launcher.renewal import renew, renew_torch
 from unirun.rendezvous.logdir import open_log
 from unirun.reporting import report
+from unirun.values import Value
 from unirun.wire.spawning import Spawn
 
 SETUP_FAILED = 126
@@ -27,8 +27,7 @@ HELD_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 """Blocked from the fork until the child has handlers of its own: the spawner's would drop them."""
 
 
-@dataclass(frozen=True)
-class Logs:
+class Logs(Value):
     """Descriptors of a worker's two log files. Workers write to files, not pipes: no reader can block them."""
 
     stdout: int
@@ -58,8 +57,7 @@ class Task(Protocol):
         """Become it; returns or raises SystemExit when the process shall end."""
 
 
-@dataclass(frozen=True)
-class WorkerTask:
+class WorkerTask(Value):
     """Run the user's code, here or in a fresh interpreter."""
 
     request: Spawn
@@ -84,8 +82,7 @@ class WorkerTask:
         worker.run(request.kind, request.target, request.args)
 
 
-@dataclass(frozen=True)
-class StoreTask:
+class StoreTask(Value):
     """Serve a TCPStore on a listening socket until this process is killed."""
 
     role: str

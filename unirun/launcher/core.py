@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.errors import Refused
 from unirun.launcher.ends import short_end

@@ -7,7 +7,8 @@ while a job has no master, and tells them in one message to the next one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.failover.brevity import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 from unirun.wire.reports import Held, WorkerError, WorkerExited

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from unirun.launcher.environment import SpawnerKey
+from unirun.values import Value
 from unirun.wire.asking import WorkerAnswer
 from unirun.wire.messages import ExitKept, Message, Shutdown, StopWorkers, View
 from unirun.wire.reports import CallCount, Cause, Serving, WorkerError
@@ -20,8 +20,7 @@ class Phase(StrEnum):
     ALIVE = "alive"
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Value):
     """One worker that has not ended. `grace` is the job's `shutdown_timeout` in seconds.
 
     `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
@@ -56,15 +55,13 @@ class Worker:
         return f"{self.role}:{self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Value):
     """The master wants these workers; others of their roles may live."""
 
     workers: tuple[Worker, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(Value):
     """The master wants this store, which replaces the one of the role's last generation.
 
     `sent`: to its spawner; `opened`: it is there. `ended` tells that it is gone, and why.
@@ -77,8 +74,7 @@ class Store:
     ended: StoreEnded | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FromSpawner:
+class FromSpawner(Value):
     """A spawner says something; of a worker's end, `note` and `tail` (see `WorkerExited`) come with it."""
 
     key: SpawnerKey
@@ -87,8 +83,7 @@ class FromSpawner:
     tail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnerDown:
+class SpawnerDown(Value):
     """A spawner has ended; its workers die with it."""
 
     key: SpawnerKey
@@ -96,45 +91,39 @@ class SpawnerDown:
     time: float
 
 
-@dataclass(frozen=True, slots=True)
-class FromWorker:
+class FromWorker(Value):
     """A worker says something on its link."""
 
     id: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class LinkClosed:
+class LinkClosed(Value):
     """A worker's link has ended."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class GraceOver:
+class GraceOver(Value):
     """The time that a worker had to end, from when it was told to, is over."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StillEnding:
+class StillEnding(Value):
     """`waited` seconds have passed since a worker has reported the error that ends it."""
 
     id: int
     waited: float
 
 
-@dataclass(frozen=True, slots=True)
-class StillWithoutLink:
+class StillWithoutLink(Value):
     """A moment after its link has ended: a worker that lives on has closed it itself."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class TimerExpired:
+class TimerExpired(Value):
     """Timers of the process `pid`, in the session of a worker, were not released in time; `signal` is what their owner
     wants to be sent then."""
 
@@ -144,8 +133,7 @@ class TimerExpired:
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Led:
+class Led(Value):
     """A master has said that it leads in the term `epoch`."""
 
     epoch: int
@@ -155,16 +143,14 @@ Instruction = Launch | Store | StopWorkers | ExitKept | View | WorkerAnswer | Sh
 """What masters want."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(Value):
     """The master of the term `epoch` wants something."""
 
     epoch: int
     what: Instruction
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(Value):
     """The agent cannot or must not go on: the command that the job belongs to is gone, or a part of itself."""
 
     reason: str
@@ -185,68 +171,59 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToMaster:
+class ToMaster(Value):
     """Tell the master."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ToSpawner:
+class ToSpawner(Value):
     """Tell a spawner."""
 
     key: SpawnerKey
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class StartSpawner:
+class StartSpawner(Value):
     """Start a spawner: there is none, or it has died."""
 
     key: SpawnerKey
 
 
-@dataclass(frozen=True, slots=True)
-class ToWorker:
+class ToWorker(Value):
     """Tell one worker, if it has a link."""
 
     id: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ToWorkers:
+class ToWorkers(Value):
     """Tell every worker that has a link."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class After:
+class After(Value):
     """Come back with `event` after `delay` seconds."""
 
     delay: float
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
-class KillGroups:
+class KillGroups(Value):
     """SIGKILL the process groups of these pids: what a dead spawner has left."""
 
     pids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Signal:
+class Signal(Value):
     """Send `signal` to one process."""
 
     pid: int
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Value):
     """Nothing is left to do; the agent ends."""
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.launcher.ends import short_error
 from unirun.launcher.events import (

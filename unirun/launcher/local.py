@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -19,10 +18,10 @@ from unirun.launcher.process import set_title
 from unirun.rendezvous import Endpoint, JobDir
 from unirun.reporting import flush, report, report_error
 from unirun.spec import JobSpec
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(Value):
     """The processes that were started."""
 
     master: int

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.launcher.environment import (
     FRESH,
@@ -134,7 +136,7 @@ def welcome(view: View, spec: JobSpec) -> Welcome:
     )
     return Welcome(
         view=view,
-        config=dict(spec.config),
+        config=json.dumps(dict(spec.config)),
         name=spec.name,
         roles=tuple(briefs),
         collocations=spec.collocations,

@@ -16,7 +16,8 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from unirun.errors import ConnectionLost, WireError
 from unirun.launcher import child
@@ -34,6 +35,7 @@ from unirun.launcher.process import (
     title_of,
 )
 from unirun.reporting import flush
+from unirun.values import Value
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Notice
 from unirun.wire.spawning import (
@@ -49,8 +51,7 @@ from unirun.wire.spawning import (
 )
 
 
-@dataclass(frozen=True)
-class _Child:
+class _Child(Value):
     """A worker that was forked."""
 
     id: int
@@ -65,8 +66,7 @@ class _Child:
         return tuple(env.get(name, "") for name in _OWNER) == self.owner or title_of(pid) == self.title
 
 
-@dataclass(frozen=True)
-class _Store:
+class _Store(Value):
     """The process that serves the store of a role."""
 
     role: str

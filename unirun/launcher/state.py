@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import field
+from msgspec.structs import replace
 
 from unirun.launcher.ends import fitting
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Store, Worker
+from unirun.values import Value
 from unirun.wire.asking import WorkerAsk
 from unirun.wire.messages import View
 from unirun.wire.reports import Ending, Held, HeldStore
@@ -16,8 +19,7 @@ Who = tuple[str, int, int]
 """Role, rank, incarnation."""
 
 
-@dataclass(frozen=True, slots=True)
-class AgentState:
+class AgentState(Value):
     """What this node does. `spawners`: whether each is ready; `stores`: by role, the last that was to be served here.
 
     `in_place`: the roles whose workers outlive a peer, and a store. `epoch` is the term of the latest master.

@@ -11,10 +11,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.errors import FrameError
+from unirun.values import Value
 from unirun.wire.codec import from_json
 
 ENABLE, PIPE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
@@ -32,8 +32,7 @@ _LINE = 4096
 """Bytes that are written to a pipe at once, and so the longest request (``PIPE_BUF``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Value):
     """torch's ``FileTimerRequest``: `expiration_time` is in seconds since the epoch, negative to release the timer."""
 
     version: int
@@ -43,8 +42,7 @@ class Request:
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Expiry:
+class Expiry(Value):
     """Timers of the process `pid` that were not released in time, the first one first; `signal` is what it is sent."""
 
     pid: int

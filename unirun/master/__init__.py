@@ -1,7 +1,9 @@
-"""The process that decides: a pure state machine (`step`) and the thin shell around it (`shell`)."""
+"""The process that decides: a pure state machine (`step`) and the thin shell around it (`shell`).
+
+The command makes the first state; only the master's process imports the rest.
+"""
 
 from unirun.master.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState, new_job
-from unirun.master.step import step
 
 __all__ = [
     "JobPhase",
@@ -11,5 +13,4 @@ __all__ = [
     "WorkerPhase",
     "WorkerState",
     "new_job",
-    "step",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.graph import Affected, Caller, Graph, LearnedEdge, added, affected, declared, learn
 from unirun.master.state import ROLE_WORKS, JobState, RolePhase

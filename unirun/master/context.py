@@ -19,11 +19,12 @@ Every decision is in all but the last two, which are written now and then.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import convert, to_builtins
+from msgspec.structs import replace
 
 from unirun.errors import StoreRefused
 from unirun.failover import Exit, Failure
@@ -48,7 +49,7 @@ from unirun.master.state import (
     WorkerState,
 )
 from unirun.spec import JobSpec
-from unirun.wire.reports import CallCount, Join, Span
+from unirun.wire.reports import CallCount, Join
 
 SCHEMA = 3
 
@@ -188,8 +189,7 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         roles[role.name] = RoleState(
             role.name, role.entry.kind, role.restart, workers, RolePhase(phase), generation, opened, restarts
         )
-    agents = [Join(**row) for block in numbered("nodes", documents) for row in json.loads(block)]
-    verdict = job["verdict"]
+    agents = [convert(row, Join) for block in numbered("nodes", documents) for row in json.loads(block)]
     return JobState(
         spec=spec,
         placement=placement,
@@ -199,12 +199,12 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         phase=JobPhase(job["phase"]),
         agents={agent.node: agent for agent in agents},
         failures=tuple(_read_failures(documents, job["forgotten"])),
-        verdict=Verdict(**{**verdict, "phase": JobPhase(verdict["phase"])}) if verdict else None,
+        verdict=convert(job["verdict"], Verdict | None),
         ended=job["ended"],
         asked_to_stop=job["asked_to_stop"],
         forgotten=job["forgotten"],
         uid=job["uid"],
-        owner=Owner(**job["owner"]) if job["owner"] else None,
+        owner=convert(job["owner"], Owner | None),
         inventory=read_inventory(documents),
     )
 
@@ -220,8 +220,8 @@ def _of_job(state: JobState) -> dict[str, Any]:
         "placement": placement_head(state.placement),
         "asked_to_stop": state.asked_to_stop,
         "forgotten": state.forgotten,
-        "verdict": dataclasses.asdict(state.verdict) if state.verdict else None,
-        "owner": dataclasses.asdict(state.owner) if state.owner else None,
+        "verdict": to_builtins(state.verdict),
+        "owner": to_builtins(state.owner),
     }
 
 
@@ -298,8 +298,8 @@ def _calls(before: JobState | None, after: JobState) -> Changes:
         for number, worker in enumerate(role.workers):
             known = (old[number].calls, old[number].called) if old else ((), ())
             if (worker.calls, worker.called) != known:
-                counts = [[dataclasses.asdict(c) for c in each] for each in (worker.calls, worker.called)]
-                found[f"calls/{role.name}/{worker.rank}"] = as_json([worker.incarnation, *counts])
+                counts = to_builtins((worker.incarnation, worker.calls, worker.called))
+                found[f"calls/{role.name}/{worker.rank}"] = as_json(counts)
     return found
 
 
@@ -308,15 +308,11 @@ def _with_calls(role: str, worker: WorkerState, documents: Documents) -> WorkerS
     text = documents.get(f"calls/{role}/{worker.rank}")
     if text is None:
         return worker
-    incarnation, *both = json.loads(text)
-    calls, called = (tuple(_count(each) for each in counts) for counts in both)
+    counts = tuple[CallCount, ...]
+    incarnation, calls, called = convert(json.loads(text), tuple[int, counts, counts])
     if incarnation == worker.incarnation:
         return replace(worker, calls=calls, called=called)
     return replace(worker, called=added(called, calls))
-
-
-def _count(fields: dict[str, Any]) -> CallCount:
-    return CallCount(**{**fields, "ranks": tuple(Span(**span) for span in fields["ranks"])})
 
 
 def _agents(agents: Sequence[Join | None]) -> Any:
@@ -336,9 +332,7 @@ def _failures(before: JobState | None, after: JobState) -> Changes:
     for block in range(max(known_end, first) // _FAILURES, -(-end // _FAILURES)) if end > known_end else ():
         low = max(block * _FAILURES, first)
         part = after.failures[low - first : (block + 1) * _FAILURES - first]
-        found[f"failures/{block}"] = as_json(
-            {"first": low, "failures": [dataclasses.asdict(f) for f in part]}
-        )
+        found[f"failures/{block}"] = as_json({"first": low, "failures": to_builtins(part)})
     # Of many at once, some may be forgotten before they were ever written.
     for block in range(known_first // _FAILURES, min(first // _FAILURES, -(-known_end // _FAILURES))):
         found[f"failures/{block}"] = None
@@ -349,8 +343,9 @@ def _read_failures(documents: Documents, forgotten: int) -> Iterator[Failure]:
     expected = forgotten
     for block in numbered("failures", documents):
         content = json.loads(block)
-        for number, fields in enumerate(content["failures"], content["first"]):
+        failures = convert(content["failures"], tuple[Failure, ...])
+        for number, failure in enumerate(failures, content["first"]):
             if number >= forgotten:
                 hold(number == expected, "failures")
                 expected += 1
-                yield Failure(**{**fields, "exit": Exit(**fields["exit"])})
+                yield failure

@@ -7,18 +7,19 @@ lead the job but aborts it (`unirun.master.aborting`).
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import traceback
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import convert, to_builtins
 
 from unirun.errors import StoreRefused
 from unirun.rendezvous.election import Term
 from unirun.rendezvous.keys import crashes_key
 from unirun.rendezvous.store.protocol import Put, Store
+from unirun.values import Value
 
 MOST = 3
 """Masters that the same error may end."""
@@ -39,8 +40,7 @@ _TRACE = 8000
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Crash:
+class Crash(Value):
     """The end of the master of term `epoch` by an exception, `lasted` seconds after the beginning of the term.
 
     `cause` tells one exception from another: its class and where it was raised. `message` is its last line. `story` are
@@ -116,13 +116,13 @@ def read_crashes(store: Store, run_id: str) -> tuple[Crash, ...]:
     if item is None:
         return ()
     try:
-        return tuple(Crash(**{**row, "story": tuple(row["story"])}) for row in json.loads(item.value))
-    except (ValueError, TypeError, KeyError) as error:
+        return convert(json.loads(item.value), tuple[Crash, ...])
+    except (ValueError, RecursionError) as error:
         raise StoreRefused(f"{item.key} holds {item.value!r:.80}, which no unirun has written") from error
 
 
 def record_crash(store: Store, run_id: str, term: Term, crash: Crash) -> None:
     """Write a crash, unless another master leads by now. Raises `StoreError`."""
     crashes = with_crash(read_crashes(store, run_id), crash)
-    text = json.dumps([dataclasses.asdict(each) for each in crashes[-IN_ALL:]])
+    text = json.dumps(to_builtins(crashes[-IN_ALL:]))
     store.txn([term.fence], [Put(crashes_key(run_id), text)])

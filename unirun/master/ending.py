@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover import Exit, diagnose, episode

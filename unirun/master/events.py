@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from unirun.master.state import Verdict
+from unirun.values import Value
 from unirun.wire.messages import Message, Stop
 from unirun.wire.reports import (
     Join,
@@ -23,31 +23,26 @@ from unirun.wire.reports import (
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
-@dataclass(frozen=True, slots=True)
-class AgentLost:
+class AgentLost(Value):
     """The stream of a node's agent has ended."""
 
     node: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerLost:
+class OwnerLost(Value):
     """The CLI that the job belongs to has died."""
 
 
-@dataclass(frozen=True, slots=True)
-class JoinTimedOut:
+class JoinTimedOut(Value):
     """The time in which every node had to join is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class RejoinTimedOut:
+class RejoinTimedOut(Value):
     """The time in which every node had to join a master that has come in another's place is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class ViewDue:
+class ViewDue(Value):
     """News for the workers has waited long enough."""
 
 
@@ -74,38 +69,33 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ToAgent:
+class ToAgent(Value):
     """Send `message` to the agent of `node`."""
 
     node: str
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ToWatchers:
+class ToWatchers(Value):
     """Send `message` to every CLI that follows the job."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Value):
     """Write an event: what happened, what was decided, and why."""
 
     kind: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Value):
     """The job is over: tell the agents and who follows it, and leave with the verdict's code."""
 
     verdict: Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class KeepMetrics:
+class KeepMetrics(Value):
     """Append what a worker has measured to the job's metrics."""
 
     role: str
@@ -114,8 +104,7 @@ class KeepMetrics:
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class After:
+class After(Value):
     """Come back with `event` after `delay` seconds."""
 
     delay: float

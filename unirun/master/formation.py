@@ -7,7 +7,8 @@ early waits in its queue. Later the socket may still have a store that is about 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.collocation import Assignment
 from unirun.master.events import ToAgent

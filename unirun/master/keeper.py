@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
@@ -24,6 +23,7 @@ from unirun.rendezvous.keys import (
     job_prefix,
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
+from unirun.values import Value
 
 _PIECE = 200_000
 """Characters of a worker's state in one value."""
@@ -86,8 +86,7 @@ def _is_staged(name: str) -> bool:
     return name.startswith(_STAGED)
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+class _Write(Value):
     """One transaction; `head` is a value that no other write of the job has."""
 
     compares: tuple[Compare, ...]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Inventory, Placement, Ties, place_again
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, PlacementError

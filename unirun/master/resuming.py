@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.failover import Exit
 from unirun.master.ending import advance

@@ -8,7 +8,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from unirun.observe import EventLog, MetricsLog, write_status
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.reporting import report
+from unirun.values import Value
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
 from unirun.wire.asking import WorkerAsk
@@ -48,8 +48,7 @@ GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Core:
+class Core(Value):
     """What decides: how a job is taken over, and what follows from an event.
 
     `writes_first`: what is decided is in the store before it is done.

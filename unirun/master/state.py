@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+from msgspec import field
+from msgspec.structs import replace
 
 from unirun.collocation import Inventory, Placement
 from unirun.errors import IllegalTransition
 from unirun.failover import Exit, Failure, brief
 from unirun.graph import added
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
+from unirun.values import Value
 from unirun.wire.reports import CallCount, Join
 
 
@@ -60,8 +63,7 @@ ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
 """The phases in which the workers of a role shall live: the end of one is news."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
+class WorkerState(Value):
     """One rank and the worker that holds it.
 
     `node` is where its process is, or was last, and `own` are its slots there; where the next one will be is for the
@@ -112,8 +114,7 @@ class WorkerState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RoleState:
+class RoleState(Value):
     """One role; `workers` is in rank order.
 
     `generation` is what is decided, `opened` the last one whose store is there: workers learn of a generation only
@@ -184,8 +185,7 @@ class RoleState:
             hold(all(worker.ended_well for worker in self.workers), "succeeded without all of its workers")
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Value):
     """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause.
 
     `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end.
@@ -199,8 +199,7 @@ class Verdict:
     error_file: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(Value):
     """The process that the job must not outlive, on `host`; `started` tells it from a later one with its `pid`."""
 
     host: str
@@ -214,8 +213,7 @@ KEPT_FAILURES = 256
 """Failures that are remembered; the log of events has them all."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobState:
+class JobState(Value):
     """Everything that the master knows. `failures` are those that were not asked for, in order of arrival.
 
     `forgotten` counts failures that are not remembered any more. `asked_to_stop`: somebody has asked; a job also

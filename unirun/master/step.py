@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, Refused
 from unirun.graph import sound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition
 from unirun.master.events import After, Command, Record, ToAgent, ToWatchers, ViewDue

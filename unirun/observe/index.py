@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from unirun.errors import FrameError, StoreRefused
 from unirun.names import is_run_id
 from unirun.observe.status import Summary
 from unirun.rendezvous.keys import INDEX, index_key
 from unirun.rendezvous.store.protocol import Item, Store
+from unirun.values import Value
 from unirun.wire.codec import from_json
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(Value):
     """The `jobs` of a store, the oldest first. `refused`: lines that no unirun of this version has written; others who
     use the store must not keep its users from seeing their jobs."""
 

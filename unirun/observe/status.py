@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import convert, field, to_builtins
+from msgspec.structs import replace
 
 from unirun.errors import FrameError, JobError
 from unirun.rendezvous.jobdir import JobDir
+from unirun.values import Value
 from unirun.wire.codec import typed
 
 FAILURES = 20
@@ -19,8 +21,7 @@ FAILURES = 20
 ENDED = ("succeeded", "failed", "stopped", "lost")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
+class WorkerStatus(Value):
     """One worker: what it does (`phase`), where, and how it ended (`exit`, in words).
 
     `generation` is that of its role's process group which it is in; `metrics` are the latest by name.
@@ -38,8 +39,7 @@ class WorkerStatus:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RoleStatus:
+class RoleStatus(Value):
     """One role with its workers in rank order."""
 
     name: str
@@ -50,8 +50,7 @@ class RoleStatus:
     workers: tuple[WorkerStatus, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FailureStatus:
+class FailureStatus(Value):
     """One worker that ended when it should not have: which, when (seconds since the epoch), how (`exit`, in words),
     the first line of what it said, and what was decided."""
 
@@ -70,8 +69,7 @@ class FailureStatus:
         return f"{self.role}:{self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class CallStatus:
+class CallStatus(Value):
     """The calls of one `method` that ranks of `source` make of ranks of `target`, as seen.
 
     `kind`, `direction` and `weight`, in bytes per step, are those of the edge in the job's graph. `calls` counts every
@@ -91,8 +89,7 @@ class CallStatus:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class JobStatus:
+class JobStatus(Value):
     """One job. Times are seconds since the epoch; `code` is the exit code once it has ended.
 
     `epoch` is the term of the master that says so, `trouble` what keeps it from writing its decisions to the store.
@@ -120,23 +117,16 @@ class JobStatus:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` gives an equal status back."""
-        return dataclasses.asdict(self)
+        plain: dict[str, Any] = to_builtins(self)
+        return plain
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> JobStatus:
-        """The inverse of `to_json`."""
-        roles = tuple(
-            RoleStatus(**{**role, "workers": tuple(WorkerStatus(**worker) for worker in role["workers"])})
-            for role in data["roles"]
-        )
-        failures = tuple(FailureStatus(**failure) for failure in data.get("failures", ()))
-        calls = tuple(CallStatus(**call) for call in data.get("calls", ()))
-        names = {key: tuple(data.get(key, ())) for key in ("spares", "lost", "waiting")}
-        return cls(**{**data, **names, "roles": roles, "failures": failures, "calls": calls})
+        """The inverse of `to_json`. Raises ValueError for what is none."""
+        return convert(data, cls)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(Value):
     """One job, in few words: `roles` has the number of ranks of each. Times are seconds since the epoch; `code` is the
     exit code once it has ended. `uid` tells the job from others of its id."""
 
@@ -151,7 +141,7 @@ class Summary:
 
     def line(self) -> str:
         """The job's value in the index."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(to_builtins(self))
 
 
 def write_status(job: JobDir, status: JobStatus) -> None:
@@ -167,7 +157,7 @@ def write_status(job: JobDir, status: JobStatus) -> None:
         code=status.code,
         roles={role.name: len(role.workers) for role in status.roles},
     )
-    job.write_json(job.summary.name, dataclasses.asdict(summary))
+    job.write_json(job.summary.name, to_builtins(summary))
 
 
 def runs(job: JobDir) -> bool:
@@ -184,9 +174,9 @@ def read_summary(job: JobDir) -> Summary:
     alive = job.alive()
     try:
         summary = typed(Summary, job.read_json(job.summary.name))
-    except (FrameError, TypeError) as error:
+    except FrameError as error:
         raise _foreign(str(job.summary)) from error
-    return summary if alive or summary.phase in ENDED else dataclasses.replace(summary, phase="lost")
+    return summary if alive or summary.phase in ENDED else replace(summary, phase="lost")
 
 
 def read_status(job: JobDir) -> JobStatus:
@@ -199,28 +189,25 @@ def read_status(job: JobDir) -> JobStatus:
     data = job.read_json(job.state.name)
     try:
         status = JobStatus.from_json(data)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except ValueError as error:
         raise _foreign(str(job.state)) from error
-    if not (_is_time(status.started) and (status.ended is None or _is_time(status.ended))):
+    times = (status.started, status.ended or 0.0, *(failure.time for failure in status.failures))
+    if not all(map(math.isfinite, times)):
         raise _foreign(str(job.state))
     if alive or status.phase in ENDED:
         return status
-    return dataclasses.replace(status, phase="lost", reason="its processes are gone and left no end")
+    return replace(status, phase="lost", reason="its processes are gone and left no end")
 
 
 def verified(status: JobStatus, where: str) -> JobStatus:
-    """`status`, which was found at `where`, when every field of it has the type that unirun gives it.
+    """`status`, which was made of what was found at `where`, when every field of it has the type that unirun gives it.
 
-    Raises `JobError`. Reading many does without: it takes longer than the reading.
+    Raises `JobError`.
     """
     try:
         return typed(JobStatus, status.to_json())
-    except (FrameError, TypeError) as error:
+    except FrameError as error:
         raise _foreign(where) from error
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _foreign(where: str) -> JobError:

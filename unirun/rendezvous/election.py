@@ -9,14 +9,15 @@ written.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+
+from msgspec import to_builtins
 
 from unirun.errors import Fenced, FrameError, LeaseExpired, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.store.protocol import Compare, Item, Lease, Put, RevisionIs, Store, ValueIs
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Leader:
+class Leader(Value):
     """Where the leader of term `epoch` listens, and which process it is."""
 
     epoch: int
@@ -130,4 +131,4 @@ def campaign(
 
 
 def _record(leader: Leader) -> str:
-    return json.dumps(asdict(leader))
+    return json.dumps(to_builtins(leader))

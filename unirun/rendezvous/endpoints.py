@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import dataclass
 
 from unirun.errors import RendezvousError
+from unirun.values import Value
 
 _BACKLOG = 4096
 
@@ -19,8 +19,7 @@ GENERATION_KEY = "unirun/generation"
 """Who has met in a store can ask it which generation that was: all generations of a role have the same address."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(Value):
     """A held listening socket and the address by which workers reach it."""
 
     socket: socket.socket

@@ -32,7 +32,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,13 @@ from unirun.errors import JobError
 from unirun.names import RUN_ID_RULE, is_run_id
 from unirun.rendezvous.logdir import MARK, make_log_dir
 from unirun.rendezvous.ownership import exposure, is_ours, make_private, owner
+from unirun.values import Value
 
 MATCHES_SHOWN = 5
 _FIRST = "context.json"
 
 
-@dataclass(frozen=True, slots=True)
-class JobDir:
+class JobDir(Value):
     """Paths of one job."""
 
     path: Path

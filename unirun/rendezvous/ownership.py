@@ -12,15 +12,15 @@ import grp
 import os
 import pwd
 import stat
-from dataclasses import dataclass
 from pathlib import Path
+
+from unirun.values import Value
 
 MAX_LINKS = 40
 """Symbolic links on the way to one path, as in the kernel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exposure:
+class Exposure(Value):
     """A place on the way to a path that another user controls: `problem` says which and why."""
 
     problem: str

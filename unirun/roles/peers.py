@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import select
 import signal
@@ -53,7 +54,7 @@ class Peers:
         link: BlockingStream | None = None,
     ) -> None:
         self.role, self.rank, self.welcome = role, rank, welcome
-        self.config: Mapping[str, Any] = welcome.config if welcome else {}
+        self.config: Mapping[str, Any] = json.loads(welcome.config) if welcome else {}
         self.linked = welcome is not None
         self.generation = roles[role].generation
         self._link, self._pid = link, os.getpid()

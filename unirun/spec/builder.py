@@ -6,14 +6,16 @@ The methods that users call are in `unirun.train.builder`; here are values and o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import field
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.parse import parse_job
 from unirun.spec.read import nearest, shown
 from unirun.spec.roles import TRAINER
 from unirun.spec.yaml import plain_config
+from unirun.values import Value
 
 CALLS_OF_GROUPS = {
     "host_collocations": "with_host_collocation",
@@ -25,8 +27,7 @@ CALLS_OF_GROUPS = {
 DL_TYPES = ("PRE", "SFT", "RL", "MULTIMODAL")
 
 
-@dataclass(frozen=True, slots=True)
-class ClassDraft:
+class ClassDraft(Value):
     """A class as it was named: a module and a class in it."""
 
     module: Any
@@ -38,8 +39,7 @@ class ClassDraft:
         return f"{self.module}:{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadDraft:
+class WorkloadDraft(Value):
     """A role as far as it was described; None is what was not said."""
 
     role: str
@@ -52,8 +52,7 @@ class WorkloadDraft:
     """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(Value):
     """A job as far as it was described; None is what was not said."""
 
     dl_type: Any = None
@@ -74,8 +73,7 @@ class Draft:
     call_timeout: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Value):
     """What importing a class has shown: its ``__unirun_kind__``, or why it could not be imported."""
 
     kind: Literal["workload", "trainer", ""] = ""

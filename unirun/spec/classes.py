@@ -11,17 +11,17 @@ import difflib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
+
+from unirun.values import Value
 
 ELSEWHERE = "--cwd DIR names another folder"
 _MAKE_NAMES = frozenset({"globals", "vars", "locals", "exec", "setattr"})
 """With one of these at its top level, a module may bind names that its source does not show."""
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(Value):
     """Why a class is not there, and what to do."""
 
     problem: str

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import convert, field, to_builtins
+
+from unirun.values import Value
 
 EntryKind = Literal["script", "module", "program", "workload", "trainer"]
 Restart = Literal["role", "process"]
@@ -16,8 +18,7 @@ GROUPS = ("collocations", "host_collocations", "separations", "isolations")
 """The keys of a job file whose value is a list of groups of roles."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Value):
     """What every process of a role runs.
 
     ``script``: a Python file. ``module``: as ``python -m``. ``program``: executed as it is.
@@ -29,8 +30,7 @@ class Entry:
     args: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RoleSpec:
+class RoleSpec(Value):
     """A named set of `count` identical processes.
 
     `restart` says what is started again after a worker failed: every worker of the ``role``, or that ``process``
@@ -60,8 +60,7 @@ class RoleSpec:
     devices: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LogSpec:
+class LogSpec(Value):
     """Where output goes. Everything is always kept in files; this says what a person sees besides.
 
     `redirects` and `tee` are torchrun's ``-r`` and ``-t``: a bit set (1 stdout, 2 stderr) for all local
@@ -76,8 +75,7 @@ class LogSpec:
     duplicate_stderr_filters: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobSpec(Value):
     """One job. Durations are in seconds.
 
     `primary` names the roles whose end is the job's end; the others are stopped then. `config` is the
@@ -141,35 +139,10 @@ class JobSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for files and streams; `from_json` gives an equal spec back."""
-        return dataclasses.asdict(self)
+        plain: dict[str, Any] = to_builtins(self)
+        return plain
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> JobSpec:
-        """The inverse of `to_json`."""
-        roles = tuple(
-            RoleSpec(
-                **{
-                    **role,
-                    "entry": Entry(**{**role["entry"], "args": tuple(role["entry"]["args"])}),
-                    "devices": None if role["devices"] is None else tuple(role["devices"]),
-                }
-            )
-            for role in data["roles"]
-        )
-        log = dict(data["log"])
-        ranks = log["local_ranks_filter"]
-        log["local_ranks_filter"] = None if ranks is None else tuple(ranks)
-        for key in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
-            log[key] = tuple(log[key])
-        plain = {
-            **data,
-            "roles": roles,
-            "log": LogSpec(**log),
-            "primary": tuple(data["primary"]),
-            "preload": tuple(data["preload"]),
-            "signals": tuple(data["signals"]),
-            "exclude_nodes": tuple(data["exclude_nodes"]),
-            "edges": tuple(data["edges"]),
-            **{key: tuple(tuple(group) for group in data[key]) for key in GROUPS},
-        }
-        return cls(**plain)
+        """The inverse of `to_json`. Raises ValueError for what is none."""
+        return convert(data, cls)

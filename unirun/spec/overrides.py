@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from unirun.errors import Fault, SpecError
 from unirun.spec.parse import JOB_KEYS
 from unirun.spec.read import nearest, shown
+from unirun.values import Value
 
 _KEY = re.compile(r"[^.\[\]=\s]+(?:\.[^.\[\]=\s]+|\[\d+\])*")
 _TREES = ("config", "roles")
@@ -29,8 +29,7 @@ ReadValue = Callable[[str, str], Any]
 """What a text says as YAML; the first argument names where it stands. Raises `SpecError`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Override:
+class Override(Value):
     """What one argument says: `value` stands at `path` from now on. `adds`: the file need not have that."""
 
     text: str

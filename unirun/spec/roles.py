@@ -6,8 +6,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from unirun.spec.entries import missing_entry
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from unirun.errors import UsageError
+from unirun.values import Value
 
 OF_EVERY_GROUP = frozenset({"call", "call_async", "count", "index", "map", "rank0", "role"})
 """What a role group has itself: a method of that name is called with ``group.call(name, …)``."""
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 _Method = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Value):
     """A class `name` of `module`, whose text is `text`; relative imports count from `package`."""
 
     module: str
@@ -88,8 +87,7 @@ class _Imports:
         return sorted(set(self._of.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(Value):
     """What ``@trainer_invocation`` says, as far as the source tells."""
 
     blocking: bool | None = True

@@ -20,8 +20,9 @@ No call checks anything: `build` does, and tells everything that is wrong at onc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar
+
+from msgspec.structs import replace
 
 from unirun.collocation import Ties, parse_fake, place
 from unirun.errors import Fault, PlacementError, SpecError

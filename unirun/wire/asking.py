@@ -3,15 +3,15 @@ these may be done twice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from unirun.values import Value
 
 Wish = Literal["save_state", "load_state", "commit_version", "version"]
 """Keep bytes for the next incarnation; give them back; keep the highest number of a channel; tell it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Value, tag=True):
     """A worker wants something; `name` is the channel of a version, `data` base64 or a number."""
 
     number: int
@@ -20,8 +20,7 @@ class Ask:
     data: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerAsk:
+class WorkerAsk(Value, tag=True):
     """`Ask`, with the worker that said it."""
 
     role: str
@@ -33,8 +32,7 @@ class WorkerAsk:
     data: str
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Value, tag=True):
     """The answer to an `Ask` of this number: `data`, None when there is none, or the `problem`."""
 
     number: int
@@ -42,8 +40,7 @@ class Answer:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerAnswer:
+class WorkerAnswer(Value, tag=True):
     """`Answer`, with the worker that it is for."""
 
     role: str

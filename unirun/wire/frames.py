@@ -3,9 +3,9 @@
 `FrameReader` does no I/O: bytes go in, objects come out. It never trusts a length: one over the cap is
 refused before a byte of the frame is kept.
 
-Numbers are finite. Text is Unicode, and may have the code points U+DC80 to U+DCFF, by which Python stands for bytes of
-file names and variables that are no UTF-8 (PEP 383). Other surrogates are no text, cannot be printed or written, and
-are sent as ``\\ud800``.
+Integers have 64 bits, with a sign or without; other numbers are finite. Text is Unicode, and may have the code points
+U+DC80 to U+DCFF, by which Python stands for bytes of file names and variables that are no UTF-8 (PEP 383). Other
+surrogates are no text, cannot be printed or written, and are sent as ``\\ud800``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from unirun.errors import FrameError
 
-VERSION = 1
+VERSION = 2
 """Version of the wire; part of the handshake, so two versions never exchange a frame."""
 
 MAX_FRAME = 16 * 1024 * 1024
@@ -32,9 +32,9 @@ def encode_frame(payload: dict[str, Any], *, limit: int = MAX_FRAME) -> bytes:
     """The bytes of one frame. Raises `FrameError` when they pass `limit`."""
     try:
         body = _to_json(payload)
-        if "\\ud" in body:
-            # Either characters outside of the basic plane, or lone surrogates in what a user's code has said.
-            body = _to_json(_printable(payload))
+        if _ESCAPED.search(body):
+            # There may be lone surrogates in what a user's code has said.
+            body = _to_json(as_text(payload))
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"a message has no form in JSON: {error}") from error
     if len(body) > limit:
@@ -49,20 +49,18 @@ def _to_json(payload: dict[str, Any]) -> str:
 _NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 """Surrogates that stand for no byte."""
 
-
-def is_text(value: str) -> bool:
-    """Whether `value` can be written: it has no surrogate but those that stand for bytes."""
-    # The first costs nothing, as strings know whether they are ASCII.
-    return value.isascii() or _NO_TEXT.search(value) is None
+_ESCAPED = re.compile(r"\\u[dD]")
+"""How surrogates are written, and the halves of characters outside of the basic plane."""
 
 
-def _printable(value: Any) -> Any:
+def as_text(value: Any) -> Any:
+    """JSON values in which surrogates that stand for no byte are spelled out."""
     if isinstance(value, str):
         return _NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
+        return {as_text(key): as_text(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(item) for item in value]
+        return [as_text(item) for item in value]
     return value
 
 
@@ -96,7 +94,10 @@ class FrameReader:
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """The JSON object that `text` is. Raises `FrameError`."""
     try:
-        payload = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        text = text if isinstance(text, str) else text.decode()
+        payload = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_of_64_bits)
+        if (_ESCAPED.search(text) or not text.isascii()) and as_text(payload) != payload:
+            raise ValueError("a text has half of a character")
     except (ValueError, RecursionError) as error:
         raise FrameError(f"what should be JSON is not: {error}") from error
     if not isinstance(payload, dict):
@@ -112,4 +113,11 @@ def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is too large")
+    return value
+
+
+def _of_64_bits(text: str) -> int:
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 64:
+        raise ValueError("an integer has more than 64 bits")
     return value

@@ -16,9 +16,7 @@ spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
+from unirun.values import Value
 from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
 from unirun.wire.reports import (
     Calls,
@@ -56,8 +54,7 @@ from unirun.wire.spawning import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Value):
     """One worker to be started. `devices` are the indices that its mask shows, None to leave the mask; `share` is its
     part of each of its devices."""
 
@@ -69,15 +66,13 @@ class Member:
     share: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Appointed:
+class Appointed(Value, tag=True):
     """A master's first word on a stream: it leads in the term `epoch`. An agent obeys no earlier term."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExitKept:
+class ExitKept(Value, tag=True):
     """The end of a worker is in the store; its agent need not remember it."""
 
     role: str
@@ -85,16 +80,14 @@ class ExitKept:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStore:
+class OpenStore(Value, tag=True):
     """Serve a new, empty store for a generation of a role, where the one before it was served."""
 
     role: str
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class StartRole:
+class StartRole(Value, tag=True):
     """Start these workers of a role for a generation of its process group; those that are not named live on.
 
     `mask` is the variable that shows them their devices; empty when there is none.
@@ -112,8 +105,7 @@ class StartRole:
     mask: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorkers:
+class StopWorkers(Value, tag=True):
     """End these ranks: `signal` first, SIGKILL to the whole process group `grace` seconds later."""
 
     role: str
@@ -122,8 +114,7 @@ class StopWorkers:
     grace: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(Value):
     """What every worker may know of another.
 
     `phase`: ``starting``; ``running``, in the user's code without taking calls; ``serving``, at `addresses`;
@@ -136,8 +127,7 @@ class WorkerView:
     addresses: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class RoleView:
+class RoleView(Value):
     """What every worker may know of a role; `workers` in rank order."""
 
     name: str
@@ -148,15 +138,13 @@ class RoleView:
     workers: tuple[WorkerView, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Value, tag=True):
     """All roles as they stand now."""
 
     roles: tuple[RoleView, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Value, tag=True):
     """The job is over, or ends: the agent ends its workers and then itself.
 
     Workers that were not told to end yet get SIGTERM and have `grace` seconds; all are killed at once when it is None.
@@ -167,8 +155,7 @@ class Shutdown:
     ending: Ending | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Value, tag=True):
     """A worker says who it is. `running`: it enters the user's code now."""
 
     role: str
@@ -178,8 +165,7 @@ class Hello:
     running: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RoleBrief:
+class RoleBrief(Value):
     """What the spec says of a role: what it runs (`kind`, `target`), and what is started again (`restart`)."""
 
     name: str
@@ -190,15 +176,15 @@ class RoleBrief:
     restart: str
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Value, tag=True):
     """The answer to `Hello`: the roles as they stand, what the spec says of them, and the user's part of it.
 
-    `name` is the job's. `collocations` are the groups of roles that share devices. `call_timeout` is in seconds.
+    `config` is JSON by itself, in which any integer may stand. `name` is the job's. `collocations` are the groups of
+    roles that share devices. `call_timeout` is in seconds.
     """
 
     view: View
-    config: dict[str, Any]
+    config: str
     name: str
     roles: tuple[RoleBrief, ...]
     collocations: tuple[tuple[str, ...], ...]
@@ -206,13 +192,11 @@ class Welcome:
     transport: str
 
 
-@dataclass(frozen=True, slots=True)
-class Attach:
+class Attach(Value, tag=True):
     """A CLI wants to follow the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Value, tag=True):
     """Somebody wants the job to end: workers get `signal`, and SIGKILL after `grace` seconds (None: those of the job).
 
     `code` is the job's exit code, None for that of the signal.
@@ -229,8 +213,7 @@ class Stop:
         return 128 + self.signal if self.code is None else self.code
 
 
-@dataclass(frozen=True, slots=True)
-class RoleChanged:
+class RoleChanged(Value, tag=True):
     """How far a role is: `running` of `total` workers are in the user's code."""
 
     role: str
@@ -240,8 +223,7 @@ class RoleChanged:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOutput:
+class WorkerOutput(Value, tag=True):
     """A worker has a process: what it writes can be shown."""
 
     role: str
@@ -250,8 +232,7 @@ class WorkerOutput:
     local_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Value, tag=True):
     """The job has ended with `code`; `report` is for people, `error_file` the root cause's, if it left one."""
 
     code: int

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
+from unirun.values import Value
 from unirun.wire.spawning import StoreEnded
-
-Figure = Annotated[float, "may be nan or infinite"]
-"""A number that a user's code has computed."""
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck"]
 """What made a worker end: itself; the master's order; its agent, which leaves; its agent, because it cannot do its
 work any more; its agent, because it waited in a process group that was over and could not be woken."""
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnerReady:
+class SpawnerReady(Value, tag=True):
     """A spawner can fork workers; it took `seconds` to import torch."""
 
     node: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStarted:
+class WorkerStarted(Value, tag=True):
     """A worker has a process."""
 
     node: str
@@ -34,8 +29,7 @@ class WorkerStarted:
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRunning:
+class WorkerRunning(Value, tag=True):
     """A worker is set up and enters the user's code; `generation` is the one of its role that it was told of."""
 
     role: str
@@ -44,8 +38,7 @@ class WorkerRunning:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(Value, tag=True):
     """A worker takes calls at `addresses`, by transport. `recoverable`: whether the job can go on without what
     it holds in memory."""
 
@@ -53,8 +46,7 @@ class Serving:
     recoverable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerServing:
+class WorkerServing(Value, tag=True):
     """`Serving`, with the worker that said it."""
 
     role: str
@@ -64,23 +56,20 @@ class WorkerServing:
     recoverable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFormed:
+class GroupFormed(Value, tag=True):
     """A worker has formed `generation` of its role's process group with the others."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMeets:
+class GroupMeets(Value, tag=True):
     """A worker is about to meet the others in the store of `generation`: what it writes there from now on, its peers
     may read."""
 
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stuck:
+class Stuck(Value, tag=True):
     """A worker's main thread waits in the process group of `generation`, which is over, and nothing wakes it.
 
     `stack` is the Python stack of that thread.
@@ -90,8 +79,7 @@ class Stuck:
     stack: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFormed:
+class WorkerFormed(Value, tag=True):
     """`GroupFormed`, with the worker that said it."""
 
     role: str
@@ -100,35 +88,34 @@ class WorkerFormed:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch."""
+class Metrics(Value, tag=True):
+    """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch.
 
-    values: dict[str, Figure]
+    They may be nan or infinite.
+    """
+
+    values: dict[str, float]
     time: float
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMetrics:
+class WorkerMetrics(Value, tag=True):
     """`Metrics`, with the worker that said it."""
 
     role: str
     rank: int
     incarnation: int
-    values: dict[str, Figure]
+    values: dict[str, float]
     time: float
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Value):
     """Ranks from `first` to `last`, both among them."""
 
     first: int
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class CallCount:
+class CallCount(Value):
     """What a worker has called of one `method` of a `role` since it was started; `ranks` have answered.
 
     `calls` counts every rank of a call to several. `bytes` went there as arguments, `returned` came back as results;
@@ -147,15 +134,13 @@ class CallCount:
     split: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
+class Calls(Value, tag=True):
     """What a worker has called so far, method by method."""
 
     counts: tuple[CallCount, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCalls:
+class WorkerCalls(Value, tag=True):
     """`Calls`, with the worker that said it."""
 
     role: str
@@ -164,8 +149,7 @@ class WorkerCalls:
     counts: tuple[CallCount, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerError:
+class WorkerError(Value, tag=True):
     """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch).
 
     `lasting`: it would come again however often the worker is started.
@@ -177,8 +161,7 @@ class WorkerError:
     lasting: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(Value, tag=True):
     """A worker has ended, at `time` in seconds since the epoch, by `code` or by `signal`.
 
     `sent` is the last signal that it was sent for an order or because its agent leaves, None for other causes.
@@ -201,8 +184,7 @@ class WorkerExited:
     met: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Value):
     """A worker as its agent holds it; `exit` tells how it has ended, until a master has kept that.
 
     `generation` is the one it is in, and `calls` what it has called, as far as it has said; the other fields are as in
@@ -221,8 +203,7 @@ class Held:
     calls: tuple[CallCount, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HeldStore:
+class HeldStore(Value):
     """The last store that an agent was told to serve for a role, and how far that has come."""
 
     role: str
@@ -231,8 +212,7 @@ class HeldStore:
     ended: StoreEnded | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Value):
     """How the job ends, as a master has decided that could not write it to the store.
 
     `by_failure`: `code` is to be that of the root cause.
@@ -244,8 +224,7 @@ class Ending:
     by_failure: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(Value, tag=True):
     """An agent is there. `endpoints`: for each role, the ``addr:port`` that it holds for its store.
 
     `workers` and `stores` are what it holds already: a master that has come in another's place learns it here.
@@ -261,16 +240,14 @@ class Join:
     ending: Ending | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Value, tag=True):
     """Something a person should know; no decision hangs on it. `source` is ``role:rank`` or a node."""
 
     source: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Value, tag=True):
     """Memory (resident, bytes) and processor time (seconds) of the workers, by ``role:rank``."""
 
     node: str

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Borrow:
+class Borrow(Value, tag=True):
     """Be a spawner: to a fork of a warm process, with descriptors of the agent's output, of a pipe, and of those that
     the agent knows by the numbers `inherited`.
 
@@ -22,18 +21,16 @@ class Borrow:
     umask: int
     descriptors: int
     inherited: tuple[int, ...]
-    state: dict[str, str] = field(default_factory=dict)
+    state: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Declined:
+class Declined(Value, tag=True):
     """The answer of a fork that does not fit, in words."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Spawn:
+class Spawn(Value, tag=True):
     """Start one process. `id` is the agent's name for it; `kind` and `target` are those of the role's entry.
 
     `fresh`: in a new interpreter instead of a fork that keeps what the spawner imported. `env` is the whole
@@ -55,8 +52,7 @@ class Spawn:
     stdin: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ServeStore:
+class ServeStore(Value, tag=True):
     """Serve a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
 
     role: str
@@ -64,31 +60,27 @@ class ServeStore:
     fd: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(Value, tag=True):
     """Send `signal` to the whole process group of a process."""
 
     id: int
     signal: int
 
 
-@dataclass(frozen=True, slots=True)
-class Preloaded:
+class Preloaded(Value, tag=True):
     """The spawner has imported what it should, in `seconds`, and can fork."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(Value, tag=True):
     """The process exists."""
 
     id: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
+class SpawnFailed(Value, tag=True):
     """The process could not be made, at `time`; with id 0, the spawner itself cannot work."""
 
     id: int
@@ -96,16 +88,14 @@ class SpawnFailed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOpened:
+class StoreOpened(Value, tag=True):
     """The store of the role's generation is there; the one before it is gone."""
 
     role: str
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreEnded:
+class StoreEnded(Value, tag=True):
     """The store of `role` could not be opened, or has ended at `time`, though nobody asked for it."""
 
     role: str
@@ -114,8 +104,7 @@ class StoreEnded:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reaped:
+class Reaped(Value, tag=True):
     """The process has ended at `time` (seconds since the epoch), and its group was sent SIGKILL."""
 
     id: int

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from unirun.cli.compose import job_spec
 from unirun.cli.options import parse
@@ -24,7 +24,7 @@ Compose = Callable[..., JobSpec]
 
 def same(one: JobSpec, two: JobSpec) -> bool:
     """Equal but for the id, which is new each time."""
-    return dataclasses.replace(one, run_id="x") == dataclasses.replace(two, run_id="x")
+    return structs.replace(one, run_id="x") == structs.replace(two, run_id="x")
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import structs
 
 from tests.unit.master.job import Job
 from unirun.cli import main
@@ -128,9 +128,7 @@ def job(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
     monkeypatch.setenv("UNIRUN_HOME", str(scripts / "home"))
     monkeypatch.delenv("UNIRUN_STORE", raising=False)
     job, lock = create_job("ppo-1", new_token())
-    job.write_json(
-        job.state.name, dataclasses.replace(STATUS, phase="succeeded", ended=9.0, code=0).to_json()
-    )
+    job.write_json(job.state.name, structs.replace(STATUS, phase="succeeded", ended=9.0, code=0).to_json())
     os.close(lock)
     return job
 
@@ -171,7 +169,7 @@ def test_what_was_seen_is_written_for_the_next_job(capsys: pytest.CaptureFixture
 
 
 def test_a_job_that_has_called_nothing_says_so(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
-    quiet = dataclasses.replace(STATUS, phase="succeeded", ended=9.0, code=0, calls=())
+    quiet = structs.replace(STATUS, phase="succeeded", ended=9.0, code=0, calls=())
     job.write_json(job.state.name, quiet.to_json())
     assert graph("ppo-1") == 0
     output = capsys.readouterr()

@@ -95,6 +95,16 @@ def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> Non
 
 
 @pytest.mark.starts_processes
+def test_a_job_is_started_before_what_leads_shows_and_explains_it_is_imported() -> None:
+    code = "import sys, unirun.cli.run; print(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    later = {"master.lead", "master.step", "cli.session", "collocation.planning.shortage", "graph.svg"}
+    assert {f"unirun.{name}" for name in later} & set(output.split()) == set()
+
+
+@pytest.mark.starts_processes
 def test_the_package_itself_imports_nothing() -> None:
     code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
     output = subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.unit.cli.shell import call
 from unirun.cli import SUBCOMMANDS
@@ -160,9 +160,9 @@ class TestStatus:
         assert call("status") == 0
         assert "METRICS" not in capsys.readouterr().out
         status = read_status(job)
-        worker = dataclasses.replace(status.roles[0].workers[0], metrics={"loss": 0.12345678, "step": 30.0})
-        role = dataclasses.replace(status.roles[0], workers=(worker,))
-        write_status(job, dataclasses.replace(status, roles=(role,)))
+        worker = structs.replace(status.roles[0].workers[0], metrics={"loss": 0.12345678, "step": 30.0})
+        role = structs.replace(status.roles[0], workers=(worker,))
+        write_status(job, structs.replace(status, roles=(role,)))
         assert call("status") == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-2].endswith("  METRICS")

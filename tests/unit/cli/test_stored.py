@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.unit.cli.shell import call
 from tests.unit.master.job import Job
@@ -37,8 +37,8 @@ def running(run_id: str, started: float = 100.0, uid: str = "other") -> JobState
     job = Job({"actor": 2, "rollout": 1}, restarts={"actor": 3}).running()
     job.exits("actor", 1, 3).obey().all_run("actor")
     state = job.state
-    spec = dataclasses.replace(state.spec, run_id=run_id)
-    return dataclasses.replace(state, spec=spec, started=started, uid=uid)
+    spec = structs.replace(state.spec, run_id=run_id)
+    return structs.replace(state, spec=spec, started=started, uid=uid)
 
 
 def put(store: Store, state: JobState, host: str = "far") -> Term:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.unit.collocation.checking import hosts
 from unirun.collocation.inventory import Inventory

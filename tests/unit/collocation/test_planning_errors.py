@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
+from msgspec.structs import replace
 
 from tests.unit.collocation.checking import counts_of, gpu, hosts
 from tests.unit.collocation.requests import inventories, requests

@@ -5,8 +5,9 @@ The first are the three strategies of the DLRover proposal for a unified control
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
+
+from msgspec.structs import replace
 
 from tests.unit.collocation.checking import gpu, hosts
 from unirun.collocation.inventory import Inventory

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 
 from tests.unit.graph.graphs import any_graphs
-from unirun.graph import SCENARIOS, Edge, Graph, Role, faults, warnings
+from unirun.graph import Edge, Graph, Role, faults, warnings
 from unirun.graph.checks import cycles
+from unirun.graph.scenarios import SCENARIOS
 
 ROLES = (Role("actor", 4), Role("rollout", 4), Role("reward", 2))
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from unirun.graph import Caller, Edge, Graph, Role, added, from_edges, learn, sound, without_circles, yaml
+from unirun.graph import Caller, Edge, Graph, Role, added, from_edges, learn, sound, without_circles
+from unirun.graph.text import yaml
 from unirun.spec.yaml import load_job_file
 from unirun.wire.reports import CallCount, Span
 

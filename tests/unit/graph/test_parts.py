@@ -7,17 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import graphs
-from unirun.graph import (
-    SCENARIOS,
-    Edge,
-    Graph,
-    Role,
-    affected,
-    instance_edges,
-    instances,
-    tight_parts,
-    weights,
-)
+from unirun.graph import Edge, Graph, Role, affected, instance_edges, instances, tight_parts, weights
+from unirun.graph.scenarios import SCENARIOS
 
 ROLES = (Role("trainer", 1), Role("actor", 2), Role("rollout", 4), Role("server", 1))
 GRAPH = Graph(

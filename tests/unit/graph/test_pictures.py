@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import any_graphs
-from unirun.graph import SCENARIOS, Edge, Graph, Role, dot, mermaid, svg, tree
+from unirun.graph import Edge, Graph, Role
 from unirun.graph.layout import heights, layout
+from unirun.graph.scenarios import SCENARIOS
 from unirun.graph.states import LOOKS, look
-from unirun.graph.text import printable
+from unirun.graph.svg import svg
+from unirun.graph.text import dot, mermaid, printable, tree
 
 FOLDER = Path(__file__).with_name("pictures")
 STATES = {"rollout": "running", "reward": "restarting", "actor": "failed", "critic": "waiting"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from tests.unit.launcher.agent import TORCH, Agent
 from unirun.failover.brevity import MESSAGE, NOTE, TAIL, TRACEBACK

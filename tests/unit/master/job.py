@@ -6,7 +6,7 @@ import signal
 
 from unirun.cli.planned import ties_of
 from unirun.collocation import Assignment, Inventory, Placement, place
-from unirun.master import new_job, step
+from unirun.master import new_job
 from unirun.master.events import (
     Command,
     Event,
@@ -15,6 +15,7 @@ from unirun.master.events import (
     ToAgent,
     ToWatchers,
 )
+from unirun.master.step import step
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.wire.messages import OpenStore, StopWorkers
 from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from tests.unit.master.job import Job
 from tests.unit.master.losses import gone, nodes

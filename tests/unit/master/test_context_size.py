@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.master.documents import applied, kept, many, written
 from tests.unit.master.job import Job
 from unirun.failover import Exit, Failure
-from unirun.master import WorkerPhase, step
+from unirun.master import WorkerPhase
 from unirun.master.context import changes, observations, observed, restore
 from unirun.master.events import Event
 from unirun.master.state import JobState
+from unirun.master.step import step
 from unirun.wire.reports import (
     Join,
     WorkerError,

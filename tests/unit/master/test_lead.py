@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.master.documents import kept, written
 from tests.unit.master.job import TERM, Job

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.master.court import SEAT, Court, all_of, eventually, until
 from tests.unit.master.job import TERM, Job

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.master.job import KILL, TERM, Job
 from tests.unit.master.losses import gone, nodes

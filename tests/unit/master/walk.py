@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from tests.unit.master.job import KILL, TERM, Job
 from unirun.collocation import Device, Inventory, Node

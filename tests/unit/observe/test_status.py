@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from unirun.errors import JobError
 from unirun.observe import (
@@ -43,7 +43,11 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[JobDir, int]:
 
 
 def write(job: JobDir, phase: str = "running") -> None:
-    write_status(job, dataclasses.replace(STATUS, phase=phase))
+    write_status(job, structs.replace(STATUS, phase=phase))
+
+
+# Hypothesis does not know msgspec's default factories.
+st.register_type_strategy(WorkerStatus, st.builds(WorkerStatus, metrics=st.from_type(dict[str, float])))
 
 
 @given(st.from_type(JobStatus).filter(lambda status: "NaN" not in json.dumps(status.to_json())))
@@ -92,7 +96,7 @@ class TestASummary:
         here, lock = job
         (role,) = STATUS.roles
         write_status(
-            here, dataclasses.replace(STATUS, roles=(dataclasses.replace(role, workers=role.workers * 9999),))
+            here, structs.replace(STATUS, roles=(structs.replace(role, workers=role.workers * 9999),))
         )
         assert here.state.stat().st_size > 1_000_000
         assert here.summary.stat().st_size < 300

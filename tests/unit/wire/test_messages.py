@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -15,8 +14,10 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
+from unirun.values import Value
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
 from unirun.wire.codec import from_json, typed
+from unirun.wire.frames import parse_object
 from unirun.wire.messages import Stop, View, Welcome
 from unirun.wire.reports import Metrics, Notice, WorkerMetrics
 from unirun.wire.spawning import Spawn
@@ -26,10 +27,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
-welcomes = st.builds(Welcome, config=st.dictionaries(st.text(), json_values))
-messages = (
-    st.one_of([st.from_type(kind) for kind in typing.get_args(Message) if kind is not Welcome]) | welcomes
-)
+messages = st.one_of([st.from_type(kind) for kind in typing.get_args(Message)])
 
 
 def sendable(message: Message) -> bool:
@@ -67,10 +65,10 @@ def test_bytes_from_outside_give_objects_or_a_named_error(raw: bytes) -> None:
 def test_a_field_of_another_type_is_refused_or_kept_as_the_declared_type(
     message: Message, data: st.DataObject, wrong: object
 ) -> None:
-    fields = dataclasses.fields(message)
+    fields = message.__struct_fields__
     if not fields:
         return
-    name = data.draw(st.sampled_from([field.name for field in fields]))
+    name = data.draw(st.sampled_from(fields))
     try:
         again = decode({**encode(message), name: wrong})
     except FrameError:
@@ -88,8 +86,7 @@ def test_a_frame_has_its_length_and_as_little_json_as_can_be(payload: dict[str, 
         encode_frame(payload, limit=length - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
+class Written(Value):
     """A document of somebody's own."""
 
     name: str
@@ -100,9 +97,9 @@ def test_a_document_has_the_fields_of_its_type() -> None:
     assert from_json(Written, '{"name": "a", "ranks": [1, 2]}') == Written("a", (1, 2))
     assert typed(Written, {"name": "a", "ranks": (1,)}) == Written("a", (1,))
     for text, says in (
-        ('{"name": "a"}', "Written is incomplete"),
-        ('{"name": "a", "ranks": [true]}', "Written.ranks is True, expected"),
-        ('{"name": "a", "rank": 1}', "Written has no field 'rank'"),
+        ('{"name": "a"}', "this is no Written: Object missing required field `ranks`"),
+        ('{"name": "a", "ranks": [true]}', "no Written: Expected `int`, got `bool` - at `\\$.ranks\\[0\\]`"),
+        ('{"name": "a", "rank": 1}', "no Written: Object contains unknown field `rank`"),
         ("[]", "there is a list, expected an object"),
     ):
         with pytest.raises(FrameError, match=says):
@@ -131,13 +128,13 @@ def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
     [
         ({"type": "Nonsense"}, "unknown message"),
         ({"type": ["Join"]}, "unknown message"),
-        ({"type": "Shutdown", "now": True}, "no field 'now'"),
-        ({"type": "Stop"}, "incomplete"),
-        ({"type": "Stop", "signal": "15", "reason": "x"}, "expected"),
-        ({"type": "Stop", "signal": 15, "reason": "x", "grace": "nan"}, "expected"),
-        ({"type": "Metrics", "values": {"loss": "low"}, "time": 1.0}, "expected"),
-        ({"type": "WorkerExited", "cause": "fate"}, "expected"),
-        ({"type": "Stop", "signal": True, "reason": "x"}, "expected"),
+        ({"type": "Shutdown", "now": True}, "unknown field `now`"),
+        ({"type": "Stop"}, "missing required field `signal`"),
+        ({"type": "Stop", "signal": "15", "reason": "x"}, "Expected"),
+        ({"type": "Stop", "signal": 15, "reason": "x", "grace": "nan"}, "Expected"),
+        ({"type": "Metrics", "values": {"loss": "low"}, "time": 1.0}, "Expected"),
+        ({"type": "WorkerExited", "cause": "fate"}, "Invalid enum value"),
+        ({"type": "Stop", "signal": True, "reason": "x"}, "Expected"),
     ],
 )
 def test_a_wrong_message_says_what_is_wrong(payload: dict[str, object], says: str) -> None:
@@ -218,23 +215,24 @@ def test_bytes_of_names_that_are_no_text_come_through() -> None:
 
 
 def test_a_users_config_may_have_any_number_that_json_has() -> None:
-    welcome = decode(
-        {
-            **encode(Welcome(View(()), {}, "n", (), (), 1.0, "socket")),
-            "config": {"big": 10**400, "list": [1, {"x": [2, None]}]},
-        }
-    )
+    config = {"big": 10**400, "list": [1, {"x": [2, None]}]}
+    sent = Welcome(View(()), json.dumps(config), "n", (), (), 1.0, "socket")
+    (payload,) = FrameReader().feed(encode_frame(encode(sent)))
+    welcome = decode(payload)
     assert isinstance(welcome, Welcome)
-    assert welcome.config == {"big": 10**400, "list": [1, {"x": [2, None]}]}
+    assert json.loads(welcome.config) == config
 
 
 @pytest.mark.parametrize(
-    "config", [{"a": ["\ud800"]}, {"a": {"b": "\ud800"}}, {"a": {"\ud800": 1}}, {"\ud800": 1}]
+    "values", [{"a": ["\ud800"]}, {"a": {"b": "\ud800"}}, {"a": {"\ud800": 1}}, {"\ud800": 1}]
 )
-def test_a_config_with_what_is_no_text_is_named(config: dict[str, object]) -> None:
-    payload = encode(Welcome(View(()), {}, "n", (), (), 1.0, "socket"))
-    with pytest.raises(FrameError, match=r"Welcome\.config is '\\ud800', expected"):
-        decode({**payload, "config": config})
+def test_no_frame_has_half_of_a_character(values: dict[str, object]) -> None:
+    for escaped in (True, False):
+        body = json.dumps(values, ensure_ascii=escaped).encode(errors="surrogatepass")
+        with pytest.raises(FrameError, match="what should be JSON is not"):
+            list(FrameReader().feed(struct.pack(">I", len(body)) + body))
+    with pytest.raises(FrameError, match="half of a character"):
+        parse_object(json.dumps(values, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
@@ -250,27 +248,29 @@ def test_no_frame_has_a_number_that_is_not_finite(form: str, number: str) -> Non
     st.integers(-(1 << 66), 1 << 66) | st.sampled_from([-(1 << 63), -(1 << 63) - 1, (1 << 64) - 1, 1 << 64])
 )
 def test_an_integer_has_64_bits(number: int) -> None:
-    payload = {"type": "Stop", "signal": number, "reason": "x"}
+    frame = encode_frame(encode(Stop(number, "x")))
     if -(1 << 63) <= number < 1 << 64:
+        (payload,) = FrameReader().feed(frame)
         assert decode(payload) == Stop(number, "x")
     else:
-        with pytest.raises(
-            FrameError, match=r"Stop\.signal is (an integer of 6[5-7] bits|-\d{19,20}), expected"
-        ):
-            decode(payload)
+        with pytest.raises(FrameError, match="an integer has more than 64 bits"):
+            list(FrameReader().feed(frame))
 
 
 @pytest.mark.parametrize(
     ("payload", "says"),
     [
-        ({"type": "Join", "workers": [{"role": 1}]}, r"Join.workers.role is 1, expected"),
-        ({"type": "Join", "workers": [{"who": 1}]}, r"Join.workers has no field 'who'"),
-        ({"type": "Join", "endpoints": {"a": 1}}, r"Join.endpoints is 1, expected"),
-        ({"type": "Metrics", "values": {"loss": [1]}}, r"Metrics.values is a list, expected"),
-        ({"type": "Notice", "text": {}}, r"Notice.text is a dict, expected"),
-        ({"type": "Notice", "text": 1 << 63}, f"Notice.text is {1 << 63}, expected"),
-        ({"type": "Stop", "grace": "soon"}, r"Stop.grace is 'soon', expected"),
-        ({"type": "Notice", "x" * 100: 1}, f"Notice has no field '{'x' * 80}'"),
+        (
+            {"type": "Join", "workers": [{"role": 1}]},
+            r"Join: Expected `str`, got `int` - at `\$\.workers\[0\]\.role`",
+        ),
+        ({"type": "Join", "workers": [{"who": 1}]}, r"unknown field `who` - at `\$\.workers\[0\]`"),
+        ({"type": "Join", "endpoints": {"a": 1}}, r"Expected `str`, got `int` - at `\$\.endpoints"),
+        ({"type": "Metrics", "values": {"loss": [1]}}, r"Expected `float`, got `array` - at `\$\.values"),
+        ({"type": "Notice", "text": {}}, r"Expected `str`, got `object` - at `\$\.text`"),
+        ({"type": "Notice", "text": 1 << 63}, r"Expected `str`, got `int` - at `\$\.text`"),
+        ({"type": "Stop", "grace": "soon"}, r"Expected `float \| null`, got `str` - at `\$\.grace`"),
+        ({"type": "Notice", "x" * 100: 1}, f"Notice: .* unknown field `{'x' * 80}"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_stands_in_it(payload: dict[str, object], says: str) -> None:

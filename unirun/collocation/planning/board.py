@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from unirun.collocation.planning.islands import Steps
 from unirun.collocation.planning.problem import Cells, Problem
+from unirun.values import Value
 
 
 class Place(NamedTuple):
@@ -25,8 +25,7 @@ class Place(NamedTuple):
     users: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class Room(Value, eq=False):
     """What nodes of one kind have left. `held` are the cells that are there already and stay.
 
     `steps` are by type of slot. Rooms are compared by identity: there are few, and they are asked for often.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
+
+from msgspec.structs import replace
 
 from unirun.collocation.planning.faults import GROUPS
 from unirun.collocation.planning.wording import both, join
 from unirun.collocation.request import Request, RoleRequest, Ties
+from unirun.values import Value
 
 UNDONE = {
     "apart": "without separating {}",
@@ -21,8 +23,7 @@ NAMES = 3
 """So many nodes are named; more would not be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Value):
     """One difference. `binds` is the constraint that is let go, of `role` if it is a role's; empty for fewer ranks."""
 
     text: str

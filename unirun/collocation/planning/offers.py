@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice, repeat
 from math import ceil
+
+from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning.changes import changes, without_a_group
@@ -18,6 +19,7 @@ from unirun.collocation.planning.solve import bounds, feasibility
 from unirun.collocation.planning.wording import both, join, some
 from unirun.collocation.request import Request, RoleRequest
 from unirun.collocation.slots import CPU
+from unirun.values import Value
 
 TRIES = 8
 """So many numbers are tried for a constraint, the nearest first."""
@@ -29,8 +31,7 @@ MANY = 1_000_000
 """More than any node has of anything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Value):
     """A request that fits, with `more` nodes if it needs them, and how it differs from the one that does not.
 
     `binds` is the constraint that it lets go: of `role`, if it is a role's. Neither is there when there is less to

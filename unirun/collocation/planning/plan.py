@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from unirun.collocation.inventory import Inventory
+from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
+from unirun.collocation.planning.faults import request_faults
 from unirun.collocation.planning.layout import assign
 from unirun.collocation.planning.packing import Packer
-from unirun.collocation.planning.problem import Cells, Problem
-from unirun.collocation.planning.shortage import checked, does_not_fit, usable
+from unirun.collocation.planning.problem import Cells, Problem, compile_request
 from unirun.collocation.planning.solve import solve
 from unirun.collocation.planning.wording import both, join, some
 from unirun.collocation.request import Request
+from unirun.errors import PlacementError
 
 
 def plan(request: Request, inventory: Inventory) -> Placement:
@@ -32,12 +33,39 @@ def plan(request: Request, inventory: Inventory) -> Placement:
     nodes, spares = usable(request, inventory)
     solution = solve(problem, nodes, packer)
     if solution is None:
+        # It takes a while to import what finds out why.
+        from unirun.collocation.planning.shortage import does_not_fit
+
         raise does_not_fit(request, inventory)
     names = [node.name for node in nodes]
     by_role = assign(problem, packer, names, solution.rooms, solution.placed)
     there = Counter(cells for cells in solution.placed if any(cells))
     lost = crossing(request, problem, there, solution.counts)
     return Placement(in_order(request, by_role), note(request, problem, there, spares, lost), spares, lost)
+
+
+def usable(request: Request, inventory: Inventory) -> tuple[tuple[Node, ...], tuple[str, ...]]:
+    """The nodes that a plan may use, and the spares: the last of those that are not tainted."""
+    sound = [node for node in inventory.nodes if node.name not in request.tainted]
+    use = max(len(sound) - request.spares, 0)
+    return tuple(sound[:use]), tuple(node.name for node in sound[use:])
+
+
+def checked(request: Request) -> Problem:
+    """The problem that `request` states. Raises `PlacementError` with everything that is wrong with it."""
+    faults = request_faults(request)
+    if not faults:
+        problem, faults = compile_request(request)
+        if not faults:
+            return problem
+    raise PlacementError(
+        "\n".join(str(fault) for fault in faults),
+        role=next((role.name for role in request.roles if faults[0].where.split(".")[0] == role.name), ""),
+        needed=0,
+        available=0,
+        constraint=faults[0].where,
+        faults=tuple(faults),
+    )
 
 
 def in_order(request: Request, by_role: Mapping[str, Sequence[Assignment]]) -> tuple[Assignment, ...]:

@@ -10,12 +10,12 @@ a cell, or says which cells a node may have besides others, and a placement is a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import frexp, gcd, lcm, ldexp
 
 from unirun.collocation.planning.wording import both, join
 from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import Fault
+from unirun.values import Value
 
 Cells = tuple[int, ...]
 """How many cells of each bundle."""
@@ -24,8 +24,7 @@ BITS = 80
 """Weights are integers of so many bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Value):
     """Roles that share slots. A cell has `ranks` of each; each rank takes `units` of `width` slots of type `device`.
 
     Of `group` consecutive ranks all should be near one NUMA node. `only` are the indices that it may have. `width` is 0
@@ -45,8 +44,7 @@ class Stack:
         return float(role.slots) if role.slots < 1 else 1 / len(self.roles)
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
+class Bundle(Value):
     """Stacks with ranks on the same nodes: `least` to `most` cells; with `single`, no node has two of them."""
 
     stacks: tuple[Stack, ...]
@@ -83,8 +81,7 @@ class Bundle:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Value):
     """What is to be solved. A slot has `unit` units. Stacks are numbered through all bundles.
 
     `apart[b]` are the bundles that no node has besides cells of b. `isolated[s]` are the stacks that no NUMA node has

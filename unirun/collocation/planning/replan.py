@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple, TypeVar, cast
+
+from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning.board import Room
 from unirun.collocation.planning.layout import Before, seated, seating
 from unirun.collocation.planning.packing import Packer
-from unirun.collocation.planning.plan import crossing, in_order, note
+from unirun.collocation.planning.plan import checked, crossing, in_order, note
 from unirun.collocation.planning.problem import Bundle, Cells, Problem
 from unirun.collocation.planning.rooms import Rooms
-from unirun.collocation.planning.shortage import checked, does_not_fit
 from unirun.collocation.planning.solve import bounds, crowds, most_cells, place
 from unirun.collocation.planning.survivors import Homes, Survivors
 from unirun.collocation.request import Request
@@ -60,6 +60,9 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
         if moved is not None:
             return _result(request, problem, packer, survivors, moved, inventory)
     left = tuple(node for node in inventory.nodes if node.name not in lost)
+    # It takes a while to import what finds out why.
+    from unirun.collocation.planning.shortage import does_not_fit
+
     raise does_not_fit(replace(request, spares=0), Inventory(left))
 
 

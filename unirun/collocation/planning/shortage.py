@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from unirun.collocation.inventory import Inventory, Node
+from msgspec.structs import replace
+
+from unirun.collocation.inventory import Inventory
 from unirun.collocation.planning.changes import changes, part_of, with_part, without_a_constraint
-from unirun.collocation.planning.faults import request_faults
 from unirun.collocation.planning.offers import Offer, Trials, offer
 from unirun.collocation.planning.problem import Problem, compile_request
 from unirun.collocation.planning.wording import both, join, some
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
+from unirun.values import Value
 
 OFFERS = 4
 """So many changes are named; more would not be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(Value):
     """What stands in the way. Counts are ranks of `role`; each of the `offers` fits."""
 
     role: str
@@ -30,30 +30,6 @@ class Shortage:
     constraint: str
     problem: str
     offers: tuple[Offer, ...]
-
-
-def usable(request: Request, inventory: Inventory) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """The nodes that a plan may use, and the spares: the last of those that are not tainted."""
-    sound = [node for node in inventory.nodes if node.name not in request.tainted]
-    use = max(len(sound) - request.spares, 0)
-    return tuple(sound[:use]), tuple(node.name for node in sound[use:])
-
-
-def checked(request: Request) -> Problem:
-    """The problem that `request` states. Raises `PlacementError` with everything that is wrong with it."""
-    faults = request_faults(request)
-    if not faults:
-        problem, faults = compile_request(request)
-        if not faults:
-            return problem
-    raise PlacementError(
-        "\n".join(str(fault) for fault in faults),
-        role=next((role.name for role in request.roles if faults[0].where.split(".")[0] == role.name), ""),
-        needed=0,
-        available=0,
-        constraint=faults[0].where,
-        faults=tuple(faults),
-    )
 
 
 def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from unirun.collocation.inventory import Node
 from unirun.collocation.planning.board import Room
@@ -15,10 +14,10 @@ from unirun.collocation.planning.packing import Packer
 from unirun.collocation.planning.problem import Cells, Problem
 from unirun.collocation.planning.rooms import Rooms
 from unirun.collocation.slots import CPU
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(Value):
     """For each node its room and how many cells of each bundle it gets. `counts` are the sums."""
 
     rooms: list[Room]

@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from unirun.errors import JobError, UnirunError
 from unirun.launcher.process import BOOT
@@ -30,6 +31,7 @@ from unirun.launcher.warm.likeness import (
     unlike,
 )
 from unirun.rendezvous.ownership import exposure, make_private
+from unirun.values import Value
 from unirun.wire.address import unix_address
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.codec import from_json
@@ -48,8 +50,7 @@ PADDING = "-" * 200
 """An argument that makes room for the command lines that workers show in ``ps``."""
 
 
-@dataclass(frozen=True)
-class Warm:
+class Warm(Value):
     """A warm process of this user's."""
 
     folder: Path
@@ -143,11 +144,11 @@ def wish(
         umask=int(umask, 8),
         descriptors=descriptors,
         inherited=tuple(inherited),
+        state={},
     )
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(Value):
     """The warm process that fits what a job wants, or why the nearest does not, in words."""
 
     want: Borrow

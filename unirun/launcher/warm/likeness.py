@@ -12,12 +12,12 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from unirun.launcher.environment import counts_at_import
 from unirun.launcher.warm import searchpath
 from unirun.launcher.warm.searchpath import folders_of, found_elsewhere
+from unirun.values import Value
 from unirun.wire.spawning import Borrow
 
 _STATUS = (
@@ -122,8 +122,7 @@ def _shown(values: Mapping[str, str], name: str) -> str:
     return f"{values[name]!r:.80}" if name in values else "not set"
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Value):
     """What a warm process tells of itself in a file beside its socket.
 
     `unirun`: where this package is. `path`: the folders of its PYTHONPATH. `imported`: its modules, without those of

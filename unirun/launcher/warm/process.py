@@ -16,9 +16,10 @@ import socket
 import sys
 import time
 from collections.abc import ItemsView, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+
+from msgspec import to_builtins
 
 from unirun.launcher.environment import for_workers
 from unirun.launcher.preloaded import PreloadedModules
@@ -185,7 +186,7 @@ def main(argv: list[str]) -> None:
     modules.freeze()
     warm = WarmProcess(folder, idle, until, files)
     draft = folder / "draft"
-    draft.write_text(json.dumps(asdict(description)))
+    draft.write_text(json.dumps(to_builtins(description)))
     draft.rename(folder / DESCRIPTION)
     connection = warm.serve()
     del warm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from unirun.errors import OutcomeUnknown, StoreAway, StoreError, StoreRefused
@@ -14,6 +13,7 @@ from unirun.rendezvous.store._etcd_messages import message, message_class
 from unirun.rendezvous.store._etcd_tls import credentials, diagnose
 from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
+from unirun.values import Value
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
@@ -34,16 +34,17 @@ _PAUSE = 0.05
 """Seconds before all members are tried again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Login:
+class Login(Value):
     """A user of etcd. The password is in no text of it."""
 
     user: str
-    password: str = field(repr=False)
+    password: str
+
+    def __repr__(self) -> str:
+        return f"Login(user={self.user!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(Value):
     """A method of etcd's API; of streams that answer each request once, too."""
 
     path: str

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from unirun.errors import Fault, UsageError
+from unirun.values import Value
 
 DEFAULT_PREFIX = "/unirun/"
 DEFAULT_TIMEOUT = 5.0
@@ -27,8 +27,7 @@ _FORMS = "write sqlite:PATH or etcd://HOST:PORT,HOST:PORT"
 _NO_PASSWORD = f"put the password into {PASSWORD_VARIABLE}, or into a file that password_file=… names"
 
 
-@dataclass(frozen=True, slots=True)
-class SqliteAddress:
+class SqliteAddress(Value):
     """A store in the file `path`."""
 
     path: str
@@ -37,8 +36,7 @@ class SqliteAddress:
         return f"sqlite:{self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class EtcdAddress:
+class EtcdAddress(Value):
     """A store in etcd: every key of it begins with `prefix`, which ends with ``/``. With `cacert` it is TLS."""
 
     endpoints: tuple[str, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from threading import Condition
 
@@ -21,10 +20,10 @@ from unirun.rendezvous.store.protocol import (
     Put,
     ValueIs,
 )
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Value):
     item: Item
     lease: int | None
 

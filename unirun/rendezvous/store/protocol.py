@@ -11,8 +11,9 @@ a write may or may not have been done. They may be called from several threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from unirun.values import Value
 
 MAX_CHANGES = 128
 """A transaction has at most so many comparisons, and so many changes. What etcd takes by default."""
@@ -21,8 +22,7 @@ MAX_SIZE = 1024 * 1024
 """Bytes of all keys and values that a transaction puts. etcd takes 1.5 MiB by default, with all that is around them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(Value):
     """A key with its value. `revision` is that of the transaction that has put it last."""
 
     key: str
@@ -30,16 +30,14 @@ class Item:
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Value):
     """Everything under a prefix, in order of keys, as of `revision`."""
 
     items: tuple[Item, ...]
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Value):
     """What keeps keys in the store until `ttl` seconds after it was last kept alive. A store may grant a longer one
     than was asked for."""
 
@@ -47,16 +45,14 @@ class Lease:
     ttl: float
 
 
-@dataclass(frozen=True, slots=True)
-class ValueIs:
+class ValueIs(Value):
     """Holds when `key` is there and has `value`."""
 
     key: str
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class RevisionIs:
+class RevisionIs(Value):
     """Holds when `key` was put last by the transaction `revision`; 0: when it is not there."""
 
     key: str
@@ -66,8 +62,7 @@ class RevisionIs:
 Compare = ValueIs | RevisionIs
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Value):
     """Give `key` a `value`; with a lease it goes away when that ends."""
 
     key: str
@@ -75,16 +70,14 @@ class Put:
     lease: Lease | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Value):
     """Whether every comparison held, so that the changes were made, and the store's revision then."""
 
     succeeded: bool
     revision: int
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Value):
     """One key was put or deleted by the transaction `revision`; `value` is empty for a deletion."""
 
     kind: Literal["put", "delete"]

@@ -14,7 +14,6 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 from uuid import uuid4
@@ -26,14 +25,14 @@ from unirun.errors import OutcomeUnknown, StoreAway, StoreError
 from unirun.rendezvous.store.protocol import Item, Outcome, RevisionIs, Store
 from unirun.rendezvous.torchrun import NAME
 from unirun.rendezvous.torchrun.leased import RETRY, LeasedWriter
+from unirun.values import Value
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class StateToken:
+class StateToken(Value):
     """Which version of the state somebody has seen: that of the transaction `revision`, of the meeting `meeting`."""
 
     revision: int

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from unirun.errors import UsageError
 from unirun.rendezvous.store.address import EtcdAddress, parse_address
+from unirun.values import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(Value):
     """What ``--rdzv-conf`` may say; the fields are its keys. Times are seconds, and may have fractions."""
 
     join_timeout: float = 600

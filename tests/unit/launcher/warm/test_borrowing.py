@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from unirun.errors import JobError
 from unirun.launcher.warm import borrowing
@@ -70,7 +71,7 @@ def lives(root: Path) -> Iterator[Callable[..., Path]]:
             log = stack.enter_context((folder / "log").open("w"))
             fcntl.flock(log, fcntl.LOCK_EX)
             if description is not None:
-                (folder / DESCRIPTION).write_text(json.dumps(asdict(description)))
+                (folder / DESCRIPTION).write_text(json.dumps(to_builtins(description)))
             return folder
 
         yield live

@@ -7,12 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from unirun.launcher.orders import PRELOAD, PRELOAD_CALLS
 from unirun.launcher.warm.likeness import (
@@ -49,6 +49,7 @@ WANTED = Borrow(
     umask=0o22,
     descriptors=1024,
     inherited=(),
+    state={},
 )
 
 
