@@ -356,5 +356,10 @@ def test_properties_have_one_profile() -> None:
     assert settings().deadline is None
 
 
+def test_properties_have_a_share_of_the_examples_of_the_profile() -> None:
+    """With a number of their own they would have as many in `make quick` as in `make test`."""
+    none(where for where, _ in lines("max_" + "examples") if where.startswith("tests/unit/"))
+
+
 def test_the_package_ships_its_types() -> None:
     assert (PACKAGE / "py.typed").is_file()

@@ -9,9 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.unit.master.documents import applied, kept, many
 from tests.unit.master.job import Job
 from tests.unit.master.unsteady import Fault, UnsteadyStore
@@ -378,7 +379,7 @@ class TestAStoreThatFails:
         hand.write(before, after)
         assert load(store, RUN) == kept(after)
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(
         st.integers(0, 2**32),
         st.lists(st.sampled_from([None, "away", "done", "lost", "late"]), max_size=40),
