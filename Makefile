@@ -34,9 +34,9 @@ JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations 20
 
-# All that starts no process, with fewer examples of each property: a minute or two.
+# All that starts no process, with fewer examples of each property: about a minute.
 quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -n 2 tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit tests/test_architecture.py -m "not starts_processes" --hypothesis-profile quick
 
 # More histories than the tests have; a failing seed is printed, and replayed with UNIRUN_SIM_SEED=N. Then some of CPython's
 # own tests, each under plain python and in workers, which takes half an hour; MODULE=test_signal runs one module of them. Then

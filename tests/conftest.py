@@ -5,13 +5,26 @@ for all examples of a property; those that properties use hold no state.
 
 Signals are as a terminal has them: ``sh -c 'pytest &'`` and ``nohup pytest`` have some ignored, what they start inherits
 that, and unirun leaves a signal alone that is ignored when it starts.
+
+What was imported for the tests lives until the end: the garbage collector does not look at it again. With torch imported a
+full collection takes half a second, and tests that end with one, or make many objects, cause many.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
 
 from hypothesis import HealthCheck, settings
+
+gc.disable()  # until everything is imported
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.collect()  # so that the collector knows how little is left to it, and looks at that often enough
+    gc.enable()
+
 
 settings.register_profile(
     "busy machine",

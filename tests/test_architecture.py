@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -55,9 +56,9 @@ MAY_READ_YAML = frozenset(
 MAX_LINES = 400
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Module:
-    """One module of the package."""
+    """One module of the package; equal to itself only, so that a function of one can be cached."""
 
     name: str
     path: Path
@@ -78,38 +79,47 @@ class Import:
     types_only: bool
 
 
-def modules() -> list[Module]:
+@functools.cache
+def modules() -> tuple[Module, ...]:
+    """All of the package, parsed once by the process that runs these tests, not by each that collects them."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         found.append(Module(name, path, ast.parse(path.read_text(), str(path))))
-    return found
+    return tuple(found)
 
 
-MODULES = modules()
-
-
-def imports(module: Module) -> Iterator[Import]:
+@functools.cache
+def imports(module: Module) -> tuple[Import, ...]:
     """Every import, wherever it stands; `importlib.import_module` with a literal name counts too."""
-    types_only = {
-        id(inner)
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(module.tree):
-        hidden = id(node) in types_only
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, hidden)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module.name}:{node.lineno}: import by the whole name"
-            for alias in node.names:
-                yield Import(f"{node.module}.{alias.name}", node.lineno, hidden)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            literal = [argument for argument in node.args[:1] if isinstance(argument, ast.Constant)]
-            yield from (Import(str(each.value), node.lineno, hidden) for each in literal)
+    return tuple(_imports(module, module.tree, types_only=False))
+
+
+def _imports(module: Module, node: ast.AST, *, types_only: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, node.lineno, types_only) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module.name}:{node.lineno}: import by the whole name"
+        yield from (Import(f"{node.module}.{alias.name}", node.lineno, types_only) for alias in node.names)
+    elif isinstance(node, ast.Call) and called(node).endswith("import_module"):
+        literal = [argument for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+        yield from (Import(str(each.value), node.lineno, types_only) for each in literal)
+    elif isinstance(node, ast.If):
+        types_only = types_only or "TYPE_CHECKING" in ast.unparse(node.test)
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.stmt | ast.expr | ast.excepthandler | ast.match_case | ast.withitem):
+            yield from _imports(module, inner, types_only=types_only)
+
+
+def called(node: ast.Call) -> str:
+    """``a.b`` for ``a.b(…)``, and ``….b`` where the beginning is no name; `ast.unparse` takes far longer."""
+    parts, function = [], node.func
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    parts.append(function.id if isinstance(function, ast.Name) else "…")
+    return ".".join(reversed(parts))
 
 
 def floor(room: str) -> int:
@@ -127,7 +137,7 @@ def none(offenders: Iterable[str]) -> None:
 
 
 def each_import() -> Iterator[tuple[Module, Import]]:
-    return ((module, found) for module in MODULES for found in imports(module))
+    return ((module, found) for module in modules() for found in imports(module))
 
 
 def test_imports_go_down_only() -> None:
@@ -146,7 +156,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_every_room_stands_on_a_floor() -> None:
-    rooms = {module.room for module in MODULES} - {""}
+    rooms = {module.room for module in modules()} - {""}
     assert rooms <= set().union(*FLOORS)
 
 
@@ -220,9 +230,9 @@ def test_the_cores_do_no_input_and_no_output() -> None:
 
 def test_nothing_is_imported_in_a_circle() -> None:
     """Between modules, at import time: what stands in functions or under TYPE_CHECKING does not count."""
-    names = {module.name for module in MODULES}
+    names = {module.name for module in modules()}
     graph: dict[str, set[str]] = {}
-    for module in MODULES:
+    for module in modules():
         top = Module(module.name, module.path, ast.Module([*_top_level(module.tree)], []))
         targets = {each.target for each in imports(top) if not each.types_only}
         graph[module.name] = {
@@ -247,18 +257,18 @@ def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def test_a_module_fits_a_few_screens() -> None:
-    sizes = {module.name: len(module.path.read_text().splitlines()) for module in MODULES}
+    sizes = {module.name: len(module.path.read_text().splitlines()) for module in modules()}
     none(f"{name} has {lines} lines" for name, lines in sizes.items() if lines > MAX_LINES)
 
 
 def test_a_module_says_what_it_is_for() -> None:
-    none(f"{module.name} has no docstring" for module in MODULES if not ast.get_docstring(module.tree))
+    none(f"{module.name} has no docstring" for module in modules() if not ast.get_docstring(module.tree))
 
 
 def test_public_names_are_explained() -> None:
     none(
         f"{where}:{node.lineno} has no docstring"
-        for module in MODULES
+        for module in modules()
         for where, node in _public(module.tree, module.name)
         if not ast.get_docstring(node)
     )
@@ -288,9 +298,9 @@ def test_only_the_command_prints_and_only_what_is_printable() -> None:
     other processes report, which never raises: the disk may be full that holds their log."""
 
     def offenders() -> Iterator[str]:
-        for module in MODULES:
+        for module in modules():
             for node in ast.walk(module.tree):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTS:
+                if isinstance(node, ast.Call) and called(node) in PRINTS:
                     json = ast.unparse(node.args[0]).startswith("json.dumps(") if node.args else False
                     ours = module.name in ("unirun.cli.terminal", "unirun.reporting")
                     if not ours and not (module.room == "cli" and json):
@@ -303,7 +313,7 @@ def test_a_package_offers_what_it_names() -> None:
     """``__all__`` has each name once, and holds what is there."""
 
     def offenders() -> Iterator[str]:
-        for module in MODULES:
+        for module in modules():
             for node in module.tree.body:
                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                     names = ast.literal_eval(node.value)
@@ -330,17 +340,19 @@ def _defined(module: Module) -> set[str]:
 FOLDERS = ("unirun", "tests", "examples", "benchmarks")
 
 
-def lines() -> Iterator[tuple[str, str]]:
-    """Every line of our own code, and where it stands."""
+def lines(*words: str) -> Iterator[tuple[str, str]]:
+    """Every line of our own code that has one of `words`, and where it stands."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for number, line in enumerate(path.read_text().splitlines(), 1):
-                yield f"{path.relative_to(ROOT)}:{number}", line
+                if any(word in line for word in words):
+                    yield f"{path.relative_to(ROOT)}:{number}", line
 
 
 def test_nothing_is_left_for_later_in_a_comment() -> None:
-    words = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
-    none(f"{where}: {line.strip()}" for where, line in lines() if words.search(line))
+    words = ("TO" + "DO", "FIX" + "ME", "X" * 3)
+    whole = re.compile(r"\b(" + "|".join(words) + r")\b")
+    none(f"{where}: {line.strip()}" for where, line in lines(*words) if whole.search(line))
 
 
 def test_properties_have_one_profile() -> None:
@@ -348,10 +360,15 @@ def test_properties_have_one_profile() -> None:
     word = "dead" + "line="
     none(
         f"{where}: {line.strip()}"
-        for where, line in lines()
-        if "settings(" in line and word in line and not where.startswith("tests/conftest.py")
+        for where, line in lines(word)
+        if "settings(" in line and not where.startswith("tests/conftest.py")
     )
     assert settings().deadline is None
+
+
+def test_properties_have_a_share_of_the_examples_of_the_profile() -> None:
+    """With a number of their own they would have as many in `make quick` as in `make test`."""
+    none(where for where, _ in lines("max_" + "examples") if where.startswith("tests/unit/"))
 
 
 def test_the_package_ships_its_types() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ class CommandLine(Value):
     args: tuple[str, ...]
 
 
-def build_parser(prog: str, extra: Sequence[Option] = ()) -> Parser:
+@functools.cache
+def build_parser(prog: str, extra: tuple[Option, ...] = ()) -> Parser:
     """The parser of the options (not of the script and its arguments)."""
     parser = Parser(
         prog=prog,
@@ -90,7 +92,7 @@ def _add(group: Any, option: Option) -> None:
     group.add_argument(*names, **settings)
 
 
-def parse(argv: Sequence[str], prog: str = "unirun", extra: Sequence[Option] = ()) -> CommandLine:
+def parse(argv: Sequence[str], prog: str = "unirun", extra: tuple[Option, ...] = ()) -> CommandLine:
     """Take `argv` apart. Raises `UsageError`. ``--help`` prints and leaves."""
     own, rest = _split([*argv], (*OPTIONS, *extra))
     overrides: list[str] = []

@@ -13,10 +13,11 @@ from typing import Any
 from unicodedata import category
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
+from tests.properties import examples
 from unirun.cli import main
 from unirun.cli.terminal import printable, printable_lines
 from unirun.observe import (
@@ -173,7 +174,7 @@ JSON = st.recursive(
 
 
 class TestOutput:
-    @settings(max_examples=40)
+    @examples(40)
     @given(text=HOSTILE)
     def test_has_no_control_characters_of_workers(
         self, text: str, tmp_path_factory: pytest.TempPathFactory
@@ -184,7 +185,7 @@ class TestOutput:
                 code, _ = ran(*argv)
                 assert code in (0, 2), argv
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(data=st.data())
     def test_is_words_whatever_the_state_holds(
         self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -204,7 +205,7 @@ class TestOutput:
                 code, _ = ran(*argv)
                 assert code in (0, 2), argv
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(name=st.sampled_from(Summary.__struct_fields__), value=JSON, text=HOSTILE)
     def test_is_words_whatever_a_line_of_the_index_holds(
         self, name: str, value: Any, text: str, tmp_path_factory: pytest.TempPathFactory
@@ -227,7 +228,7 @@ class TestOutput:
                 code, _ = ran(*argv, "--store", url)
                 assert code in (0, 2, 4), argv
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(
         values=st.dictionaries(
             st.sampled_from(

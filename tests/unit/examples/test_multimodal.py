@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
-import modalities
 import pytest
 import torch
 import torch.distributed as dist
-from modalities import LETTERS, LOST, NAMES, READABLE
-from networks import EMBEDDING, Fusion, ImageEncoder, NameEncoder
 from part import LEARNING_RATE, Blank, Part
 from torch import nn
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Imported when a test needs it: scikit-learn takes seconds, which every process that collects tests would spend."""
+    global EMBEDDING, LETTERS, LOST, NAMES, READABLE, Fusion, ImageEncoder, NameEncoder, modalities
+    import modalities
+    from modalities import LETTERS, LOST, NAMES, READABLE
+    from networks import EMBEDDING, Fusion, ImageEncoder, NameEncoder
 
 
 @pytest.fixture

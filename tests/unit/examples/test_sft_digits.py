@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from digits import held_out, load, of_classes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Imported when a test needs it: scikit-learn takes seconds, which every process that collects tests would spend."""
+    global held_out, load, of_classes
+    from digits import held_out, load, of_classes
 
 
 def test_every_fifth_image_is_held_out() -> None:

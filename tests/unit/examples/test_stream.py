@@ -7,9 +7,15 @@ import pytest
 import torch
 from curves import plot, table
 from incremental import Incremental
-from stream import FEATURES, PHASES, Digits, features
 
 BATCH, PHASE = 32, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Imported when a test needs it: scikit-learn takes seconds, which every process that collects tests would spend."""
+    global FEATURES, PHASES, Digits, features
+    from stream import FEATURES, PHASES, Digits, features
 
 
 @pytest.fixture(scope="module")

@@ -83,5 +83,6 @@ def test_a_join_of_10_000_long_failures_fits_and_tells_the_first_ones_whole() ->
 
 def test_workers_that_live_or_have_ended_well_are_left_as_they_are() -> None:
     well = Held("actor", 0, 0, exit=WorkerExited("actor", 0, 0, 1.0, 0, None))
-    many = [failed(rank, short_error(ERROR)) for rank in range(1, 1000)]
+    short = short_error(ERROR)
+    many = [failed(rank, short) for rank in range(1, 1000)]
     assert fitting([well, Held("actor", 1, 0), *many])[:2] == (well, Held("actor", 1, 0))

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.properties import examples
 from tests.unit.master.documents import Documents, applied, kept, written
 from tests.unit.master.job import TERM, Job
 from tests.unit.master.walk import Walk
@@ -33,14 +34,14 @@ from unirun.wire.spawning import StoreEnded, StoreOpened
 seeds = st.integers(0, 2**32)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_what_is_written_at_once_gives_the_state_back(seed: int) -> None:
     for state in Walk(seed).states(40):
         assert restore(written(state)) == kept(state)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds)
 def test_what_is_written_step_by_step_is_what_is_written_at_once(seed: int) -> None:
     states = Walk(seed).states(120)
@@ -50,7 +51,7 @@ def test_what_is_written_step_by_step_is_what_is_written_at_once(seed: int) -> N
         assert documents == written(after)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(seeds, st.data())
 def test_steps_may_be_left_out(seed: int, data: st.DataObject) -> None:
     states = Walk(seed).states(120)
@@ -62,7 +63,7 @@ def test_steps_may_be_left_out(seed: int, data: st.DataObject) -> None:
     assert restore(documents) == kept(before)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(seeds)
 def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed: int) -> None:
     """Whoever comes in this master's place has all that follows from nothing else than the store."""

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.properties import examples
 from tests.unit.master.documents import applied, kept, many
 from tests.unit.master.job import Job
 from tests.unit.master.unsteady import Fault, UnsteadyStore
 from tests.unit.master.walk import Walk
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.failover import Exit, Failure
+from unirun.master import context as context_module
 from unirun.master import keeper as keeper_module
 from unirun.master.context import changes, observations, observed, restore
 from unirun.master.keeper import MAX_BYTES, MAX_OPERATIONS, Keeper, load, read_context
@@ -180,11 +182,13 @@ class TestAWriteInPieces:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(keeper_module, "MAX_OPERATIONS", 2)
+        for name in ("_NODES", "_RANKS"):
+            monkeypatch.setattr(context_module, name, getattr(context_module, name) // 10)
 
     @pytest.fixture
     def states(self) -> tuple[JobState, JobState]:
         """A state and the next one, which differs in many documents, of which some go away."""
-        before = many(2000, 300)
+        before = many(200, 30)
         for number in range(30):
             before = before.with_failures(Failure("role0", number, 0, 0, "n", float(number), Exit(code=1)))
         role = before.roles["role0"]
@@ -378,7 +382,7 @@ class TestAStoreThatFails:
         hand.write(before, after)
         assert load(store, RUN) == kept(after)
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(
         st.integers(0, 2**32),
         st.lists(st.sampled_from([None, "away", "done", "lost", "late"]), max_size=40),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.properties import examples
 from tests.unit.master.job import KILL, Job
 from unirun.errors import IllegalTransition
 from unirun.master.context import changes, observations, restore, urgent
@@ -109,7 +110,7 @@ class TestTheStore:
         assert list(news) == ["calls/logger/0"]
         assert observations(found.state, found.state) == {}
 
-    @settings(max_examples=20)
+    @examples(20)
     @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
     def test_loses_no_call_through_restarts_and_masters(self, reports: list[int]) -> None:
         """Each incarnation of the logger reports once; after each the master is another one."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.properties import examples
 from tests.unit.master.job import TERM, Job
 from tests.unit.master.walk import Walk
 from unirun.master.context import urgent
@@ -131,7 +132,7 @@ def test_what_ends_the_job_can_be_done_unwritten_and_nothing_else_that_agents_ar
     assert ledger.add(job.exits("actor", 1, by=TERM, asked=TERM).state, note("end")) == []
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32), st.data())
 def test_in_any_order_of_steps_and_writes_each_command_is_done_once_and_nothing_too_early(
     seed: int, data: st.DataObject

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.properties import examples
 from tests.unit.master.job import KILL, TERM
 from tests.unit.master.walk import Walk
 from unirun.failover import Exit
@@ -281,7 +282,7 @@ def known_of(view: View) -> object:
     return [(role.name, role.generation, role.workers) for role in view.roles]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32))
 def test_each_step_orders_and_tells_what_follows_from_it_and_nothing_else(seed: int) -> None:
     walk = Walk(seed)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.unit.master.job import TERM, Job
 from tests.unit.master.takeover import TWO, Who, end, join, kinds, starts, take_over
 from tests.unit.master.walk import Walk
@@ -76,7 +77,7 @@ class TestANodeOfSeveral:
         assert job.on(RejoinTimedOut()).commands == []
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(0, 2**32), st.integers(3, 80), st.booleans())
 def test_wherever_a_master_dies_what_was_decided_stands_and_nothing_is_done_twice(
     seed: int, length: int, some_orders_are_lost: bool

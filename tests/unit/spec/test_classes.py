@@ -7,9 +7,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from unirun.spec.classes import missing_class
 
 BOMB = "raise SystemExit('this was imported')\n"
@@ -135,7 +136,7 @@ def test_the_first_folder_wins_over_sys_path(tmp_path: Path) -> None:
     assert missing_class("json:JSONDecoder", folders) is None
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     target=st.text("ab.:_9\0/\ud800é ", max_size=9) | st.from_regex(r"[a-z.]{1,5}:[A-Z]\w{0,4}"),
     text=st.text("class A:\n pdef()=1'\0é", max_size=20),

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from tests.properties import examples
 from unirun.errors import SpecError
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec, parse_job
 from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES
@@ -20,7 +21,7 @@ from unirun.spec.roles import ROLE_KEYS, TRAINER_KEYS
 from unirun.spec.together import handle_name
 from unirun.spec.yaml import load_job_file
 
-quick = settings(max_examples=80)
+quick = examples(80)
 
 scalars = (
     st.none()
@@ -218,7 +219,7 @@ def test_a_spec_survives_json(spec: JobSpec) -> None:
     assert JobSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
-@settings(quick, max_examples=40)
+@examples(40)
 @given(spec=specs())
 def test_a_spec_survives_a_job_file(
     spec: JobSpec, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

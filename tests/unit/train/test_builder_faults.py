@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -242,7 +242,6 @@ environments = st.dictionaries(st.sampled_from(["A", "RANK", "1"]), junk, max_si
 workloads = st.tuples(roles, modules, classes, numbers, numbers, environments)
 
 
-@settings(max_examples=100)
 @given(
     of_job=st.tuples(st.sampled_from(["RL", "SFT"]) | junk, numbers, numbers, environments, environments),
     trainer=st.tuples(modules, classes),

@@ -24,7 +24,8 @@ from unirun.wire.spawning import Spawn
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=16,
 )
 
 messages = st.one_of([st.from_type(kind) for kind in typing.get_args(Message)])

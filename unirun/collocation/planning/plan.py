@@ -28,15 +28,23 @@ def plan(request: Request, inventory: Inventory) -> Placement:
 
     Raises `PlacementError`, with all faults of the request, or with what stands in the way and what would fit.
     """
+    placement = find(request, inventory)
+    if placement is None:
+        # It takes a while to import what finds out why.
+        from unirun.collocation.planning.shortage import does_not_fit
+
+        raise does_not_fit(request, inventory)
+    return placement
+
+
+def find(request: Request, inventory: Inventory) -> Placement | None:
+    """The same, and None where `plan` would look for what stands in the way, which takes longer than not to fit."""
     problem = checked(request)
     packer = Packer(problem)
     nodes, spares = usable(request, inventory)
     solution = solve(problem, nodes, packer)
     if solution is None:
-        # It takes a while to import what finds out why.
-        from unirun.collocation.planning.shortage import does_not_fit
-
-        raise does_not_fit(request, inventory)
+        return None
     names = [node.name for node in nodes]
     by_role = assign(problem, packer, names, solution.rooms, solution.placed)
     there = Counter(cells for cells in solution.placed if any(cells))

@@ -1,10 +1,15 @@
 """Makes the modules of examples/grpo_text importable, as they are when the example is run."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from transformers import LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "examples" / "grpo_text"))
 

@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_text import Actor, GRPOTrainer, Reference, Reward, Rollout
 
 from unirun import BaseWorkload, run_in_process
 
-ROLES: dict[str, tuple[type[BaseWorkload], int]] = {
-    "actor": (Actor, 1),
-    "rollout": (Rollout, 2),
-    "reference": (Reference, 1),
-    "reward": (Reward, 1),
-}
+
+def run(setting: dict[str, Any]) -> dict[str, float]:
+    # Here, as transformers takes seconds, which every process that collects tests would spend.
+    from grpo_text import Actor, GRPOTrainer, Reference, Reward, Rollout
+
+    roles: dict[str, tuple[type[BaseWorkload], int]] = {
+        "actor": (Actor, 1),
+        "rollout": (Rollout, 2),
+        "reference": (Reference, 1),
+        "reward": (Reward, 1),
+    }
+    return run_in_process(GRPOTrainer, roles, setting)
 
 
 def small(out: Path, **more: Any) -> dict[str, Any]:
@@ -25,7 +30,7 @@ def small(out: Path, **more: Any) -> dict[str, Any]:
 
 def test_all_roles_play_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "accuracy.png"
-    result = run_in_process(GRPOTrainer, ROLES, small(out))
+    result = run(small(out))
     assert set(result) == {"warm", "final"}
     assert all(0.0 <= share <= 1.0 for share in result.values())
     assert out.exists()
@@ -39,4 +44,4 @@ def test_all_roles_play_together(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_job_fails_below_its_bar(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="below the bar of 100 points"):
-        run_in_process(GRPOTrainer, ROLES, small(tmp_path / "accuracy.png", bar=100.0))
+        run(small(tmp_path / "accuracy.png", bar=100.0))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
-from llama import answer_log_probs, make_model, sample
 from tokenizer import END, PAD, VOCABULARY, answer_mask, encode, pad_left, pad_right
 from torch import Tensor
-from transformers import LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 PROMPTS = ["1+2=", "9-8+7-6=", "3+4-5="]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Imported when a test needs it: transformers takes seconds, which every process that collects tests would spend."""
+    global answer_log_probs, make_model, sample
+    from llama import answer_log_probs, make_model, sample
 
 
 def generator(seed: int = 0) -> torch.Generator:

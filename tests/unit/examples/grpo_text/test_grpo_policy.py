@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from grpo import Groups, Lesson, group_advantages
 from hypothesis import given
 from hypothesis import strategies as st
-from llama import answer_log_probs, make_model, sample
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from policy import Policy
 from progress import Progress, plot
 from recipe import Recipe, learning_rate, recipe_of
 from tokenizer import encode, pad_left, pad_right
 from torch import Tensor
-from transformers import LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 QUESTIONS, ANSWERS = ["1+2=", "9-8+7=", "3+4=", "5-6="], ["3", "8", "7", "-1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Imported when a test needs it: transformers takes seconds, which every process that collects tests would spend."""
+    global Policy, answer_log_probs, make_model, sample
+    from llama import answer_log_probs, make_model, sample
+    from policy import Policy
 
 
 def alone(vector: Tensor) -> None:

@@ -7,10 +7,16 @@ from itertools import islice
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tasks import Task, Tasks, is_held_out
 from tokenizer import ALPHABET, encode
 
-TASKS = Tasks(2, 4)
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    """Imported when a test needs it: reasoning_gym takes seconds, which every process that collects tests would spend."""
+    global TASKS, Task, Tasks, is_held_out
+    from tasks import Task, Tasks, is_held_out
+
+    TASKS = Tasks(2, 4)
 
 
 def test_the_answer_to_a_question_is_the_value_of_its_sum() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -185,22 +186,42 @@ import ctypes, json, os, resource, signal, struct, sys, textwrap
 from pathlib import Path
 from unirun.launcher.warm.likeness import differences, state_of
 libc = ctypes.CDLL(None)
-before = state_of()
-exec(textwrap.dedent(sys.argv[1]))
-print(json.dumps([text.partition(" is ")[0] for text in differences(state_of(), before)]))
+for line in sys.stdin:
+    if os.fork() == 0:
+        before = state_of()
+        exec(textwrap.dedent(json.loads(line)))
+        print(json.dumps([text.partition(" is ")[0] for text in differences(state_of(), before)]), flush=True)
+        os._exit(0)
+    if os.wait()[1] != 0:
+        sys.exit(1)
 """
 
+ChangedBy = Callable[[str], list[str]]
 
-def changed_by(change: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", LOOK, change], cwd=ROOT, capture_output=True, check=True)
-    names: list[str] = json.loads(done.stdout)
-    return names
+
+@pytest.fixture(scope="module")
+def changed_by() -> Iterator[ChangedBy]:
+    """What is seen of a change that a process makes of itself: each in a fork of one process."""
+    looker = subprocess.Popen(
+        [sys.executable, "-c", LOOK], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    stdin, stdout = looker.stdin, looker.stdout
+    assert stdin is not None
+    assert stdout is not None
+
+    def ask(change: str) -> list[str]:
+        print(json.dumps(change), file=stdin, flush=True)
+        names: list[str] = json.loads(stdout.readline())
+        return names
+
+    yield ask
+    looker.communicate()
 
 
 class TestTheStateOfAProcess:
     @pytest.mark.starts_processes
     @pytest.mark.parametrize("name", CHANGES)
-    def test_shows_what_a_fork_cannot_undo(self, name: str) -> None:
+    def test_shows_what_a_fork_cannot_undo(self, name: str, changed_by: ChangedBy) -> None:
         if name == "memory policy" and not Path("/proc/self/numa_maps").exists():
             pytest.skip("this kernel knows one node")
         assert name in changed_by(CHANGES[name])
@@ -208,12 +229,12 @@ class TestTheStateOfAProcess:
     @pytest.mark.starts_processes
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may")
     @pytest.mark.parametrize("name", OF_ROOT)
-    def test_shows_what_only_root_may_change(self, name: str) -> None:
+    def test_shows_what_only_root_may_change(self, name: str, changed_by: ChangedBy) -> None:
         assert name in changed_by(OF_ROOT[name])
 
     @pytest.mark.starts_processes
     @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="there is one processor")
-    def test_shows_on_which_processors_it_runs(self) -> None:
+    def test_shows_on_which_processors_it_runs(self, changed_by: ChangedBy) -> None:
         assert "Cpus_allowed_list" in changed_by("os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
 
     @pytest.mark.starts_processes
@@ -229,7 +250,7 @@ class TestTheStateOfAProcess:
             "",
         ],
     )
-    def test_does_not_show_what_is_set_afterwards(self, change: str) -> None:
+    def test_does_not_show_what_is_set_afterwards(self, change: str, changed_by: ChangedBy) -> None:
         assert changed_by(change) == []
 
     @pytest.mark.starts_processes

@@ -184,12 +184,12 @@ def test_nobody_sleeps_while_nodes_meet(node: Node) -> None:
 
 
 def test_who_comes_later_is_waited_for_by_the_round_that_is(node: Node) -> None:
-    # Long enough for both to be in the next round, whichever is there first.
-    patient = Config(last_call_timeout=2.0)
-    one = node(nodes=(1, 2), config=patient)
+    one = node(nodes=(1, 2), config=Config(last_call_timeout=0.05))
     (info,) = meet(one)
     assert info.world_size == 1
-    other = node(nodes=(1, 2), config=patient)
+    # Long enough for both to be in the next round, whichever is there first: it begins when both are.
+    one._settings.timeout._last_call = timedelta(seconds=WAIT)
+    other = node(nodes=(1, 2), config=Config(last_call_timeout=WAIT))
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(other.next_rendezvous)
         until(lambda: one.num_nodes_waiting() == 1)

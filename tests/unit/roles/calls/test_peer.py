@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.properties import examples
 from tests.sim.calls.actors import Clock, FakeService
 from unirun.errors import CallError, ChannelError, EncodingError
 from unirun.roles.calls.dispatcher import ACK
@@ -230,7 +231,7 @@ class Calls(RuleBasedStateMachine):
 
 
 TestWhateverHappens = Calls.TestCase
-TestWhateverHappens.settings = settings(max_examples=60, stateful_step_count=30)
+TestWhateverHappens.settings = settings(examples(60), stateful_step_count=30)
 
 
 def calls(*seqs: int) -> list[Any]:

@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import (
     ALIGN,
@@ -111,14 +112,14 @@ def test_what_is_received_next_does_not_change_what_came() -> None:
     assert bytes(found[1].inline[0]) == b"bbbb"
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(st.binary(max_size=100), max_size=5))
 def test_noise_is_a_frame_error_at_worst(chunks: list[bytes]) -> None:
     with contextlib.suppress(FrameError):
         parse(chunks)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(FRAMES.filter(bool), st.data())
 def test_a_stream_with_errors_is_a_frame_error_at_worst(frames: list[Frame], data: st.DataObject) -> None:
     stream = bytearray(b"".join(map(bytes_of, frames)))
