@@ -11,6 +11,6 @@ import msgspec
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A frozen value with slots, equal to others of its class by its fields.
 
-    Making the class takes a twentieth of the time of a dataclass, of which a command would make two hundred before it
-    does anything; and msgspec reads values from JSON, with each field checked (`unirun.wire.codec`).
+    To create such a class takes a twentieth of what a dataclass takes, and a command creates two hundred of them before
+    it does anything. msgspec makes values from JSON and checks each field (`unirun.wire.codec`).
     """
