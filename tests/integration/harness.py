@@ -38,6 +38,21 @@ ENVIRON = SCRIPTS / "environ.py"
 EXEC = ("--start-method", "exec")
 """Each worker is an interpreter of its own: who needs no torch does not wait for its import."""
 
+SHORT_TERM = {
+    "unirun.master.lead.TERM_TTL": 3.0,
+    "unirun.launcher.standby.CHECK": 0.3,
+    "unirun.cli.session.CHECK": 0.3,
+    "unirun.observe.following.CHECK": 0.3,
+}
+"""Constants with which a first master that hangs loses its term after three seconds, and others notice at once."""
+
+EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
+"""Constants with which agents start one master after another without ever longer pauses. A shorter one would start the next
+before this one leads."""
+
+IMPATIENT = {"unirun.cli.session.PATIENCE": 0.5, "unirun.cli.session.FAREWELL": 2.0}
+"""Constants with which a command that was interrupted twice kills soon what does not end."""
+
 Script = Callable[..., Path]
 """The fixture `script`: it writes a worker's script and tells where it is."""
 
@@ -204,10 +219,15 @@ class Unirun:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         read: bool = True,
+        constants: Mapping[str, float] | None = None,
         **popen: Any,
     ) -> Running:
-        """Start it in a session of its own, so that signals reach it alone."""
-        return self.start_program([UNIRUN, *map(str, args)], env=env, cwd=cwd, read=read, **popen)
+        """Start it in a session of its own, so that signals reach it alone. `constants` of the product have other values
+        in the command, the agents and the first master."""
+        program = (
+            [sys.executable, str(SCRIPTS / "patched.py"), json.dumps(constants)] if constants else [UNIRUN]
+        )
+        return self.start_program([*program, *map(str, args)], env=env, cwd=cwd, read=read, **popen)
 
     def start_program(
         self,

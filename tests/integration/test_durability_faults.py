@@ -120,13 +120,13 @@ class TestAnEtcd:
         url = "etcd://127.0.0.1:1?timeout=2"
         refused(unirun, url, 4, "etcd at 127.0.0.1:1 has not answered for 2 s", "etcdctl endpoint health")
 
-    def test_whose_prefix_belongs_to_something_else(self, unirun: Unirun, trio: Servers) -> None:
-        store = open_store(trio.url(prefix="/other/"))
+    def test_whose_prefix_belongs_to_something_else(self, unirun: Unirun, etcd: Servers) -> None:
+        store = open_store(etcd.url(prefix="/other/"))
         store.txn([], [Put(f"{job_prefix('mine')}epoch", "tomorrow")])
         store.close()
         script = unirun.root / "never.py"
         script.write_text("print('never')")
-        result = unirun(*EXEC, "--rdzv-id", "mine", "--store", trio.url(prefix="/other/"), script)
+        result = unirun(*EXEC, "--rdzv-id", "mine", "--store", etcd.url(prefix="/other/"), script)
         assert (result.code, result.out) == (4, ""), result.err
         assert "epoch holds 'tomorrow', which no unirun has written" in result.err
         assert "choose another one" in result.err

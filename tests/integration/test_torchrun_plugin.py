@@ -67,13 +67,6 @@ WAITING = """
 """Says what `TRAINING` says, for tests of what happens between nodes and etcd: it does without torch."""
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("etcd"))
-    yield servers
-    servers.stop()
-
-
 def be_torchrun(argv: list[str], env: dict[str, str], cwd: Path, streams: list[Connection]) -> None:
     """Be the program `torchrun`, in a process that was forked."""
     os.setsid()
