@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
+
+from unirun.cli import status
 
 T = TypeVar("T")
 
@@ -255,16 +260,22 @@ class Unirun:
         return self.start(*args, **how).end(within)
 
     def status(self) -> dict[str, Any]:
-        """What ``unirun status --json`` says of the newest job."""
-        result = self("status", "--json")
-        assert result.code == 0, result.err
-        found: dict[str, Any] = json.loads(result.out)
+        """What ``unirun status --json`` says of the newest job, without a process of its own: it is asked often."""
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+            patch.setenv("UNIRUN_HOME", str(self.home))
+            assert status.main(["--json"]) == 0
+        found: dict[str, Any] = json.loads(out.getvalue())
         return found
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """The workers of the newest job in its status, by ``role:rank``."""
-        roles = self.status()["roles"]
-        return {f"{role['name']}:{w['rank']}": w for role in roles for w in role["workers"]}
+        """The workers of the newest job in its status, by ``role:rank``. Of a job that goes on, each has a process."""
+
+        def look() -> dict[str, dict[str, Any]] | None:
+            now = self.status()
+            found = {f"{role['name']}:{w['rank']}": w for role in now["roles"] for w in role["workers"]}
+            return found if now["ended"] or all(w["pid"] for w in found.values()) else None
+
+        return eventually(look, "the status has the pids of all workers", START)
 
     def job_dir(self) -> Path:
         """The directory of the only job."""
