@@ -142,3 +142,43 @@ class TestAJobFile:
         assert call("--config", "job.yaml") == 2
         (line,) = said(capsys, home)
         assert "job.yaml" in line
+
+
+class TestAnId:
+    @pytest.mark.parametrize("name", ["../up", "a/b", "x" * 80])
+    def test_that_is_no_name_is_refused(self, capsys: Captured, home: Path, scripts: Path, name: str) -> None:
+        assert call(f"--rdzv-id={name}", "train.py") == 2
+        (line,) = said(capsys, home)
+        assert line.startswith("unirun: ")
+        assert not (scripts / "up").exists()
+
+
+class TestAnAddress:
+    @pytest.mark.parametrize("address", ["203.0.113.7", "no.such.host.invalid"])
+    def test_that_is_not_of_this_host_has_the_code_4(
+        self, capsys: Captured, home: Path, address: str
+    ) -> None:
+        assert call("--master-addr", address, "train.py") == 4
+        (line,) = said(capsys, home)
+        assert address in line
+        assert "--master-addr" in line
+
+
+class TestAStore:
+    @pytest.mark.parametrize("detach", [(), ("-d",)])
+    @pytest.mark.parametrize(
+        ("url", "words"),
+        [
+            ("store.db", ("begins with sqlite: or etcd://", "write sqlite:PATH or etcd://HOST:PORT")),
+            ("sqlite:", ("it names no file", "write sqlite:PATH")),
+            ("etcd://host:1?colour=red", ("there is no option 'colour'",)),
+            ("etcd://me:secret@host:1", ("a password stands before the hosts", "UNIRUN_STORE_PASSWORD")),
+        ],
+    )
+    def test_whose_url_is_none_is_refused_before_anything_is_made(
+        self, capsys: Captured, home: Path, url: str, words: tuple[str, ...], detach: tuple[str, ...]
+    ) -> None:
+        assert call(*detach, "--store", url, "train.py") == 2
+        (line,) = said(capsys, home)
+        assert all(word in line for word in words)
+        assert "secret" not in line
