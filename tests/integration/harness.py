@@ -268,12 +268,12 @@ class Unirun:
         return found
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """The workers of the newest job in its status, by ``role:rank``. Of a job that goes on, each has a process."""
+        """The workers of the newest job in its status, by ``role:rank``. Of a job that goes on, each has, or has had, a process."""
 
         def look() -> dict[str, dict[str, Any]] | None:
             now = self.status()
             found = {f"{role['name']}:{w['rank']}": w for role in now["roles"] for w in role["workers"]}
-            return found if now["ended"] or all(w["pid"] for w in found.values()) else None
+            return found if now["ended"] or all(w["pid"] or w["exit"] for w in found.values()) else None
 
         return eventually(look, "the status has the pids of all workers", START)
 
