@@ -57,9 +57,9 @@ def running(unirun: Unirun, script: Script) -> Running:
 
 
 @pytest.fixture(scope="session")
-def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """An etcd of three members, for tests that leave all of them running."""
-    servers = Servers(tmp_path_factory.mktemp("trio"), 3)
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """An etcd of one member, for tests that leave it running. Each has a prefix of its own."""
+    servers = Servers(tmp_path_factory.mktemp("etcd"))
     yield servers
     servers.stop()
 
@@ -69,4 +69,4 @@ def store(request: pytest.FixtureRequest, unirun: Unirun) -> list[object]:
     """The options for each kind of store."""
     if request.param == "sqlite":
         return []
-    return ["--store", request.getfixturevalue("trio").url(prefix=f"/{unirun.root.name}/")]
+    return ["--store", request.getfixturevalue("etcd").url(prefix=f"/{unirun.root.name}/")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import io
 import json
 import os
 import re
@@ -17,6 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
+
+from unirun.cli import status
 
 T = TypeVar("T")
 
@@ -37,6 +42,21 @@ ENVIRON = SCRIPTS / "environ.py"
 
 EXEC = ("--start-method", "exec")
 """Each worker is an interpreter of its own: who needs no torch does not wait for its import."""
+
+SHORT_TERM = {
+    "unirun.master.lead.TERM_TTL": 3.0,
+    "unirun.launcher.standby.CHECK": 0.3,
+    "unirun.cli.session.CHECK": 0.3,
+    "unirun.observe.following.CHECK": 0.3,
+}
+"""Constants with which a first master that hangs loses its term after three seconds, and others notice at once."""
+
+EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
+"""Constants with which agents start one master after another without ever longer pauses. A shorter one would start the next
+before this one leads."""
+
+IMPATIENT = {"unirun.cli.session.PATIENCE": 0.5, "unirun.cli.session.FAREWELL": 2.0}
+"""Constants with which a command that was interrupted twice kills soon what does not end."""
 
 Script = Callable[..., Path]
 """The fixture `script`: it writes a worker's script and tells where it is."""
@@ -204,10 +224,15 @@ class Unirun:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         read: bool = True,
+        constants: Mapping[str, float] | None = None,
         **popen: Any,
     ) -> Running:
-        """Start it in a session of its own, so that signals reach it alone."""
-        return self.start_program([UNIRUN, *map(str, args)], env=env, cwd=cwd, read=read, **popen)
+        """Start it in a session of its own, so that signals reach it alone. `constants` of the product have other values
+        in the command, the agents and the first master."""
+        program = (
+            [sys.executable, str(SCRIPTS / "patched.py"), json.dumps(constants)] if constants else [UNIRUN]
+        )
+        return self.start_program([*program, *map(str, args)], env=env, cwd=cwd, read=read, **popen)
 
     def start_program(
         self,
@@ -235,16 +260,22 @@ class Unirun:
         return self.start(*args, **how).end(within)
 
     def status(self) -> dict[str, Any]:
-        """What ``unirun status --json`` says of the newest job."""
-        result = self("status", "--json")
-        assert result.code == 0, result.err
-        found: dict[str, Any] = json.loads(result.out)
+        """What ``unirun status --json`` says of the newest job, without a process of its own: it is asked often."""
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+            patch.setenv("UNIRUN_HOME", str(self.home))
+            assert status.main(["--json"]) == 0
+        found: dict[str, Any] = json.loads(out.getvalue())
         return found
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """The workers of the newest job in its status, by ``role:rank``."""
-        roles = self.status()["roles"]
-        return {f"{role['name']}:{w['rank']}": w for role in roles for w in role["workers"]}
+        """The workers of the newest job in its status, by ``role:rank``. Of a job that goes on, each has, or has had, a process."""
+
+        def look() -> dict[str, dict[str, Any]] | None:
+            now = self.status()
+            found = {f"{role['name']}:{w['rank']}": w for role in now["roles"] for w in role["workers"]}
+            return found if now["ended"] or all(w["pid"] or w["exit"] for w in found.values()) else None
+
+        return eventually(look, "the status has the pids of all workers", START)
 
     def job_dir(self) -> Path:
         """The directory of the only job."""

@@ -91,14 +91,14 @@ class Masters:
 class Steady:
     """A job of a trainer that adds up the results of its calls, until it is told that it is enough."""
 
-    def __init__(self, unirun: Unirun, *args: object, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, unirun: Unirun, *args: object, constants: Mapping[str, float] | None = None) -> None:
         self._folder = unirun.root
         config = unirun.root / "steady.yaml"
         config.write_text(f"config: {{folder: {unirun.root}}}\n")
         roles = "adder=2@steady:Adder,thinker=1@steady:Adder"
         trainer = ("--trainer", "steady:Adding")
         argv = ("--cwd", SCRIPTS, "--config", config, "--roles", roles, *trainer, *args)
-        self.job = unirun.start(*argv, env=env)
+        self.job = unirun.start(*argv, constants=constants)
 
     def pids(self) -> list[int]:
         """The trainer's and the workloads' pids, when calls go to and fro."""

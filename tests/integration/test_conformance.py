@@ -7,6 +7,7 @@ under launchers. What differs is in `ALLOWED`, with the reason, and in docs/torc
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,8 +142,9 @@ class TestAWorkerIsLikeAFreshProcess:
 
 
 class TestAWorkerEndsLikeAFreshProcess:
-    @pytest.mark.parametrize("method", BOTH)
-    def test_in_every_way(self, unirun: Unirun, tmp_path: Path, method: str) -> None:
+    def test_in_every_way_by_fork_and_by_exec(self, unirun: Unirun, tmp_path: Path) -> None:
         program = ends_in(tmp_path / "program")
         expected = ends_under_python(unirun, program)
-        judge(method, faults_of_ends(expected, ends_under_unirun(unirun, program, method)), [*CASES])
+        for method in BOTH:
+            judge(method, faults_of_ends(expected, ends_under_unirun(unirun, program, method)), [*CASES])
+            shutil.rmtree(unirun.job_dir())

@@ -11,7 +11,19 @@ from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store
 
-from .harness import EXEC, SCRIPTS, SOON, START, Running, Script, Unirun, eventually
+from .harness import (
+    EVEN_DELAY,
+    EXEC,
+    IMPATIENT,
+    SCRIPTS,
+    SHORT_TERM,
+    SOON,
+    START,
+    Running,
+    Script,
+    Unirun,
+    eventually,
+)
 from .masters import Masters
 
 MORTAL = """
@@ -25,13 +37,13 @@ MORTAL = """
 
 def planted(function: str, way: str = "raise") -> dict[str, str]:
     path = str(SCRIPTS / "planted")
-    return {"PYTHONPATH": path, "PLANTED": function, "PLANTED_WAY": way, "STANDBY_DELAY": "1.0"}
+    return {"PYTHONPATH": path, "PLANTED": function, "PLANTED_WAY": way}
 
 
 class TestAnEventThatNoMasterCanHandle:
     def test_ends_the_job_with_the_event_and_the_traceback(self, unirun: Unirun, script: Script) -> None:
         argv = ("--roles", "a=2", "--max-restarts", 3, *EXEC, script(MORTAL))
-        job = unirun.start(*argv, env=planted("exited"))
+        job = unirun.start(*argv, env=planted("exited"), constants=EVEN_DELAY)
         job.lines("up$", 2)
         (unirun.root / "die").touch()
         end = job.end(START)
@@ -56,7 +68,7 @@ class TestAnEventThatNoMasterCanHandle:
     def test_ends_a_job_in_the_background_too_even_if_it_is_the_first_event(
         self, unirun: Unirun, script: Script
     ) -> None:
-        assert unirun("-d", *EXEC, script(MORTAL), env=planted("_join")).code == 0
+        assert unirun("-d", *EXEC, script(MORTAL), env=planted("_join"), constants=EVEN_DELAY).code == 0
         eventually(lambda: unirun.status()["phase"] == "failed", "it ends", START)
         assert "a bug in unirun: ZeroDivisionError" in unirun("status").out
 
@@ -77,21 +89,21 @@ class TestCtrlCTwice:
 
     def test_while_masters_die_one_after_another(self, unirun: Unirun, script: Script) -> None:
         argv = ("--roles", "a=2", "--max-restarts", 3, *EXEC, script(MORTAL))
-        job = unirun.start(*argv, env=planted("exited", "exit"))
+        job = unirun.start(*argv, env=planted("exited", "exit"), constants=EVEN_DELAY)
         job.lines("up$", 2)
         (unirun.root / "die").touch()
         eventually(lambda: epoch(unirun) > 2, "masters follow one another", START)
         self.twice(job)
 
     def test_while_the_master_hangs(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL))
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
         job.lines("up$", 2)
         master = Masters(unirun).next()
         os.kill(master.pid, signal.SIGSTOP)
         self.twice(job)
 
     def test_while_the_agent_hangs(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL))
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
         job.lines("up$", 2)
         os.kill(unirun.pid_of("unirun-agent"), signal.SIGSTOP)
         self.twice(job)
@@ -111,12 +123,12 @@ class TestAMasterThatHangsForGood:
     """Another leads when its lease is over; whoever follows the job follows that one, though the stream stays open."""
 
     def test_is_left_by_the_command_and_by_stop(self, unirun: Unirun, script: Script) -> None:
-        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL))
+        job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=SHORT_TERM)
         job.lines("up$", 2)
         masters = Masters(unirun)
         first = masters.next()
         os.kill(first.pid, signal.SIGSTOP)
-        stop = unirun.start("stop")
+        stop = unirun.start("stop", constants=SHORT_TERM)
         masters.next()
         assert stop.end(START).code == 0
         end = job.end(START)

@@ -16,29 +16,29 @@ from tests.contract.store.etcd_server import Servers
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
 
-from .harness import SOON, START, Unirun, command_in, eventually
+from .harness import IMPATIENT, SHORT_TERM, SOON, START, Unirun, command_in, eventually
 from .masters import Masters, Steady, calm
 
 pytestmark = pytest.mark.timeout(300)
 
-AWAY = 20.0
+AWAY = 3 * SHORT_TERM["unirun.master.lead.TERM_TTL"]
 """Seconds that a cluster is away: three times as long as a master's lease."""
 
-Cluster = Callable[[], Servers]
+Cluster = Callable[..., Servers]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Starts a cluster of three members, for one test."""
+    """Starts a cluster, of three members if nothing else is said, for one test."""
     with ExitStack() as stack:
         count = 0
 
-        def start() -> Servers:
+        def start(members: int = 3) -> Servers:
             nonlocal count
             count += 1
             folder = tmp_path / f"etcd{count}"
             folder.mkdir()
-            servers = Servers(folder, 3)
+            servers = Servers(folder, members)
             stack.callback(servers.stop)
             settle(servers)
             return servers
@@ -137,7 +137,7 @@ def test_the_whole_cluster_may_hang_or_die_for_a_while(tmp_path: Path, cluster: 
             servers = cluster()
             (tmp_path / way).mkdir()
             unirun = stack.enter_context(command_in(tmp_path / way))
-            steady = Steady(unirun, "--store", url(servers), "--max-restarts", 3)
+            steady = Steady(unirun, "--store", url(servers), "--max-restarts", 3, constants=SHORT_TERM)
             stages[way] = Stage(unirun, servers, steady, steady.pids(), Masters(unirun))
         began = time.monotonic()
         for way, stage in stages.items():
@@ -172,7 +172,7 @@ class TestCtrlCWhileTheStoreIsAway:
     def test_ends_the_job_all_the_same(
         self, unirun: Unirun, cluster: Cluster, gone: Callable[[Servers], None]
     ) -> None:
-        servers = cluster()
+        servers = cluster(members=1)
         steady = Steady(unirun, "--store", url(servers, timeout=2))
         steady.pids()
         gone(servers)
@@ -184,8 +184,8 @@ class TestCtrlCWhileTheStoreIsAway:
     def test_ends_it_when_it_comes_twice_and_there_is_no_master_either(
         self, unirun: Unirun, cluster: Cluster
     ) -> None:
-        servers = cluster()
-        steady = Steady(unirun, "--store", url(servers, timeout=2))
+        servers = cluster(members=1)
+        steady = Steady(unirun, "--store", url(servers, timeout=2), constants=IMPATIENT)
         steady.pids()
         masters = Masters(unirun)
         masters.next()

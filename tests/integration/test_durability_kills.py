@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from .harness import CHAOS, SCRIPTS, START, Unirun
+from .harness import CHAOS, EVEN_DELAY, START, Unirun
 from .masters import Masters, Steady, calm, said
 
 pytestmark = pytest.mark.timeout(300)
 
 
-KILLS = 50 if CHAOS else 12
-WHILE_IT_STARTS, WHILE_IT_ENDS = 4, 3
+KILLS = 50 if CHAOS else 8
+WHILE_IT_STARTS, WHILE_IT_ENDS = 3, 2
 MOMENT = 0.3
 """Seconds that a master leads before it is killed, at most."""
 
@@ -31,9 +31,7 @@ def chance() -> random.Random:
 def test_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
     unirun: Unirun, store: list[object], chance: random.Random
 ) -> None:
-    # One after the other at once, where agents would start them ever later.
-    quick = {"PYTHONPATH": str(SCRIPTS / "planted"), "STANDBY_DELAY": "1.0"}
-    steady = Steady(unirun, *store, env=quick)
+    steady = Steady(unirun, *store, constants=EVEN_DELAY)
     masters = Masters(unirun)
     for _ in range(WHILE_IT_STARTS):
         masters.next()

@@ -12,30 +12,17 @@ from .harness import SOON, Script, Unirun
 
 
 class TestTheExitCode:
+    """`test_conformance.py` has all the ways in which a worker may end; here is what the command makes of some."""
+
     @pytest.mark.parametrize(
         ("method", "code", "expected"),
         [
             ("exec", "pass", 0),
-            ("exec", "import sys; sys.exit()", 0),
-            ("exec", "import sys; sys.exit(7)", 7),
             ("fork", "import sys; sys.exit(7)", 7),
-            ("exec", "import sys; sys.exit(256 + 7)", 7),
-            ("exec", "raise SystemExit('words')", 1),
-            ("fork", "raise SystemExit('words')", 1),
-            ("exec", "1 / 0", 1),
-            ("fork", "1 / 0", 1),
-            ("exec", "import os; os._exit(7)", 7),
-            ("fork", "import os; os._exit(7)", 7),
             ("exec", "import os; os.kill(os.getpid(), 9)", 137),
-            ("fork", "import os; os.kill(os.getpid(), 9)", 137),
-            ("exec", "import os; os.kill(os.getpid(), 15)", 143),
-            ("fork", "import os; os.kill(os.getpid(), 15)", 143),
             ("exec", "import os; os.abort()", 134),
-            ("exec", "import ctypes; ctypes.string_at(0)", 139),
             ("fork", "import ctypes; ctypes.string_at(0)", 139),
-            ("exec", "raise KeyboardInterrupt", 130),
             ("exec", "import atexit, os; atexit.register(os._exit, 8)", 8),
-            ("fork", "import atexit, os; atexit.register(os._exit, 8)", 8),
         ],
     )
     def test_is_the_workers_own(
@@ -48,7 +35,7 @@ class TestTheExitCode:
 
     @pytest.mark.parametrize(
         ("program", "expected"),
-        [(["/bin/sh", "-c", "exit 7"], 7), (["/bin/sh", "-c", "kill -9 $$"], 137), (["./garbage"], 126)],
+        [(["/bin/sh", "-c", "kill -9 $$"], 137), (["./garbage"], 126)],
     )
     def test_is_the_programs_own(self, unirun: Unirun, program: list[str], expected: int) -> None:
         garbage = unirun.root / "garbage"

@@ -190,7 +190,10 @@ class TestANodeOfSeveral:
         job, second = one_lost(unirun, script(WAITING), "node1", "node2")
         masters = Masters(unirun)
         masters.kill()
-        eventually(lambda: masters.status()["epoch"] > 1, "another master leads", START)
+        # A node that dies before it has joined the next master is waited for until its time is over.
+        joined = f"node2 joined (pid {second})"
+        eventually(lambda: unirun.events("join").count(joined) == 2, "it has joined another master", START)
+        assert masters.status()["epoch"] > 1
         os.kill(second, signal.SIGKILL)
         assert {node for _, node, _, _ in up(job, 2, 4)} == {"node0", "node3"}
         enough(unirun)

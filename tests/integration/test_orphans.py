@@ -16,7 +16,13 @@ pytestmark = pytest.mark.cold
 LIMIT = 1.0
 """Seconds that a worker may outlive the part that was killed."""
 
-ROUNDS = 3
+ENDS = {
+    "unirun": ("stopped", "the unirun command was killed"),
+    "unirun-master and unirun-agent": ("lost", "its processes are gone and left no end"),
+    "unirun-agent": ("failed", "the agent of node"),
+    "unirun-spawner": ("failed", "killed by SIGKILL"),
+}
+"""What the status says of a job of which a part was killed, by part: the phase, and words of the reason."""
 
 WITH_CHILDREN = """
     import os, signal, subprocess, sys
@@ -28,7 +34,7 @@ WITH_CHILDREN = """
         child = subprocess.Popen(command, start_new_session=own, stdout=subprocess.PIPE)
         child.stdout.readline()
         pids.append(child.pid)
-    if sys.argv[1:] == ["init"]:
+    if sys.argv[1] == "fork" and os.environ["ROLE_NAME"] == "b":
         import unirun
         unirun.init()
     print("pids", *pids, flush=True)
@@ -56,50 +62,25 @@ def all_gone_in_time(pids: list[int]) -> bool:
     return all(gone(pid, end - time.monotonic()) or not alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("turn", range(ROUNDS))
-@pytest.mark.parametrize(
-    "part", ["unirun", "unirun-master and unirun-agent", "unirun-agent", "unirun-spawner"]
-)
+@pytest.mark.parametrize("method", ["fork", "exec"])
+@pytest.mark.parametrize("part", ENDS)
 class TestNobodySurvivesTheKillOf:
-    def test_a_part_of_the_job(self, unirun: Unirun, script: Script, part: str, turn: int) -> None:
-        method, argument = [("fork", "plain"), ("exec", "plain"), ("fork", "init")][turn % 3]
-        train = script(WITH_CHILDREN)
-        job = unirun.start("--roles", "a=2,b=1", "--start-method", method, train, argument)
+    def test_a_part_of_the_job_and_the_status_says_what_happened(
+        self, unirun: Unirun, script: Script, part: str, method: str
+    ) -> None:
+        job = unirun.start("--roles", "a=2,b=1", "--start-method", method, script(WITH_CHILDREN), method)
         pids = pids_of(job, 3)
         for victim in victims(job, part):
             os.kill(victim, signal.SIGKILL)
         assert all_gone_in_time(pids), [pid for pid in pids if alive(pid)]
         result = job.end()
-        assert result.code == {"unirun": -9}.get(part, 137), result.err
-        unirun.assert_nothing_left(within=5.0)
-        eventually(
-            lambda: unirun.status()["phase"] in ("failed", "stopped", "lost"), "the status tells of the end"
-        )
-
-
-class TestTheStatusAfterwards:
-    @pytest.mark.parametrize(
-        ("part", "phase", "reason"),
-        [
-            ("unirun", "stopped", "the unirun command was killed"),
-            ("unirun-master and unirun-agent", "lost", "its processes are gone and left no end"),
-            ("unirun-agent", "failed", "the agent of node"),
-            ("unirun-spawner", "failed", "killed by SIGKILL"),
-        ],
-    )
-    def test_says_what_happened(
-        self, unirun: Unirun, script: Script, part: str, phase: str, reason: str
-    ) -> None:
-        job = unirun.start("--roles", "a=1", script("import signal; print('up', flush=True); signal.pause()"))
-        job.lines("up")
-        for victim in victims(job, part):
-            os.kill(victim, signal.SIGKILL)
-        result = job.end()
-        unirun.assert_nothing_left(within=5.0)
-        status = eventually(lambda: s if (s := unirun.status())["phase"] != "running" else None, "an end")
-        assert (status["phase"], reason in status["reason"]) == (phase, True), status["reason"]
+        assert result.code == (-9 if part == "unirun" else 137), result.err
         if part != "unirun":
             assert result.err.strip(), "the user is told"
+        unirun.assert_nothing_left(within=5.0)
+        status = eventually(lambda: s if (s := unirun.status())["phase"] != "running" else None, "an end")
+        phase, reason = ENDS[part]
+        assert (status["phase"], reason in status["reason"]) == (phase, True), status["reason"]
 
 
 class TestEarly:
@@ -121,10 +102,14 @@ class TestEarly:
 
 
 class TestADetachedJob:
+    METHOD = "exec"
+
     @pytest.fixture
     def detached(self, unirun: Unirun, script: Script) -> list[int]:
         """The pids of the workers of a detached job and of their children."""
-        started = unirun("-d", "--roles", "a=2", script(WITH_CHILDREN), "plain")
+        started = unirun(
+            "-d", "--roles", "a=2", "--start-method", self.METHOD, script(WITH_CHILDREN), self.METHOD
+        )
         assert started.code == 0, started.err
 
         def pids() -> list[int]:

@@ -90,19 +90,14 @@ class TestTheConsole:
         ("options", "out", "err"),
         [
             ((), ["o0", "o1"], ["e0", "e1"]),
-            (("-r", "1"), [], ["e0", "e1"]),
-            (("-r", "2"), ["o0", "o1"], []),
-            (("-r", "3"), [], []),
-            (("-r", "3", "-t", "1"), ["o0", "o1"], []),
-            (("--redirects", "3", "--tee", "3"), ["o0", "o1"], ["e0", "e1"]),
-            (("-r", "0:3,1:1"), ["o1"][1:], ["e1"]),
-            (("--local-ranks-filter", "1"), ["o1"], ["e1"]),
+            (("-r", "0:3,1:1", "-t", "0:1"), ["o0"], ["e1"]),
             (("-r", "1:3", "--local-ranks-filter", "0,1"), ["o0"], ["e0"]),
         ],
     )
     def test_shows_the_streams_that_were_asked_for(
         self, unirun: Unirun, script: Script, options: tuple[str, ...], out: list[str], err: list[str]
     ) -> None:
+        """`tests/unit/cli/test_console.py` has all that may be asked for."""
         train = script(
             "import os, sys; r = os.environ['RANK']; print('o' + r); print('e' + r, file=sys.stderr)"
         )
@@ -127,10 +122,10 @@ class TestTheConsole:
         result = unirun(*EXEC, "--role", "a", "--nproc-per-node", 2, script("print('x')"), env=template)
         assert sorted(result.out.splitlines()) == ["<a/0> x", "<a/1> x"]
 
-    @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
     def test_is_coloured_with_a_live_line_that_leaves_no_trace_on_a_terminal(
-        self, unirun: Unirun, script: Script, width: int, height: int
+        self, unirun: Unirun, script: Script
     ) -> None:
+        width, height = 40, 10
         train = script("import os; print(os.environ['ROLE_NAME'], 'x' * 200)")
         ours, theirs = os.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -189,7 +184,7 @@ class TestTheConsole:
 class TestAReaderThatFallsBehind:
     MEGABYTES = """
         import os, pathlib
-        for n in range(60_000):
+        for n in range(20_000):
             print(f"line {n:06} " + "x" * 60)
         pathlib.Path("done" + os.environ["RANK"]).touch()
     """
@@ -205,7 +200,7 @@ class TestAReaderThatFallsBehind:
         lines = job.popen.stdout.read().splitlines()
         for rank in range(2):
             mine = [line for line in lines if line.startswith(b"[default:%d] " % rank)]
-            assert [line.split()[2] for line in mine] == [b"%06d" % n for n in range(60_000)]
+            assert [line.split()[2] for line in mine] == [b"%06d" % n for n in range(20_000)]
         assert job.end().code == 0
 
     def test_does_not_keep_a_signal_from_the_workers(self, unirun: Unirun, script: Script) -> None:
@@ -217,7 +212,7 @@ class TestAReaderThatFallsBehind:
         job.signal(signal.SIGTERM)
         assert all(gone(pid, SOON) for pid in pids)
         out, _ = job.popen.communicate(timeout=START)
-        assert out.count(b"\n") == 120_000
+        assert out.count(b"\n") == 40_000
         assert job.end().code == 143
 
     def test_does_not_keep_a_signal_from_the_workers_after_a_restart(
@@ -226,7 +221,7 @@ class TestAReaderThatFallsBehind:
         train = script(
             """
             import os, pathlib, signal, sys
-            for n in range(60_000):
+            for n in range(20_000):
                 print(f"line {n:06} " + "x" * 60)
             if os.environ["UNIRUN_INCARNATION"] == "0":
                 sys.exit(1)
@@ -244,7 +239,7 @@ class TestAReaderThatFallsBehind:
         job.signal(signal.SIGTERM)
         assert gone(pid, SOON)
         out, _ = job.popen.communicate(timeout=START)
-        assert out.count(b"\n") == 120_000
+        assert out.count(b"\n") == 40_000
         assert job.end().code == 143
 
     def test_keeps_the_command_after_the_job_only_until_a_signal(
@@ -255,7 +250,8 @@ class TestAReaderThatFallsBehind:
         eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START)
         eventually(lambda: set(unirun.processes().values()) <= {"unirun"}, "its processes are gone")
         assert not gone(job.pid, 0.0)
-        job.signal(signal.SIGINT)
+        # One that comes before the command has waited for the last process is for the job.
+        eventually(lambda: job.signal(signal.SIGINT) or gone(job.pid, 0.5), "a signal ends it")
         assert job.end(SOON).code == 3
 
     def test_may_share_a_pipe_that_does_not_block(self, unirun: Unirun, script: Script) -> None:
@@ -267,7 +263,7 @@ class TestAReaderThatFallsBehind:
         os.close(theirs)
         eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
         with os.fdopen(ours, "rb") as pipe:
-            assert pipe.read().count(b"\n") == 60_000
+            assert pipe.read().count(b"\n") == 20_000
         assert job.end().code == 0
 
     @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -332,7 +328,7 @@ class TestALot:
             import os, sys, time
             rank = os.environ["RANK"]
             began = time.perf_counter()
-            for n in range(25_000):
+            for n in range(10_000):
                 sys.stdout.write(f"{rank} {n}\\n")
                 if n % 125 == 0:
                     time.sleep(max(0.0, began + n / 12_500 - time.perf_counter()))
@@ -340,7 +336,7 @@ class TestALot:
         )
         result = unirun("--roles", "actor=4,rollout=4", train)
         assert result.code == 0, result.err
-        expected = "".join(f"{{rank}} {n}\n" for n in range(25_000))
+        expected = "".join(f"{{rank}} {n}\n" for n in range(10_000))
         shown: dict[str, list[str]] = {}
         for line in result.out.splitlines(keepends=True):
             head, _, rest = line.partition("] ")
@@ -424,6 +420,7 @@ class TestADiskThatIsFull:
         result = unirun(
             *("--max-restarts", 1, "--log-dir", unirun.root / "logs", train),
             env={"UNIRUN_HOME": str(small_disk / "home")},
+            constants={"unirun.master.writing.END_PATIENCE": 2.0},
         )
         assert result.code == 0, result.err
 

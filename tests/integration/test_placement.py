@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Script, Unirun
+from .harness import EXEC, Script, Unirun
 
 TELL = """
     import os
@@ -96,6 +96,6 @@ def test_devices_of_a_type_that_a_package_adds(unirun: Unirun, script: Script, t
     tell = script("import os; print(os.environ['ROLE_NAME'], os.environ['XPU_MASK'], flush=True)")
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "XPU_MASK": "1,2,3"}
-    result = unirun("-q", "--roles", "actor=2,rollout=1", tell, env=env)
+    result = unirun("-q", *EXEC, "--roles", "actor=2,rollout=1", tell, env=env)
     assert result.code == 0, result.err
     assert result.lines == ["actor 1,2", "actor 1,2", "rollout 3"]

@@ -56,7 +56,9 @@ class TestStatus:
     def test_shows_memory_and_processor_time(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(*EXEC, "--monitor-interval", 0.05, "--role", "a", script(SERVE))
         job.lines("line")
-        sampled = eventually(lambda: (w := unirun.workers()["a:0"])["memory"] and w, "a sample")
+        sampled = eventually(
+            lambda: (w := unirun.workers()["a:0"])["memory"] and w["cpu"] is not None and w, "samples"
+        )
         assert sampled["memory"] > 1 << 20
         assert sampled["cpu"] >= 0
         end_well(unirun, job)

@@ -1,103 +1,147 @@
-"""``torchrun --rdzv-backend=etcd-v3`` as a user calls it: real torchruns, workers over gloo, a real etcd."""
+"""``torchrun --rdzv-backend=etcd-v3`` as a user calls it: torchruns, their workers, a real etcd.
+
+One test starts the program `torchrun`; in the others the nodes are its `main` in processes forked from one that has imported
+torch. The workers of one test train over gloo; those of the others do not import torch.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import pytest
 
+from tests.contract.stage import FORKS
 from tests.contract.store.certificates import Authority
 from tests.contract.store.etcd_server import Servers
 
-from .harness import TORCHRUN, Running, Unirun, eventually
+from .harness import START, TORCHRUN, Running, Unirun, alive, eventually, gone
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.cold]
 
 LONG = 150.0
 """Seconds for what imports torch several times, one after the other, on a busy machine."""
 
-QUICK = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "4"}
+QUICK = {"last_call_timeout": "1", "keep_alive_interval": "0.5", "keep_alive_max_attempt": "6"}
 
 TRAINING = """
-    import json, os, signal, sys, time
+    import os, signal, sys, time
     from pathlib import Path
     import torch, torch.distributed as dist
 
-    folder = Path(sys.argv[1])
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.init_process_group("gloo")  # env://
     rank, world = dist.get_rank(), dist.get_world_size()
-    pid = os.getpid()
-    print(f"training {rank}/{world} node {os.environ['GROUP_RANK']} attempt {attempt} pid {pid}.", flush=True)
-    for step in range(1_000_000):
+    print(f"training {rank}/{world} node {os.environ['GROUP_RANK']} pid {os.getpid()}.", flush=True)
+    for step in range(6):
         # The sum is that of this step only if nobody reads what an earlier attempt has left.
-        total = torch.tensor([float(step), float((folder / f"stop {world}").exists())])
+        total = torch.tensor([float(step)])
         dist.all_reduce(total)
         assert total[0] == world * step, (total, step)
-        if total[1] == world or (step == 5 and "short" in sys.argv):
-            break
-        if step == 3 and f"die {rank}" in sys.argv and attempt < int(sys.argv[-1]):
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    print(f"finished {rank}/{world} attempt {attempt}.", flush=True)
+        if step == 3 and rank == 1 and not (death := Path(sys.argv[1], "death")).exists():
+            death.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    print(f"finished {rank}/{world}.", flush=True)
     dist.destroy_process_group()
 """
 
 
 WAITING = """
-    import os, sys, time
+    import os, socket, sys, time
     from pathlib import Path
 
     folder = Path(sys.argv[1])
-    rank, world, attempt = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    pid = os.getpid()
-    print(f"training {rank}/{world} node {os.environ['GROUP_RANK']} attempt {attempt} pid {pid}.", flush=True)
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    # The workers' store of this round can be reached.
+    socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
+    print(f"training {rank}/{world} node {os.environ['GROUP_RANK']} pid {os.getpid()}.", flush=True)
     while "short" not in sys.argv and not (folder / f"stop {world}").exists():
         time.sleep(0.01)
-    print(f"finished {rank}/{world} attempt {attempt}.", flush=True)
+    print(f"finished {rank}/{world}.", flush=True)
 """
-"""Says what `TRAINING` says, for tests of what happens between nodes and etcd: torch is imported by torchrun only."""
+"""Says what `TRAINING` says, for tests of what happens between nodes and etcd: it does without torch."""
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("etcd"))
-    yield servers
-    servers.stop()
+def be_torchrun(argv: list[str], env: dict[str, str], cwd: Path, streams: list[Connection]) -> None:
+    """Be the program `torchrun`, in a process that was forked."""
+    os.setsid()
+    os.chdir(cwd)
+    for number, stream in enumerate(streams, 1):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = ["torchrun", *argv]
+    from torch.distributed.run import main
+
+    main(argv)
+
+
+class Forked:
+    """A torchrun that was forked, with what `Running` asks of a `subprocess.Popen`."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], cwd: Path) -> None:
+        pipes = [FORKS.Pipe(duplex=False) for _ in range(2)]
+        theirs = [writer for _, writer in pipes]
+        self._process = FORKS.Process(target=be_torchrun, args=(argv, env, cwd, theirs))
+        self._process.start()
+        self.pid = cast(int, self._process.pid)
+        self.stdout, self.stderr = (cast(BinaryIO, reader) for reader, _ in pipes)
+        for each in theirs:
+            each.close()
+
+    def send_signal(self, signum: int) -> None:
+        """Send it to this process alone."""
+        os.kill(self.pid, signum)
+
+    def wait(self, within: float = START) -> int:
+        """The exit code, negative for a signal."""
+        self._process.join(within)
+        return cast(int, self._process.exitcode)
 
 
 Node = Callable[..., Running]
 
 
 @pytest.fixture
-def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: Path) -> Node:
-    """Starts one node of a run; the `unirun` fixture ends it, and looks for orphans."""
+def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: Path) -> Iterator[Node]:
+    """Starts one node of a run, forked or as the program; the `unirun` fixture looks for workers that are left."""
     scripts = {text: script(text, f"{name}.py") for name, text in (("train", TRAINING), ("wait", WAITING))}
+    forks: list[Forked] = []
 
     def start(
         *args: str,
         nodes: str = "1",
-        workers: int = 1,
         restarts: int = 0,
         run: str = tmp_path.name,
         etcd: Servers = etcd,
-        what: str = TRAINING,
+        program: str | None = None,
+        what: str = WAITING,
         **conf: str,
     ) -> Running:
         settings = ",".join(f"{key}={value}" for key, value in {**QUICK, **conf}.items())
-        command = [
-            *(TORCHRUN, "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.members[0].endpoint}"),
+        argv = [
+            *("--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.members[0].endpoint}"),
             *(f"--rdzv-id={run}", f"--rdzv-conf={settings}", "--local-addr=127.0.0.1"),
-            *(f"--nnodes={nodes}", f"--nproc-per-node={workers}", f"--max-restarts={restarts}"),
+            *(f"--nnodes={nodes}", "--nproc-per-node=1", f"--max-restarts={restarts}"),
             *(str(scripts[what]), str(tmp_path), *args),
         ]
-        return unirun.start_program(command)
+        if program is not None:
+            return unirun.start_program([program, *argv])
+        forks.append(Forked(argv, unirun.environment(), tmp_path))
+        return Running(unirun, forks[-1], read=True)
 
-    return start
+    yield start
+    left = [fork for fork in forks if alive(fork.pid)]
+    for fork in left:
+        fork.send_signal(signal.SIGKILL)
+        fork.wait()
+    assert not left, "every node has ended"
 
 
 def keys(etcd: Servers, run: str) -> list[str]:
@@ -128,66 +172,54 @@ def pids(running: Running, world: int, within: float = LONG) -> int:
     return int(running.lines(rf"training \d+/{world} .* pid (\d+)\.", within=within)[0])
 
 
-def test_two_nodes_meet_train_and_leave_nothing_in_etcd(node: Node, etcd: Servers, tmp_path: Path) -> None:
-    nodes = [node("short", nodes="2", workers=2) for _ in range(2)]
-    for running in nodes:
-        result = running.end(LONG)
-        assert result.code == 0, result.err
-        assert len(re.findall(r"finished \d/4 attempt 0\.", result.out)) == 2
+def test_two_nodes_train_meet_again_when_a_worker_is_killed_and_leave_nothing_in_etcd(
+    node: Node, etcd: Servers, tmp_path: Path
+) -> None:
+    # One of the workers dies of the other's death, or is ended first, which costs no restart.
+    nodes = [node(nodes="2", restarts=2, what=TRAINING) for _ in range(2)]
+    results = [running.end(LONG) for running in nodes]
+    assert [result.code for result in results] == [0, 0], [result.err for result in results]
+    for result in results:
+        assert len(re.findall(r"training \d/2", result.out)) == 2
+    assert sorted(re.findall(r"finished (\d)/2", "".join(result.out for result in results))) == ["0", "1"]
     assert keys(etcd, tmp_path.name) == []
 
 
-def test_the_same_run_can_be_started_again_at_once(node: Node) -> None:
-    for _ in range(2):
-        result = node("short", what=WAITING).end(LONG)
-        assert result.code == 0, result.err
-
-
-def test_a_job_whose_worker_is_killed_again_and_again_restarts_and_finishes(node: Node) -> None:
-    result = node("short", "die 1", "2", workers=2, restarts=2).end(LONG)
-    assert result.code == 0, result.err
-    assert sorted(re.findall(r"training (\d)/2 node 0 attempt (\d)", result.out)) == [
-        (rank, attempt) for rank in "01" for attempt in "012"
-    ]
-    assert len(re.findall(r"finished \d/2 attempt 2\.", result.out)) == 2
-
-
-def test_when_a_worker_of_one_node_is_killed_both_nodes_meet_again_and_finish(
+def test_a_job_whose_worker_is_killed_again_and_again_restarts_and_finishes(
     node: Node, tmp_path: Path
 ) -> None:
-    nodes = [node(nodes="2", restarts=1) for _ in range(2)]
-    workers = [pids(running, 2) for running in nodes]
-    os.kill(workers[0], signal.SIGKILL)
-    for running in nodes:
-        running.lines(r"training \d/2", 2, within=LONG)
-    stop(tmp_path, 2)
-    for running in nodes:
-        result = running.end(LONG)
+    running = node(restarts=2)
+    for attempt in (1, 2):
+        os.kill(int(running.lines(r"pid (\d+)\.", attempt, within=LONG)[-1]), signal.SIGKILL)
+    running.lines(r"training 0/1", 3, within=LONG)
+    stop(tmp_path, 1)
+    result = running.end(LONG)
+    assert (result.code, result.out.count("finished")) == (0, 1), result.err
+
+
+def test_the_same_run_can_be_started_again_at_once(node: Node) -> None:
+    for program in (TORCHRUN, None):
+        result = node("short", program=program).end(LONG)
         assert result.code == 0, result.err
-
-
-def test_a_node_that_comes_later_joins(node: Node, tmp_path: Path) -> None:
-    first = node(nodes="1:2")
-    pids(first, 1)
-    later = node(nodes="1:2")
-    pids(first, 2)
-    pids(later, 2)
-    stop(tmp_path, 2)
-    assert {running.end(LONG).code for running in (first, later)} == {0}
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["that has the workers' store", "that has it not"])
-def test_when_a_node_is_killed_the_other_goes_on_alone(node: Node, tmp_path: Path, rank: int) -> None:
-    nodes = [node(nodes="1:2", restarts=1, last_call_timeout="10") for _ in range(2)]
-    for running in nodes:
-        pids(running, 2)
-    (killed,) = (running for running in nodes if f"training {rank}/2" in running.text)
-    nodes.remove(killed)
+def test_a_node_that_comes_later_joins_and_when_one_is_killed_the_other_goes_on_alone(
+    node: Node, tmp_path: Path, rank: int
+) -> None:
+    first = node(nodes="1:2")
+    pids(first, 1)
+    later = node(nodes="1:2")
+    orphans = {running: pids(running, 2) for running in (first, later)}
+    (killed,) = (running for running in (first, later) if f"training {rank}/2" in running.text)
+    left = later if killed is first else first
     killed.signal(signal.SIGKILL)  # its worker goes on, as torch has it
-    pids(nodes[0], 1)
-    stop(tmp_path, 1)
-    result = nodes[0].end(LONG)
+    left.lines("training 0/1", 2 if left is first else 1, within=LONG)
+    for world in (1, 2):
+        stop(tmp_path, world)
+    result = left.end(LONG)
     assert result.code == 0, result.err
+    assert gone(orphans[killed], LONG)
 
 
 def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
@@ -196,7 +228,7 @@ def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
     servers = Servers(tmp_path_factory.mktemp("restarted"))
     conf = {"last_call_timeout": "10", "heartbeat_timeout": "1", "keep_alive_max_attempt": "2"}
     try:
-        nodes = [node(nodes="1:2", etcd=servers, what=WAITING, **conf) for _ in range(2)]
+        nodes = [node(nodes="1:2", etcd=servers, **conf) for _ in range(2)]
         for running in nodes:
             pids(running, 2)
         servers.members[0].kill()
@@ -215,7 +247,7 @@ def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
 
 
 def test_what_killed_nodes_leave_in_etcd_goes_by_itself(node: Node, etcd: Servers, tmp_path: Path) -> None:
-    nodes = [node(nodes="2", what=WAITING, keep_alive_max_attempt="2") for _ in range(2)]
+    nodes = [node(nodes="2", keep_alive_max_attempt="3") for _ in range(2)]
     workers = [pids(running, 2) for running in nodes]
     assert keys(etcd, tmp_path.name)
     for running, worker in zip(nodes, workers, strict=True):
@@ -251,7 +283,7 @@ def test_etcd_may_ask_for_a_certificate_and_for_a_password(
         ):
             servers.ctl(*tls, *command)
         conf = {"cacert": str(authority.cert), "cert": str(cert), "key": str(key), "prefix": "/jobs/"}
-        conf |= {"what": WAITING, "user": "train", "password_file": str(password)}
+        conf |= {"user": "train", "password_file": str(password)}
         result = node("short", etcd=servers, **conf).end(LONG)
         assert result.code == 0, result.err
         password.write_text("wrong")

@@ -135,6 +135,11 @@ def killed_by_sigterm():
 
 
 @end
+def killed_by_sigkill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@end
 def killed_by_sigsegv():
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -191,6 +196,11 @@ def error_in_an_exit_handler():
         raise ValueError("in the handler")
 
     atexit.register(fails)
+
+
+@end
+def os_exit_in_an_exit_handler():
+    atexit.register(os._exit, 8)
 
 
 @end

@@ -23,16 +23,11 @@ from tests.integration.harness import (
 )
 from tests.integration.test_orphans import (
     WITH_CHILDREN,
-    TestADetachedJob,
-    TestTheStatusAfterwards,
     all_gone_in_time,
     pids_of,
 )
 from tests.integration.warm import ONE, Warm, WarmUnirun, end, ready
 from unirun.launcher.warm.borrowing import Borrowed, borrow, wish
-
-__all__ = ["TestADetachedJob", "TestTheStatusAfterwards"]
-
 
 SEED = int(os.environ.get("UNIRUN_WARM_SEED", "20260101"))
 
@@ -131,19 +126,20 @@ class TestAtEachMomentOfAStart:
 
 class TestNobodySurvivesTheKillOf:
     @pytest.mark.parametrize(
-        ("part", "turn"),
-        [
-            ("unirun", 0),
-            ("unirun-master and unirun-agent", 0),
-            ("unirun-agent", 2),
-            ("unirun-spawner", 0),
-            ("unirun-spawner", 1),
-            ("unirun-spawner", 2),
-        ],
+        ("part", "method"), [*((part, "fork") for part in test_orphans.ENDS), ("unirun-spawner", "exec")]
     )
-    def test_a_part_of_the_job(self, unirun: Unirun, script: Script, part: str, turn: int) -> None:
+    def test_a_part_of_the_job_and_the_status_says_what_happened(
+        self, unirun: Unirun, script: Script, part: str, method: str
+    ) -> None:
         """As when it starts cold."""
-        test_orphans.TestNobodySurvivesTheKillOf().test_a_part_of_the_job(unirun, script, part, turn)
+        cold = test_orphans.TestNobodySurvivesTheKillOf()
+        cold.test_a_part_of_the_job_and_the_status_says_what_happened(unirun, script, part, method)
+
+
+class TestADetachedJob(test_orphans.TestADetachedJob):
+    """As when it starts cold."""
+
+    METHOD = "fork"
 
 
 class TestAPartOfAJob:
@@ -176,7 +172,7 @@ class TestTheGuardOfASpawner:
     def test_may_be_killed_and_nothing_is_left_at_the_end(
         self, unirun: Unirun, warm: Warm, script: Script
     ) -> None:
-        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "plain")
+        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "fork")
         pids = pids_of(job, 2)
         os.kill(unirun.pid_of("unirun-guard"), signal.SIGKILL)
         assert unirun("stop", "--now").code == 0
@@ -187,7 +183,7 @@ class TestTheGuardOfASpawner:
         self, own: Warm, tmp_path: Path, script: Script
     ) -> None:
         unirun = WarmUnirun(tmp_path, own)
-        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "plain", env=ONE)
+        job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "fork", env=ONE)
         pids = pids_of(job, 2)
         for pid in (*own.pids, unirun.pid_of("unirun-guard"), unirun.pid_of("unirun-agent")):
             os.kill(pid, signal.SIGKILL)

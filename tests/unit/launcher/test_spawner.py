@@ -376,12 +376,13 @@ def test_a_module_that_has_started_threads_is_named_and_its_workers_are_not_fork
 def test_a_worker_keeps_what_a_preloaded_module_has_open(
     start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    (tmp_path / "journal.py").write_text("FILE = open('/dev/null', 'rb')\n")
+    entries = tmp_path / "entries"
+    (tmp_path / "journal.py").write_text(f"FILE = open({str(entries)!r}, 'wb')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spawner = start("journal", pass_fds=(port,))
     spawner.next(Preloaded)
     spawner.send(ServeStore("actor", 0, port))
     spawner.next(StoreOpened)
     store = spawner.children()[-1]
-    kept = {port, next(n for n, link in files_of(spawner.process.pid).items() if link == "/dev/null")}
+    kept = {port, next(n for n, link in files_of(spawner.process.pid).items() if link == str(entries))}
     assert eventually(lambda: files_of(store).keys() == kept), files_of(store)

@@ -1,24 +1,19 @@
 """On the PYTHONPATH of a job: its masters have a bug.
 
-PLANTED is the function of `unirun.master.step` that fails; PLANTED_WAY is ``raise`` or ``exit``. With STANDBY_DELAY agents
-start masters one after another after so many seconds, at most.
+PLANTED is the function of `unirun.master.step` that fails; PLANTED_WAY is ``raise`` or ``exit``.
 """
 
 import os
 import sys
 from importlib import import_module
 
-NAME, WAY = os.environ.get("PLANTED"), os.environ.get("PLANTED_WAY")
+COMMAND = "/scripts/patched.py"
 
-if "unirun.master" in sys.orig_argv or any(each.endswith("/unirun") for each in sys.orig_argv[:2]):
-    if NAME is not None:
+if "unirun.master" in sys.orig_argv or any(each.endswith(COMMAND) for each in sys.orig_argv[:2]):
 
-        def broken(turn, event):
-            if WAY == "exit":
-                os._exit(1)
-            raise ZeroDivisionError("planted")
+    def broken(turn, event):
+        if os.environ["PLANTED_WAY"] == "exit":
+            os._exit(1)
+        raise ZeroDivisionError("planted")
 
-        setattr(import_module("unirun.master.step"), NAME, broken)
-    if "STANDBY_DELAY" in os.environ:
-        standby = import_module("unirun.launcher.standby")
-        standby.DELAY = standby.MAX_DELAY = float(os.environ["STANDBY_DELAY"])
+    setattr(import_module("unirun.master.step"), os.environ["PLANTED"], broken)
