@@ -12,10 +12,10 @@ QUICK = 5.0
 
 SERVE = """
     import os, signal, sys
-    print("line", os.environ["ROLE_NAME"], os.environ["RANK"], flush=True)
-    print("error", os.environ["RANK"], file=sys.stderr, flush=True)
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     signal.signal(signal.SIGUSR2, lambda *_: sys.exit(1))
+    print("line", os.environ["ROLE_NAME"], os.environ["RANK"], flush=True)
+    print("error", os.environ["RANK"], file=sys.stderr, flush=True)
     while True:
         signal.pause()
 """
