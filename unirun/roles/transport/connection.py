@@ -132,6 +132,7 @@ class Connection:
                     handle = None
                 if sent < len(data):
                     self._waiting.appendleft((data[sent:], handle))
+                    self._wants_to_write(True)
                     return
             self._wants_to_write(False)
 

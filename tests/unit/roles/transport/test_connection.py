@@ -21,9 +21,9 @@ SOON = 10.0
 class End:
     """One end, and whether it has something left to send."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, opened: bool = True) -> None:
         self.wants = False
-        self.connection = Connection(sock, self._want)
+        self.connection = Connection(sock, self._want, opened=opened)
 
     def _want(self, wanted: bool) -> None:
         self.wants = wanted
@@ -90,6 +90,21 @@ def test_far_more_than_a_socket_takes_is_sent_bit_by_bit_and_in_order(ends: tupl
     assert all(same(a, b) for (_, a), b in zip(found, sent, strict=True))
     ends[0].connection.flush()
     assert not ends[0].wants
+
+
+def test_far_more_than_a_socket_takes_is_sent_when_it_was_asked_for_before_the_connection_is_open() -> None:
+    """1. It is asked for. 2. The socket could be written, before the peer has proved the token. 3. The peer has."""
+    sender, receiver = (End(sock, opened=False) for sock in socket.socketpair())
+    sent = parcel(b"x" * (3 << 20))
+    sender.send(1, sent)
+    sender.connection.flush()
+    assert not sender.wants, "nothing may be sent yet"
+    sender.connection.open()
+    assert sender.wants, "the socket has not taken all of it"
+    ((_, found),) = receive(sender, receiver, 1)
+    assert same(found, sent)
+    for end in (sender, receiver):
+        end.connection.close()
 
 
 def test_what_is_not_urgent_goes_with_what_comes_next(ends: tuple[End, End]) -> None:
