@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import combinations
+from itertools import chain, combinations
 
 import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
@@ -34,7 +34,7 @@ from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.plan import find
+from unirun.collocation.planning.plan import checked, find
 from unirun.collocation.request import Request, Ties
 from unirun.errors import PlacementError
 
@@ -217,11 +217,18 @@ def test_a_loss_of_any_node_is_planned_again_whenever_that_is_possible(
 def fewest_that_move(
     request: Request, before: Placement, gone: Sequence[Assignment], targets: Sequence[Node]
 ) -> int | None:
-    """How many ranks beside those that are `gone` have to leave their slots; None when there is no way at all."""
-    stay = [a for a in before.assignments if a not in gone]
-    for number in range(len(stay) + 1):
-        if any(may_stay(request, before, {*gone, *more}, targets) for more in combinations(stay, number)):
-            return number
+    """How many ranks beside those that are `gone` have to leave their slots; None when there is no way at all. Ranks that
+    have to be on one node move together."""
+    cells: dict[tuple[int, int], list[Assignment]] = {}
+    for number, bundle in enumerate(checked(request).bundles):
+        for name in bundle.names:
+            for each in before.of_role(name):
+                if each not in gone:
+                    cells.setdefault((number, each.rank // bundle.ranks_of(name)), []).append(each)
+    sets = [chain(*some) for size in range(len(cells) + 1) for some in combinations(cells.values(), size)]
+    for more in sorted(map(tuple, sets), key=len):
+        if may_stay(request, before, {*gone, *more}, targets):
+            return len(more)
     return None
 
 
