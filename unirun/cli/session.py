@@ -92,6 +92,7 @@ class Session:
             self._masters.close()
         if ended is None:
             return self._lost()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         await asyncio.to_thread(self._processes.end)
         await self._show_rest(ended)
         return ended.code or self._code_of_output()
@@ -197,6 +198,9 @@ class Session:
                 self._forcing = loop.create_task(self._force())
             self._console.note(self._wishes.answer(signum.name, self._spec.shutdown_timeout))
 
+        # An agent that is gone while the job goes on leaves no zombie.
+        loop.add_signal_handler(signal.SIGCHLD, self._processes.reap)
+        self._processes.reap()
         for name in self._spec.signals:
             signum = signal.Signals[name]
             # What nohup or a shell's & has set to be ignored stays ignored.
@@ -234,7 +238,6 @@ class Session:
             case RoleChanged():
                 self._roles[message.role] = message
             case Notice(source, text):
-                self._processes.reap()
                 if text.startswith("spawner ready"):
                     self._spawner = text
                 else:
