@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 APT := procps util-linux etcd-server etcd-client openssl
 
-.PHONY: demo test quick soak chaos mutants check docs bench clean
+.PHONY: demo test quick properties soak chaos mutants check docs bench clean
 
 # The pinned CPU build of torch first, so that nothing pulls in the CUDA packages.
 $(VENV)/.installed: pyproject.toml
@@ -45,6 +45,10 @@ SEEDS ?= 50000
 soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
 	$(BIN)/python -m pytest -q tests/soak $(if $(MODULE),-k $(MODULE))
+
+# Other examples of each property, ten times as many: `make test` tries the same ones each time. About a quarter of an hour.
+properties: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit -m "not starts_processes" --hypothesis-profile properties
 
 # What `make test` does a few times, often: 500 pairs of kills, and how long it takes until all ranks are up again; fifty
 # deaths of the master; one before and after each of its writes. About ten minutes.

@@ -26,12 +26,17 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+# The same examples each time, so that a run says something about the change and not about its luck; `make properties` draws others.
 settings.register_profile(
     "busy machine",
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("quick", settings.get_profile("busy machine"), max_examples=8)
+settings.register_profile(
+    "properties", settings.get_profile("busy machine"), derandomize=False, max_examples=1000
+)
 settings.load_profile("busy machine")
 
 for number, handler in {

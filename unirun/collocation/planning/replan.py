@@ -44,9 +44,9 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
     Ranks of lost nodes, of tainted ones, and on devices that are gone, move: to the spares if these have room for all,
     else to whatever is free. The others keep their nodes and slots, unless there is no other way; then those move that
     have the fewest ranks, as far as sets of them can be tried (`RELEASES`), else all of one node, of two, of four, and
-    so on. Ranks that have to be on one node move together. Roles with a least number of ranks rather shrink than that a survivor moves; then the highest ranks that
-    survive take the numbers that are missing, and stay where they are. A survivor keeps its local rank and mask when
-    others join it. Raises `PlacementError` as `plan` does.
+    so on. Ranks that have to be on one node move together. Roles with a least number of ranks rather shrink than that a
+    survivor moves; then the highest ranks that survive take the numbers that are missing, and stay where they are. A
+    survivor keeps its local rank and mask when others join it. Raises `PlacementError` as `plan` does.
     """
     problem = checked(request)
     packer = Packer(problem)
