@@ -29,8 +29,8 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Three tests at a time on two cores: one of them waits for a process most of the time.
-JOBS ?= 3
+# Four tests at a time on two cores: two of them wait for a process most of the time.
+JOBS ?= 4
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations 20
 
@@ -46,7 +46,7 @@ soak: $(VENV)/.dev
 	UNIRUN_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q tests/sim
 	$(BIN)/python -m pytest -q tests/soak $(if $(MODULE),-k $(MODULE))
 
-# Other examples of each property, ten times as many: `make test` tries the same ones each time. About a quarter of an hour.
+# Other examples of each property, ten times as many: `make test` tries the same ones each time. It takes long.
 properties: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit -m "not starts_processes" --hypothesis-profile properties
 

@@ -44,6 +44,9 @@ when they do not within `FAREWELL`."""
 _NO_READER = 128 + signal.SIGPIPE
 """The exit code when whoever read stdout has gone, as a shell gives it for a program that SIGPIPE has ended."""
 
+HURRY = 0.5
+"""Seconds for what is left to be shown after a signal that came at the end of the job."""
+
 QUIET = 3.0
 """Seconds without a master after which it is told why."""
 
@@ -92,9 +95,10 @@ class Session:
             self._masters.close()
         if ended is None:
             return self._lost()
+        self._over = asyncio.Event()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         await asyncio.to_thread(self._processes.end)
-        await self._show_rest(ended)
+        await self._show_rest(ended, self._over)
         return ended.code or self._code_of_output()
 
     async def _follow_to_end(self) -> Ended | None:
@@ -311,21 +315,25 @@ class Session:
         self._console.close(FAREWELL)
         return code or EXIT_FAILURE
 
-    async def _show_rest(self, ended: Ended) -> None:
-        """Show what is left and how the job ended; a signal ends the wait for a reader that does not read."""
+    async def _show_rest(self, ended: Ended, signalled: asyncio.Event) -> None:
+        """Show what is left and how the job ended. After a signal, a reader that does not read is not waited for."""
         if ended.phase == "failed":
             pass_on_error(ended, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        loop = asyncio.get_running_loop()
-        over = self._over = asyncio.Event()
+        loop, shown = asyncio.get_running_loop(), asyncio.Event()
 
         def show() -> None:
             self._follower.finish()
             self._tell_end(ended)
             self._console.close()
-            _soon(loop, over.set)
+            _soon(loop, shown.set)
 
         threading.Thread(target=show, name="unirun-end", daemon=True).start()
-        await over.wait()
+        events = [asyncio.create_task(event.wait()) for event in (shown, signalled)]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(TimeoutError):
+            # The signal may have come before anything was shown.
+            async with asyncio.timeout(HURRY):
+                await shown.wait()
 
     def _tell_end(self, ended: Ended) -> None:
         seconds = time.monotonic() - self._began
