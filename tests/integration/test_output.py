@@ -250,8 +250,8 @@ class TestAReaderThatFallsBehind:
         eventually(lambda: unirun.status()["phase"] == "failed", "the job is over", START)
         eventually(lambda: set(unirun.processes().values()) <= {"unirun"}, "its processes are gone")
         assert not gone(job.pid, 0.0)
-        # One that comes before the command has waited for the last process is for the job.
-        eventually(lambda: job.signal(signal.SIGINT) or gone(job.pid, 0.5), "a signal ends it")
+        # One that comes before the command knows of the end is for the job.
+        eventually(lambda: job.signal(signal.SIGINT) or gone(job.pid, 5.0), "a signal ends it")
         assert job.end(SOON).code == 3
 
     def test_may_share_a_pipe_that_does_not_block(self, unirun: Unirun, script: Script) -> None:
