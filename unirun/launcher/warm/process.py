@@ -7,6 +7,7 @@ the fork (`lending`) does, which keeps the connection.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import selectors
@@ -33,6 +34,12 @@ from unirun.wire.address import unix_address
 
 LOOK = 60.0
 """Seconds after which it looks again whether its files are as they were."""
+
+
+_DONTNEED = 4
+"""``MADV_DONTNEED`` of ``madvise``."""
+
+_libc = ctypes.CDLL(None)
 
 
 class _Noting(os._Environ):  # type: ignore[type-arg]
@@ -136,6 +143,16 @@ class WarmProcess:
         os._exit(0)
 
 
+def leave_code() -> None:
+    """Give back the pages of code that imports have run, a third of this process. They stay in the page cache, and come
+    back when they are run again; as nothing writes to them, nothing is lost."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        region, rights, _, _, _, *path = line.split(maxsplit=5)
+        if rights == "r-xp" and path and path[0].startswith("/"):
+            begin, end = (int(each, 16) for each in region.split("-"))
+            _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+
+
 def main(argv: list[str]) -> None:
     """Import, say so in the folder, serve; in a fork, become what a job wants."""
     began = time.time()
@@ -184,6 +201,7 @@ def main(argv: list[str]) -> None:
     for name in [name for name in sys.modules if name.startswith("unirun.launcher.warm")]:
         del sys.modules[name]
     modules.freeze()
+    leave_code()
     warm = WarmProcess(folder, idle, until, files)
     draft = folder / "draft"
     draft.write_text(json.dumps(to_builtins(description)))
