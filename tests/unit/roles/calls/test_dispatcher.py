@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.roles.calls.hall import ME, SOON, TRAINER, Desk, Generations, Hall, request
 from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump, load
@@ -18,99 +19,6 @@ from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, 
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.remote import load_error
 from unirun.roles.transport.protocol import Address, Parcel
-
-SOON = 10.0
-ME, TRAINER = Address("desk", 0, 0), Address("trainer", 0, 0)
-
-
-class Desk:
-    """Counts what it runs."""
-
-    def __init__(self) -> None:
-        self.ran: list[Any] = []
-        self.gate, self.begun = threading.Event(), threading.Event()
-
-    def note(self, item: Any) -> Any:
-        """Remember it."""
-        self.ran.append(item)
-        return item
-
-    def hold(self) -> str:
-        """Wait."""
-        self.begun.set()
-        self.gate.wait(SOON)
-        self.ran.append("held")
-        return "held"
-
-    def hold_and_fail(self) -> None:
-        """Wait and fail."""
-        self.hold()
-        raise RuntimeError("connection reset by peer")
-
-    @trainer_invocation(concurrency=2)
-    def beside(self, item: Any) -> Any:
-        """In a thread of a pool."""
-        return item
-
-    async def later(self, item: Any) -> Any:
-        """In the loop."""
-        return item
-
-
-class Generations:
-    """The generations of a worker's process group; each one that is formed is noted at the desk."""
-
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self.generation = 0
-
-    def catch_up(self, generation: int) -> None:
-        """Form it."""
-        if generation > self.generation:
-            self.generation = generation
-            self._desk.ran.append(("generation", generation))
-
-
-def request(seq: int, method: str) -> bytes:
-    """A call of a method without arguments."""
-    return encode_request(encode_address(TRAINER), seq, 0, False, [], method.encode(), dump(((), {}), "x")[0])
-
-
-class Hall:
-    """A dispatcher that serves in a thread, and what it answers."""
-
-    def __init__(self, target: Any, **options: Any) -> None:
-        self.desk = target
-        self.dispatcher = Dispatcher(target, ME, invocations(target), **options)
-        self.thread = threading.Thread(target=self.dispatcher.serve, daemon=True)
-        self.thread.start()
-
-    def send(
-        self,
-        seq: int,
-        method: str,
-        *args: Any,
-        caller: Address = TRAINER,
-        acks: tuple[int, ...] = (),
-        generation: int = 0,
-        joint: bool = False,
-    ) -> queue.SimpleQueue[Parcel]:
-        """A request; where its answer will be."""
-        body, buffers = dump((args, {}), "arguments")
-        head = encode_request(
-            encode_address(caller), seq, generation, joint, list(acks), method.encode(), body
-        )
-        answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
-        self.dispatcher.handle(Parcel(head, buffers), answers.put)
-        return answers
-
-    def close(self) -> None:
-        """End the thread."""
-        self.desk.gate.set()
-        self.dispatcher.stop()
-        self.thread.join(SOON)
-        self.dispatcher.close()
-        assert not self.thread.is_alive()
 
 
 def value_of(answers: queue.SimpleQueue[Parcel]) -> Any:
