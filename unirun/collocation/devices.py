@@ -44,7 +44,7 @@ def device_types() -> Mapping[str, DeviceType]:
 
     Raises `UsageError` for a package whose type cannot be used.
     """
-    # It takes ten milliseconds: for those who look for devices.
+    # Slow to import (10 ms), and needed only here.
     from importlib.metadata import entry_points
 
     found = {kind.name: kind for kind in _TYPES}

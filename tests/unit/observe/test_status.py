@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_a_status_survives_json(status: JobStatus) -> None:
 def test_a_running_job_is_as_it_was_written(job: tuple[JobDir, int]) -> None:
     write(job[0])
     assert read_status(job[0]) == STATUS
+    os.close(job[1])
+
+
+def test_a_metric_may_be_no_number(job: tuple[JobDir, int]) -> None:
+    worker = structs.replace(STATUS.roles[0].workers[0], metrics={"loss": math.nan, "speed": math.inf})
+    role = structs.replace(STATUS.roles[0], workers=(worker,))
+    write_status(job[0], structs.replace(STATUS, roles=(role,)))
+    metrics = read_status(job[0]).roles[0].workers[0].metrics
+    assert math.isnan(metrics["loss"])
+    assert metrics["speed"] == math.inf
     os.close(job[1])
 
 

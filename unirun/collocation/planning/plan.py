@@ -30,7 +30,7 @@ def plan(request: Request, inventory: Inventory) -> Placement:
     """
     placement = find(request, inventory)
     if placement is None:
-        # It takes a while to import what finds out why.
+        # Slow to import, and needed only when nothing fits.
         from unirun.collocation.planning.shortage import does_not_fit
 
         raise does_not_fit(request, inventory)

@@ -60,7 +60,7 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
         if moved is not None:
             return _result(request, problem, packer, survivors, moved, inventory)
     left = tuple(node for node in inventory.nodes if node.name not in lost)
-    # It takes a while to import what finds out why.
+    # Slow to import, and needed only when nothing fits.
     from unirun.collocation.planning.shortage import does_not_fit
 
     raise does_not_fit(replace(request, spares=0), Inventory(left))

@@ -144,8 +144,8 @@ class WarmProcess:
 
 
 def leave_code() -> None:
-    """Give back the pages of code that imports have run, a third of this process. They stay in the page cache, and come
-    back when they are run again; as nothing writes to them, nothing is lost."""
+    """Unmap the pages of executable code, a third of this process's memory. They stay in the page cache and are mapped
+    again when they run. Nothing writes to them, so nothing is lost."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         region, rights, _, _, _, *path = line.split(maxsplit=5)
         if rights == "r-xp" and path and path[0].startswith("/"):

@@ -138,7 +138,7 @@ class Dispatcher:
         elif name == DESCRIBE:
             self._answer(run, lambda: self._methods)
         elif name == OPEN_RPC and self._open_rpc is not None:
-            # It takes a moment, and the main thread may be in a call for hours.
+            # In a thread, as the main thread may be in a long call.
             self._pool(OPEN_RPC, 1).submit(self._answer, run, self._open_rpc)
         elif (options := self._methods.get(name)) is None:
             there = ", ".join(sorted(self._methods)) or "none"
