@@ -145,11 +145,14 @@ class WarmProcess:
 
 def leave_code() -> None:
     """Unmap the pages of executable code, a third of this process's memory. They stay in the page cache and are mapped
-    again when they run. Nothing writes to them, so nothing is lost."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        region, rights, _, _, _, *path = line.split(maxsplit=5)
-        if rights == "r-xp" and path and path[0].startswith("/"):
-            begin, end = (int(each, 16) for each in region.split("-"))
+    again when they run. Code that was written to (text relocations) has anonymous pages and is left alone."""
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split(maxsplit=5)
+        if not name.endswith(":"):
+            is_code = rest[0] == "r-xp" and rest[-1].startswith("/")
+            begin, end = (int(each, 16) for each in name.split("-")) if is_code else (0, 0)
+        elif name == "Anonymous:" and rest[0] == "0" and end:
             _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
 
 

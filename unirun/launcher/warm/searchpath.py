@@ -41,9 +41,17 @@ def found_elsewhere(there: Sequence[str], wanted: Sequence[str], imported: Mappi
             if spec is not None and spec.loader is not None and not _same(spec.origin, imported.get(name)):
                 return f"{VARIABLE} has {folder}, where there is another {name}"
         for file in Path(folder).glob("*.*-info/entry_points.txt"):
-            if {*re.findall(r"^\[(.+)\]", file.read_text(errors="replace"), re.MULTILINE)} - _HARMLESS:
+            if _groups(file) - _HARMLESS:
                 return f"{VARIABLE} has {folder}, whose {file.parent.name} may be for what is imported"
     return ""
+
+
+def _groups(file: Path) -> set[str]:
+    """The groups of entry points in `file`; one that cannot be read may have any."""
+    try:
+        return {*re.findall(r"^\[(.+)\]", file.read_text(errors="replace"), re.MULTILINE)}
+    except OSError as error:
+        return {str(error)}
 
 
 def _same(one: str | None, other: str | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from pathlib import Path
 
 from unirun.launcher.warm.process import leave_code
@@ -12,6 +14,21 @@ def of_files() -> int:
     rows = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     sizes = {row[0]: int(row[1]) for row in rows}
     return sizes["Rss:"] - sizes["Anonymous:"]
+
+
+def test_code_that_was_written_to_stays_as_it_is(tmp_path: Path) -> None:
+    """As a library with text relocations has it."""
+    (tmp_path / "code").write_bytes(b"\0" * mmap.PAGESIZE)
+    with (tmp_path / "code").open("r+b") as file:
+        code = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    code[:5] = b"moved"
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+    assert (
+        ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC)
+        == 0
+    )
+    leave_code()
+    assert code[:5] == b"moved"
 
 
 def test_the_code_that_imports_have_run_is_given_back_and_comes_back_when_it_is_run() -> None:

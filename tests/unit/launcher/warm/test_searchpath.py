@@ -54,6 +54,10 @@ class TestAnotherFolder:
         (info / "entry_points.txt").write_text(f"[{group}]\nmine = mine:main\n")
         assert (why_not(tmp_path) == "") == fits
 
+    def test_does_not_fit_with_a_distribution_that_cannot_be_read(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.egg-info" / "entry_points.txt").mkdir(parents=True)
+        assert "mine.egg-info may be for what is imported" in why_not(tmp_path)
+
 
 class TestTheSameFolders:
     def test_fit_whatever_is_in_them(self, tmp_path: Path) -> None:
