@@ -43,6 +43,7 @@ class TestPPO:
         job = ("plan", "--roles", self.CLASSES, "--trainer", "unified:PPOTrainer")
         done = unirun(*job, cwd=EXAMPLES / "ppo_cartpole")
         assert done.code == 0, done.err
+        assert "start: warm" in done.out
 
 
 class TestFineTuning:

@@ -68,10 +68,13 @@ class TestEveryJobThatFits:
             )
             assert "declines" not in result.err
 
-    def test_is_warm_when_a_program_submits_it(self, unirun: Unirun, script: Script) -> None:
-        """Its PYTHONPATH is that of the program."""
-        script(CREW, "code/mine.py")
-        result = unirun.start_program([sys.executable, str(script(SUBMITS, "code/main.py"))]).end()
+    @pytest.mark.parametrize("program", ["main.py", "-"], ids=["a program", "an interpreter without a file"])
+    def test_is_warm_when_it_is_submitted_by(self, unirun: Unirun, script: Script, program: str) -> None:
+        """Its PYTHONPATH is the search path of whoever submits it. A notebook is an interpreter without a file."""
+        folder = script(CREW, "code/mine.py").parent
+        with script(SUBMITS, "code/main.py").open() as statements:
+            command = [sys.executable, program]
+            result = unirun.start_program(command, cwd=folder, stdin=statements).end()
         assert result.code == 0, result.err
         assert result.lines[-1] == "['unirun-spawner', 'unirun-guard']"
 
@@ -149,6 +152,19 @@ class TestAWarmProcess:
         result = unirun(script("print('done')"), env={"UNIRUN_WARM": "1", "UNIRUN_RUN_DIR": "/dev/null/run"})
         assert (result.code, result.out) == (0, "done\n")
         assert "/dev/null/run cannot be used: Not a directory; set UNIRUN_RUN_DIR" in result.err
+
+    def test_ends_with_the_login_session_when_that_was_asked_for(self, tmp_path: Path) -> None:
+        """The session is that of the shell, which ends when its stdin does."""
+        unirun = WarmUnirun(tmp_path, Warm(tmp_path / "warm"))
+        command = Path(sys.executable).with_name("unirun")
+        shell = unirun.start_program(
+            ["sh", "-c", f"{command} warm --until-logout && read line"], env=ONE, stdin=subprocess.PIPE
+        )
+        (pid,) = map(int, shell.lines(r"process (\d+) is ready"))
+        assert shell.popen.stdin is not None
+        shell.popen.stdin.close()
+        assert gone(pid, START)
+        unirun.assert_nothing_left()
 
     def test_is_left_behind_by_a_job_where_the_user_wants_it_and_ends_when_told(
         self, tmp_path: Path, script: Script
