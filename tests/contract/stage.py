@@ -11,7 +11,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tests.contract.board import Board
 from tests.contract.desk import Desk, Gates
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.directory import Place
@@ -74,33 +74,6 @@ def eventually(look: Callable[[], Any], what: str, within: float = SOON) -> Any:
         assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
         time.sleep(0.005)
     return value
-
-
-class Board:
-    """A directory that the test writes. Those who look at it are told of each change."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[str, int], Place] = {}
-        self._listeners: list[Callable[[], None]] = []
-
-    def put(self, *places: Place) -> None:
-        """Write where workers are now, all at once."""
-        for place in places:
-            self._places[place.address[:2]] = place
-        for listener in self._listeners:
-            listener()
-
-    def size(self, role: str) -> int:
-        """How many ranks a role has."""
-        return sum(name == role for name, _ in self._places)
-
-    def find(self, role: str, rank: int) -> Place:
-        """Where one is."""
-        return self._places[role, rank]
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at each `put`."""
-        self._listeners.append(listener)
 
 
 class Voice:
@@ -387,42 +360,6 @@ class Stage:
         self.caller.close()
         self.end_players()
         self.transport.close()
-
-
-def open_sockets() -> dict[int, str]:
-    """The sockets of this process."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{name}")
-            if link.startswith("socket:"):
-                found[int(name)] = link
-    return found
-
-
-class Line:
-    """The connections to a role that are made while the block runs. They can be cut then; both ends live on."""
-
-    def __init__(self, cast: Cast) -> None:
-        self._cast = cast
-        self._links: dict[int, str] = {}
-
-    def __enter__(self) -> Line:
-        self._before = open_sockets()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._links = {n: link for n, link in open_sockets().items() if self._before.get(n) != link}
-
-    def cut(self) -> None:
-        """Break them."""
-        for player in self._cast:
-            player.interrupt()
-        for number, link in self._links.items():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-                # The number may belong to a new connection by now.
-                if os.readlink(f"/proc/self/fd/{sock.fileno()}") == link:
-                    sock.shutdown(socket.SHUT_RDWR)
 
 
 STOP, GO_ON = signal.SIGSTOP, signal.SIGCONT

@@ -9,7 +9,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.contract.stage import SOON, Line, Stage, eventually
+from tests.contract.line import Line
+from tests.contract.stage import SOON, Stage, eventually
 from unirun.errors import InvocationTimeout, WorkerLost
 from unirun.roles import InvocationRef, RoleGroup, wait
 

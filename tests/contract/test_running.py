@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from tests.contract.stage import SOON, Cast, Line, Stage, eventually
+from tests.contract.line import Line
+from tests.contract.stage import SOON, Cast, Stage, eventually
 from unirun.roles import RoleGroup, wait
 
 T = TypeVar("T")

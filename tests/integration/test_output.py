@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -12,8 +11,6 @@ import signal
 import struct
 import subprocess
 import termios
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -308,18 +305,6 @@ class TestAReaderThatFallsBehind:
         assert unirun.status()["code"] == 0
 
 
-class TestAStdoutThatCannotBeWritten:
-    def test_does_not_end_the_job_and_is_the_commands_failure(self, unirun: Unirun, script: Script) -> None:
-        with open("/dev/full", "wb") as full:
-            result = unirun("-q", *EXEC, script("for n in range(3): print(n)"), stdout=full)
-        assert result.code == 1
-        words = "stdout cannot be written: No space left on device; all output of the job is in"
-        # The only pipe is that of stderr.
-        assert result.out == f"unirun: {words} {unirun.job_dir() / 'logs'}\n"
-        assert unirun.log("default", 0) == b"0\n1\n2\n"
-        assert unirun.status()["phase"] == "succeeded"
-
-
 class TestALot:
     def test_of_lines_of_eight_ranks_loses_none(self, unirun: Unirun, script: Script) -> None:
         """At 100 000 lines a second in sum; on a machine that is slower than that, as fast as it goes."""
@@ -347,105 +332,3 @@ class TestALot:
                 mine = expected.replace("{rank}", str(rank))
                 assert unirun.log(role, rank).decode() == mine
                 assert "".join(shown[f"{role}:{rank}"]) == mine
-
-
-class TestADiskThatIsFull:
-    @pytest.fixture
-    def small_disk(self, tmp_path: Path) -> Iterator[Path | None]:
-        """A file system of 256 KiB where one can be mounted, else None."""
-        where = tmp_path / "small"
-        where.mkdir()
-        mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "none", str(where)],
-            capture_output=True,
-            check=False,
-        )
-        try:
-            yield where if mounted.returncode == 0 else None
-        finally:
-            if mounted.returncode == 0:
-                with contextlib.suppress(subprocess.SubprocessError):
-                    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
-
-    @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_while_logging_is_the_workers_error_and_says_so(
-        self, unirun: Unirun, script: Script, small_disk: Path | None, method: str
-    ) -> None:
-        limit, words = "", "No space left on device"
-        options: tuple[object, ...] = ("--log-dir", small_disk)
-        if small_disk is None:
-            # A limit on the size of files gives the same kind of error at the same place.
-            limit, words, options = (
-                "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)",
-                "File too large",
-                (),
-            )
-        train = script(
-            f"""
-            import resource
-            {limit}
-            for n in range(100_000):
-                print("a line of the log", n)
-            """
-        )
-        result = unirun("-q", "-r", 3, "--start-method", method, "--max-restarts", 0, *options, train)
-        assert result.code == 1, result.err
-        assert f"OSError: [Errno {28 if small_disk else 27}] {words}" in result.err
-
-    def test_for_one_worker_only_a_limit_on_files_is_told_too(self, unirun: Unirun, script: Script) -> None:
-        train = script(
-            """
-            import resource
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-            print("x" * 20_000)
-            """
-        )
-        result = unirun("-q", "-r", 3, train)
-        assert (result.code, "File too large" in result.err) == (1, True), result.err
-
-    def test_for_the_job_directory_does_not_end_a_job_that_can_go_on(
-        self, unirun: Unirun, script: Script, small_disk: Path | None
-    ) -> None:
-        if small_disk is None:
-            small_disk = unirun.root
-        train = script(
-            f"""
-            import contextlib, pathlib
-            with contextlib.suppress(OSError), open({str(small_disk / "filler")!r}, "wb") as file:
-                for _ in range(64):
-                    file.write(bytes(8192))
-                    file.flush()
-            """
-        )
-        result = unirun(
-            *("--max-restarts", 1, "--log-dir", unirun.root / "logs", train),
-            env={"UNIRUN_HOME": str(small_disk / "home")},
-            constants={"unirun.master.writing.END_PATIENCE": 2.0},
-        )
-        assert result.code == 0, result.err
-
-
-class TestALogDirectory:
-    @pytest.mark.parametrize("where", ["file/below", "/proc/nope"])
-    def test_that_cannot_be_written_is_told_at_once(self, unirun: Unirun, script: Script, where: str) -> None:
-        (unirun.root / "file").write_text("no directory")
-        result = unirun("--log-dir", where, script("print('never')"))
-        assert (result.code, result.out) == (2, "")
-        (line,) = result.err.splitlines()
-        assert line.startswith(f"unirun: logs cannot be written to {where}: ")
-        assert line.endswith("choose another --log-dir")
-
-    def test_that_is_lost_while_the_job_runs_fails_the_restart_with_the_reason(
-        self, unirun: Unirun, script: Script
-    ) -> None:
-        train = script(
-            """
-            import os, shutil, sys
-            job = os.path.dirname(os.environ["UNIRUN_SOCKET"])
-            shutil.rmtree(os.path.join(job, "logs", "a"))
-            open(os.path.join(job, "logs", "a"), "w").close()
-            sys.exit(1)
-            """
-        )
-        result = unirun(*EXEC, "--role", "a", "--max-restarts", 1, train)
-        assert (result.code, "its log cannot be written" in result.err) == (5, True), result.err
