@@ -21,7 +21,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "cli",
         "train experiments",
         "roles weights launcher master",
-        "failover collocation graph rendezvous observe",
+        "failover",
+        "job",
+        "collocation graph rendezvous observe",
         "wire spec",
         "errors names reporting sizes",
         "values",
@@ -38,7 +40,9 @@ TORCH_MODULES = frozenset(
         *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler", "roundstore")),
     }
 )
-MASTER_SHELLS = frozenset(f"unirun.master.{name}" for name in ("shell", "writing", "lead", "__main__"))
+MASTER_SHELLS = frozenset(
+    f"unirun.master.{name}" for name in ("shell", "persistence.writer", "lead", "__main__")
+)
 """Streams, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""
 
 MAY_PICKLE = frozenset(

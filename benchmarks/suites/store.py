@@ -27,10 +27,9 @@ from benchmarks.etcd import etcd
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
-from unirun.master import JobState, new_job
-from unirun.master.context import changes
-from unirun.master.keeper import Keeper, load
-from unirun.master.state import RolePhase, WorkerPhase
+from unirun.job.state import JobState, RolePhase, WorkerPhase, new_job
+from unirun.master.persistence.context import changes
+from unirun.master.persistence.context_store import ContextStore, load
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.jobdir import create_job
@@ -127,7 +126,7 @@ def large_context() -> float:
         term = campaign(store, job_prefix("large"), "unix:/x", "h", 1, ttl=60.0)
         if term is None:
             raise BenchmarkError("nobody was elected")
-        Keeper(store, "large", term).create(state)
+        ContextStore(store, "large", term).create(state)
         loaded = load(store, "large")
         seconds = time.monotonic() - began
         if loaded is None or changes(None, loaded) != changes(None, state):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unirun.master.keeper import load
+from unirun.master.persistence.context_store import load
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.store.url import open_store
 

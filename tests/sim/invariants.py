@@ -10,13 +10,8 @@ from tests.sim.node import Node
 from tests.sim.store import FencedStore
 from tests.sim.world import Clock, Plan
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
-from unirun.launcher import events
-from unirun.launcher.hearing import EXIT_LIMIT
-from unirun.launcher.state import AgentState
-from unirun.master import JobPhase, JobState, RolePhase, RoleState
-from unirun.master.context import changes, restore
-from unirun.master.crashes import MOST
-from unirun.master.events import (
+from unirun.failover.crashes import MOST
+from unirun.job.events import (
     AgentLost,
     Command,
     Event,
@@ -25,9 +20,13 @@ from unirun.master.events import (
     RejoinTimedOut,
     ToAgent,
 )
-from unirun.master.keeper import read_context
-from unirun.master.state import JOB_ENDS, ROLE_ENDS
-from unirun.master.turn import VIEW_DELAY, leader
+from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState
+from unirun.job.transition import VIEW_DELAY, leader
+from unirun.launcher import events
+from unirun.launcher.hearing import EXIT_LIMIT
+from unirun.launcher.state import AgentState
+from unirun.master.persistence.context import changes, restore
+from unirun.master.persistence.context_store import read_context
 from unirun.wire.messages import Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened

@@ -12,21 +12,20 @@ from typing import Protocol
 from tests.sim.node import Node
 from tests.sim.store import RUN, Client, Killed
 from tests.sim.world import Clock, Pipe, Plan, Planted
-from tests.unit.master.documents import kept
+from tests.unit.master.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
-from unirun.master import JobState
-from unirun.master.aborting import abort_step, begin_abort
-from unirun.master.context import changes, restore, urgent
-from unirun.master.crashes import crash_of, fatal, read_crashes, reason_of, record_crash, report_of
-from unirun.master.ending import shutdown_order
-from unirun.master.events import After, AgentLost, Command, Event, Finish, ToAgent
-from unirun.master.keeper import Keeper, read_context
+from unirun.failover.abort import abort_step, begin_abort
+from unirun.failover.crashes import crash_of, fatal, read_crashes, reason_of, record_crash, report_of
+from unirun.failover.ending import shutdown_order
+from unirun.failover.takeover import resume
+from unirun.job.events import After, AgentLost, Command, Event, Finish, ToAgent
+from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.master.lead import TERM_TTL
-from unirun.master.ledger import Ledger
-from unirun.master.resuming import resume
-from unirun.master.state import JOB_ENDS, JobPhase, Verdict
+from unirun.master.persistence.context import changes, restore, urgent
+from unirun.master.persistence.context_store import ContextStore, read_context
+from unirun.master.persistence.ledger import Ledger
+from unirun.master.persistence.writer import END_PATIENCE, STOP_PATIENCE
 from unirun.master.step import step
-from unirun.master.writing import END_PATIENCE, STOP_PATIENCE
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
@@ -115,12 +114,12 @@ class MasterModel:
         if term is None:
             self.die("another leads")
             return
-        self.keeper = Keeper(self.client, RUN, term)
+        self.contexts = ContextStore(self.client, RUN, term)
         self._crash("before it has loaded the context", 0.01)
-        state = self.keeper.take_over()
+        state = self.contexts.take_over()
         if state is None:
             state = stage.first_state()
-            self.keeper.create(state)
+            self.contexts.create(state)
         self._crash("after it has loaded the context", 0.01)
         if not self.alive:
             return
@@ -307,7 +306,7 @@ class MasterModel:
             return
         try:
             self.stage.plan.break_at("write")
-            self.keeper.write(self.ledger.kept, target)
+            self.contexts.write(self.ledger.kept, target)
         except Killed:
             return
         except Fenced as error:

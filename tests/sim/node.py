@@ -15,7 +15,7 @@ from unirun.launcher.standby import CHECK, PATIENCE
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
-from unirun.wire.messages import ExitKept, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.messages import ExitAck, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import Kill
 
@@ -213,7 +213,7 @@ class Node:
                 self.apply(events.Order(epoch, self.orders.launch(message)))
             case OpenStore():
                 self.apply(events.Order(epoch, self.orders.store(message, 5)))
-            case StopWorkers() | View() | ExitKept() | Shutdown():
+            case StopWorkers() | View() | ExitAck() | Shutdown():
                 self.apply(events.Order(epoch, message))
             case _:
                 raise AssertionError(f"the master sent an agent {message}")

@@ -16,18 +16,18 @@ from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
 from tests.sim.store import Client, FencedStore
 from tests.sim.world import Clock, make_plan
-from unirun.launcher import events
-from unirun.master import JobState, keeper, new_job
-from unirun.master.context import changes
-from unirun.master.events import (
+from unirun.job.events import (
     Command,
     Event,
     Finish,
     OwnerLost,
     ToAgent,
 )
-from unirun.master.state import JOB_ENDS
-from unirun.master.turn import Turn
+from unirun.job.state import JOB_ENDS, JobState, new_job
+from unirun.job.transition import Transition
+from unirun.launcher import events
+from unirun.master.persistence import context_store
+from unirun.master.persistence.context import changes
 from unirun.wire.messages import Stop
 from unirun.wire.reports import Join
 from unirun.wire.spawning import StoreOpened
@@ -245,14 +245,14 @@ class Simulation(Invariants):
         self.clock.after(PATIENCE - 1.0, self._must_have_stores)
         self.clock.after(PATIENCE, self._lose_patience)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(keeper, "MAX_OPERATIONS", self.plan.operations)
+            patch.setattr(context_store, "MAX_OPERATIONS", self.plan.operations)
             if self.plan.planted:
                 patch.setattr(deciding, "_handle", self._handle)
             while self.clock.turn():
                 assert self.clock.turns < 100_000, "the history does not end"
         self._check_end()
 
-    def _handle(self, turn: Turn, event: Event) -> None:
+    def _handle(self, turn: Transition, event: Event) -> None:
         """The branch of a step that `event` takes, which may have a bug."""
         self.plan.break_at(event)
         handle(turn, event)

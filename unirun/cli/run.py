@@ -16,14 +16,14 @@ from unirun.cli.terminal import drop_input, may_read, say, warn
 from unirun.collocation import Inventory, Placement
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, UsageError
+from unirun.job.state import JobState, Owner, new_job
 from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.local import launch
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.borrowing import Choice
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
-from unirun.master.context import changes
-from unirun.master.state import JobState, Owner, new_job
-from unirun.master.telling import status_of
+from unirun.master.persistence.context import changes
+from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.rendezvous import JobDir, create_job, started_at
 from unirun.rendezvous.store.url import store_url

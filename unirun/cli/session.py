@@ -19,8 +19,8 @@ from unirun.cli.terminal import warn
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
 from unirun.launcher.local import Launched
 from unirun.launcher.logs import LogFollower
-from unirun.master.keeper import load
-from unirun.master.telling import farewell
+from unirun.master.persistence.context_store import load
+from unirun.master.status_views import farewell
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters

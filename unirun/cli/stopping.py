@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unirun.master.state import ROLE_ENDS, RolePhase
+from unirun.job.state import ROLE_ENDS, RolePhase
 from unirun.wire.messages import Stop
 
 _STOPS = frozenset((RolePhase.STOPPING, *ROLE_ENDS))

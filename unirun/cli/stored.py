@@ -145,9 +145,9 @@ class StoredJob(Value):
 def read_stored(store: Store, run_id: str) -> StoredJob:
     """Raises `JobError` when the job has no context (any more), `StoreError`."""
     # What a job needs a spec for, listing does not.
-    from unirun.master.context import observed, restore
-    from unirun.master.keeper import read_context
-    from unirun.master.telling import status_of
+    from unirun.master.persistence.context import observed, restore
+    from unirun.master.persistence.context_store import read_context
+    from unirun.master.status_views import status_of
 
     prefix = job_prefix(run_id)
     documents = read_context(store, run_id)

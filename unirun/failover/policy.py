@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unirun.failover.exits import Failure
+from unirun.job.failures import Failure
 from unirun.spec import EntryKind, Restart
 from unirun.values import Value
 

@@ -39,7 +39,7 @@ from unirun.spec import JobSpec
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
 from unirun.wire.asking import WorkerAnswer
-from unirun.wire.messages import ExitKept, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.messages import ExitAck, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
@@ -233,7 +233,7 @@ class Agent:
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
-                    case StopWorkers() | View() | ExitKept() | WorkerAnswer() | Shutdown():
+                    case StopWorkers() | View() | ExitAck() | WorkerAnswer() | Shutdown():
                         self._apply(events.Order(epoch, message))
         except WireError:
             return

@@ -53,7 +53,7 @@ from unirun.launcher.hearing import (
 )
 from unirun.launcher.state import AgentState, held
 from unirun.wire.asking import WorkerAnswer
-from unirun.wire.messages import ExitKept, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Cause,
     Notice,
@@ -112,7 +112,7 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
         case StopWorkers():
             who = [(what.role, rank) for rank in what.ranks]
             return _stop(state, who, what.signal, what.grace, "order")
-        case ExitKept(role, rank, incarnation):
+        case ExitAck(role, rank, incarnation):
             kept = role, rank, incarnation
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
         case WorkerAnswer():

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from unirun.failover.brevity import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
+from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 from unirun.wire.reports import Held, WorkerError, WorkerExited
 
 WORDS = 4 << 20

@@ -7,7 +7,7 @@ from enum import StrEnum
 from unirun.launcher.environment import SpawnerKey
 from unirun.values import Value
 from unirun.wire.asking import WorkerAnswer
-from unirun.wire.messages import ExitKept, Message, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Message, Shutdown, StopWorkers, View
 from unirun.wire.reports import CallCount, Cause, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
@@ -139,7 +139,7 @@ class Led(Value):
     epoch: int
 
 
-Instruction = Launch | Store | StopWorkers | ExitKept | View | WorkerAnswer | Shutdown
+Instruction = Launch | Store | StopWorkers | ExitAck | View | WorkerAnswer | Shutdown
 """What masters want."""
 
 

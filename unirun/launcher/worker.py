@@ -24,7 +24,7 @@ import types
 from pathlib import Path
 
 from unirun.errors import UnirunError
-from unirun.failover import is_lasting
+from unirun.failover.lasting import is_lasting
 from unirun.launcher.process import set_command_line, set_title
 from unirun.reporting import report, report_error
 from unirun.wire.blocking import BlockingStream

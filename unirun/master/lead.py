@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, JobError
-from unirun.master.aborting import abort_step, begin_abort
-from unirun.master.context import restore
-from unirun.master.crashes import Crash, fatal, read_crashes, reason_of, record_crash, report_of
-from unirun.master.keeper import Keeper, load
-from unirun.master.resuming import resume
+from unirun.failover.abort import abort_step, begin_abort
+from unirun.failover.crashes import Crash, fatal, read_crashes, reason_of, record_crash, report_of
+from unirun.failover.takeover import resume
+from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict
+from unirun.master.persistence.context import restore
+from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.shell import Core, Master
-from unirun.master.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.master.step import step
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Term, campaign, leader_of
@@ -52,11 +52,11 @@ def lead(
         term = _elected(store, job, path, deposing)
         if term is None:
             return
-        keeper = Keeper(store, job.run_id, term)
-        state = _own(keeper.take_over(), job)
+        contexts = ContextStore(store, job.run_id, term)
+        state = _own(contexts.take_over(), job)
         if state is None and first is not None:
             state = restore(first)
-            keeper.create(state)
+            contexts.create(state)
         if state is None:
             term.resign()
             problem = f"the store has no context of this job {job.run_id}"
@@ -64,7 +64,7 @@ def lead(
         job.forget_first_context()
         core = _core(read_crashes(store, job.run_id), job)
         master = Master(
-            job, state, term, keeper, listener, core, partial(record_crash, store, job.run_id, term)
+            job, state, term, contexts, listener, core, partial(record_crash, store, job.run_id, term)
         )
         asyncio.run(master.run(agents or {}))
 

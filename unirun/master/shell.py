@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from unirun.errors import Refused, StoreError, WireError
-from unirun.master.crashes import STORY, Crash, crash_of
-from unirun.master.ending import shutdown_order
-from unirun.master.events import (
+from unirun.failover.crashes import STORY, Crash, crash_of
+from unirun.failover.ending import shutdown_order
+from unirun.job.events import (
     After,
     AgentLost,
     Command,
@@ -26,10 +26,10 @@ from unirun.master.events import (
     ToAgent,
     ToWatchers,
 )
-from unirun.master.keeper import Keeper
-from unirun.master.state import JOB_ENDS, JobState, Verdict
-from unirun.master.telling import farewell, present, status_of
-from unirun.master.writing import Writer
+from unirun.job.state import JOB_ENDS, JobState, Verdict
+from unirun.master.persistence.context_store import ContextStore
+from unirun.master.persistence.writer import Writer
+from unirun.master.status_views import farewell, present, status_of
 from unirun.observe import EventLog, MetricsLog, write_status
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
@@ -71,7 +71,7 @@ class Master:
         job: JobDir,
         state: JobState,
         term: Term,
-        keeper: Keeper,
+        contexts: ContextStore,
         listener: socket.socket,
         core: Core,
         record_crash: Callable[[Crash], None],
@@ -84,7 +84,7 @@ class Master:
         self._state = state
         self._unaware = set(state.agents) if state.phase in JOB_ENDS else set()
         self._writer = Writer(
-            state, term, keeper, self._carry_out_all, self._store_changed, self._end_unwritten
+            state, term, contexts, self._carry_out_all, self._store_changed, self._end_unwritten
         )
         self._writer.unwritten = not core.writes_first
         self._term = term

@@ -6,7 +6,7 @@ JOBS = "jobs/"
 INDEX = "index/"
 
 CONTEXT, STATES, VERSIONS = "context/", "states/", "versions/"
-"""The parts of a job: the documents of `unirun.master.context`, what workers keep, what they have committed."""
+"""The parts of a job: its context (`unirun.master.persistence`), what workers keep, what they have committed."""
 
 
 def job_prefix(run_id: str) -> str:
@@ -15,12 +15,12 @@ def job_prefix(run_id: str) -> str:
 
 
 def context_prefix(run_id: str) -> str:
-    """The documents of `unirun.master.context`."""
+    """The documents of `unirun.master.persistence.context`."""
     return f"{JOBS}{run_id}/{CONTEXT}"
 
 
 def crashes_key(run_id: str) -> str:
-    """Masters of a job that were ended by an error of their own (`unirun.master.crashes`)."""
+    """Masters of a job that were ended by an error of their own (`unirun.failover.crashes`)."""
     return f"{JOBS}{run_id}/crashes"
 
 

@@ -4,7 +4,7 @@
 agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
               WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerCalls WorkerExited
               WorkerAsk
-master→agent  Appointed OpenStore StartRole StopWorkers ExitKept View WorkerAnswer Shutdown
+master→agent  Appointed OpenStore StartRole StopWorkers ExitAck View WorkerAnswer Shutdown
 worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop
@@ -72,7 +72,7 @@ class Appointed(Value, tag=True):
     epoch: int
 
 
-class ExitKept(Value, tag=True):
+class ExitAck(Value, tag=True):
     """The end of a worker is in the store; its agent need not remember it."""
 
     role: str
@@ -265,7 +265,7 @@ Message = (
     | Answer
     | WorkerAnswer
     | Appointed
-    | ExitKept
+    | ExitAck
     | OpenStore
     | StartRole
     | StopWorkers

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from msgspec import structs
 
-from tests.unit.master.job import Job
+from tests.unit.job.job import Job
 from unirun.cli import main
 from unirun.graph.states import LOOKS
-from unirun.master.keeper import Keeper
+from unirun.master.persistence.context_store import ContextStore
 from unirun.observe.status import CallStatus, JobStatus, RoleStatus, WorkerStatus
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.election import campaign
@@ -186,9 +186,9 @@ def test_a_job_of_another_host_is_drawn_from_its_store(
     store = open_store(url)
     term = campaign(store, job_prefix("job-1"), "unix:/x", "far", 7, ttl=60)
     assert term is not None
-    keeper = Keeper(store, "job-1", term)
-    keeper.create(state)
-    keeper.note(state, None, state)
+    contexts = ContextStore(store, "job-1", term)
+    contexts.create(state)
+    contexts.note(state, None, state)
     store.close()
     assert graph("--store", url) == 0
     assert capsys.readouterr().out.startswith(

@@ -11,13 +11,13 @@ import pytest
 from msgspec import structs
 
 from tests.unit.cli.shell import call
-from tests.unit.master.job import Job
+from tests.unit.job.job import Job
 from unirun.cli.stored import anchored, refuse_elsewhere
 from unirun.errors import JobElsewhere, UsageError
-from unirun.failover import Exit, Failure
-from unirun.master.keeper import Keeper
-from unirun.master.state import JobState
-from unirun.master.telling import status_of
+from unirun.job.failures import Exit, Failure
+from unirun.job.state import JobState
+from unirun.master.persistence.context_store import ContextStore
+from unirun.master.status_views import status_of
 from unirun.observe import JobStatus, write_status
 from unirun.rendezvous import create_job
 from unirun.rendezvous.election import Term, campaign
@@ -44,9 +44,9 @@ def running(run_id: str, started: float = 100.0, uid: str = "other") -> JobState
 def put(store: Store, state: JobState, host: str = "far") -> Term:
     """What the job's first master writes."""
     term = lead(store, state.spec.run_id, host)
-    keeper = Keeper(store, state.spec.run_id, term)
-    keeper.create(state)
-    keeper.note(state, None, state)
+    contexts = ContextStore(store, state.spec.run_id, term)
+    contexts.create(state)
+    contexts.note(state, None, state)
     return term
 
 

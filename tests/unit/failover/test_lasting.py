@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from unirun.errors import GroupError, StoreAway, UsageError, WireError
-from unirun.failover import is_lasting
+from unirun.failover.lasting import is_lasting
 
 
 @pytest.mark.parametrize(

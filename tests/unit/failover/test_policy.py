@@ -7,16 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.failover import (
+from unirun.failover.policy import (
     Circumstances,
     Decision,
-    Exit,
-    Failure,
     decide,
     decide_to_make_room,
     decide_without_node,
     decide_without_store,
 )
+from unirun.job.failures import Exit, Failure
 from unirun.spec import Restart
 
 counts = st.integers(0, 4)

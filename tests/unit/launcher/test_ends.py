@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.unit.launcher.agent import TORCH, Agent
-from unirun.failover.brevity import MESSAGE, NOTE, TAIL, TRACEBACK
+from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK
 from unirun.launcher.ends import WHOLE, fitting, short_error
 from unirun.launcher.events import FromSpawner, FromWorker
 from unirun.launcher.state import AgentState, holdings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.launcher.agent import KILL, TERM, TORCH, Agent, launch, store
 from unirun.launcher.events import Abandon, FromWorker, Leave, Led, Order, ToMaster, ToSpawner
 from unirun.launcher.state import holdings
-from unirun.wire.messages import ExitKept, Hello, Message, RoleView, Shutdown, StopWorkers, View
+from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     GroupFormed,
     Held,
@@ -83,7 +83,7 @@ class TestAnEnd:
         dead, alive = workers(agent)
         assert (dead.rank, dead.pid, dead.exit) == (0, 101, told[0])
         assert (alive.rank, alive.exit) == (1, None)
-        agent.on(ExitKept("actor", 0, 0))
+        agent.on(ExitAck("actor", 0, 0))
         assert workers(agent) == (alive,)
         assert agent.commands == []
 
@@ -91,7 +91,7 @@ class TestAnEnd:
         agent = Agent().alive(1).spawner(Reaped(1, 6.0, 1, None))
         agent.on(launch(count=1, first=5, incarnation=1)).spawner(Forked(5, 105), Reaped(5, 7.0, 1, None))
         assert [held.incarnation for held in workers(agent)] == [0, 1]
-        agent.on(ExitKept("actor", 0, 1), ExitKept("actor", 1, 0), ExitKept("rollout", 0, 0))
+        agent.on(ExitAck("actor", 0, 1), ExitAck("actor", 1, 0), ExitAck("rollout", 0, 0))
         assert [held.incarnation for held in workers(agent)] == [0]
 
     def test_of_a_worker_without_a_process_is_remembered_too(self) -> None:
@@ -148,7 +148,7 @@ class TestAMasterOfAnEarlierTerm:
             launch("rollout", first=7),
             store("rollout"),
             StopWorkers("actor", (0, 1), KILL, 0.0),
-            ExitKept("actor", 0, 0),
+            ExitAck("actor", 0, 0),
             VIEW,
             Shutdown(),
         ]
@@ -183,7 +183,7 @@ class TestWithoutAMaster:
         again = launch(first=11)
         assert agent.on(Led(2), Order(2, store()), Order(2, again)).sent(Spawn) == []
         assert agent.sent(ServeStore) == []
-        agent.on(ExitKept("actor", 0, 0), Order(2, again))
+        agent.on(ExitAck("actor", 0, 0), Order(2, again))
         assert agent.sent(Spawn) == [], "nor when the end is forgotten"
 
     def test_an_agent_that_must_leave_still_holds_how_its_workers_end(self) -> None:

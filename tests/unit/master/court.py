@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tests.unit.master.job import Job
-from tests.unit.master.unsteady import UnsteadyStore
+from tests.unit.job.job import Job
+from tests.unit.master.persistence.unsteady import UnsteadyStore
 from unirun.errors import ConnectionLost
-from unirun.master.crashes import Crash
-from unirun.master.keeper import Keeper
-from unirun.master.resuming import resume
+from unirun.failover.crashes import Crash
+from unirun.failover.takeover import resume
+from unirun.master.persistence.context_store import ContextStore
 from unirun.master.shell import Core, Master
 from unirun.master.step import step
 from unirun.observe import read_events
@@ -46,18 +46,18 @@ class Court:
         self.job.token.chmod(0o600)
         term = campaign(self.store, SEAT, "unix:/x", "host", 7, ttl=60)
         assert term is not None
-        keeper = Keeper(self.store, "job-1", term)
-        keeper.create(self.model.state)
+        contexts = ContextStore(self.store, "job-1", term)
+        contexts.create(self.model.state)
         self.path = folder / "master.sock"
-        self._parts = self.model.state, term, keeper
+        self._parts = self.model.state, term, contexts
 
     def run(self, play: Callable[[], Awaitable[None]]) -> list[Crash]:
         """Let the master lead, and `play` the others, until both are done. Returns errors of the master's own."""
 
         async def main() -> None:
-            state, term, keeper = self._parts
+            state, term, contexts = self._parts
             listener = listen(self.path)
-            master = Master(self.job, state, term, keeper, listener, self.core, self.record_crash)
+            master = Master(self.job, state, term, contexts, listener, self.core, self.record_crash)
             async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
                 group.create_task(self._lead(master))
                 await play()

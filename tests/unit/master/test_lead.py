@@ -14,18 +14,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.master.documents import kept, written
-from tests.unit.master.job import TERM, Job
+from tests.unit.job.job import TERM, Job
+from tests.unit.master.persistence.documents import kept, written
 from unirun.errors import EXIT_FAILURE, JobError
-from unirun.master import JobPhase
+from unirun.failover.crashes import MOST, Crash, record_crash
+from unirun.failover.takeover import resume
+from unirun.job.state import JobPhase, JobState, Owner
 from unirun.master import __main__ as process
 from unirun.master import lead as leading
-from unirun.master.crashes import MOST, Crash, record_crash
-from unirun.master.keeper import Keeper, load
 from unirun.master.lead import TERM_TTL, lead
-from unirun.master.resuming import resume
+from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.shell import Core
-from unirun.master.state import JobState, Owner
 from unirun.master.step import step
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
@@ -75,7 +74,7 @@ class Seat:
         """Another master has led, has written `state`, and still holds the term."""
         term = campaign(self.store, SEAT, "unix:/x", "elsewhere", 7, ttl=60)
         assert term is not None
-        Keeper(self.store, "job-1", term).create(state)
+        ContextStore(self.store, "job-1", term).create(state)
         return term
 
     @property

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.properties import examples
-from tests.unit.master.job import KILL, TERM
-from tests.unit.master.walk import Walk
-from unirun.failover import Exit
-from unirun.master.events import (
+from tests.unit.job.job import KILL, TERM
+from tests.unit.job.walk import Walk
+from unirun.job.events import (
     After,
     AgentLost,
     Command,
@@ -24,10 +23,11 @@ from unirun.master.events import (
     ToWatchers,
     ViewDue,
 )
-from unirun.master.state import JOB_ENDS, ROLE_WORKS, JobState, RoleState, WorkerPhase, WorkerState
-from unirun.master.turn import VIEW_DELAY
+from unirun.job.failures import Exit
+from unirun.job.state import JOB_ENDS, ROLE_WORKS, JobState, RoleState, WorkerPhase, WorkerState
+from unirun.job.transition import VIEW_DELAY
 from unirun.wire.messages import (
-    ExitKept,
+    ExitAck,
     Member,
     OpenStore,
     RoleChanged,
@@ -188,7 +188,7 @@ class Step:
         event = self.event
         if isinstance(event, WorkerExited) and event.cause != "leaving":
             known = self.before.roles[event.role].workers[event.rank]
-            assert (known.node, ExitKept(event.role, event.rank, event.incarnation)) in self.orders
+            assert (known.node, ExitAck(event.role, event.rank, event.incarnation)) in self.orders
             end = Exit(event.code, event.signal)
             note = f", {event.note}" if event.note else ""
             if known.live and known.incarnation == event.incarnation:

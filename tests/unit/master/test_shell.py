@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.master.court import SEAT, Court, all_of, until
-from unirun.master.keeper import load
+from unirun.master.persistence.context_store import load
 from unirun.rendezvous.election import campaign, leader_of
-from unirun.wire.messages import Attach, Ended, ExitKept, Shutdown
+from unirun.wire.messages import Attach, Ended, ExitAck, Shutdown
 from unirun.wire.reports import WorkerExited
 
 
@@ -45,7 +45,7 @@ def test_an_end_is_kept_before_its_agent_may_forget_it(court: Court) -> None:
     async def play() -> None:
         agent = await court.agent()
         agent.send(ended(0, 0))
-        assert (await until(agent, ExitKept))[-1] == ExitKept("actor", 0, 0)
+        assert (await until(agent, ExitAck))[-1] == ExitAck("actor", 0, 0)
         state = load(court.store, "job-1")
         assert state is not None
         assert state.roles["actor"].workers[0].ended_well
@@ -65,7 +65,7 @@ def test_a_master_that_was_deposed_says_nothing_and_ends(court: Court) -> None:
         court.job.state.write_text("of the next master")
         agent.send(ended(0, 1))
         told = await all_of(agent)
-        assert not [each for each in told if isinstance(each, Shutdown | ExitKept)]
+        assert not [each for each in told if isinstance(each, Shutdown | ExitAck)]
         assert not [each for each in await all_of(watcher) if isinstance(each, Ended)]
 
     assert court.run(play) == []

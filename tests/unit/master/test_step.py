@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.master.job import TERM, Job
+from tests.unit.job.job import TERM, Job
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.master import JobPhase, WorkerPhase
-from unirun.master.events import (
+from unirun.job.events import (
     AgentLost,
     Event,
     JoinTimedOut,
     OwnerLost,
     ToAgent,
 )
-from unirun.master.telling import present, status_of
+from unirun.job.state import JobPhase, WorkerPhase
+from unirun.master.status_views import present, status_of
 from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (
     Join,

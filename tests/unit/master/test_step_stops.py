@@ -6,12 +6,12 @@ import signal
 
 import pytest
 
-from tests.unit.master.job import KILL, TERM, Job
+from tests.unit.job.job import KILL, TERM, Job
 from unirun.errors import Refused
-from unirun.master import JobPhase
-from unirun.master.events import (
+from unirun.job.events import (
     OwnerLost,
 )
+from unirun.job.state import JobPhase
 from unirun.master.step import OWNER_LOST_GRACE
 from unirun.wire.messages import StartRole, Stop, StopWorkers
 from unirun.wire.reports import (

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from tests.unit.job.job import TERM, Job
 from tests.unit.master.court import SEAT, Court, all_of, eventually, until
-from tests.unit.master.job import TERM, Job
 from unirun.errors import Fenced, StoreAway, WireError
-from unirun.master import writing
-from unirun.master.aborting import abort_step, begin_abort
-from unirun.master.crashes import STORY
-from unirun.master.events import Command, Event
+from unirun.failover.abort import abort_step, begin_abort
+from unirun.failover.crashes import STORY
+from unirun.job.events import Command, Event
+from unirun.job.state import JobPhase, JobState, Verdict
+from unirun.master.persistence import writer as writing
 from unirun.master.shell import Core
-from unirun.master.state import JobPhase, JobState, Verdict
 from unirun.master.step import step
 from unirun.observe import read_metrics
 from unirun.rendezvous.election import leader_of

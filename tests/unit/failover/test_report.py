@@ -1,0 +1,57 @@
+"""The report names the cause last, with everything that is needed to find it."""
+
+from __future__ import annotations
+
+from unirun.failover.report import failure_report
+from unirun.failover.root_cause import diagnose
+from unirun.job.failures import Exit, Failure
+
+
+def fail(rank: int, time: float, **more: object) -> Failure:
+    fields = {"exit": Exit(code=1), "log": f"/logs/actor/{rank}/0", **more}
+    return Failure("actor", rank, 0, 0, "n0", time, **fields)  # type: ignore[arg-type]
+
+
+def test_a_single_failure_needs_no_list() -> None:
+    report = failure_report(
+        "why", diagnose([fail(0, 1.0, message="ValueError: x", traceback="Trace\nValueError: x\n")])
+    )
+    assert report.splitlines() == [
+        "job failed: why",
+        "root cause: actor:0 on n0: exit code 1 (the only failure)",
+        "  Trace",
+        "  ValueError: x",
+        "  log: /logs/actor/0/0/stderr.log",
+    ]
+
+
+def test_a_silent_death_shows_its_note_and_the_end_of_its_stderr() -> None:
+    killed = fail(
+        0, 1.0, exit=Exit(signal=9), note="the kernel killed it: out of memory", tail="step 1\nstep 2"
+    )
+    assert failure_report("why", diagnose([killed])).splitlines()[1:] == [
+        "root cause: actor:0 on n0: killed by SIGKILL (the only failure)",
+        "  the kernel killed it: out of memory",
+        "  the end of its stderr:",
+        "  step 1",
+        "  step 2",
+        "  log: /logs/actor/0/0/stderr.log",
+    ]
+
+
+def test_others_come_first_with_their_distance_in_time() -> None:
+    cause = fail(0, 10.0, exit=Exit(signal=9))
+    before = fail(1, 9.5, message="RuntimeError: Connection closed by peer\nmore")
+    later = fail(2, 10.25, note="seen late")
+    lines = failure_report("why", diagnose([before, cause, later])).splitlines()
+    assert lines[1:4] == [
+        "other failures (2):",
+        "  actor:1 on n0: exit code 1, 0.500 s before: RuntimeError: Connection closed by peer",
+        "  actor:2 on n0: exit code 1, 0.250 s later: seen late",
+    ]
+
+
+def test_a_crowd_is_counted() -> None:
+    lines = failure_report("why", diagnose([fail(rank, float(rank)) for rank in range(30)])).splitlines()
+    assert "  … and 21 more" in lines
+    assert len(lines) < 15

@@ -1,0 +1,163 @@
+"""A job under test: events go in, and what they lead to can be asked for."""
+
+from __future__ import annotations
+
+import signal
+
+from unirun.cli.planned import ties_of
+from unirun.collocation import Assignment, Inventory, Placement, place
+from unirun.job.events import (
+    Command,
+    Event,
+    Finish,
+    Record,
+    ToAgent,
+    ToWatchers,
+)
+from unirun.job.state import new_job
+from unirun.master.step import step
+from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.wire.messages import OpenStore, StopWorkers
+from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
+from unirun.wire.spawning import StoreOpened
+
+TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
+
+
+class Job:
+    """A job under test: events go in, and what they lead to can be asked for."""
+
+    def __init__(
+        self,
+        counts: dict[str, int],
+        *,
+        restarts: dict[str, int] | None = None,
+        primary: tuple[str, ...] | None = None,
+        nodes: tuple[str, ...] = ("n0",),
+        kinds: dict[str, EntryKind] | None = None,
+        stores_open: bool = True,
+        inventory: Inventory | None = None,
+        least: dict[str, int] | None = None,
+        spares: int = 0,
+    ) -> None:
+        kinds = kinds or {}
+        self.stores_open = stores_open
+        limits = restarts or {}
+        roles = tuple(
+            RoleSpec(
+                name,
+                count,
+                Entry(kinds.get(name, "script"), "a.py"),
+                max_restarts=limits.get(name, 0),
+                restart="process" if name in kinds else "role",
+                least=(least or {}).get(name),
+            )
+            for name, count in counts.items()
+        )
+        spec = JobSpec("job", "job-1", roles, primary or tuple(counts), spares=spares)
+        self.now = 100.0
+        places = [
+            Assignment(name, rank, nodes[rank % len(nodes)], 0, rank // len(nodes))
+            for name, count in counts.items()
+            for rank in range(count)
+        ]
+        placement = Placement(tuple(places), "")
+        if inventory is not None:
+            spec, placement = place(spec, inventory, ties=ties_of(spec))
+        self.state = new_job(
+            spec,
+            placement,
+            started=self.now,
+            logs="/logs",
+            inventory=inventory or Inventory(()),
+        )
+        self.commands: list[Command] = []
+
+    def on(self, *events: Event) -> Job:
+        """Apply `events`; a store that is ordered for a later generation opens, unless the test does that."""
+        self.commands = []
+        pending = list(events)
+        while pending:
+            self.now += 0.1
+            self.state, commands = step(self.state, pending.pop(0), self.now)
+            self.state.check()
+            self.commands += commands
+            assert all(c.node in self.state.nodes for c in commands if isinstance(c, ToAgent))
+            orders = [c.message for c in commands if isinstance(c, ToAgent)]
+            if self.stores_open:
+                opened = [StoreOpened(o.role, o.generation) for o in orders if isinstance(o, OpenStore)]
+                pending = [*(each for each in opened if each.generation > 0), *pending]
+        return self
+
+    def launched(self) -> Job:
+        return self.on(*(self.join(node) for node in self.state.nodes))
+
+    def join(self, node: str) -> Join:
+        host = "127.0.0.1" if node == "n0" else node
+        endpoints = {name: f"{host}:{n + 1}" for n, name in enumerate(self.state.roles)}
+        return Join(node, 1, node, endpoints)
+
+    def running(self) -> Job:
+        self.launched()
+        for name in self.state.roles:
+            self.all_run(name)
+        return self
+
+    def all_run(self, name: str) -> Job:
+        for worker in self.state.roles[name].workers:
+            pid = 100 * worker.incarnation + worker.rank + 1
+            self.on(
+                WorkerStarted(worker.node, name, worker.rank, worker.incarnation, pid),
+                WorkerRunning(name, worker.rank, worker.incarnation, self.state.roles[name].opened),
+            )
+        return self
+
+    def exits(
+        self,
+        name: str,
+        rank: int,
+        code: int | None = 0,
+        by: int | None = None,
+        *,
+        asked: int | None = None,
+        cause: Cause | None = None,
+        error: WorkerError | None = None,
+        incarnation: int | None = None,
+        note: str = "",
+    ) -> Job:
+        """A worker ends; with `asked` because of an order, unless another `cause` is given."""
+        cause = cause or ("own" if asked is None else "order")
+        if incarnation is None:
+            incarnation = self.state.roles[name].workers[rank].incarnation
+        code = None if by else code
+        return self.on(WorkerExited(name, rank, incarnation, self.now, code, by, cause, asked, error, note))
+
+    def obey(self) -> Job:
+        """Every worker that was told to end does."""
+        for order in self.orders(StopWorkers):
+            for rank in order.ranks:
+                self.exits(order.role, rank, by=order.signal, asked=order.signal)
+        return self
+
+    def orders(self, kind: type) -> list:
+        return [c.message for c in self.commands if isinstance(c, ToAgent) and isinstance(c.message, kind)]
+
+    def told(self, kind: type) -> list:
+        return [c.message for c in self.commands if isinstance(c, ToWatchers) and isinstance(c.message, kind)]
+
+    @property
+    def records(self) -> str:
+        return "\n".join(f"{c.kind}: {c.text}" for c in self.commands if isinstance(c, Record))
+
+    @property
+    def finish(self) -> Finish | None:
+        return next((c for c in self.commands if isinstance(c, Finish)), None)
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """The exit code and the report with which the job has ended."""
+        finish = self.finish
+        return (finish.verdict.code, finish.verdict.report) if finish else None
+
+    def phases(self) -> dict[str, str]:
+        return {name: role.phase.value for name, role in self.state.roles.items()}

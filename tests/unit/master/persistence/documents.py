@@ -1,0 +1,48 @@
+"""A job's state and the documents that hold it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from unirun.collocation import Assignment, Placement
+from unirun.job.state import JobState, new_job
+from unirun.master.persistence.context import changes
+from unirun.spec import Entry, JobSpec, RoleSpec
+
+Documents = dict[str, str]
+
+
+def kept(state: JobState) -> JobState:
+    """What the documents hold of `state`: all but what agents tell again."""
+    roles = {
+        name: replace(
+            role,
+            workers=tuple(replace(w, pid=None, addresses={}, metrics={}) for w in role.workers),
+        )
+        for name, role in state.roles.items()
+    }
+    return replace(state, roles=roles, view_due=False, away=frozenset())
+
+
+def applied(documents: Documents, news: dict[str, str | None]) -> Documents:
+    together = {**documents, **news}
+    return {name: text for name, text in together.items() if text is not None}
+
+
+def written(state: JobState) -> Documents:
+    return applied({}, changes(None, state))
+
+
+def many(ranks: int, nodes: int, roles: int = 1, cpus: tuple[int, ...] | None = None) -> JobState:
+    """A job whose ranks are spread over its nodes."""
+    each = ranks // roles
+    names = [f"role{number}" for number in range(roles)]
+    spec = JobSpec(
+        "job", "job-1", tuple(RoleSpec(n, each, Entry("script", "a.py")) for n in names), tuple(names)
+    )
+    places = tuple(
+        Assignment(name, rank, f"node-{rank % nodes:05}.cluster.example", rank // nodes, 0, ("0", "1"), cpus)
+        for name in names
+        for rank in range(each)
+    )
+    return new_job(spec, Placement(places, ""), started=1.0, logs="/logs")

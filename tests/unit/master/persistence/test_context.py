@@ -1,0 +1,239 @@
+"""The job's state as documents: nothing that counts is lost, and nothing foreign is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.properties import examples
+from tests.unit.job.job import TERM, Job
+from tests.unit.job.walk import Walk
+from tests.unit.master.persistence.documents import Documents, applied, kept, written
+from unirun.errors import StoreRefused
+from unirun.failover.takeover import resume
+from unirun.job.events import Event, JoinTimedOut, ViewDue
+from unirun.job.state import JobState
+from unirun.master.persistence.context import SCHEMA, changes, restore, urgent
+from unirun.wire.messages import Stop
+from unirun.wire.reports import (
+    Join,
+    WorkerExited,
+    WorkerMetrics,
+    WorkerRunning,
+    WorkerServing,
+    WorkerStarted,
+)
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+seeds = st.integers(0, 2**32)
+
+
+@examples(40)
+@given(seeds)
+def test_what_is_written_at_once_gives_the_state_back(seed: int) -> None:
+    for state in Walk(seed).states(40):
+        assert restore(written(state)) == kept(state)
+
+
+@examples(40)
+@given(seeds)
+def test_what_is_written_step_by_step_is_what_is_written_at_once(seed: int) -> None:
+    states = Walk(seed).states(120)
+    documents = written(states[0])
+    for before, after in pairwise(states):
+        documents = applied(documents, changes(before, after))
+        assert documents == written(after)
+
+
+@examples(40)
+@given(seeds, st.data())
+def test_steps_may_be_left_out(seed: int, data: st.DataObject) -> None:
+    states = Walk(seed).states(120)
+    chosen = sorted(data.draw(st.sets(st.integers(1, len(states) - 1), max_size=10)))
+    documents, before = written(states[0]), states[0]
+    for number in chosen:
+        documents = applied(documents, changes(before, states[number]))
+        before = states[number]
+    assert restore(documents) == kept(before)
+
+
+@examples(25)
+@given(seeds)
+def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed: int) -> None:
+    """Whoever comes in this master's place has all that follows from nothing else than the store."""
+
+    def decided(state: JobState) -> object:
+        resumed, _ = resume(restore(written(state)), 0.0)
+        roles = {
+            role.name: (
+                role.phase in ("starting", "running", "reforming") or role.phase,
+                (role.generation, role.opened, role.restarts),
+                [(w.incarnation, w.live, w.exit, w.recoverable) for w in role.workers]
+                if role.kind == "trainer"
+                else [(w.incarnation, w.live, w.exit) for w in role.workers],
+            )
+            for role in resumed.roles.values()
+        }
+        return (
+            resumed.phase,
+            resumed.placement,
+            resumed.verdict,
+            resumed.failures,
+            resumed.asked_to_stop,
+            roles,
+        )
+
+    states = Walk(seed).states(120)
+    all_decided = [decided(state) for state in states]
+    assert any(urgent(before, after) for before, after in pairwise(states))
+    for (before, after), (old, new) in zip(pairwise(states), pairwise(all_decided), strict=True):
+        assert urgent(before, after) == (old != new)
+
+
+def happens(job: Job, *events: Event) -> bool:
+    """Whether what `events` change is urgent."""
+    before = job.state
+    return urgent(before, job.on(*events).state)
+
+
+class TestUrgent:
+    def test_is_that_a_job_is_launched(self) -> None:
+        assert happens(Job({"actor": 1}), Join("n0", 1, "h", {"actor": "h:1"}))
+
+    def test_is_not_that_a_node_of_several_has_come(self) -> None:
+        job = Job({"actor": 2}, nodes=("n0", "n1"))
+        assert not happens(job, Join("n0", 1, "h", {"actor": "h:1"}))
+        assert happens(job, Join("n1", 1, "h", {"actor": "h:2"}))
+
+    def test_is_not_how_far_workers_are(self) -> None:
+        job = Job({"actor": 1}).launched()
+        assert not happens(job, WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0, 0))
+        assert job.phases() == {"actor": "running"}
+        assert not happens(job, WorkerMetrics("actor", 0, 0, {"loss": 1.0}, 1.0), ViewDue())
+
+    @pytest.mark.parametrize("code", [0, 1])
+    def test_is_every_end_of_a_worker(self, code: int) -> None:
+        job = Job({"actor": 2}, restarts={"actor": 1}).running()
+        assert happens(job, WorkerExited("actor", 0, 0, 1.0, code, None))
+
+    def test_is_every_end_of_a_worker_that_was_told_to(self) -> None:
+        job = Job({"actor": 3}, restarts={"actor": 1}).running().exits("actor", 0, 1)
+        assert happens(job, WorkerExited("actor", 1, 0, 1.0, None, TERM, "order", TERM))
+
+    def test_is_a_generation_that_is_decided_and_the_store_of_it(self) -> None:
+        job = Job({"actor": 2}, kinds={"actor": "workload"}, restarts={"actor": 1}, stores_open=False)
+        job.running().on(*(WorkerServing("actor", rank, 0, {}, True) for rank in range(2)))
+        assert job.phases() == {"actor": "running"}
+        assert happens(job, StoreEnded("actor", 0, 1.0, "gone"))
+        assert happens(job, StoreOpened("actor", 1))
+
+    def test_is_the_wish_to_stop_and_the_second_one(self) -> None:
+        job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
+        assert happens(job, Stop(TERM, "one"))
+        assert happens(Job({"actor": 1}), JoinTimedOut())
+
+    def test_is_not_what_changes_nothing(self) -> None:
+        job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
+        before = job.state
+        assert not urgent(before, job.exits("actor", 0, 1, incarnation=0).state)
+        assert not urgent(before, replace(before))
+
+
+class TestDocumentsThatAreRefused:
+    @pytest.fixture
+    def documents(self) -> Documents:
+        job = Job({"actor": 2, "rollout": 1}, restarts={"actor": 40}).running()
+        for _ in range(20):
+            job.exits("actor", 0, 1).exits("actor", 1, by=TERM, asked=TERM)
+        return written(job.state)
+
+    def test_are_those_of_another_schema(self, documents: Documents) -> None:
+        documents["job"] = json.dumps({**json.loads(documents["job"]), "schema": SCHEMA + 1})
+        with pytest.raises(StoreRefused, match=f"has schema {SCHEMA + 1}, this unirun writes {SCHEMA}"):
+            restore(documents)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "job",
+            "spec/0",
+            "inventory/0",
+            "placement/rollout/0",
+            "roles",
+            "ranks/0",
+            "failures/0",
+            "failures/1",
+            "failures/2",
+        ],
+    )
+    def test_are_those_of_which_one_is_missing(self, documents: Documents, name: str) -> None:
+        if name == "failures/2":
+            documents["failures/3"] = documents.pop(name)
+        else:
+            del documents[name]
+        with pytest.raises(StoreRefused, match="not whole or not unirun's"):
+            restore(documents)
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda text: text[: len(text) // 2],
+            lambda text: "",
+            lambda text: "[]",
+            lambda text: "{}",
+            lambda text: "7",
+            lambda text: "null",
+            lambda text: '"x"',
+            lambda text: '{"a": [1, 2]}',
+            lambda text: "[" * 100_000,
+        ],
+    )
+    def test_are_those_of_which_one_is_something_else(
+        self, documents: Documents, damage: Callable[[str], str]
+    ) -> None:
+        for name, text in documents.items():
+            if name == "nodes/0" and damage(text) in ("[]", "{}"):
+                continue  # nobody may be there
+            with pytest.raises(StoreRefused):
+                restore({**documents, name: damage(text)})
+        assert restore(documents)
+
+    def test_are_those_with_names_of_somebody_else(self, documents: Documents) -> None:
+        for name in ("failures/x", "ranks/", "ranks/-1", "spec/0/1", "nodes/7"):
+            with pytest.raises(StoreRefused):
+                restore({**documents, name: documents["ranks/0"]})
+
+    @pytest.mark.parametrize(
+        ("name", "from_", "to", "what"),
+        [
+            ("roles", ",2,{}]", ",3,{}]", "ranks"),
+            ("roles", ",1,{}]", ",0,{}]", "ranks"),
+            ("placement/rollout/0", "[[0,", "[[1,", "placement"),
+            ("placement/actor/0", ',[1,"n0"', ',[2,"n0"', "placement"),
+            ("failures/1", '"first":8', '"first":9', "failures"),
+            ("failures/1", '"first":8', '"first":7', "failures"),
+        ],
+    )
+    def test_are_those_that_do_not_fit_each_other(
+        self, documents: Documents, name: str, from_: str, to: str, what: str
+    ) -> None:
+        assert documents[name].count(from_) == 1
+        documents[name] = documents[name].replace(from_, to)
+        with pytest.raises(StoreRefused, match=f"its {what} are not whole"):
+            restore(documents)
+
+    def test_are_those_with_a_gap(self, documents: Documents) -> None:
+        documents["failures/3"] = documents.pop("failures/2")
+        with pytest.raises(StoreRefused, match="its failures are not whole"):
+            restore(documents)
+
+    @given(st.dictionaries(st.sampled_from(["job", "roles", "spec/0", "ranks/0"]), st.text()))
+    def test_are_all_that_are_none(self, documents: Documents) -> None:
+        with pytest.raises(StoreRefused):
+            restore(documents)

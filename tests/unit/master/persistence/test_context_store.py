@@ -1,0 +1,502 @@
+"""One master's hand on the context: each write is done once or not at all, and only as long as it leads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.properties import examples
+from tests.unit.job.job import Job
+from tests.unit.job.walk import Walk
+from tests.unit.master.persistence.documents import applied, kept, many
+from tests.unit.master.persistence.unsteady import Fault, UnsteadyStore
+from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
+from unirun.job.failures import Exit, Failure
+from unirun.job.state import JobState, WorkerPhase
+from unirun.master.persistence import context as context_module
+from unirun.master.persistence import context_store as store_module
+from unirun.master.persistence.context import changes, observations, observed, restore
+from unirun.master.persistence.context_store import (
+    MAX_BYTES,
+    MAX_OPERATIONS,
+    ContextStore,
+    load,
+    read_context,
+)
+from unirun.rendezvous.election import Term, campaign
+from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
+from unirun.wire.reports import Join
+
+RUN = "job-1"
+
+
+def term(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> Term:
+    won = campaign(store, f"jobs/{run_id}/", "unix:/x", "host", 7, ttl=60, deposing=deposing)
+    assert won is not None
+    return won
+
+
+def contexts(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> ContextStore:
+    return ContextStore(store, run_id, term(store, deposing=deposing, run_id=run_id))
+
+
+def until_done(do: Callable[[], object], tries: int = 50) -> None:
+    """Make the same call until it succeeds, as a master does."""
+    for _ in range(tries):
+        try:
+            do()
+        except Fenced:
+            raise
+        except StoreError:
+            continue
+        return
+    raise AssertionError("it never succeeds")
+
+
+@pytest.fixture
+def store() -> UnsteadyStore:
+    return UnsteadyStore()
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job({"actor": 4}, restarts={"actor": 3}).running()
+
+
+class TestANewContext:
+    def test_can_be_loaded(self, store: UnsteadyStore, job: Job) -> None:
+        assert load(store, RUN) is None
+        contexts(store).create(job.state)
+        assert load(store, RUN) == kept(job.state)
+
+    def test_replaces_one_of_the_same_id_as_a_whole(self, store: UnsteadyStore, job: Job) -> None:
+        old = many(600, 1)
+        first = contexts(store)
+        first.create(old)
+        for number, failed in enumerate(range(40)):
+            old = old.with_failures(Failure("role0", failed, 0, 0, "n", float(number), Exit(code=1)))
+        first.note(many(600, 1), None, old)
+        assert len(read_context(store, RUN)) > 10
+        contexts(store, deposing=1).create(job.state)
+        assert read_context(store, RUN) == applied({}, changes(None, job.state))
+
+    def test_touches_no_job_whose_id_begins_alike(self, store: UnsteadyStore, job: Job) -> None:
+        other = Job({"actor": 2}).running()
+        contexts(store, run_id="run10").create(other.state)
+        before = store.get_prefix("jobs/run10/").items
+        assert before
+        contexts(store, run_id="run1").create(job.state)
+        contexts(store, run_id="run1", deposing=1).create(job.state)
+        assert store.get_prefix("jobs/run10/").items == before
+        assert load(store, "run10") == kept(other.state)
+
+    def test_is_not_there_before_it_is_whole(self, store: UnsteadyStore, job: Job) -> None:
+        contexts(store).create(many(600, 1))
+        writer = contexts(store, deposing=1)
+        found: list[bool] = []
+        store.interfere = lambda: found.append("job" in read_context(store, RUN))
+        writer.create(many(5000, 700))
+        assert len(found) > 2
+        assert found == [True, *[False] * (len(found) - 1)], "the first write deletes the old one"
+        assert load(store, RUN) is not None
+
+    def test_that_is_begun_and_not_finished_is_begun_anew(self, store: UnsteadyStore, job: Job) -> None:
+        store.faults.extend([None, None, None, "away"])
+        with pytest.raises(StoreAway):
+            contexts(store).create(job.state)
+        assert load(store, RUN) is None
+        contexts(store, deposing=1).create(job.state)
+        assert load(store, RUN) == kept(job.state)
+
+
+class TestAWrite:
+    def test_is_one_transaction_with_only_what_has_changed(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        store.written.clear()
+        hand.write(before, job.exits("actor", 0).state)
+        ((puts, deletes),) = store.written
+        assert puts == ["jobs/job-1/head", "jobs/job-1/context/ranks/0"]
+        assert deletes == []
+        assert load(store, RUN) == kept(job.state)
+
+    def test_of_the_jobs_phase_has_the_line_that_ls_reads(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        line = store.get("index/job-1")
+        assert line is not None
+        assert json.loads(line.value)["phase"] == "running"
+        for rank in range(4):
+            job.exits("actor", rank)
+        hand.write(before, job.state)
+        line = store.get("index/job-1")
+        assert line is not None
+        assert (json.loads(line.value)["phase"], json.loads(line.value)["code"]) == ("succeeded", 0)
+
+    def test_of_nothing_is_none(self, store: UnsteadyStore, job: Job) -> None:
+        hand = contexts(store)
+        hand.create(job.state)
+        asked = store.asked
+        hand.write(job.state, job.state)
+        hand.note(job.state, job.state, job.state)
+        assert store.asked == asked
+
+    def test_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
+        self, store: UnsteadyStore
+    ) -> None:
+        before = many(10_000, 10_000)
+        endpoints = {"role0": "[2001:db8::1]:54321"}
+        agents = {node: Join(node, 1, node, endpoints) for node in before.placement.nodes}
+        after = replace(before, agents=agents, asked_to_stop=True)
+        hand = contexts(store)
+        hand.create(before)
+        store.written.clear()
+        hand.write(before, after)
+        assert len(store.written) > 2
+        assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
+        assert load(store, RUN) == kept(after)
+
+    def test_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
+        assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
+        assert MAX_BYTES < MAX_SIZE
+        contexts(store).create(many(10_000, 1250))
+        assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
+
+    def test_of_what_readers_see_is_found_by_them(self, store: UnsteadyStore, job: Job) -> None:
+        hand = contexts(store)
+        hand.create(job.state)
+        hand.note(job.state, None, job.state)
+        documents = read_context(store, RUN)
+        workers = observed(restore(documents), documents).roles["actor"].workers
+        assert [worker.pid for worker in workers] == [1, 2, 3, 4]
+
+
+class Died(Exception):
+    """The master, in mid-write."""
+
+
+class TestAWriteInPieces:
+    """What is too much for one transaction is there as a whole or not at all, whenever the master dies."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(store_module, "MAX_OPERATIONS", 2)
+        for name in ("_NODES", "_RANKS"):
+            monkeypatch.setattr(context_module, name, getattr(context_module, name) // 10)
+
+    @pytest.fixture
+    def states(self) -> tuple[JobState, JobState]:
+        """A state and the next one, which differs in many documents, of which some go away."""
+        before = many(200, 30)
+        for number in range(30):
+            before = before.with_failures(Failure("role0", number, 0, 0, "n", float(number), Exit(code=1)))
+        role = before.roles["role0"]
+        workers = tuple(replace(worker, phase=WorkerPhase.STARTING) for worker in role.workers)
+        agents = {node: Join(node, 1, node, {"role0": "10.0.0.1:1"}) for node in before.placement.nodes}
+        after = replace(before, agents=agents, asked_to_stop=True, failures=(), forgotten=30)
+        return before, after.with_role(replace(role, workers=workers))
+
+    def test_is_one_for_who_reads(self, store: UnsteadyStore, states: tuple[JobState, JobState]) -> None:
+        before, after = states
+        hand = contexts(store)
+        hand.create(before)
+        seen: list[JobState | None] = []
+        store.interfere = lambda: seen.append(load(store, RUN))
+        hand.write(before, after)
+        assert len(seen) > 8
+        turn = seen.index(kept(after))
+        assert seen == [seen[0]] * turn + [seen[turn]] * (len(seen) - turn)
+        assert seen[0] == kept(before)
+        assert load(store, RUN) == kept(after)
+        assert set(names(store)) == {f"context/{name}" for name in changes(None, after)}, (
+            "nothing is left over"
+        )
+
+    def test_is_done_or_not_when_the_master_dies_at_any_moment(
+        self, states: tuple[JobState, JobState]
+    ) -> None:
+        before, after = states
+        outcomes = []
+        for last in itertools.count():
+            store = UnsteadyStore()
+            first = contexts(store)
+            first.create(before)
+            if not dies_after(store, last, lambda first=first: first.write(before, after)):  # type: ignore[misc]
+                break
+            store.interfere = lambda: None
+            found = contexts(store, deposing=1).take_over()
+            assert found in (kept(before), kept(after))
+            outcomes.append(found == kept(after))
+            assert load(store, RUN) == found
+            assert not [name for name in names(store) if "staged" in name or "committed" in name]
+        assert outcomes == sorted(outcomes), "once it is there it stays"
+        assert outcomes.count(True) > 4 < outcomes.count(False)
+
+    def test_that_is_taken_over_may_be_so_again_and_again(
+        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+    ) -> None:
+        before, after = states
+        first = contexts(store)
+        first.create(before)
+        commit = next(n for n in itertools.count() if commits(states, n))
+        assert dies_after(store, commit, lambda: first.write(before, after))
+        for term in itertools.count(1):
+            store.interfere = lambda: None
+            second = contexts(store, deposing=term)
+            if not dies_after(store, 1, second.take_over):
+                break
+            assert load(store, RUN) == kept(after)
+        assert term > 3
+        assert load(store, RUN) == kept(after)
+
+    def test_that_failed_is_finished_before_another(
+        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+    ) -> None:
+        """Else what was committed would hide what is written later."""
+        before, after = states
+        hand = contexts(store)
+        hand.create(before)
+        commit = next(n for n in itertools.count() if commits(states, n))
+        store.faults.extend([*[None] * commit, "away"])
+        with pytest.raises(StoreAway):
+            hand.write(before, after)
+        hand.write(before, before)
+        assert load(store, RUN) == kept(after)
+        last = replace(after, asked_to_stop=False)
+        hand.write(after, last)
+        assert load(store, RUN) == kept(last)
+
+
+def names(store: UnsteadyStore) -> list[str]:
+    prefix = f"jobs/{RUN}/"
+    return [item.key.removeprefix(prefix) for item in store.get_prefix(f"{prefix}context/").items]
+
+
+def dies_after(store: UnsteadyStore, last: int, do: Callable[[], object]) -> bool:
+    """Whether `do` makes more than `last` transactions: there it ends."""
+    left = last
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Died
+
+    store.interfere = count
+    try:
+        do()
+    except Died:
+        return True
+    return False
+
+
+def commits(states: tuple[JobState, JobState], count: int) -> bool:
+    """Whether a write is there after so many transactions."""
+    before, after = states
+    store = UnsteadyStore()
+    hand = contexts(store)
+    hand.create(before)
+    dies_after(store, count, lambda: hand.write(before, after))
+    return load(store, RUN) == kept(after)
+
+
+def test_what_is_only_for_readers_comes_after_what_was_decided(
+    store: UnsteadyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they are too much for one transaction."""
+    monkeypatch.setattr(store_module, "MAX_OPERATIONS", 3)
+    before = many(2000, 2)
+    role = before.roles["role0"]
+    workers = tuple(replace(each, phase=WorkerPhase.ALIVE, pid=7) for each in role.workers)
+    after = before.with_role(replace(role, workers=workers))
+    hand = contexts(store)
+    hand.create(before)
+    store.written.clear()
+    hand.note(before, None, after)
+    documents = [{name.removeprefix("jobs/job-1/") for name in puts} - {"head"} for puts, _ in store.written]
+    seen = sorted(f"context/seen/{n}" for n in range(8))
+    assert documents[0] == {"context/ranks/0", "context/ranks/1"}
+    assert [len(each) for each in documents[1:]] == [3, 3, 2]
+    assert sorted(name for each in documents[1:] for name in each) == seen
+    found = read_context(store, RUN)
+    assert observed(restore(found), found).roles["role0"].workers[1999].pid == 7
+
+
+class TestAStoreThatFails:
+    @pytest.mark.parametrize("fault", ["away", "lost"])
+    def test_without_having_done_it_is_asked_again(
+        self, store: UnsteadyStore, job: Job, fault: Fault
+    ) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        store.faults.extend([fault] * 3)
+        until_done(lambda: hand.write(before, after))
+        assert load(store, RUN) == kept(after)
+
+    def test_after_having_done_it_is_not_asked_again(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        store.faults.append("done")
+        asked = store.asked
+        hand.write(before, job.exits("actor", 0).state)
+        assert store.asked == asked + 1, "it has looked before it would write again"
+
+    def test_that_does_it_when_it_was_made_again_has_done_it_once(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        """What arrives late is older than what is there."""
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        last = job.exits("actor", 1).state
+        store.faults.extend([None, "late"])
+        hand.write(before, after)
+        hand.write(after, before)
+        hand.write(before, last)
+        assert load(store, RUN) == kept(last)
+
+    def test_and_cannot_say_whether_it_has_done_it_is_asked_later(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        store.written.clear()
+        store.faults.append("done")
+        store.reads.append("away")
+        with pytest.raises(StoreAway):
+            hand.write(before, after)
+        assert len(store.written) == 1
+        until_done(lambda: hand.write(before, after))
+        assert load(store, RUN) == kept(after)
+
+    def test_twice_raises_and_the_same_call_goes_on(self, store: UnsteadyStore, job: Job) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        store.faults.extend(["lost", "done"])
+        with pytest.raises(OutcomeUnknown):
+            hand.write(before, after)
+        hand.write(before, after)
+        assert load(store, RUN) == kept(after)
+
+    @examples(60)
+    @given(
+        st.integers(0, 2**32),
+        st.lists(st.sampled_from([None, "away", "done", "lost", "late"]), max_size=40),
+        st.lists(st.sampled_from([None, "away"]), max_size=40),
+        st.sampled_from([1, 2, MAX_OPERATIONS]),
+    )
+    def test_in_any_way_ends_with_what_was_to_be_written(
+        self, seed: int, faults: list[Fault | None], reads: list[Fault | None], operations: int
+    ) -> None:
+        states = Walk(seed).states(30)
+        store = UnsteadyStore()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_module, "MAX_OPERATIONS", operations)
+            hand = contexts(store)
+            hand.create(states[0])
+            store.faults.extend(faults)
+            store.reads.extend(reads)
+            for before, after in pairwise(states):
+
+                def write(before: JobState = before, after: JobState = after) -> None:
+                    hand.write(before, after)
+
+                until_done(write, 100)
+        store.reads.clear()
+        assert read_context(store, RUN) == applied({}, changes(None, states[-1]))
+
+    def test_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        hand, before = contexts(store), job.state
+        hand.create(before)
+
+        def refuse() -> None:
+            raise ValueError("it is no key")
+
+        store.interfere = refuse
+        with pytest.raises(ValueError, match="it is no key"):
+            hand.commit_version("weights", 7)
+        store.interfere = lambda: None
+        after = job.exits("actor", 0).state
+        hand.write(before, after)
+        assert load(store, RUN) == kept(after)
+        assert hand.version("weights") is None
+
+
+class TestAMasterWhoseTermIsOver:
+    def test_writes_no_more(self, store: UnsteadyStore, job: Job) -> None:
+        first, before = contexts(store), job.state
+        first.create(before)
+        second = contexts(store, deposing=1)
+        after = job.exits("actor", 0).state
+        with pytest.raises(Fenced, match="the term 1 of job job-1 is over"):
+            first.write(before, after)
+        with pytest.raises(Fenced):
+            first.note(before, None, before)
+        assert load(store, RUN) == kept(before)
+        second.write(before, after)
+
+    @pytest.mark.parametrize("faults", [["lost", "lost"], ["away"]])
+    def test_learns_it_though_its_write_was_on_the_way(
+        self, store: UnsteadyStore, job: Job, faults: list[Fault]
+    ) -> None:
+        first, before = contexts(store), job.state
+        first.create(before)
+        store.faults.extend(faults)
+        after = job.exits("actor", 0).state
+        with pytest.raises(StoreError):
+            first.write(before, after)
+        second = contexts(store, deposing=1)
+        with pytest.raises(Fenced):
+            until_done(lambda: first.write(before, after))
+        assert load(store, RUN) == kept(before)
+        second.write(before, after)
+
+    def test_whose_write_was_done_before_has_done_it_and_writes_no_more(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
+        first, before = contexts(store), job.state
+        first.create(before)
+        after = job.exits("actor", 0).state
+        store.faults.append("done")
+        store.reads.append("away")
+        with pytest.raises(StoreAway):
+            first.write(before, after)
+        term(store, deposing=1)
+        with pytest.raises(Fenced):
+            until_done(lambda: first.write(before, after))
+        assert load(store, RUN) == kept(after), "the next master has found it"
+
+    def test_of_which_a_write_arrives_late_has_written_nothing(self, store: UnsteadyStore, job: Job) -> None:
+        """One that was given up, and made again."""
+        hand, before = contexts(store), job.state
+        hand.create(before)
+        after = job.exits("actor", 0).state
+        late = [Put("jobs/job-1/context/ranks/0", "late")]
+        head = store.get("jobs/job-1/head")
+        assert head is not None
+        hand.write(before, after)
+        assert not store.txn([ValueIs(head.key, head.value)], late).succeeded
+        assert load(store, RUN) == kept(after)
+
+
+def test_a_context_of_somebody_else_is_refused(store: UnsteadyStore) -> None:
+    store.txn([], [Put("jobs/job-1/context/job", "[]")])
+    with pytest.raises(StoreRefused):
+        load(store, RUN)
+
+
+def test_observations_are_no_part_of_what_is_restored(store: UnsteadyStore, job: Job) -> None:
+    documents = applied({}, changes(None, job.state))
+    assert restore({**documents, **applied({}, observations(None, job.state))}) == restore(documents)

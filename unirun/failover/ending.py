@@ -1,0 +1,121 @@
+"""How roles and the job end."""
+
+from __future__ import annotations
+
+import signal
+
+from msgspec.structs import replace
+
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
+from unirun.failover.report import failure_report
+from unirun.failover.root_cause import diagnose, episode
+from unirun.graph import spans
+from unirun.job.events import Finish
+from unirun.job.failures import Exit
+from unirun.job.generations import form_next
+from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
+from unirun.job.transition import Transition
+from unirun.wire.messages import Shutdown
+from unirun.wire.reports import Ending
+
+
+def advance(transition: Transition, role: RoleState) -> None:
+    """What follows when a worker of `role` has ended and that was no new failure."""
+    if role.phase in ROLE_WORKS:
+        if all(worker.ended_well for worker in role.workers):
+            transition.put(replace(role, phase=RolePhase.SUCCEEDED))
+            transition.record("role", f"role {role.name} succeeded")
+        else:
+            settle(transition, role)
+        return
+    if role.live:
+        return
+    if role.phase is RolePhase.RESTARTING:
+        form_anew(transition, role)
+    elif role.phase is RolePhase.STOPPING:
+        last = {(role.name, worker.rank, worker.incarnation) for worker in role.workers}
+        failed = any((each.role, each.rank, each.incarnation) in last for each in transition.state.failures)
+        transition.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
+
+
+def form_anew(transition: Transition, role: RoleState) -> None:
+    """Form the next generation of `role`; end the job when some of its ranks have no place for that.
+
+    Those had done their work when their node was lost, and there was no room for them elsewhere.
+    """
+    places = transition.state.placement.of_role(role.name)
+    lost = [place.rank for place in places if place.node in transition.state.placement.lost]
+    if not lost:
+        form_next(transition, role)
+        return
+    transition.put(replace(role, phase=RolePhase.STOPPING))
+    who = f"{role.name}:{spans(lost)}"
+    reason = f"role {role.name} cannot start again: the node of {who} is gone, and they fit nowhere else"
+    stop_all(transition, Verdict(JobPhase.FAILED, EXIT_PLACEMENT, reason), signal.SIGTERM, None)
+
+
+def settle(transition: Transition, role: RoleState) -> None:
+    """Take over `role`, which runs as soon as all of its ranks do."""
+    if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
+        role = replace(role, phase=RolePhase.RUNNING)
+        transition.record("running", f"role {role.name}: all {len(role.workers)} ranks run")
+        transition.tell_soon()
+    transition.put(role)
+
+
+def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float | None) -> None:
+    """Stop every role; the job ends with `verdict` when the last worker is gone."""
+    transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
+    transition.record("stopping", verdict.reason)
+    grace = transition.state.spec.shutdown_timeout if grace is None else grace
+    for role in list(transition.state.roles.values()):
+        if role.phase in ROLE_ENDS:
+            continue
+        role = replace(role, phase=RolePhase.STOPPING)
+        transition.put(role)
+        transition.stop(role, signum, grace)
+        advance(transition, role)
+
+
+def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
+    """What agents are told when the job ends with a verdict that cannot be written: they end what they have, and tell
+    the next master."""
+    ending = Ending(verdict.phase.value, verdict.code, verdict.reason, verdict.by_failure)
+    return Shutdown(state.spec.shutdown_timeout, ending)
+
+
+def end_as_told(transition: Transition, ending: Ending) -> None:
+    """End the job as an earlier master has decided that could not write it."""
+    verdict = Verdict(JobPhase(ending.phase), ending.code, ending.reason, ending.by_failure)
+    if verdict.phase is JobPhase.SUCCEEDED:
+        # It has seen them succeed, and agents that have left since can tell of nobody.
+        for name in transition.state.spec.primary:
+            role = transition.state.roles[name]
+            workers = tuple(w.ended(Exit(code=0)) for w in role.workers)
+            transition.put(replace(role, phase=RolePhase.SUCCEEDED, workers=workers))
+    stop_all(transition, verdict, signal.SIGTERM, None)
+
+
+def end_if_over(transition: Transition) -> None:
+    """Stop the job when its primary roles have succeeded; end it when it stops and nobody lives."""
+    state = transition.state
+    if state.phase is JobPhase.RUNNING and all(
+        state.roles[name].phase is RolePhase.SUCCEEDED for name in state.spec.primary
+    ):
+        names = ", ".join(state.spec.primary)
+        stop_all(transition, Verdict(JobPhase.SUCCEEDED, 0, f"{names} succeeded"), signal.SIGTERM, None)
+        state = transition.state
+    if state.phase is not JobPhase.STOPPING or state.live:
+        return
+    verdict = state.verdict
+    if verdict is None:
+        raise IllegalTransition("the job is stopping without a verdict")
+    verdict = replace(verdict, report=verdict.reason)
+    if verdict.by_failure and state.failures:
+        diagnosis = diagnose(episode(state.failures))
+        code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
+        report = failure_report(verdict.reason, diagnosis)
+        verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.cause.log}/error.json")
+    transition.state = replace(state, phase=verdict.phase, verdict=verdict, ended=transition.now)
+    transition.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
+    transition.send(Finish(verdict))

@@ -1,0 +1,175 @@
+"""How a master that comes in another's place goes on: with what is in the store, and what the agents hold.
+
+The store has every decision, but not whether the orders that followed from it have arrived; the agents know that,
+and how their workers stand. Whatever is due at a node is ordered again when it joins: an agent does nothing twice.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from unirun.failover.ending import advance
+from unirun.job.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent, ToWatchers
+from unirun.job.failures import Exit
+from unirun.job.generations import complete, order_store
+from unirun.job.state import (
+    JOB_ENDS,
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerPhase,
+    WorkerState,
+)
+from unirun.job.transition import Transition, leader, output_of
+from unirun.wire.messages import ExitAck, StopWorkers
+from unirun.wire.reports import Held, Join, WorkerCalls, WorkerExited
+from unirun.wire.spawning import StoreEnded, StoreOpened
+
+REJOIN_TIMEOUT = 15.0
+"""Seconds in which every agent must have found a new master."""
+
+
+def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
+    """The `state` that another master has left, as this one takes it over, and what is to be done."""
+    if state.phase in JOB_ENDS:
+        return state, []
+    roles = {name: _unseen(role) for name, role in state.roles.items()}
+    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False)
+    commands: list[Command] = []
+    if state.away or state.phase is not JobPhase.LAUNCHING:
+        commands.append(Record("master", "another master goes on with the job"))
+    if state.away:
+        commands.append(After(REJOIN_TIMEOUT, RejoinTimedOut()))
+    if state.phase is JobPhase.LAUNCHING:
+        # Nobody could join while there was no master; and the clock may have been set meanwhile.
+        limit = state.spec.join_timeout
+        left = min(state.started + limit - now, limit)
+        commands.append(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
+    return state, commands
+
+
+def _unseen(role: RoleState) -> RoleState:
+    """Of who lives only the order is known: how far it has come is for its agent to tell."""
+    workers = tuple(
+        WorkerState(
+            w.rank,
+            w.node,
+            w.incarnation,
+            WorkerPhase.STARTING,
+            generation=w.generation,
+            calls=w.calls,
+            called=w.called,
+            recoverable=w.recoverable,
+            own=w.own,
+        )
+        if w.live
+        else w
+        for w in role.workers
+    )
+    phase = RolePhase.STARTING if role.phase is RolePhase.RUNNING else role.phase
+    return replace(role, phase=phase, workers=workers)
+
+
+def bare(event: Join) -> Join:
+    """What is kept of an agent: what it holds changes from now on."""
+    return replace(event, workers=(), stores=(), ending=None)
+
+
+def take_up(
+    transition: Transition, event: Join
+) -> Iterator[WorkerCalls | WorkerExited | StoreOpened | StoreEnded]:
+    """Take over how a node stands and order what is due there. Yields what it has to tell besides."""
+    for role in list(transition.state.roles.values()):
+        _take_up_role(transition, role, event)
+    for each in event.workers:
+        if each.calls:
+            yield WorkerCalls(each.role, each.rank, each.incarnation, each.calls)
+    for each in event.workers:
+        if each.exit is None:
+            continue
+        if transition.find(each.role, each.rank, each.incarnation) is None:
+            transition.send(ToAgent(event.node, ExitAck(each.role, each.rank, each.incarnation)))
+        else:
+            yield each.exit
+    stores = {store.role: store for store in event.stores}
+    for role in list(transition.state.roles.values()):
+        if role.phase in ROLE_ENDS or leader(transition.state, role.name) != event.node:
+            continue
+        store = stores.get(role.name)
+        if store is None or store.generation < role.generation:
+            order_store(transition, role)
+        elif store.ended is not None:
+            yield store.ended
+
+
+def all_back(transition: Transition) -> None:
+    """No node is away any more: tell the workers how all stand, and start who is to be started."""
+    transition.tell_now()
+    for role in list(transition.state.roles.values()):
+        if role.generation > role.opened:
+            # Perhaps it is there, and that came too early to be of use: its agent says so again.
+            order_store(transition, role)
+        elif role.phase in ROLE_WORKS and any(not w.live and not w.ended_well for w in role.workers):
+            complete(transition, role)
+
+
+def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
+    held = {(each.rank, each.incarnation): each for each in event.workers if each.role == role.name}
+    living: list[int] = []
+    before = role.live
+    for worker in role.live:
+        if worker.node != event.node:
+            continue
+        known = held.get((worker.rank, worker.incarnation))
+        if known is None:
+            role = role.with_worker(_never_started(worker))
+            continue
+        role = role.with_worker(_as_held(role, worker, known))
+        if known.exit is None:
+            living.append(worker.rank)
+        if known.pid is not None:
+            transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
+    transition.put(role)
+    if role.phase not in ROLE_WORKS and len(role.live) < len(before):
+        advance(transition, role)
+    if role.phase in (RolePhase.RESTARTING, RolePhase.STOPPING) and living:
+        grace = transition.state.spec.shutdown_timeout
+        transition.send(
+            ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace))
+        )
+
+
+def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
+    phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
+    phase = WorkerPhase.RUNNING if known.running else phase
+    phase = phase if known.addresses is None else WorkerPhase.SERVING
+    return replace(
+        worker,
+        phase=phase,
+        pid=known.pid,
+        generation=max(worker.generation, min(known.generation, role.generation)),
+        addresses=known.addresses or {},
+        recoverable=worker.recoverable if known.addresses is None else known.recoverable,
+    )
+
+
+def _never_started(worker: WorkerState) -> WorkerState:
+    """The order to start it was lost with the master that gave it: its rank stands as before that."""
+    if worker.incarnation == 0:
+        return WorkerState(worker.rank, worker.node, own=worker.own)
+    end = Exit(signal=signal.SIGTERM)
+    return WorkerState(
+        worker.rank,
+        worker.node,
+        worker.incarnation - 1,
+        WorkerPhase.EXITED,
+        exit=end,
+        called=worker.called,
+        own=worker.own,
+    )

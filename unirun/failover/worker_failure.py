@@ -1,0 +1,185 @@
+"""What follows from a worker's end, and from a store's."""
+
+from __future__ import annotations
+
+import signal
+
+from msgspec.structs import replace
+
+from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
+from unirun.failover.blast_radius import consequences, unit_of
+from unirun.failover.ending import advance, form_anew, stop_all
+from unirun.failover.policy import Circumstances, Decision, decide, decide_without_store
+from unirun.job.events import ToAgent, ToWatchers
+from unirun.job.failures import Exit, Failure
+from unirun.job.generations import clear_the_way, join
+from unirun.job.state import (
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    Verdict,
+    WorkerState,
+)
+from unirun.job.transition import Transition
+from unirun.wire.messages import ExitAck
+from unirun.wire.reports import Notice, WorkerExited
+from unirun.wire.spawning import StoreEnded
+
+
+def exited(transition: Transition, event: WorkerExited) -> None:
+    """A worker has ended: well, as it was told, or of itself. Its agent may forget it once that is in the store."""
+    if _leaves_with_its_agent(transition, event):
+        transition.record("exit", f"{event.role}:{event.rank} has ended, as its agent leaves")
+        return
+    found = transition.find(event.role, event.rank, event.incarnation)
+    obstructs = found is not None and transition.state.misplaced(*found)
+    for known in transition.role(event.role).workers[event.rank : event.rank + 1]:
+        transition.send(ToAgent(known.node, ExitAck(event.role, event.rank, event.incarnation)))
+    if found is None:
+        return
+    role, worker = found
+    end = Exit(event.code, event.signal)
+    works = role.phase in ROLE_WORKS
+    text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
+    transition.record("exit", text)
+    role = role.with_worker(worker.ended(end))
+    if works and event.cause == "order":
+        raise IllegalTransition(f"{text}, by an order that no master has written")
+    if works and event.cause == "leaving":
+        # The agent has ended it; why is told next (AgentLost or OwnerLost).
+        role = replace(role, phase=RolePhase.STOPPING)
+    transition.put(role)
+    if obstructs:
+        clear_the_way(transition)
+    if end.ok or _obeyed(event):
+        advance(transition, transition.role(role.name))
+        transition.tell_soon()
+        return
+    failure = failure_of(transition.state, role, worker, event, end)
+    if role.phase in ROLE_WORKS:
+        now = replace(
+            circumstances(transition.state, role, worker),
+            behind=_behind(role, worker, event),
+            lasting=event.error is not None and event.error.lasting,
+        )
+        decision = decide(failure, now)
+        transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
+        _act(transition, role, decision, by_failure=True, source=failure.who)
+    else:
+        transition.state = transition.state.with_failures(failure)
+        advance(transition, transition.role(role.name))
+    transition.tell_now()
+
+
+def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:
+    """Whether what follows is decided when the agent is gone, for all of its workers at once: they may go on elsewhere.
+    However well this one has taken it that it was ended, its work is not done."""
+    found = transition.find(event.role, event.rank, event.incarnation)
+    works = found is not None and found[0].phase in ROLE_WORKS
+    return works and event.cause == "leaving" and len(transition.state.nodes) > 1
+
+
+def _obeyed(event: WorkerExited) -> bool:
+    """Whether the end is what the signal that was sent to it does, and no failure of its own."""
+    if event.sent is None:
+        return False
+    return event.error is None or event.signal == event.sent or event.code == 128 + event.sent
+
+
+def failure_of(
+    state: JobState, role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit
+) -> Failure:
+    """What is kept of a failure."""
+    error = event.error
+    return Failure(
+        role=role.name,
+        rank=worker.rank,
+        incarnation=worker.incarnation,
+        generation=worker.generation,
+        node=worker.node,
+        time=error.time if error else event.time,
+        exit=end,
+        message=error.message if error else "",
+        traceback=error.traceback if error else "",
+        note=event.note,
+        tail=event.tail,
+        log=f"{state.logs}/{role.name}/{worker.rank}/{worker.incarnation}",
+    )
+
+
+def _behind(role: RoleState, worker: WorkerState, event: WorkerExited) -> bool:
+    """Whether `worker`, as it was before it ended, ended because of a death before its own."""
+    early = max(worker.generation, event.met) < role.generation
+    return early and (event.cause == "stuck" or not role.up(worker))
+
+
+def circumstances(state: JobState, role: RoleState, failed: WorkerState | None = None) -> Circumstances:
+    """What the policy looks at; `failed` is the worker as it was before it ended."""
+    return Circumstances(
+        kind=role.kind,
+        restart=role.restart,
+        restarts=role.restarts,
+        max_restarts=state.role_spec(role.name).max_restarts,
+        survivors=len(role.live),
+        generation=role.generation,
+        recoverable=failed.recoverable if failed else None,
+    )
+
+
+def _act(
+    transition: Transition, role: RoleState, decision: Decision, *, by_failure: bool, source: str
+) -> None:
+    """Carry out what was decided about something that befell `source`, a part of `role`."""
+    transition.record("decision", decision.reason)
+    if decision.action == "end_job":
+        transition.put(replace(role, phase=RolePhase.STOPPING))
+        code = EXIT_FAILURE if by_failure else EXIT_RENDEZVOUS
+        code = EXIT_BUDGET if decision.budget_spent else code
+        verdict = Verdict(JobPhase.FAILED, code, decision.reason, by_failure)
+        stop_all(transition, verdict, signal.SIGTERM, None)
+        return
+    transition.send(ToWatchers(Notice(source, decision.reason)))
+    # Of many that die at once, what follows from the first is told.
+    whole = role.phase is RolePhase.RUNNING
+    failed = role.name if decision.action == "restart_role" else source
+    if whole and (waiting := consequences(unit_of(transition.state, [failed]))):
+        transition.record("affected", waiting)
+    if decision.action == "join":
+        join(transition, role)
+        return
+    role = replace(role, restarts=role.restarts + 1)
+    if decision.action == "restart_worker":
+        form_anew(transition, replace(role, phase=RolePhase.REFORMING))
+        return
+    role = replace(role, phase=RolePhase.RESTARTING)
+    transition.put(role)
+    transition.stop(role, signal.SIGTERM, transition.state.spec.shutdown_timeout)
+    advance(transition, role)
+
+
+def store_ended(transition: Transition, event: StoreEnded) -> None:
+    """The store of a role is gone.
+
+    Workers that are restarted together are killed by their agent, which fails the role; here that is only told of.
+    Workers that live on meet in another store, unless some have done their work, without whom they could not; those
+    go on as they are. A store that ends before they have met spends a restart.
+    """
+    role = transition.role(event.role)
+    if event.generation != role.generation:
+        return
+    transition.record("store", f"the store of role {role.name}, generation {role.generation}: {event.reason}")
+    in_place = role.restart == "process" and role.phase in ROLE_WORKS
+    if in_place and role.phase is RolePhase.RUNNING:
+        if any(worker.ended_well for worker in role.workers):
+            return
+        reason = (
+            f"role {role.name} forms generation {role.generation + 1}, as its store is gone: {event.reason}"
+        )
+        transition.record("decision", reason)
+        transition.send(ToWatchers(Notice(role.name, reason)))
+        form_anew(transition, replace(role, phase=RolePhase.REFORMING))
+    elif in_place or (role.phase is RolePhase.RESTARTING and not role.live):
+        decision = decide_without_store(role.name, event.reason, circumstances(transition.state, role))
+        _act(transition, role, decision, by_failure=False, source=role.name)

@@ -1,0 +1,109 @@
+"""How a process ended, and what is recorded of a failure.
+
+The job's context is written to a store after each failure, so it must stay small whatever a worker has printed: a
+failure has a limited part of each text. The worker's error file and log have all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal as signals
+from bisect import bisect_right
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from unirun.values import Value
+
+MESSAGE, TRACEBACK, TAIL, NOTE = 4096, 12288, 6144, 1024
+"""Bytes of JSON that are kept of each."""
+
+MARK = "…"
+"""Stands where something was left out."""
+
+
+class Exit(Value):
+    """The end of a process: an exit `code`, or the number of the `signal` that killed it."""
+
+    code: int | None = None
+    signal: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the process ended as it should."""
+        return self.code == 0
+
+    @property
+    def status(self) -> int:
+        """As a shell gives it: the code, or 128 + the signal's number."""
+        return 128 + self.signal if self.signal is not None else int(self.code or 0)
+
+    def __str__(self) -> str:
+        if self.signal is None:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signals.Signals(self.signal).name}"
+        except ValueError:
+            return f"killed by signal {self.signal}"
+
+
+class Failure(Value):
+    """One worker that ended when it should not have.
+
+    `time` is in seconds since the epoch: when the exception was raised, or, without one, when the exit was
+    seen. `message` and `traceback` are empty when the worker left no word. `tail` holds the
+    last lines of its stderr then. `log` is its log directory. `decision` is what followed from it, in words; empty
+    when that was decided before, as in a role that restarts or stops already.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+    generation: int
+    node: str
+    time: float
+    exit: Exit
+    message: str = ""
+    traceback: str = ""
+    note: str = ""
+    tail: str = ""
+    log: str = ""
+    decision: str = ""
+
+    @property
+    def who(self) -> str:
+        """``actor:2``"""
+        return f"{self.role}:{self.rank}"
+
+
+def brief(failure: Failure) -> Failure:
+    """`failure` with the beginnings of its message, note and decision, and the ends of its traceback and tail."""
+    return replace(
+        failure,
+        message=beginning(failure.message, MESSAGE),
+        traceback=ending(failure.traceback, TRACEBACK),
+        note=beginning(failure.note, NOTE),
+        decision=beginning(failure.decision, NOTE),
+        tail=ending(failure.tail, TAIL),
+    )
+
+
+def beginning(text: str, limit: int) -> str:
+    """As much of the beginning of `text` as has, with a mark, no more than `limit` bytes in JSON (at least 6)."""
+    return _cut(text, limit, lambda length: text[:length] + MARK)
+
+
+def ending(text: str, limit: int) -> str:
+    """As much of the end of `text` as has, with a mark, no more than `limit` bytes in JSON (at least 6)."""
+    return _cut(text, limit, lambda length: MARK + text[len(text) - length :])
+
+
+def _cut(text: str, limit: int, part: Callable[[int], str]) -> str:
+    if _size(text) <= limit:
+        return text
+    # Every character has at least one byte.
+    return part(bisect_right(range(limit), limit, key=lambda length: _size(part(length))) - 1)
+
+
+def _size(text: str) -> int:
+    return len(json.dumps(text)) - 2

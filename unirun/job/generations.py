@@ -1,0 +1,150 @@
+"""How a generation of a role comes about: its store first, then those who have no process, then all are told.
+
+For the first generation the orders go out together: the listening socket is there before its store, so who comes
+early waits in its queue. Later the socket may still have a store that is about to be killed; nobody must meet there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
+
+from unirun.collocation import Assignment
+from unirun.job.events import ToAgent
+from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
+from unirun.job.transition import Transition, endpoint, leader
+from unirun.wire.messages import Member, OpenStore, StartRole
+
+
+def form_first(transition: Transition) -> None:
+    """Order every worker of every role, as generation 0."""
+    for role in transition.state.roles.values():
+        workers = tuple(worker.ordered(0, 0, worker.node, worker.own) for worker in role.workers)
+        transition.put(replace(role, phase=RolePhase.STARTING, workers=workers))
+    transition.tell_now()
+    for role in transition.state.roles.values():
+        order_store(transition, role)
+        _start(transition, role, range(len(role.workers)))
+
+
+def form_if_all_are_there(transition: Transition) -> None:
+    """Begin, as soon as every node that has ranks has joined, and every one that had joined an earlier master."""
+    state = transition.state
+    waits = bool(state.away) or len(state.agents) < len(state.placement.nodes)
+    if not waits and state.agents.keys() >= set(state.placement.nodes):
+        transition.state = replace(state, phase=JobPhase.RUNNING)
+        form_first(transition)
+
+
+def form_next(transition: Transition, role: RoleState) -> None:
+    """Order the store of the next generation; `opened` goes on."""
+    role = replace(role, generation=role.generation + 1)
+    transition.put(role)
+    order_store(transition, role)
+
+
+def opened(transition: Transition, role: RoleState) -> None:
+    """The store of the present generation is there: start who has no process, and tell everybody."""
+    role = replace(role, opened=role.generation)
+    if role.phase is RolePhase.RESTARTING:
+        # Of a role that has become smaller, those that are not needed have ended by now.
+        places = transition.state.placement.of_role(role.name)
+        role = replace(role, phase=RolePhase.STARTING, workers=role.workers[: len(places)])
+        transition.record("restart", f"role {role.name} starts as generation {role.generation}")
+    # A rank that has ended well is needed once more: the others wait for it. Unless it has formed this generation: that
+    # may be known before the store is known to be there.
+    _complete(transition, role, [w for w in role.workers if not w.live and w.generation < role.generation])
+
+
+def join(transition: Transition, role: RoleState) -> None:
+    """Start who has no process for the generation that is being formed, now or when its store is there.
+
+    As long as nodes are away, nobody is told of anything, and so nobody is started (`resuming.all_back`).
+    """
+    transition.put(role)
+    if role.opened == role.generation and not transition.state.away:
+        transition.tell_now()
+        complete(transition, role)
+
+
+def complete(transition: Transition, role: RoleState) -> None:
+    """Start who is missing in the generation whose store is there."""
+    _complete(
+        transition, role, [worker for worker in role.workers if not worker.live and not worker.ended_well]
+    )
+
+
+def _complete(transition: Transition, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
+    if newcomers and role.phase is RolePhase.REFORMING:
+        names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
+        transition.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
+    places = transition.state.placement.of_role(role.name)
+    for worker in newcomers:
+        incarnation = 0 if worker.phase is WorkerPhase.WAITING else worker.incarnation + 1
+        place = places[worker.rank]
+        role = role.with_worker(worker.ordered(incarnation, role.generation, place.node, place.own))
+    transition.put(role)
+    transition.tell_now()
+    _start(transition, role, [worker.rank for worker in newcomers])
+
+
+def obstructed(state: JobState, role: RoleState) -> bool:
+    """Whether somebody who has to go lives on where ranks of `role` are to be started: two would have one device."""
+    if not state.placement.lost:
+        return False
+    places = state.placement.of_role(role.name)
+    wanted = {place.node for place, worker in zip(places, role.workers, strict=False) if not worker.live}
+    return any(
+        worker.node in wanted and state.misplaced(other, worker)
+        for other in state.roles.values()
+        for worker in other.live
+    )
+
+
+def clear_the_way(transition: Transition) -> None:
+    """Somebody who had to go is gone: who has waited for that may begin, when its store says again that it is there."""
+    for role in list(transition.state.roles.values()):
+        forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
+        if forms and role.generation > role.opened and not obstructed(transition.state, role):
+            order_store(transition, role)
+
+
+def order_store(transition: Transition, role: RoleState) -> None:
+    """Order the store of the generation that is decided."""
+    transition.send(ToAgent(leader(transition.state, role.name), OpenStore(role.name, role.generation)))
+
+
+def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:
+    nodes: dict[str, list[Assignment]] = {}
+    for place in transition.state.placement.of_role(role.name):
+        nodes.setdefault(place.node, []).append(place)
+    address, wanted = endpoint(transition.state, role.name), frozenset(ranks)
+    for group_rank, (node, here) in enumerate(nodes.items()):
+        members = tuple(
+            Member(
+                place.rank,
+                place.local_rank,
+                role.workers[place.rank].incarnation,
+                place.devices,
+                place.cpus,
+                place.share,
+            )
+            for place in here
+            if place.rank in wanted
+        )
+        if not members:
+            continue
+        order = StartRole(
+            role=role.name,
+            generation=role.opened,
+            restarts=role.restarts,
+            world_size=len(role.workers),
+            local_world_size=len(here),
+            group_rank=group_rank,
+            group_world_size=len(nodes),
+            endpoint=address,
+            members=members,
+            mask=transition.state.placement.masks.get(role.name, ""),
+        )
+        transition.send(ToAgent(node, order))

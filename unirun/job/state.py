@@ -1,0 +1,325 @@
+"""The state of a job, as frozen values that check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+
+from msgspec import field
+from msgspec.structs import replace
+
+from unirun.collocation import Inventory, Placement
+from unirun.errors import IllegalTransition
+from unirun.graph import added
+from unirun.job.failures import Exit, Failure, brief
+from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
+from unirun.values import Value
+from unirun.wire.reports import CallCount, Join
+
+
+class JobPhase(StrEnum):
+    """A job is launching until every node has joined; it ends in one of the last three."""
+
+    LAUNCHING = "launching"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class RolePhase(StrEnum):
+    """`RESTARTING`: the old generation is being stopped; a new one starts when the last of it is gone.
+
+    `REFORMING`: some workers have a successor, or the store has; those that live on keep what they have, and all
+    form the next generation. `RUNNING`: every rank is up and in the present generation.
+    """
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    REFORMING = "reforming"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class WorkerPhase(StrEnum):
+    """`STARTING`: ordered; `ALIVE`: has a process; `RUNNING`: in the user's code; `SERVING`: takes calls."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    ALIVE = "alive"
+    RUNNING = "running"
+    SERVING = "serving"
+    EXITED = "exited"
+
+
+JOB_ENDS = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
+ROLE_ENDS = (RolePhase.SUCCEEDED, RolePhase.FAILED, RolePhase.STOPPED)
+ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
+"""The phases in which the workers of a role shall live: the end of one is news."""
+
+
+class WorkerState(Value):
+    """One rank and the worker that holds it.
+
+    `node` is where its process is, or was last, and `own` are its slots there; where the next one will be is for the
+    placement to say.
+    `generation` is that of the process group which the worker was started for, or has formed since. `addresses`
+    is where it takes calls, `recoverable` what it said of itself with them. `metrics` are the latest by name. `calls`
+    is what this worker has called, `called` what those before it had.
+    """
+
+    rank: int
+    node: str
+    incarnation: int = 0
+    phase: WorkerPhase = WorkerPhase.WAITING
+    pid: int | None = None
+    exit: Exit | None = None
+    generation: int = 0
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    recoverable: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    calls: tuple[CallCount, ...] = ()
+    called: tuple[CallCount, ...] = ()
+    own: tuple[str, ...] = ()
+
+    @property
+    def live(self) -> bool:
+        """Whether a process was ordered and has not ended."""
+        return self.phase not in (WorkerPhase.WAITING, WorkerPhase.EXITED)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the process has left with code 0."""
+        return self.exit is not None and self.exit.ok
+
+    def ended(self, end: Exit) -> WorkerState:
+        """The worker when its process is gone."""
+        return replace(self, phase=WorkerPhase.EXITED, exit=end, addresses={})
+
+    def ordered(self, incarnation: int, generation: int, node: str, own: tuple[str, ...]) -> WorkerState:
+        """The worker that is started at this rank: of the one before nothing is left but what it has called."""
+        return WorkerState(
+            self.rank,
+            node,
+            incarnation,
+            phase=WorkerPhase.STARTING,
+            generation=generation,
+            called=added(self.called, self.calls),
+            own=own,
+        )
+
+
+class RoleState(Value):
+    """One role; `workers` is in rank order.
+
+    `generation` is what is decided, `opened` the last one whose store is there: workers learn of a generation only
+    when they can meet in its store.
+    """
+
+    name: str
+    kind: EntryKind
+    restart: Restart
+    workers: tuple[WorkerState, ...]
+    phase: RolePhase = RolePhase.WAITING
+    generation: int = 0
+    opened: int = 0
+    restarts: int = 0
+
+    @property
+    def live(self) -> tuple[WorkerState, ...]:
+        """The workers with a process."""
+        return tuple(worker for worker in self.workers if worker.live)
+
+    @property
+    def running(self) -> int:
+        """How many workers are as far as they shall come, or have ended well."""
+        return sum(self.up(worker) or worker.ended_well for worker in self.workers)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every rank is up and in the present generation, or has ended well."""
+        return self.opened == self.generation and all(
+            worker.ended_well or (self.up(worker) and worker.generation == self.generation)
+            for worker in self.workers
+        )
+
+    def up(self, worker: WorkerState) -> bool:
+        """Whether `worker` is in the user's code, and, when that is what it is for, takes calls."""
+        return worker.phase is WorkerPhase.SERVING or (
+            worker.phase is WorkerPhase.RUNNING and self.kind != "workload"
+        )
+
+    def with_worker(self, worker: WorkerState) -> RoleState:
+        """This role with the worker of one rank replaced."""
+        workers = (*self.workers[: worker.rank], worker, *self.workers[worker.rank + 1 :])
+        return replace(self, workers=workers)
+
+    def check(self, max_restarts: int) -> None:
+        """Raise `IllegalTransition` unless the state is one that can be."""
+
+        def hold(true: bool, otherwise: str) -> None:
+            if not true:
+                raise IllegalTransition(f"role {self.name} {otherwise}")
+
+        ranks = [worker.rank for worker in self.workers]
+        hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
+        hold(self.phase not in ROLE_ENDS or not self.live, f"is {self.phase} and has live workers")
+        hold(self.phase is not RolePhase.RUNNING or self.settled, f"is running with {self.running} ranks")
+        hold(self.phase is not RolePhase.REFORMING or not self.settled, "is reforming and complete")
+        hold(self.phase is not RolePhase.REFORMING or self.restart == "process", "reforms, which it cannot")
+        hold(self.restarts <= max_restarts, f"has {self.restarts} restarts, which is over its budget")
+        hold(self.opened <= self.generation, f"has a store of generation {self.opened}, which is to come")
+        for worker in self.workers:
+            who = f"has rank {worker.rank}"
+            hold(worker.incarnation <= self.generation, f"{who} started more often than it was formed")
+            hold(worker.generation <= self.generation, f"{who} in a generation that is to come")
+            hold(
+                not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away"
+            )
+        if self.phase is RolePhase.SUCCEEDED:
+            hold(all(worker.ended_well for worker in self.workers), "succeeded without all of its workers")
+
+
+class Verdict(Value):
+    """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause.
+
+    `report` is for people, and `error_file` the root cause's, if it left one; both are there at the end.
+    """
+
+    phase: JobPhase
+    code: int
+    reason: str
+    by_failure: bool = False
+    report: str = ""
+    error_file: str = ""
+
+
+class Owner(Value):
+    """The process that the job must not outlive, on `host`; `started` tells it from a later one with its `pid`."""
+
+    host: str
+    pid: int
+    started: int
+
+
+NOTHING = Inventory(())
+
+KEPT_FAILURES = 256
+"""Failures that are remembered; the log of events has them all."""
+
+
+class JobState(Value):
+    """Everything that the master knows. `failures` are those that were not asked for, in order of arrival.
+
+    `forgotten` counts failures that are not remembered any more. `asked_to_stop`: somebody has asked; a job also
+    stops by itself. `view_due`: something has changed that the workers will be told in a moment. `away` are the nodes
+    that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
+    `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
+    """
+
+    spec: JobSpec
+    placement: Placement
+    roles: Mapping[str, RoleState]
+    started: float
+    logs: str
+    phase: JobPhase = JobPhase.LAUNCHING
+    agents: Mapping[str, Join] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
+    verdict: Verdict | None = None
+    ended: float | None = None
+    view_due: bool = False
+    asked_to_stop: bool = False
+    forgotten: int = 0
+    away: frozenset[str] = frozenset()
+    uid: str = ""
+    owner: Owner | None = None
+    inventory: Inventory = NOTHING
+
+    def with_role(self, role: RoleState) -> JobState:
+        """This state with one role replaced."""
+        return replace(self, roles={**self.roles, role.name: role})
+
+    def with_failures(self, *failures: Failure) -> JobState:
+        """This state with more failures; of their words it keeps what tells most."""
+        every = (*self.failures, *map(brief, failures))
+        return replace(
+            self,
+            failures=every[-KEPT_FAILURES:],
+            forgotten=self.forgotten + max(0, len(every) - KEPT_FAILURES),
+        )
+
+    def role_spec(self, name: str) -> RoleSpec:
+        """The spec of a role."""
+        return self.spec.role(name)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes that have, shall have or had an agent."""
+        return self.inventory.names or self.placement.nodes
+
+    def given_up(self, node: str) -> bool:
+        """Whether the job goes on without `node`, or never wanted it."""
+        return node in self.placement.lost or node not in self.nodes
+
+    def without(self, gone: Collection[str]) -> tuple[str, ...]:
+        """The nodes that are left for ranks when `gone` are lost: with an agent, or, at first, to be waited for."""
+        coming = self.phase is JobPhase.LAUNCHING
+        return tuple(
+            node
+            for node in self.inventory.names
+            if node not in gone and node not in self.placement.lost and (coming or node in self.agents)
+        )
+
+    def misplaced(self, role: RoleState, worker: WorkerState) -> bool:
+        """Whether a worker lives where the placement does not have its rank (any more)."""
+        places = self.placement.of_role(role.name)
+        if not worker.live:
+            return False
+        if worker.rank >= len(places):
+            return True
+        return (worker.node, worker.own) != (places[worker.rank].node, places[worker.rank].own)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of ranks of every role."""
+        return {role.name: len(role.workers) for role in self.roles.values()}
+
+    @property
+    def live(self) -> bool:
+        """Whether any worker has a process."""
+        return any(role.live for role in self.roles.values())
+
+    def check(self) -> None:
+        """Raise `IllegalTransition` unless the state is one that can be."""
+        for role in self.roles.values():
+            role.check(self.role_spec(role.name).max_restarts)
+        if self.phase in JOB_ENDS and (self.live or self.verdict is None or self.ended is None):
+            raise IllegalTransition(f"the job is {self.phase} and not over")
+
+
+def new_job(
+    spec: JobSpec,
+    placement: Placement,
+    *,
+    started: float,
+    logs: str,
+    uid: str = "",
+    owner: Owner | None = None,
+    inventory: Inventory = NOTHING,
+) -> JobState:
+    """The state of a job before anything happened."""
+    roles = {
+        role.name: RoleState(role.name, role.entry.kind, role.restart, waiting(placement, role.name))
+        for role in spec.roles
+    }
+    return JobState(spec, placement, roles, started, logs, uid=uid, owner=owner, inventory=inventory)
+
+
+def waiting(placement: Placement, role: str) -> tuple[WorkerState, ...]:
+    """The ranks of a role of which none was started."""
+    return tuple(WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))

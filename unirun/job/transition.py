@@ -1,0 +1,138 @@
+"""One step of the master in progress: the state so far, the commands collected, and what is told to whom."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from unirun.errors import IllegalTransition
+from unirun.job.events import After, Command, Record, ToAgent, ToWatchers, ViewDue
+from unirun.job.state import JobState, RoleState, WorkerPhase, WorkerState
+from unirun.wire.messages import RoleChanged, RoleView, StopWorkers, View, WorkerOutput, WorkerView
+
+VIEW_DELAY = 0.1
+"""Seconds in which news for the workers is gathered, unless somebody waits for it."""
+
+
+class Transition:
+    """The state so far and the commands collected."""
+
+    def __init__(self, state: JobState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.commands: list[Command] = []
+        self._told: View | None = None
+
+    def send(self, *commands: Command) -> None:
+        """Ask for `commands`, after those that were asked for before."""
+        self.commands.extend(commands)
+
+    def put(self, role: RoleState) -> None:
+        """Take over a role as it is now; who follows the job is told how far it is."""
+        before = self.state.roles[role.name]
+        self.state = self.state.with_role(role)
+        if (before.phase, before.running, before.generation) != (role.phase, role.running, role.generation):
+            self.send(
+                ToWatchers(
+                    RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
+                )
+            )
+
+    def tell_now(self) -> None:
+        """Every worker learns how all roles stand, unless it has just been told.
+
+        As long as nodes are away, nobody knows how their workers stand; what was told before still holds.
+        """
+        if not self.state.agents or self.state.away:
+            return
+        self.state = replace(self.state, view_due=False)
+        view = view_of(self.state)
+        if view == self._told:
+            return
+        self._told = view
+        self.send(*(ToAgent(node, view) for node in self.state.agents))
+
+    def tell_soon(self) -> None:
+        """As `tell_now`, in a moment: more may happen until then."""
+        if not self.state.view_due:
+            self.state = replace(self.state, view_due=True)
+            self.send(After(VIEW_DELAY, ViewDue()))
+
+    def stop(self, role: RoleState, signum: int, grace: float) -> None:
+        """Order the end of all that lives of `role`."""
+        ranks: dict[str, list[int]] = {}
+        for worker in role.live:
+            ranks.setdefault(worker.node, []).append(worker.rank)
+        for node, there in ranks.items():
+            self.send(ToAgent(node, StopWorkers(role.name, tuple(there), int(signum), grace)))
+
+    def role(self, name: str) -> RoleState:
+        """The role called `name`."""
+        if name not in self.state.roles:
+            raise IllegalTransition(f"there is no role {name}")
+        return self.state.roles[name]
+
+    def find(self, role: str, rank: int, incarnation: int) -> tuple[RoleState, WorkerState] | None:
+        """The live worker that is meant, or None when the message is about one that has ended."""
+        found = self.role(role)
+        if not 0 <= rank < self.state.role_spec(role).count:
+            raise IllegalTransition(f"there is no worker {role}:{rank}")
+        if rank >= len(found.workers):
+            # The role has become smaller.
+            return None
+        worker = found.workers[rank]
+        if incarnation > worker.incarnation:
+            raise IllegalTransition(f"{role}:{rank} has no incarnation {incarnation} yet")
+        return (found, worker) if incarnation == worker.incarnation and worker.live else None
+
+    def record(self, kind: str, text: str) -> None:
+        """Write an event."""
+        self.send(Record(kind, text))
+
+
+def endpoint(state: JobState, role: str) -> str:
+    """Where the role's store listens: at the node of its rank 0. Empty when that node is not there."""
+    agent = state.agents.get(leader(state, role))
+    return agent.endpoints[role] if agent else ""
+
+
+def leader(state: JobState, role: str) -> str:
+    """The node of the role's rank 0."""
+    return state.placement.of_role(role)[0].node
+
+
+def view_of(state: JobState) -> View:
+    """All roles as workers see them. A generation is there when its store is."""
+    return View(
+        tuple(
+            RoleView(
+                name=role.name,
+                world_size=len(role.workers),
+                generation=role.opened,
+                endpoint=endpoint(state, role.name),
+                phase=role.phase.value,
+                workers=tuple(
+                    WorkerView(worker.rank, worker.incarnation, _seen(worker), dict(worker.addresses))
+                    for worker in role.workers
+                ),
+            )
+            for role in state.roles.values()
+        )
+    )
+
+
+def _seen(worker: WorkerState) -> str:
+    match worker.phase:
+        case WorkerPhase.RUNNING | WorkerPhase.SERVING:
+            return worker.phase.value
+        case WorkerPhase.EXITED:
+            return "ended" if worker.ended_well else "lost"
+        case _:
+            return "starting"
+
+
+def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
+    """What a CLI is told of a worker that has a process."""
+    places = state.placement.of_role(role)
+    # A role that becomes smaller has workers without a place until they have ended.
+    local_rank = places[rank].local_rank if rank < len(places) else 0
+    return WorkerOutput(role, rank, state.roles[role].workers[rank].incarnation, local_rank)

@@ -1,0 +1,278 @@
+"""Writes the job's state to the store: what has changed, as one, as long as this master leads."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from unirun.errors import Fenced, OutcomeUnknown
+from unirun.job.state import JobState
+from unirun.master.persistence.context import changes, observations, restore
+from unirun.master.persistence.documents import Changes
+from unirun.master.status_views import summary_of
+from unirun.rendezvous.election import Term
+from unirun.rendezvous.keys import (
+    CONTEXT,
+    STATES,
+    VERSIONS,
+    context_prefix,
+    crashes_key,
+    index_key,
+    job_prefix,
+)
+from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
+from unirun.values import Value
+
+_PIECE = 200_000
+"""Characters of a worker's state in one value."""
+
+_STAGED = "staged/"
+_COMMITTED = "committed"
+"""In the context: documents that are too many for one transaction, by the number of their write and of their piece; and
+the number of the write of which all are there."""
+
+_CLEAN: Changes = {f"{CONTEXT}{_COMMITTED}": None, f"{CONTEXT}{_STAGED}": None}
+
+MAX_OPERATIONS = 100
+MAX_BYTES = 1_000_000
+"""What goes into one transaction; etcd takes 128 operations and 1.5 MB."""
+
+
+def load(store: Store, run_id: str) -> JobState | None:
+    """The state of a job as it was written last, None when there is none."""
+    documents = read_context(store, run_id)
+    return restore(documents) if "job" in documents else None
+
+
+def read_context(store: Store, run_id: str) -> dict[str, str]:
+    """The documents of a job, by their names in `unirun.master.persistence.context`.
+
+    Those of a write in pieces are among them as soon as all of its pieces are there.
+    """
+    return _merged(_items(store, run_id))
+
+
+def _items(store: Store, run_id: str) -> dict[str, str]:
+    prefix = context_prefix(run_id)
+    return {item.key.removeprefix(prefix): item.value for item in store.get_prefix(prefix).items}
+
+
+def _merged(items: dict[str, str]) -> dict[str, str]:
+    """The documents that `items` of the context mean."""
+    documents = {name: value for name, value in items.items() if name != _COMMITTED and not _is_staged(name)}
+    for piece in _staged(items).values():
+        for name, value in piece.items():
+            if value is None:
+                documents.pop(name, None)
+            else:
+                documents[name] = value
+    return documents
+
+
+def _staged(items: dict[str, str]) -> dict[str, Changes]:
+    """What a write in pieces has committed and not yet moved to its place: documents, by where their piece is."""
+    found: dict[str, Changes] = {}
+    if _COMMITTED in items:
+        write = f"{_STAGED}{items[_COMMITTED]}/"
+        for key, text in items.items():
+            if key.startswith(write):
+                piece, _, name = key.removeprefix(write).partition("/")
+                # No document is empty, so an empty text stands for a deletion.
+                found.setdefault(f"{write}{piece}/", {})[name] = text or None
+    return found
+
+
+def _is_staged(name: str) -> bool:
+    return name.startswith(_STAGED)
+
+
+class _Write(Value):
+    """One transaction; `head` is a value that no other write of the job has."""
+
+    compares: tuple[Compare, ...]
+    puts: tuple[Put, ...]
+    deletes: tuple[str, ...]
+    head: str
+
+
+class ContextStore:
+    """One master's hand on the context of its job. For one thread at a time.
+
+    After a `StoreError` the same call has to be made again before any other: what was sent may have been done.
+    """
+
+    def __init__(self, store: Store, run_id: str, term: Term) -> None:
+        self._store, self._term = store, term
+        self._prefix, self._run_id = job_prefix(run_id), run_id
+        head = store.get(self._head_key)
+        self._head: Compare = ValueIs(head.key, head.value) if head else RevisionIs(self._head_key, 0)
+        self._number = 0
+        self._open: _Write | None = None
+        self._moves: deque[Changes] = deque()
+
+    def create(self, state: JobState) -> None:
+        """Write the state of a new job, in place of one of the same id."""
+        documents = _of_context(changes(None, state))
+        job = documents.pop(f"{CONTEXT}job")
+        gone = (*(f"{self._prefix}{part}" for part in (CONTEXT, STATES, VERSIONS)), crashes_key(self._run_id))
+        self._write({}, deletes=gone)
+        for part in _parts(documents):
+            self._write(part)
+        # Whoever finds this one finds the others.
+        self._write({f"{CONTEXT}job": job}, index=state)
+
+    def take_over(self) -> JobState | None:
+        """The state that another master has left; None when there is none. Ends what it had begun to write."""
+        items = _items(self._store, self._run_id)
+        if _COMMITTED in items or any(map(_is_staged, items)):
+            self._moves.extend(_of_context({**piece, where: None}) for where, piece in _staged(items).items())
+            self._moves.append(_CLEAN)
+            self._move()
+        documents = _merged(items)
+        return restore(documents) if "job" in documents else None
+
+    def write(self, before: JobState, after: JobState) -> None:
+        """Bring the store from `before` to `after`: for whoever reads, all of it at once. Raises `Fenced` when another
+        leads, `StoreError`."""
+        self._write_whole(_of_context(changes(before, after)), after)
+
+    def note(self, before: JobState, noted: JobState | None, after: JobState) -> None:
+        """The same, with what is only of use to readers, who have had that of `noted`."""
+        documents, more = changes(before, after), observations(noted, after)
+        if len(_parts(_of_context(documents | more))) == 1:
+            self._write_whole(_of_context(documents | more), after)
+            return
+        self._write_whole(_of_context(documents), after)
+        for part in _parts(_of_context(more)):
+            self._write(part)
+
+    def _write_whole(self, documents: Changes, state: JobState) -> None:
+        """Write documents as one, in pieces when there are too many for one transaction.
+
+        Pieces are staged beside the context. One small transaction commits them; from then on readers find them in
+        place of what is in the context. Then they are moved there. A master that comes when this one has died drops
+        pieces that were not committed, and goes on moving those that were (`take_over`).
+        """
+        self._move()
+        index = state if f"{CONTEXT}job" in documents else None
+        parts = _parts(documents)
+        if len(parts) == 1:
+            if documents:
+                self._write(documents, index=index)
+            return
+        number = f"{self._term.epoch}.{self._number + 1}"
+        moves: list[Changes] = []
+        for count, part in enumerate(parts):
+            piece = f"{CONTEXT}{_STAGED}{number}/{count}/"
+            self._write({f"{piece}{name.removeprefix(CONTEXT)}": value or "" for name, value in part.items()})
+            moves.append({**part, piece: None})
+        self._moves.extend((*moves, _CLEAN))
+        self._write({f"{CONTEXT}{_COMMITTED}": number}, index=index)
+        self._move()
+
+    def _move(self) -> None:
+        """Bring pieces that are committed to their places, one after the other, or go on with that."""
+        while self._moves:
+            self._write(self._moves[0])
+            self._moves.popleft()
+
+    def save_state(self, role: str, rank: int, state: str) -> None:
+        """Keep a worker's state, as text, in place of the one before."""
+        name = f"{STATES}{role}/{rank}"
+        before = self._get(name)
+        number = 1 + (json.loads(before)["save"] if before else 0)
+        pieces = [state[at : at + _PIECE] for at in range(0, len(state), _PIECE)]
+        for part in _parts({f"{name}/{number}/{n}": piece for n, piece in enumerate(pieces)}):
+            self._write(part)
+        # Until this is written, the state before is found; what a dead master has begun is written over.
+        head = json.dumps({"save": number, "pieces": len(pieces)})
+        self._write({name: head}, deletes=[f"{self._prefix}{name}/{number - 1}/"])
+
+    def load_state(self, role: str, rank: int) -> str | None:
+        """The state of a worker that was kept last."""
+        name = f"{STATES}{role}/{rank}"
+        head = self._get(name)
+        if head is None:
+            return None
+        found = json.loads(head)
+        return "".join(self._get(f"{name}/{found['save']}/{n}") or "" for n in range(found["pieces"]))
+
+    def commit_version(self, channel: str, version: int) -> int:
+        """Keep the version of a channel, if it is the highest; returns the one that is kept."""
+        before = self.version(channel)
+        if before is not None and before >= version:
+            return before
+        self._write({f"{VERSIONS}{quote(channel, safe='')}": str(version)})
+        return version
+
+    def version(self, channel: str) -> int | None:
+        """The version of a channel that was kept last."""
+        kept = self._get(f"{VERSIONS}{quote(channel, safe='')}")
+        return None if kept is None else int(kept)
+
+    def _get(self, name: str) -> str | None:
+        item = self._store.get(f"{self._prefix}{name}")
+        return None if item is None else item.value
+
+    @property
+    def _head_key(self) -> str:
+        return f"{self._prefix}head"
+
+    def _write(self, documents: Changes, deletes: Sequence[str] = (), index: JobState | None = None) -> None:
+        """One transaction."""
+        if self._open is not None:
+            self._do(self._open)
+        self._number += 1
+        head = json.dumps({"epoch": self._term.epoch, "write": self._number})
+        keyed = {f"{self._prefix}{name}": value for name, value in documents.items()}
+        puts = [Put(key, value) for key, value in keyed.items() if value is not None]
+        if index is not None:
+            puts.append(Put(index_key(self._run_id), summary_of(index).line()))
+        self._open = _Write(
+            (self._term.fence, self._head),
+            (Put(self._head_key, head), *puts),
+            (*deletes, *(key for key, value in keyed.items() if value is None)),
+            head,
+        )
+        self._do(self._open)
+
+    def _do(self, write: _Write) -> None:
+        """Do a write that may have been done: it is, when its number stands at the head. If it is sent twice, only
+        one of the two finds the head as it was."""
+        try:
+            done = self._txn(write)
+        except OutcomeUnknown:
+            done = self._is_done(write) or self._txn(write)
+        except ValueError:
+            # No store takes such a write, so it was not sent and is not to be sent again.
+            self._open = None
+            raise
+        if not done and not self._is_done(write):
+            raise Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
+        self._head, self._open = ValueIs(self._head_key, write.head), None
+
+    def _txn(self, write: _Write) -> bool:
+        return self._store.txn(write.compares, write.puts, write.deletes).succeeded
+
+    def _is_done(self, write: _Write) -> bool:
+        head = self._store.get(self._head_key)
+        return head is not None and head.value == write.head
+
+
+def _of_context(documents: Changes) -> Changes:
+    return {f"{CONTEXT}{name}": value for name, value in documents.items()}
+
+
+def _parts(documents: Changes) -> list[Changes]:
+    parts: list[Changes] = [{}]
+    size = 0
+    for name, value in documents.items():
+        length = len((value or "").encode())
+        if parts[-1] and (len(parts[-1]) >= MAX_OPERATIONS or size + length > MAX_BYTES):
+            parts.append({})
+            size = 0
+        parts[-1][name] = value
+        size += length
+    return parts

@@ -1,0 +1,57 @@
+"""Which commands may be carried out: those that follow from what is in the store.
+
+A decision is written before anything is done about it. Whoever leads after this master then knows of it, and a master
+whose term is over does nothing any more, because it cannot write.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from unirun.job.events import Command, ToAgent
+from unirun.job.state import JobState
+from unirun.master.persistence.context import urgent
+from unirun.wire.messages import Shutdown, StopWorkers
+
+_ENDS = StopWorkers | Shutdown
+
+
+class Ledger:
+    """The steps of one master whose commands wait. `kept` is the state that is in the store."""
+
+    def __init__(self, kept: JobState) -> None:
+        self.kept = kept
+        self._steps: deque[tuple[JobState, list[Command]]] = deque()
+
+    def add(self, state: JobState, commands: list[Command]) -> list[Command]:
+        """After a step. Returns what may be done at once."""
+        if not self._steps and not urgent(self.kept, state):
+            return commands
+        self._steps.append((state, commands))
+        return []
+
+    @property
+    def due(self) -> JobState | None:
+        """The state that must be written for everything that waits; None when nothing does."""
+        return self._steps[-1][0] if self._steps else None
+
+    def written(self, state: JobState) -> list[Command]:
+        """`state` is in the store. Returns what may be done now."""
+        self.kept = state
+        released: list[Command] = []
+        if any(step[0] is state for step in self._steps):
+            reached = False
+            while not reached:
+                step, commands = self._steps.popleft()
+                released += commands
+                reached = step is state
+        while self._steps and not urgent(state, self._steps[0][0]):
+            released += self._steps.popleft()[1]
+        return released
+
+    def waive(self) -> list[Command]:
+        """What may be done of all that waits though it cannot be written, as the job ends: people are told, workers and
+        agents are ended. Nothing is started."""
+        waiting = [command for _, commands in self._steps for command in commands]
+        self._steps.clear()
+        return [c for c in waiting if not isinstance(c, ToAgent) or isinstance(c.message, _ENDS)]
