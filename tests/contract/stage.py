@@ -24,11 +24,13 @@ import torch
 
 from tests.contract.board import Board
 from tests.contract.desk import Desk, Gates
+from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.directory import Place
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
+from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Address, Transport
 from unirun.roles.transport.sockets import SocketTransport
@@ -74,6 +76,15 @@ def eventually(look: Callable[[], Any], what: str, within: float = SOON) -> Any:
         assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
         time.sleep(0.005)
     return value
+
+
+def lost_within(ref: InvocationRef[object], seconds: float) -> WorkerLost:
+    """The `WorkerLost` with which a call ends, within so many seconds."""
+    began = time.monotonic()
+    error = ref.exception(SOON)
+    assert isinstance(error, WorkerLost), error
+    assert time.monotonic() - began < seconds
+    return error
 
 
 class Voice:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from multiprocessing.connection import Connection
 
 import pytest
 
 from tests.contract.line import Line
-from tests.contract.stage import SOON, Stage, eventually
+from tests.contract.stage import SOON, Stage, eventually, lost_within
 from unirun.errors import InvocationTimeout, WorkerLost
-from unirun.roles import InvocationRef, RoleGroup, wait
-
-
-def lost_within(ref: InvocationRef[object], seconds: float) -> WorkerLost:
-    """The loss that ends a call, which must be told in time."""
-    began = time.monotonic()
-    error = ref.exception(SOON)
-    assert isinstance(error, WorkerLost), error
-    assert time.monotonic() - began < seconds
-    return error
+from unirun.roles import RoleGroup, wait
 
 
 def test_a_worker_that_dies_in_mid_call_is_told_at_once(stage: Stage) -> None:
@@ -139,72 +129,6 @@ def test_twenty_deaths_in_a_row_disturb_nobody_else(stage: Stage) -> None:
     assert [ref.result(SOON) for ref in queued] == [n for n in range(5) for _ in (1, 2)]
     assert group[1:].ran() == [["long", *range(5)]] * 2
     assert group.number() == [0, 1, 2]
-
-
-def test_an_idempotent_call_is_made_again_when_its_worker_is_back(stage: Stage) -> None:
-    cast = stage.role(1)
-    ref = cast.group.call_async("again", "retry")
-    cast[0].hear("holding retry")
-    cast.kill(0)
-    cast.start_again(0)
-    cast[0].hear("holding retry")
-    assert not ref.done()
-    cast[0].open("retry")
-    assert ref.result(SOON) == [(0, 1)]
-
-
-def test_a_loss_that_an_idempotent_call_got_over_is_told_by_the_next_other_call(stage: Stage) -> None:
-    cast = stage.role(1)
-    cast.group.echo(0)
-    ref = cast.group.call_async("again", "retry")
-    cast[0].hear("holding retry")
-    cast.kill(0)
-    cast.start_again(0)
-    cast[0].hear("holding retry")
-    cast[0].open("retry")
-    assert ref.result(SOON) == [(0, 1)]
-    with pytest.raises(WorkerLost, match=f"{cast.role}:0"):
-        cast.group.echo(1)
-    assert cast.group.echo(2) == [2]
-
-
-def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
-    cast = stage.role(2)
-    # One answers at once. What it has said counts no more when the other one dies.
-    ref = cast.group.call_async("again_if", 0, "all")
-    cast[0].hear("holding all")
-    eventually(lambda: "1 of 2" in repr(ref), "one has answered")
-    cast.kill(0)
-    cast.prepare_again(0)
-    # The second attempt takes longer than the moment for which the first one's errors are weighed.
-    for _ in range(3):
-        with pytest.raises(InvocationTimeout):
-            ref.result(0.1)
-    cast.announce_again(0)
-    cast[0].hear("holding all")
-    cast[0].open("all")
-    assert ref.result(SOON) == [(0, 1), (1, 0)]
-    assert cast.group[1].ran() == [0, 0], "both attempts came here"
-
-
-def test_an_idempotent_call_is_made_again_so_often_and_no_more(stage: Stage) -> None:
-    cast = stage.role(1)
-    ref = cast.group.call_async("again_once", "never")
-    for _ in range(2):
-        assert not ref.done()
-        cast[0].hear("holding never")
-        cast.kill(0)
-        cast.start_again(0)
-    lost_within(ref, 2.0)
-    assert cast.group.ran() == [[]]
-
-
-def test_an_idempotent_call_without_an_answer_ends_at_its_deadline(stage: Stage) -> None:
-    cast = stage.role(1)
-    ref = cast.group.call_async("again_briefly", "brief")
-    cast[0].hear("holding brief")
-    cast.kill(0)
-    assert isinstance(ref.exception(SOON), InvocationTimeout)
 
 
 def test_a_worker_that_has_ended_for_good_is_lost_at_once(stage: Stage) -> None:
@@ -348,20 +272,6 @@ def test_a_group_call_that_a_worker_refuses_is_lost_and_says_why(stage: Stage) -
     assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
     assert cast.group.note("next") == ["next", "next"], "that loss was told"
     assert cast.group.ran()[1] == ["next"]
-
-
-def test_an_idempotent_group_call_that_is_refused_is_made_again(stage: Stage) -> None:
-    cast = stage.role(2)
-    cast.group.echo(0)
-    cast[1].form(1)
-    assert cast[1].hear("formed") == 1
-    ref = cast.group.call_async("again", "both")
-    cast.kill(0)
-    cast.start_again(0)
-    for player in cast:
-        player.hear("holding both")
-    cast.open("both")
-    assert ref.result(SOON) == [(0, 1), (1, 0)]
 
 
 def test_a_group_call_that_was_begun_for_one_generation_is_not_ended_in_the_next(stage: Stage) -> None:

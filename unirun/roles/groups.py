@@ -11,15 +11,16 @@ import importlib
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
-from unirun.roles.absence import never_comes
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import GlooGroup, end_outdated, process_groups
+from unirun.wire.messages import RoleView
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -104,7 +105,7 @@ class GroupForge:
         """A member of a broken group is gone; wait until its role is started again."""
         roles = tuple(info.name for info in broken.infos)
         while self._infos(roles) == broken.infos:
-            self._refuse_in_vain(roles, None)
+            self._raise_if_hopeless(roles, None)
             if time.monotonic() >= deadline:
                 raise GroupError(
                     f"a member of group {'+'.join(roles)} is gone and its role was not started again",
@@ -112,7 +113,7 @@ class GroupForge:
                 )
             self._peers.wait(deadline - time.monotonic())
 
-    def _refuse_in_vain(self, roles: tuple[str, ...], store: Store | None) -> None:
+    def _raise_if_hopeless(self, roles: tuple[str, ...], store: Store | None) -> None:
         """Raise `GroupError` when a member that is not in `store` has ended and is not started again."""
 
         def missing(role: str, rank: int) -> bool:
@@ -122,7 +123,7 @@ class GroupForge:
             )
 
         views = [view for view in map(self._peers.view, roles) if view is not None]
-        if words := never_comes(views, missing):
+        if words := missing_for_good(views, missing):
             raise GroupError(
                 f"group {'+'.join(roles)} cannot be formed: {words}, and is waited for",
                 "every member must call ctx.group with the same roles in the same order",
@@ -150,7 +151,7 @@ class GroupForge:
             while self._infos(roles) == infos:
                 if store is not None and _all_here(store, keys):
                     return infos, store
-                self._refuse_in_vain(roles, store)
+                self._raise_if_hopeless(roles, store)
                 if time.monotonic() >= deadline:
                     raise GroupError(
                         f"group {_name(infos, backend)}: {_missing(store, keys)} did not come in time",
@@ -180,6 +181,30 @@ class GroupForge:
                 "call torch.distributed.init_process_group",
             )
         return c10d()._get_default_store()
+
+
+_SETTLED = ("starting", "running", "succeeded")
+"""Phases of a role in which a rank that has exited with code 0 is not about to be restarted."""
+
+
+def missing_for_good(views: Sequence[RoleView], missing: Callable[[str, int], bool]) -> str:
+    """Why the ranks of these roles can no longer all join one group, in words; empty as long as they can.
+
+    `missing` says whether a rank of a role has not joined yet. A rank that has exited with code 0 joins again only if
+    its role is restarted, and then another group.
+    """
+    for role in views:
+        if role.phase in ("failed", "stopped"):
+            return f"role {role.name} has {role.phase}"
+        if role.phase not in _SETTLED:
+            continue
+        ended = [worker for worker in role.workers if worker.phase == "ended"]
+        absent = [worker.rank for worker in ended if missing(role.name, worker.rank)]
+        if absent and len(ended) == role.world_size:
+            return f"role {role.name} has ended with exit code 0"
+        if absent:
+            return f"{role.name}:{absent[0]} has ended with exit code 0"
+    return ""
 
 
 def dist() -> Any:

@@ -18,8 +18,8 @@ from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.state import MemoryState
 from unirun.roles.trainer import BaseTrainer, bind
+from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.mail import await_end
 from unirun.roles.transport.protocol import Address
 from unirun.roles.workload import BaseWorkload
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from unirun.errors import GroupError
-from unirun.roles.groups import GroupForge
+from unirun.roles.groups import GroupForge, missing_for_good
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import process_groups
 from unirun.wire.messages import RoleView, WorkerView
@@ -207,3 +207,36 @@ def test_a_member_whose_connection_breaks_is_waited_for(
     assert not kept.intact
     broken.set()
     assert sum_of(group_of(forge), news.result(SOON).result(SOON)) == 3
+
+
+def view(name: str, phase: str, *workers: str) -> RoleView:
+    ranks = tuple(WorkerView(rank, 0, each, {}) for rank, each in enumerate(workers))
+    return RoleView(name, len(workers), 0, "h:1", phase, ranks)
+
+
+ACTOR = view("actor", "running", "running", "running")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (view("rollout", "running", "running", "running"), ""),
+        (view("rollout", "starting", "starting", "running"), ""),
+        (view("rollout", "succeeded", "ended", "ended"), "role rollout has ended with exit code 0"),
+        (view("rollout", "running", "running", "ended"), "rollout:1 has ended with exit code 0"),
+        (view("rollout", "starting", "ended", "starting"), "rollout:0 has ended with exit code 0"),
+        (view("rollout", "running", "lost", "running"), ""),
+        (view("rollout", "restarting", "ended", "lost"), ""),
+        (view("rollout", "reforming", "ended", "starting"), ""),
+        (view("rollout", "stopping", "ended", "running"), ""),
+        (view("rollout", "failed", "lost", "lost"), "role rollout has failed"),
+        (view("rollout", "stopped", "ended", "lost"), "role rollout has stopped"),
+    ],
+)
+def test_a_role_whose_ranks_have_ended_well_does_not_come_again(other: RoleView, says: str) -> None:
+    assert missing_for_good([ACTOR, other], lambda role, rank: True) == says
+
+
+def test_a_rank_that_was_there_before_it_ended_has_come() -> None:
+    other = view("rollout", "running", "ended", "running")
+    assert missing_for_good([ACTOR, other], lambda role, rank: (role, rank) != ("rollout", 0)) == ""

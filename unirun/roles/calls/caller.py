@@ -33,7 +33,7 @@ from unirun.roles.calls.policy import ANY, DEFAULT, Invocation
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.service import Deadlines, Service
 from unirun.roles.calls.sharding import rearranged, split
-from unirun.roles.transport.mail import Mail
+from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.protocol import Address, Parcel, Transport, own
 from unirun.wire.reports import Calls
 
@@ -59,8 +59,8 @@ class Caller:
         self._me = encode_address(me)
         self._directory, self._transport, self._call_timeout = directory, transport, call_timeout
         self._service = service or Service("unirun-calls")
-        self._callbacks = Mail("unirun-callbacks")
-        self._deliver = self._callbacks.put
+        self._callbacks = SerialExecutor("unirun-callbacks")
+        self._deliver = self._callbacks.submit
         self._book = CallBook(self._service, tell)
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()
@@ -205,7 +205,7 @@ class Caller:
     def _send_to(self, place: Place, call: Call) -> None:
         invoked, worker = call.invocation, str(place.address)
         if place.over:
-            self._settle(call, lost(worker, "it has ended", "it takes no calls any more; call other workers"))
+            self._settle(call, _ended(worker))
             return
         generation = self._started(invoked, place)
         if invoked.untold:
@@ -281,11 +281,12 @@ class Caller:
 
     def _lose(self, peer: Peer, place: Place) -> None:
         """The worker is dead, or has ended: what it owes will not come. `place` is what the directory says."""
-        reason = "it has ended" if place.over else "it died" if place.gone else "it was started again"
+        worker = str(peer.address)
         for call in peer.lose():
             if not call.invocation.retries:
                 self._losses.told(peer.address)
-            self._settle(call, lost(str(peer.address), reason))
+            reason = "it died" if place.gone else "it was started again"
+            self._settle(call, _ended(worker) if place.over else lost(worker, reason))
 
     def _look(self) -> None:
         """The directory has changed: send what waited, and give up what waits for the dead."""
@@ -377,6 +378,10 @@ class Caller:
         for call in invoked.calls:
             if call.peer is not None:
                 call.peer.forget(call)
+
+
+def _ended(worker: str) -> WorkerLost:
+    return lost(worker, "it has ended", "it takes no calls any more; call other workers")
 
 
 def _gone_since(worker: str) -> WorkerLost:

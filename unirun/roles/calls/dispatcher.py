@@ -16,7 +16,7 @@ from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
-from unirun.roles.transport.mail import await_end
+from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.protocol import Address, Inbox, Parcel, Reply, own
 
 DESCRIBE = "__describe__"

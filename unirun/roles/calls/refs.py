@@ -288,7 +288,8 @@ class InvocationRef(Generic[R]):
 
     def _timeout(self, when: str) -> InvocationTimeout:
         outcomes = dict(self._outcomes)
-        missing = tuple(who for index, who in enumerate(self.workers) if index not in outcomes)
+        answered = {index for index, outcome in outcomes.items() if isinstance(outcome, Parcel)}
+        missing = tuple(who for index, who in enumerate(self.workers) if index not in answered)
         results = {}
         for index, outcome in sorted(outcomes.items()):
             if isinstance(outcome, Parcel) and outcome.head[:1] == OK:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from unirun.reporting import report_error
-from unirun.roles.transport.mail import await_end
+from unirun.roles.transport.executor import await_end
 
 T = TypeVar("T")
 

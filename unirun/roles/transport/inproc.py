@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.mail import Mail
+from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, own
 
 _servers: dict[str, _Server] = {}
@@ -21,22 +21,24 @@ class _Server:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.channels: set[_Channel] = set()
-        self.mail = Mail("unirun-inproc")
+        self.executor = SerialExecutor("unirun-inproc")
 
 
 class _Channel:
-    def __init__(self, server: _Server, mail: Mail, broken: Callable[[str], None]) -> None:
-        self._server, self._mail, self._broken = server, mail, broken
+    def __init__(self, server: _Server, executor: SerialExecutor, broken: Callable[[str], None]) -> None:
+        self._server, self._executor, self._broken = server, executor, broken
         self._open = True
         server.channels.add(self)
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
         sent = own(parcel)
-        self._server.mail.put(lambda: self._server.handler(sent, lambda reply: self._answer(reply, done)))
+        self._server.executor.submit(
+            lambda: self._server.handler(sent, lambda reply: self._answer(reply, done))
+        )
 
     def _answer(self, reply: Parcel, done: Callable[[Parcel], None]) -> None:
         answer = own(reply)
-        self._mail.put(lambda: done(answer) if self._open else None)
+        self._executor.submit(lambda: done(answer) if self._open else None)
 
     def close(self) -> None:
         self._open = False
@@ -45,7 +47,7 @@ class _Channel:
     def cut(self, reason: str) -> None:
         if self._open:
             self.close()
-            self._mail.put(lambda: self._broken(reason))
+            self._executor.submit(lambda: self._broken(reason))
 
 
 class InprocTransport:
@@ -54,7 +56,7 @@ class InprocTransport:
     name = "inproc"
 
     def __init__(self) -> None:
-        self._mail = Mail("unirun-inproc")
+        self._executor = SerialExecutor("unirun-inproc")
         self._endpoint = ""
         self._channels: list[_Channel] = []
 
@@ -74,7 +76,7 @@ class InprocTransport:
             server = _servers.get(endpoint)
             if server is None:
                 raise ChannelError(f"{peer} is not there", "it has ended")
-            channel = _Channel(server, self._mail, broken)
+            channel = _Channel(server, self._executor, broken)
         self._channels.append(channel)
         return channel
 
@@ -86,10 +88,10 @@ class InprocTransport:
         """Break every channel to this worker, and end its own."""
         server = self._cut("the worker has ended", end=True)
         if server is not None:
-            server.mail.close()
+            server.executor.close()
         for channel in self._channels:
             channel.close()
-        self._mail.close()
+        self._executor.close()
 
     def _cut(self, reason: str, *, end: bool) -> _Server | None:
         with _lock:

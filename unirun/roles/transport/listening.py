@@ -13,7 +13,7 @@ import stat
 import threading
 from collections.abc import Callable
 
-from unirun.roles.transport.mail import await_end
+from unirun.roles.transport.executor import await_end
 
 PERIOD = 1.0
 """Seconds between two looks, each of which takes a microsecond."""

@@ -16,9 +16,9 @@ import torch
 from torch.distributed import rpc
 
 from unirun.errors import ChannelError
+from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.listening import ListenerGuard
-from unirun.roles.transport.mail import Mail
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait, writable
 from unirun.roles.transport.rpc_agent import RpcAgent
 
@@ -88,7 +88,7 @@ class TorchTransport:
 
     def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
-        self._mail = Mail("unirun-rpc")
+        self._executor = SerialExecutor("unirun-rpc")
         self._inbox = _Inbox()
         self._guard: ListenerGuard | None = None
 
@@ -114,7 +114,7 @@ class TorchTransport:
             worker = self._agent.connect(peer, endpoint)
         except RuntimeError as error:
             raise ChannelError(f"{peer} cannot be joined: {error}") from error
-        return _Channel(worker, f"{self._agent.name} to {worker.name}", broken, self._mail)
+        return _Channel(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
 
     def close(self) -> None:
         """End the agent; what is open fails in the peers at once."""
@@ -123,12 +123,14 @@ class TorchTransport:
             self._guard.close()
         if self._agent.close():
             _reception = None
-            self._mail.close()
+            self._executor.close()
 
 
 class _Channel:
-    def __init__(self, worker: Any, line: str, broken: Callable[[str], None], mail: Mail) -> None:
-        self._worker, self._line, self._broken, self._mail = worker, line, broken, mail
+    def __init__(
+        self, worker: Any, line: str, broken: Callable[[str], None], executor: SerialExecutor
+    ) -> None:
+        self._worker, self._line, self._broken, self._executor = worker, line, broken, executor
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open = True
@@ -149,7 +151,7 @@ class _Channel:
         def answered(answer: torch.futures.Future[Form]) -> None:
             if threading.get_ident() == asking:
                 # It came before this was asked for, and whoever calls may hold locks that `done` wants.
-                self._mail.put(lambda: self._answered(answer, done))
+                self._executor.submit(lambda: self._answered(answer, done))
             else:
                 self._answered(answer, done)
 

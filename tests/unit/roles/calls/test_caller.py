@@ -291,18 +291,21 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
 @pytest.mark.parametrize(
     ("now", "reason"),
     [
-        (Place(OLD, gone=True), "it died"),
-        (Place(OLD, over=True), "it has ended"),
-        (Place(NEW, "new", 1), "it was started again"),
+        (Place(OLD, gone=True), "it died; mark the method idempotent=True to have it called again"),
+        (Place(OLD, over=True), "it has ended; it takes no calls any more; call other workers"),
+        (
+            Place(NEW, "new", 1),
+            "it was started again; mark the method idempotent=True to have it called again",
+        ),
     ],
 )
-def test_a_loss_says_what_became_of_the_worker(now: Place, reason: str) -> None:
+def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Place, reason: str) -> None:
     directory, post = Told(), Post()
     caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
         directory.tell(now)
-        with pytest.raises(WorkerLost, match=f"actor:0 was lost before it answered: {reason}; ") as lost:
+        with pytest.raises(WorkerLost, match=f"actor:0 was lost before it answered: {reason}$") as lost:
             ref.result(SOON)
         assert lost.value.worker == "actor:0"
     finally:

@@ -158,7 +158,7 @@ class TestAGroup:
         assert [ref.workers for ref in refs] == [("desk:0",), ("desk:1",), ("desk:2", "desk:0")], (
             "and nowhere else"
         )
-        # Whoever still has a call to answer is not chosen next.
+        # "ANY" chooses a worker with no open calls first, so all calls above have to be answered before.
         assert all(ref.result() is not None for ref in refs)
         assert Counter(group.anyone()[0] for _ in range(6)) == {0: 2, 1: 2, 2: 2}
         assert Counter(group[1:].anyone()[0] for _ in range(6)) == {1: 3, 2: 3}

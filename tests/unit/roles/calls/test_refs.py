@@ -195,6 +195,15 @@ class TestTimeouts:
         assert caught.value.results == {"actor:1": "one"}
         assert ref.exception() is caught.value
 
+    def test_a_worker_that_was_lost_has_not_answered(self) -> None:
+        ref = ref_of(3)
+        ref.settle(0, WorkerLost("actor:0 was lost", worker="actor:0"))
+        ref.settle(1, answer("one"))
+        ref.expire(1)
+        error = ref.exception()
+        assert isinstance(error, InvocationTimeout)
+        assert (error.missing, error.results) == (("actor:0", "actor:2"), {"actor:1": "one"})
+
     def test_answers_after_the_deadline_change_nothing(self) -> None:
         ref = ref_of()
         ref.expire(1)

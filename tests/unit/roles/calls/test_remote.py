@@ -199,8 +199,8 @@ def test_an_error_whose_text_cannot_be_made_is_told_of() -> None:
     assert "Broken" in str(found.__cause__)
 
 
-def test_a_very_long_text_is_cut() -> None:
-    """Where it is told; the exception itself is sent as it is."""
+def test_a_very_long_message_is_cut_in_the_report_and_whole_in_the_exception() -> None:
+    """The message and the traceback beside the pickled exception are cut; the exception itself is sent whole."""
     body, buffers = dump_error(ValueError("x" * (8 << 20)), "actor:2")
     assert 8 << 20 < len(body) < 11 << 20
     found: Any = load_error(body, buffers)

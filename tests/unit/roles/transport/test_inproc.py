@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from unirun.errors import ChannelError
+from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.mail import Mail
 from unirun.roles.transport.protocol import Address, Parcel
 
 SOON = 10.0
@@ -64,10 +64,10 @@ def test_a_channel_that_is_closed_says_nothing_any_more() -> None:
     assert news.empty()
 
 
-def test_mail_is_delivered_in_order_by_one_thread_until_it_is_closed() -> None:
-    mail, done = Mail("test"), queue.SimpleQueue[tuple[int, str]]()
+def test_a_serial_executor_runs_actions_in_order_in_one_thread_until_it_is_closed() -> None:
+    executor, done = SerialExecutor("test"), queue.SimpleQueue[tuple[int, str]]()
     for number in range(100):
-        mail.put(lambda number=number: done.put((number, threading.current_thread().name)))
-    mail.close()
+        executor.submit(lambda number=number: done.put((number, threading.current_thread().name)))
+    executor.close()
     assert [done.get(timeout=SOON) for _ in range(100)] == [(number, "test") for number in range(100)]
-    Mail("never used").close()
+    SerialExecutor("never used").close()
