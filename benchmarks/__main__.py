@@ -30,7 +30,7 @@ def load(name: str) -> Figures:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and return 0 when every bar holds, else 1."""
+    """Measure, print, and return 0 when every bar holds, else 1; what needs a missing program does not count."""
     names = suite_names()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="unirun beside its peers.")
     parser.add_argument(
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"figures": [figure.to_json() for figure in figures]}, indent=2, ensure_ascii=False))
     else:
         print(table(figures))
-    return 0 if all(figure.holds for figure in figures) else 1
+    return 0 if all(figure.holds or figure.missing for figure in figures) else 1
 
 
 if __name__ == "__main__":

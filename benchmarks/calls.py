@@ -8,6 +8,7 @@ its own, in which there is none; what is measured over torch is measured in turn
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,11 @@ class Worker(BaseWorkload):
     @trainer_invocation(blocking=False)
     def flying(self, value: Any = None) -> None:
         """Not waited for."""
+
+    @trainer_invocation()
+    def pid(self) -> int:
+        """The number of this process."""
+        return os.getpid()
 
 
 class Measure(BaseTrainer):
@@ -83,6 +89,17 @@ class Measure(BaseTrainer):
             rounds = [{side: measure() for side, measure in sides.items()} for _ in range(self.config.rounds)]
             found[name] = {side: [each[side] for each in rounds] for side in sides}
         Path(self.config.result).write_text(json.dumps(found))
+
+
+class Rest(BaseTrainer):
+    """Calls every worker once, writes their pids, and then does nothing until it is ended."""
+
+    def fit(self) -> None:
+        """Call, write, sleep."""
+        part = Path(f"{self.config.result}.part")
+        part.write_text(json.dumps(self.RG_WORKER.pid()))
+        part.rename(self.config.result)
+        time.sleep(600)
 
 
 def p50(call: Callable[[], Any], times: int) -> float:

@@ -19,7 +19,6 @@ class ProgramMissing(BenchmarkError):
     """What is to be measured needs a program that is not here."""
 
     def __init__(self, program: str, remedy: str) -> None:
-        self.program = program
         super().__init__(f"{program} is not installed: {remedy}")
 
 
@@ -43,7 +42,7 @@ class Figure:
 
     `own` and `theirs` are the single runs of unirun and of `peer`, in `run_unit`. `busy` is the percentage of this
     machine's processors that others used just before the runs (median). A `fault` says in words why the figure
-    does not hold, whatever its value is.
+    does not hold, whatever its value is; `missing` which program is not installed, so that nothing was measured.
     """
 
     bar: Bar
@@ -55,6 +54,7 @@ class Figure:
     theirs: tuple[float, ...] = ()
     fault: str = ""
     busy: float = 0.0
+    missing: str = ""
 
     @property
     def holds(self) -> bool:
@@ -62,14 +62,17 @@ class Figure:
         return not self.fault and self.value is not None and self.bar.admits(self.value)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. ``value`` and ``bar`` are in ``unit``; ``own_value`` and ``peer_value`` in ``own_unit``."""
+        """Plain values. ``value`` and ``bar`` are in ``unit``; ``own_value`` and ``peer_value`` in ``own_unit``.
+
+        Where a program is missing, ``value`` says so and ``holds`` is null.
+        """
         return {
             "name": self.bar.name,
-            "value": self.value,
+            "value": self.missing or self.value,
             "unit": self.bar.unit,
             "bar": self.bar.limit,
             "sense": "at least" if self.bar.at_least else "at most",
-            "holds": self.holds,
+            "holds": None if self.missing else self.holds,
             "peer": self.peer,
             "peer_value": median(self.theirs) if self.theirs else None,
             "runs": self.runs,

@@ -20,8 +20,8 @@ def table(figures: Sequence[Figure]) -> str:
     lines: list[str] = []
     for row, figure in zip(rows, (None, *figures), strict=True):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        if figure is not None and figure.fault:
-            lines += [f"    {line}" for line in figure.fault.splitlines()]
+        if figure is not None:
+            lines += [f"    {line}" for line in (figure.missing or figure.fault).splitlines()]
     busiest = max((figure.busy for figure in figures), default=0.0)
     if busiest >= BUSY:
         lines += [
@@ -39,7 +39,7 @@ def _row(figure: Figure) -> tuple[str, ...]:
         bar.name,
         value,
         f"{'≥' if bar.at_least else '≤'} {quantity(bar.limit, bar.unit)}",
-        "yes" if figure.holds else "NO",
+        "-" if figure.missing else "yes" if figure.holds else "NO",
         spread(figure.own, figure.run_unit),
         peer,
     )

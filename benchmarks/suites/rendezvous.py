@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.etcd import etcd, free_port
-from benchmarks.figure import Bar, BenchmarkError, Figure, compared
+from benchmarks.figure import Bar, BenchmarkError, Figure, ProgramMissing, compared
 from benchmarks.job import DEADLINE, environment
 
 MEETING = Bar("two-node rendezvous, etcd-v3 ÷ c10d", "ratio", 1.0)
@@ -30,6 +30,8 @@ def figures(runs: int) -> list[Figure]:
         with etcd() as endpoint:
             own = partial(meeting_time, "etcd-v3", endpoint)
             return [compared(MEETING, "s", runs, own, "c10d", c10d_time)]
+    except ProgramMissing as error:
+        return [Figure(MEETING, None, runs, "s", peer="c10d", missing=str(error))]
     except BenchmarkError as error:
         return [Figure(MEETING, None, runs, "s", peer="c10d", fault=str(error))]
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import cast
@@ -24,7 +25,7 @@ ROUNDS = 3
 
 BARS = (
     ("torch", "blocking", "us", Bar("blocking call over torch ÷ raw rpc_sync", "ratio", 1.5)),
-    ("socket", "blocking", "us", Bar("blocking call over socket ÷ raw rpc_sync", "ratio", 0.6)),
+    ("socket", "blocking", "us", Bar("blocking call over socket ÷ raw rpc_sync", "ratio", 0.5)),
     ("socket", "group", "us", Bar("call of 8 workers over socket ÷ raw rpc_async fan-out", "ratio", 0.4)),
     (
         "socket",
@@ -35,7 +36,9 @@ BARS = (
     ("socket", "large", "us", Bar("64 MB argument over socket ÷ raw rpc_sync", "ratio", 0.5)),
 )
 
-FOREIGN = {"ray": "ray", "monarch": "monarch"}
+FOREIGN = {"ray": "ray", "monarch": "torchmonarch"}
+"""Other systems, which are modules, and their packages."""
+
 FOREIGN_BARS = {"torch": 0.4, "socket": 0.2}
 
 Rounds = dict[str, dict[str, list[float]]]
@@ -62,7 +65,8 @@ def figures(runs: int) -> list[Figure]:
         own, raw = found[transport].get(what, {}).get("own", []), found["torch"].get(what, {}).get("raw", [])
         fault = faults.get(transport, "") or faults.get("torch", "")
         result.append(figure(bar, unit, runs, own, "torch rpc", raw, fault, busy))
-    return result + foreign(runs, found, busy)
+    blocking = {transport: what.get("blocking", {}).get("own", []) for transport, what in found.items()}
+    return [*result, *foreign(runs, blocking, busy, FOREIGN)]
 
 
 def figure(
@@ -97,12 +101,19 @@ def rounds(transport: str, workers: int) -> Rounds:
         return cast(Rounds, json.loads((home / "result.json").read_text()))
 
 
-def foreign(runs: int, found: dict[str, Rounds], busy: float) -> list[Figure]:
-    """Rows for each other system that is installed."""
+def foreign(
+    runs: int, blocking: Mapping[str, list[float]], busy: float, systems: Iterable[str]
+) -> list[Figure]:
+    """Blocking calls beside other systems, as far as they are installed; ours in µs, by transport."""
     rows = []
-    for system, module in FOREIGN.items():
-        if importlib.util.find_spec(module) is None:
-            say(f"{system} is not installed: pip install ray torchmonarch")
+    for system in systems:
+        bars = {
+            transport: Bar(f"blocking call over {transport} ÷ {system}", "ratio", FOREIGN_BARS[transport])
+            for transport in blocking
+        }
+        if importlib.util.find_spec(system) is None:
+            why = f"{system} is not installed: pip install {FOREIGN[system]}"
+            rows += [Figure(bar, None, runs, "us", peer=system, missing=why) for bar in bars.values()]
             continue
         theirs, fault = [], ""
         say(f"blocking call of {system}")
@@ -112,10 +123,8 @@ def foreign(runs: int, found: dict[str, Rounds], busy: float) -> list[Figure]:
                 theirs.append(float(run(command, dict(os.environ), DEADLINE).splitlines()[-1]))
         except (BenchmarkError, ValueError, IndexError) as error:
             fault = str(error)
-        for transport, limit in FOREIGN_BARS.items():
-            own = found[transport].get("blocking", {}).get("own", [])
-            bar = Bar(f"blocking call over {transport} ÷ {system}", "ratio", limit)
-            rows.append(figure(bar, "us", runs, own, system, theirs, fault, busy))
+        for transport, bar in bars.items():
+            rows.append(figure(bar, "us", runs, blocking[transport], system, theirs, fault, busy))
     return rows
 
 

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from benchmarks.calibration import bar, in_units
 from benchmarks.etcd import etcd
-from benchmarks.figure import Bar, BenchmarkError, Figure, measured
+from benchmarks.figure import Bar, BenchmarkError, Figure, ProgramMissing, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
 from unirun.job.state import JobState, RolePhase, WorkerPhase, new_job
@@ -76,6 +76,8 @@ def failover_with_etcd(runs: int) -> Figure:
     try:
         with etcd() as endpoint:
             return in_units(FAILOVER["etcd"], runs, partial(failover_time, f"etcd://{endpoint}"))
+    except ProgramMissing as error:
+        return Figure(FAILOVER["etcd"], None, runs, "s", missing=str(error))
     except BenchmarkError as error:
         return Figure(FAILOVER["etcd"], None, runs, "s", fault=str(error))
 

@@ -42,13 +42,15 @@ def test_a_machine_that_is_twice_as_slow_changes_nothing(monkeypatch: pytest.Mon
         assert (figure.own, figure.theirs) == ((0.4 * slow,), (0.1 * slow,))
 
 
-def test_a_program_that_is_missing_is_named(
+def test_a_figure_whose_program_is_missing_says_so_in_place_of_a_value(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert main(["rendezvous", "--json", "--runs", "1"]) == 1
-    told = capsys.readouterr()
-    (figure,) = json.loads(told.out)["figures"]
-    assert figure["value"] is None
-    assert figure["fault"] == "etcd is not installed: apt-get install etcd-server"
-    assert f"{figure['name']}: {figure['fault']}" in told.err
+    assert main(["rendezvous", "--json", "--runs", "1"]) == 0
+    (figure,) = json.loads(capsys.readouterr().out)["figures"]
+    assert figure["value"] == "etcd is not installed: apt-get install etcd-server"
+    assert figure["holds"] is None
+    assert main(["rendezvous", "--runs", "1"]) == 0
+    _, row, why = capsys.readouterr().out.splitlines()
+    assert "not measured" in row
+    assert why.strip() == figure["value"]

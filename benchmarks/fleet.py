@@ -1,0 +1,176 @@
+"""Agents whose workers are made up, in one process: ``python -m benchmarks.fleet JOB_DIR FILE``.
+
+Each node has a stream of its own to the master. Its workers start, serve and form their group as soon as they are told,
+with the messages that agents send for real workers. `FILE` is JSON: the nodes, the job's one role, and how many ranks
+it has.
+
+It takes one command a line: ``start``, ``worker RANK`` (that worker ends with code 1) or ``node NAME`` (that agent's
+stream ends). When all ranks are up again it prints how many are; at ``bytes``, how many the master has sent to one
+agent since the command before, at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+import sys
+import time
+from pathlib import Path
+
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.masters import Masters
+from unirun.wire import Token, load_token
+from unirun.wire.aio import frame_of
+from unirun.wire.codec import decode
+from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, ClientHandshake
+from unirun.wire.messages import Message, OpenStore, StartRole
+from unirun.wire.reports import (
+    Join,
+    WorkerExited,
+    WorkerFormed,
+    WorkerRunning,
+    WorkerServing,
+    WorkerStarted,
+)
+from unirun.wire.spawning import StoreOpened
+
+PATIENCE = 600.0
+"""Seconds until all ranks are up."""
+
+_GENERATION = re.compile(rb'"generation":(\d+)')
+_HEAD = 400
+"""Bytes at the beginning of a view that hold the generation of its first role."""
+
+
+class Agent:
+    """One agent; `ranks` are the incarnations of its workers by rank."""
+
+    def __init__(self, fleet: Fleet, node: str) -> None:
+        self.fleet, self.node = fleet, node
+        self.ranks: dict[int, int] = {}
+        self.formed: dict[int, int] = {}
+        self.received = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._buffer = bytearray()
+
+    async def follow(self, path: str, token: Token) -> None:
+        """Join, and do as the master says until the stream ends."""
+        reader, self._writer = await asyncio.open_unix_connection(path)
+        handshake = ClientHandshake(token)
+        self._writer.write(handshake.answer(await reader.readexactly(HELLO_SIZE)))
+        handshake.check(await reader.readexactly(PROOF_SIZE))
+        self.say(Join(self.node, 1, self.node, {self.fleet.role: f"{self.node}:29500"}))
+        while data := await reader.read(1 << 20):
+            self.received += len(data)
+            self._buffer += data
+            self._take()
+
+    def say(self, *messages: Message) -> None:
+        """Tell the master."""
+        assert self._writer is not None
+        self._writer.write(b"".join(map(frame_of, messages)))
+
+    def end(self) -> None:
+        """The agent is gone, and its workers with it."""
+        assert self._writer is not None
+        self.fleet.up.difference_update(self.ranks)
+        self.ranks.clear()
+        self._writer.close()
+
+    def fail(self, rank: int) -> None:
+        """A worker ends by itself."""
+        incarnation = self.ranks.pop(rank)
+        self.fleet.up.discard(rank)
+        self.say(WorkerExited(self.fleet.role, rank, incarnation, time.time(), 1, None))
+
+    def _take(self) -> None:
+        """Every whole frame that has come."""
+        at = 0
+        while len(self._buffer) >= at + 4:
+            (length,) = struct.unpack_from(">I", self._buffer, at)
+            if len(self._buffer) < at + 4 + length:
+                break
+            body = self._buffer[at + 4 : at + 4 + length]
+            at += 4 + length
+            if body.startswith(b'{"type":"View"'):
+                # Workers read it; here only the generation counts that they shall form.
+                self._form(body)
+            else:
+                self._obey(decode(json.loads(body)))
+        del self._buffer[:at]
+
+    def _form(self, view: bytearray) -> None:
+        found = _GENERATION.search(view, 0, _HEAD)
+        generation = int(found[1]) if found else 0
+        behind = [rank for rank in self.ranks if self.formed[rank] < generation]
+        for rank in behind:
+            self.formed[rank] = generation
+            self.say(WorkerFormed(self.fleet.role, rank, self.ranks[rank], generation))
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case StartRole(role, generation):
+                for member in message.members:
+                    who = role, member.rank, member.incarnation
+                    address = {"socket": f"unix:/run/{self.node}/{role}.{member.rank}.{member.incarnation}"}
+                    self.ranks[member.rank], self.formed[member.rank] = member.incarnation, generation
+                    self.fleet.up.add(member.rank)
+                    self.say(
+                        WorkerStarted(self.node, *who, 1000 + member.rank),
+                        WorkerRunning(*who, generation),
+                        WorkerFormed(*who, generation),
+                        WorkerServing(*who, address, True),
+                    )
+            case OpenStore(role, generation):
+                self.say(StoreOpened(role, generation))
+
+
+class Fleet:
+    """All agents."""
+
+    def __init__(self, nodes: list[str], role: str) -> None:
+        self.role = role
+        self.agents = {node: Agent(self, node) for node in nodes}
+        self.up: set[int] = set()
+
+    def command(self, line: str, path: str, token: Token) -> None:
+        """What is to happen next."""
+        for agent in self.agents.values():
+            agent.received = 0
+        match line.split():
+            case ["start"]:
+                self._tasks = [asyncio.ensure_future(a.follow(path, token)) for a in self.agents.values()]
+            case ["worker", rank]:
+                next(a for a in self.agents.values() if int(rank) in a.ranks).fail(int(rank))
+            case ["node", name]:
+                self.agents.pop(name).end()
+
+    async def settled(self, ranks: int) -> None:
+        """Wait until all ranks are up, as long as there is patience."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and len(self.up) < ranks:
+            await asyncio.sleep(0.01)
+
+
+async def main(folder: str, file: str) -> None:
+    """One command after the other."""
+    job, plan = JobDir(Path(folder)), json.loads(Path(file).read_text())
+    token = load_token(job.token)
+    masters = Masters(job, token)
+    while (leader := await masters.leader()) is None:
+        await asyncio.sleep(0.01)
+    fleet = Fleet(plan["nodes"], plan["role"])
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        if line.strip() == "bytes":
+            answer = {"received": max(agent.received for agent in fleet.agents.values())}
+        else:
+            fleet.command(line, leader.address.removeprefix("unix:"), token)
+            await fleet.settled(plan["ranks"])
+            answer = {"up": len(fleet.up)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2]))
