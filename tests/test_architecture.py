@@ -31,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""
 
-DRAWN_SIDEWAYS = {("observe", "rendezvous")}
+DRAWN_SIDEWAYS = {("observe", "rendezvous"), ("launcher", "master")}
 
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(
@@ -298,7 +298,7 @@ PRINTS = frozenset({"print", "traceback.print_exc", "traceback.print_exception"}
 
 
 def test_only_the_command_prints_and_only_what_is_printable() -> None:
-    """What workers and other users' jobs have written goes through `unirun.cli.terminal`; JSON escapes it itself. All
+    """What workers and other users' jobs have written goes through `unirun.launcher.foreground.terminal`; JSON escapes it itself. All
     other processes report, which never raises: the disk may be full that holds their log."""
 
     def offenders() -> Iterator[str]:
@@ -306,7 +306,7 @@ def test_only_the_command_prints_and_only_what_is_printable() -> None:
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.Call) and called(node) in PRINTS:
                     json = ast.unparse(node.args[0]).startswith("json.dumps(") if node.args else False
-                    ours = module.name in ("unirun.cli.terminal", "unirun.reporting")
+                    ours = module.name in ("unirun.launcher.foreground.terminal", "unirun.reporting")
                     if not ours and not (module.room == "cli" and json):
                         yield f"{module.name}:{node.lineno} prints"
 

@@ -46,7 +46,7 @@ EXEC = ("--start-method", "exec")
 SHORT_TERM = {
     "unirun.master.lead.TERM_TTL": 3.0,
     "unirun.launcher.standby.CHECK": 0.3,
-    "unirun.cli.session.CHECK": 0.3,
+    "unirun.launcher.foreground.session.CHECK": 0.3,
     "unirun.observe.following.CHECK": 0.3,
 }
 """Constants with which a first master that hangs loses its term after three seconds, and others notice at once."""
@@ -55,7 +55,10 @@ EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
 """Constants with which agents start one master after another without ever longer pauses. A shorter one would start the next
 before this one leads."""
 
-IMPATIENT = {"unirun.cli.session.PATIENCE": 0.5, "unirun.cli.session.FAREWELL": 2.0}
+IMPATIENT = {
+    "unirun.launcher.foreground.session.PATIENCE": 0.5,
+    "unirun.launcher.foreground.session.FAREWELL": 2.0,
+}
 """Constants with which a command that was interrupted twice kills soon what does not end."""
 
 Script = Callable[..., Path]

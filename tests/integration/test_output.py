@@ -14,7 +14,7 @@ import termios
 
 import pytest
 
-from tests.unit.cli.screen import Screen
+from tests.unit.launcher.foreground.screen import Screen
 
 from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
 

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
-from unirun.cli.terminal import drop_output, prepare_streams, say, warn
 from unirun.errors import EXIT_FAILURE, UnirunError, UsageError
+from unirun.launcher.foreground.terminal import drop_output, prepare_streams, say, warn
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

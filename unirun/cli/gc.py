@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from unirun.cli.options import Parser
 from unirun.cli.stored import directory_of, may_be_there, opened
 from unirun.cli.tables import age, duration, print_table
-from unirun.cli.terminal import say, warn
 from unirun.errors import JobError, StoreError, StoreRefused, UnirunError
+from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, Summary, read_summary
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in

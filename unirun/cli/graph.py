@@ -15,11 +15,11 @@ from unirun.cli.optiontable import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTION
 from unirun.cli.planned import inventory_of
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_job, find_summary, opened, read_stored, store_to_ask
 from unirun.cli.tables import print_table
-from unirun.cli.terminal import in_colour, printable, say, warn
 from unirun.errors import UsageError
 from unirun.graph import Direction, Edge, Graph, Kind, Role, declared, tight_parts, warnings, without_circles
 from unirun.graph.svg import svg
 from unirun.graph.text import dot, mermaid, tree, yaml
+from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
 from unirun.observe.status import CallStatus, JobStatus, read_status
 from unirun.sizes import show_size
 

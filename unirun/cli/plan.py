@@ -6,26 +6,30 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.console import COLOURS
 from unirun.cli.files import write_file
 from unirun.cli.grid import grid, text
 from unirun.cli.gridsvg import svg
 from unirun.cli.options import items, parse
 from unirun.cli.optiontable import PLAN_OPTIONS
-from unirun.cli.planned import plan_job
+from unirun.cli.planned import plan_job, topology_of
 from unirun.cli.tables import print_table
-from unirun.cli.terminal import columns, in_colour, say
 from unirun.collocation import Placement, slot_types
+from unirun.collocation.placing import TopologyOf
+from unirun.errors import UsageError
 from unirun.launcher.environment import worker_env
+from unirun.launcher.foreground.console import COLOURS
+from unirun.launcher.foreground.terminal import columns, in_colour, say
+from unirun.launcher.planned import PlannedJob, plan_without
 from unirun.launcher.warm.leaving import choices, starts
 from unirun.rendezvous.jobdir import job_at
 from unirun.spec import JobSpec, RoleSpec
+from unirun.spec.read import nearest
 from unirun.values import Value
 from unirun.wire.messages import Member, StartRole
 
@@ -35,7 +39,7 @@ def main(argv: list[str]) -> int:
     line = parse(argv, "unirun plan", PLAN_OPTIONS)
     planned = before = plan_job(line)
     if lost := items(line.options.get("lost", ())):
-        planned = before.without(lost)
+        planned = _without(before, lost, topology_of(line))
     spec, placement, inventory = planned.spec, planned.placement, planned.inventory
     rows = plan_rows(spec, placement)
     types = slot_types(spec, inventory)
@@ -81,6 +85,15 @@ def main(argv: list[str]) -> int:
     ]
     print_table(["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV", "COMMAND"], table)
     return 0
+
+
+def _without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> PlannedJob:
+    """The job when nodes are `lost`. Raises `UsageError` for a node that there is not, `PlacementError`."""
+    names = [node.name for node in planned.inventory.nodes]
+    for name in lost:
+        if name not in names:
+            raise UsageError(f"--lost: no node is called {name!r}", nearest(name, names))
+    return plan_without(planned, lost, topology)
 
 
 class Move(Value):

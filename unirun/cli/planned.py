@@ -3,57 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from unirun.cli.compose import job_spec
 from unirun.cli.options import CommandLine
 from unirun.cli.slips import misplaced
-from unirun.cli.terminal import warn
 from unirun.cli.torchrun_env import check_environment
 from unirun.collocation import (
     Inventory,
-    Placement,
-    Ties,
     is_fake,
     local_inventory,
     local_topology,
     parse_fake,
-    place,
-    place_again,
     unknown_nodes,
 )
 from unirun.collocation.numa import told_topology
 from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError
-from unirun.graph import declared, tight_parts, weights
+from unirun.launcher.foreground.terminal import warn
+from unirun.launcher.planned import PlannedJob, plan
 from unirun.spec import JobSpec
-from unirun.spec.read import nearest
-from unirun.values import Value
-
-
-class PlannedJob(Value):
-    """A job, its nodes, and who sits where."""
-
-    spec: JobSpec
-    inventory: Inventory
-    placement: Placement
-    topology: TopologyOf
-
-    def without(self, lost: Sequence[str]) -> PlannedJob:
-        """The job when nodes are `lost`. Raises `UsageError` for a node that there is not, `PlacementError`."""
-        names = [node.name for node in self.inventory.nodes]
-        for name in lost:
-            if name not in names:
-                raise UsageError(f"--lost: no node is called {name!r}", nearest(name, names))
-        spec, placement = place_again(
-            self.spec,
-            self.inventory,
-            self.placement,
-            lost,
-            topology=self.topology,
-            ties=ties_of(self.spec),
-        )
-        return PlannedJob(spec, self.inventory, placement, self.topology)
 
 
 def plan_job(line: CommandLine) -> PlannedJob:
@@ -68,10 +36,7 @@ def plan_job(line: CommandLine) -> PlannedJob:
     warnings = check_environment(os.environ)
     for warning in (*warnings, *misplaced(line), *unknown_nodes(spec, inventory), *endless(spec)):
         warn(warning)
-    # Nodes that are not there have no files to be read.
-    topology = told_topology if "inventory" in line.options else local_topology
-    spec, placement = place(spec, inventory, topology=topology, ties=ties_of(spec))
-    return PlannedJob(spec, inventory, placement, topology)
+    return plan(spec, inventory, topology_of(line))
 
 
 def endless(spec: JobSpec) -> list[str]:
@@ -84,12 +49,6 @@ def endless(spec: JobSpec) -> list[str]:
     return [f"this job runs until it is stopped (Ctrl-C, unirun stop): {why}; a --trainer would"]
 
 
-def ties_of(spec: JobSpec) -> Ties:
-    """What joins the roles of a job, by the edges that it declares."""
-    graph = declared(spec)
-    return Ties(weights(graph), tight_parts(graph))
-
-
 def inventory_of(line: CommandLine) -> Inventory:
     """The nodes that ``--inventory`` describes; without it, this host. Raises `SpecError` or `UsageError`."""
     text = line.options.get("inventory")
@@ -98,3 +57,8 @@ def inventory_of(line: CommandLine) -> Inventory:
     if not is_fake(text):
         raise UsageError(f"--inventory {text!r} is none that is known", "write fake:nodes=4,devices=8,numa=2")
     return parse_fake(text)
+
+
+def topology_of(line: CommandLine) -> TopologyOf:
+    """Where slots are on their nodes: nodes that are made up have no files to be read."""
+    return told_topology if "inventory" in line.options else local_topology

@@ -21,7 +21,7 @@ from unirun.cli.stored import (
     store_to_ask,
 )
 from unirun.cli.tables import age, megabytes, print_table
-from unirun.cli.terminal import say
+from unirun.launcher.foreground.terminal import say
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 
 

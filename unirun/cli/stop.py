@@ -7,8 +7,8 @@ import signal
 
 from unirun.cli.options import Parser
 from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere, running_jobs
-from unirun.cli.terminal import say
 from unirun.errors import JobError, StoreError, UsageError
+from unirun.launcher.foreground.terminal import say
 from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.masters import call_master

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from msgspec.structs import replace
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import read_index
@@ -44,15 +41,6 @@ def may_be_there(url: str) -> bool:
     """Whether there is a store at `url`, as far as that is seen without a connection."""
     address = parse_address(url)
     return not isinstance(address, SqliteAddress) or Path(address.path).expanduser().exists()
-
-
-def anchored(url: str) -> str:
-    """`url` with every file in it by its whole path: the job's agents and other commands run elsewhere."""
-    address = parse_address(url)
-    names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
-    paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
-    whole = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
-    return url if whole == paths else str(replace(address, **whole))
 
 
 def store_to_ask(option: str | None, name: str | None) -> str | None:

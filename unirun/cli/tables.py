@@ -6,8 +6,8 @@ import re
 import sys
 from collections.abc import Sequence
 
-from unirun.cli.terminal import is_screen, printable, say
 from unirun.errors import UsageError
+from unirun.launcher.foreground.terminal import is_screen, printable, say
 
 COLOURS = {
     "running": "green",

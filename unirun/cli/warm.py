@@ -11,9 +11,9 @@ from pathlib import Path
 
 from unirun.cli.options import Parser, items
 from unirun.cli.tables import age, duration, megabytes, print_table
-from unirun.cli.terminal import say
 from unirun.errors import JobError
 from unirun.launcher.environment import for_workers
+from unirun.launcher.foreground.terminal import say
 from unirun.launcher.orders import PRELOAD
 from unirun.launcher.warm.borrowing import LOG, Warm, abandon_starting, choose, is_alive, running, start, wish
 

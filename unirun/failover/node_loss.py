@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from unirun.collocation import Assignment, Inventory, Placement, Ties, place_again
+from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, PlacementError
 from unirun.failover.blast_radius import consequences, seen_graph, unit_of
 from unirun.failover.ending import advance, stop_all
 from unirun.failover.policy import Circumstances, Decision, decide_to_make_room, decide_without_node
 from unirun.failover.worker_failure import circumstances, failure_of
-from unirun.graph import spans, tight_parts, weights
+from unirun.graph import spans
 from unirun.job.events import ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import form_if_all_are_there, form_next, obstructed, order_store
@@ -33,6 +33,7 @@ from unirun.job.state import (
     WorkerState,
     waiting,
 )
+from unirun.job.ties import ties_of
 from unirun.job.transition import Transition, leader
 from unirun.spec import RoleSpec
 from unirun.wire.reports import Notice, WorkerExited
@@ -116,13 +117,12 @@ def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
     usable = {*state.without(gone), *gone, *state.placement.lost}
     nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
     roles = tuple(_as_it_is(state, role) for role in state.spec.roles)
-    graph = seen_graph(state)
     _, found = place_again(
         replace(state.spec, roles=roles),
         Inventory(nodes),
         state.placement,
         gone,
-        ties=Ties(weights(graph), tight_parts(graph)),
+        ties=ties_of(seen_graph(state)),
     )
     return replace(found, assignments=tuple(_kept(state, found)), excluded=state.placement.excluded)
 

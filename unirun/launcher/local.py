@@ -1,4 +1,4 @@
-"""Starts the processes of a job on this host: the master and the agents, each in a session of its own."""
+"""The processes of a job on this host, the master and the agents: how they are started, waited for and ended."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from unirun.errors import UnirunError
 from unirun.launcher.agent import Agent
-from unirun.launcher.process import set_title
+from unirun.launcher.process import kill_children, set_title
 from unirun.rendezvous import Endpoint, JobDir
 from unirun.reporting import flush, report, report_error
 from unirun.spec import JobSpec
-from unirun.values import Value
+
+FAREWELL = 5.0
+"""Seconds that the master and the agents have to leave after the job's end."""
+
+LAST_WORDS = 1.0
+"""Seconds after the end of the last agent in which a master may still be heard."""
+
+LOOK_AGAIN = 0.01
+"""Seconds between two looks whether the job has been taken up."""
+
+_SAYS = "unirun-master: "
 
 
-class Launched(Value):
-    """The processes that were started."""
-
-    master: int
-    agents: tuple[int, ...]
-
-
-def launch(
+def start_processes(
     job: JobDir,
     spec: JobSpec,
     nodes: Mapping[str, Mapping[str, Endpoint]],
@@ -38,7 +42,7 @@ def launch(
     lock: int,
     detach: bool,
     reader: str | None = None,
-) -> Launched:
+) -> Processes:
     """Fork an agent for each of `nodes`, and the first master of `job`; they survive this process only when `detach`
     is given.
 
@@ -64,7 +68,7 @@ def launch(
     master = _fork("unirun-master", job.master_log, lambda _: run_master(agents))
     listener.close()
     os.close(lock)
-    return Launched(master, tuple(agents.values()))
+    return Processes(master, tuple(agents.values()))
 
 
 def _close(held: Iterable[Mapping[str, Endpoint]]) -> None:
@@ -108,3 +112,113 @@ def _become(title: str, log: Path, run: Callable[[int | None], None], stdin: boo
     finally:
         flush()
         os._exit(code)
+
+
+class Processes:
+    """The agents, and the masters one after another. `master` is the one that leads now."""
+
+    def __init__(self, master: int, agents: Sequence[int]) -> None:
+        self._first, self._agents = master, tuple(agents)
+        self._exits: dict[int, int] = {}
+        self._agents_gone: float | None = None
+        self._stopping = False
+        self.master = master
+
+    def refusal(self, led: bool) -> int | None:
+        """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
+        first = self._wait(self._first, 0.0)
+        return first if not led and first is not None and 0 < first < 128 else None
+
+    def given_up(self, led: bool) -> bool:
+        """Whether no master will be found any more: nobody is left to start one, or the first has refused to lead
+        (`led`: one has led already)."""
+        if self.refusal(led) is not None:
+            return True
+        if any(self._wait(agent, 0.0) is None for agent in self._agents):
+            return False
+        self._agents_gone = self._agents_gone or time.monotonic()
+        return time.monotonic() > self._agents_gone + LAST_WORDS
+
+    def taken_up(self, job: JobDir) -> bool:
+        """Wait until a master has brought the job to its store; False when the first has refused to lead, or nobody is
+        left to lead. A store that is away is given up by the master."""
+        while job.first_context() is not None:
+            if self.given_up(led=False):
+                return False
+            time.sleep(LOOK_AGAIN)
+        return True
+
+    def reap(self) -> None:
+        """Leave no zombie of an agent that is gone while the job goes on without it."""
+        for agent in self._agents:
+            self._wait(agent, 0.0)
+
+    def stop_agents(self) -> None:
+        """Let the agents end their workers and themselves."""
+        if not self._stopping:
+            self._stopping = self._signal(signal.SIGTERM)
+
+    def kill_agents(self) -> None:
+        """End the agents that do not end; their workers end with them."""
+        self._signal(signal.SIGKILL)
+
+    def end(self, led: bool = True, farewell: float | None = None) -> int | None:
+        """Leave nothing behind: wait for the processes, each kind `farewell` seconds, then kill what is left.
+        Returns the first master's exit.
+
+        As long as nobody has `led` the job, there is nothing that could end in order.
+        """
+        farewell = FAREWELL if farewell is None else farewell
+        code = self._wait(self._first, 0.0)
+        if self.refusal(led) is not None:
+            self._signal(signal.SIGKILL)
+        elif code:
+            self.stop_agents()
+        for pids in (self._agents, (self._first, self.master)):
+            deadline = time.monotonic() + farewell
+            for pid in pids:
+                self._wait(pid, deadline - time.monotonic())
+        kill_children()
+        return code
+
+    def _signal(self, signum: signal.Signals) -> bool:
+        """Send it to every agent that lives; whether there is one."""
+        living = [agent for agent in self._agents if self._wait(agent, 0.0) is None]
+        for agent in living:
+            os.kill(agent, signum)
+        return bool(living)
+
+    def _wait(self, pid: int, timeout: float) -> int | None:
+        """Wait for a child; its exit as a shell gives it, None while it lives."""
+        end = time.monotonic() + timeout
+        while pid not in self._exits:
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                return None
+            if found:
+                code = os.waitstatus_to_exitcode(status)
+                self._exits[pid] = 128 - code if code < 0 else code
+            elif time.monotonic() >= end:
+                return None
+            else:
+                time.sleep(0.005)
+        return self._exits[pid]
+
+
+def last_words(job: JobDir) -> str:
+    """The line that a master has written last."""
+    try:
+        lines = job.master_log.read_text(errors="backslashreplace").splitlines()
+    except OSError:
+        return ""
+    return next((line.removeprefix(_SAYS) for line in reversed(lines) if line.startswith(_SAYS)), "")
+
+
+def first_words(job: JobDir) -> str:
+    """What the first master has written before it ended."""
+    try:
+        text = job.master_log.read_text()
+    except OSError:
+        return ""
+    return text.removeprefix(_SAYS).partition(f"\n{_SAYS}")[0].rstrip()

@@ -7,7 +7,6 @@
         uid                     tells this job from earlier ones of its id
         store                   the URL of the store with the job's context
         store.db                that store, unless it is elsewhere
-        spec.json               the JobSpec
         context.json            the job's context until its first master has brought it to the store
         state.json              how the job stands, replaced as a whole after every change
         summary.json            the same in one line, for who looks at many jobs

@@ -29,12 +29,12 @@ def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise SpecError([Fault(path, "is no text in UTF-8")]) from error
     except RecursionError as error:
         raise _too_deep(path) from error
-    _refuse_extremes(path, plain)
+    refuse_extremes(path, plain)
     return plain
 
 
-def _refuse_extremes(path: str, plain: Mapping[str, Any]) -> None:
-    """Raise `SpecError` for what no job needs, and Python or JSON fail on at one place or another."""
+def refuse_extremes(path: str, plain: Mapping[str, Any]) -> None:
+    """Raise `SpecError` for values nested too deeply and for huge numbers: JSON or Python fail at them later."""
     rest: list[tuple[Any, str, int]] = [(plain, "", 0)]
     while rest:
         value, where, depth = rest.pop()

@@ -24,9 +24,10 @@ from typing import Any, Generic, Self, TypeVar
 
 from msgspec.structs import replace
 
-from unirun.collocation import Ties, parse_fake, place
+from unirun.collocation import parse_fake
+from unirun.collocation.numa import told_topology
 from unirun.errors import Fault, PlacementError, SpecError
-from unirun.graph import from_edges, tight_parts, weights
+from unirun.launcher.planned import plan
 from unirun.spec import parse_job
 from unirun.spec.builder import ClassDraft, Draft, WorkloadDraft, job_mapping
 from unirun.train.job import Job
@@ -268,10 +269,8 @@ def _check_places(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
     spec = parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
     # What the nodes are called is not known here, and those that are looked at have names as good as any.
     spec = replace(spec, exclude_nodes=())
-    graph = from_edges({role.name: role.count for role in spec.roles}, mapping["edges"])
     try:
-        ties = Ties(weights(graph), tight_parts(graph))
-        place(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), ties=ties)
+        plan(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), told_topology)
     except PlacementError as error:
         raise SpecError(error.faults or [Fault("placement", error.problem, error.remedy)]) from error
 

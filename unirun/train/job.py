@@ -1,27 +1,27 @@
-"""A job that was built, and the handle on one that was submitted.
+"""A job that was built, and how it is submitted.
 
-`submit` starts the command ``unirun`` in a process of its own, with the job as a file: this process, which may have
-threads and devices, is never forked.
+`submit` plans the job here and launches it in a process of its own (`unirun.launcher.submitted`): this process, which
+may have threads and devices, is never forked.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from unirun.collocation import count_slots, local_inventory, local_topology
 from unirun.errors import JobFailed, UsageError
+from unirun.launcher.planned import PlannedJob, plan
 from unirun.names import id_stem
 from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.spec import JobSpec, parse_job
+from unirun.spec.yaml import refuse_extremes
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path
 
@@ -46,8 +46,9 @@ class Job:
         each role may be started again (default 3). With ``blocking=False`` it returns when the job has started; the job
         goes on without this process.
 
-        Raises `JobError` if there is no safe directory for it, `JobFailed` if it cannot be started or, when blocking,
-        does not succeed, `UsageError` inside a worker of another job and for more than one node.
+        Raises `PlacementError` if this host has no room for it, `JobError` if there is no safe directory for it,
+        `JobFailed` if it cannot be started or, when blocking, does not succeed, and `UsageError` inside a worker of
+        another job and for more than one node.
         """
         if "UNIRUN_JOB" in os.environ:
             raise UsageError(
@@ -63,38 +64,44 @@ class Job:
             mapping["name"] = job_name
         if max_restarts is not None:
             mapping["max_restarts"] = max_restarts
-        stem = job_name or str(mapping["trainer"]).partition(":")[0]
-        run_id = f"{id_stem(stem)}-{secrets.token_hex(3)}"
-        # What was said here may be wrong as well; better told by an exception than by the command.
-        parse_job(mapping, count_slots=lambda _: 1, run_id=run_id)
-        job = job_at(run_id)
-        folder = tempfile.mkdtemp(prefix="unirun-")
-        try:
-            file = Path(folder, "job.json")
-            file.write_text(json.dumps({**mapping, "run_id": run_id}))
-            start = _follow if blocking else _detach
-            return start(file, job)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        planned = _planned(mapping, job_name)
+        # Before another process fails at it: whether there is a safe directory for the job.
+        job = job_at(planned.spec.run_id)
+        return _follow(planned, job) if blocking else _detach(planned, job)
 
 
-def _command(file: Path, *options: str) -> list[str]:
-    me = str(os.getpid())
-    return [sys.executable, "-m", "unirun.cli.submitted", me, *options, "--config", str(file)]
+def _planned(mapping: Mapping[str, Any], job_name: str | None) -> PlannedJob:
+    """The job with an id and its places on this host. Raises `SpecError`, `PlacementError`."""
+    refuse_extremes("config", mapping)
+    inventory = local_inventory()
+    stem = job_name or str(mapping["trainer"]).partition(":")[0]
+    spec = parse_job(
+        mapping,
+        count_slots=lambda kind: count_slots(kind, inventory),
+        run_id=f"{id_stem(stem)}-{secrets.token_hex(3)}",
+    )
+    return plan(spec, inventory, local_topology)
+
+
+def _command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "unirun.launcher.submitted", str(os.getpid()), *options]
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": python_path()}
 
 
-def _follow(file: Path, job: JobDir) -> JobHandle:
-    """Run the command to its end; an interrupt is passed on to it, and raised here when it has ended."""
+def _follow(planned: PlannedJob, job: JobDir) -> JobHandle:
+    """Show the job to its end; an interrupt is passed on to it, and raised here when it has ended."""
     interrupted = False
     # In a session of its own it gets Ctrl-C from here alone: twice would mean SIGKILL to the workers.
     process = subprocess.Popen(
-        _command(file), env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True
+        _command(), env=_environment(), stdin=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(planned.to_json())
         while True:
             try:
                 code = process.wait()
@@ -114,12 +121,11 @@ def _follow(file: Path, job: JobDir) -> JobHandle:
     return handle
 
 
-def _detach(file: Path, job: JobDir) -> JobHandle:
-    command = _command(file, "--detach")
+def _detach(planned: PlannedJob, job: JobDir) -> JobHandle:
     done = subprocess.run(
-        command,
+        _command("--detach"),
         env=_environment(),
-        stdin=subprocess.DEVNULL,
+        input=planned.to_json(),
         capture_output=True,
         text=True,
         check=False,

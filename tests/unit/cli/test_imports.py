@@ -100,7 +100,13 @@ def test_a_job_is_started_before_what_leads_shows_and_explains_it_is_imported() 
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     ).stdout
-    later = {"master.lead", "master.step", "cli.session", "collocation.planning.shortage", "graph.svg"}
+    later = {
+        "master.lead",
+        "master.step",
+        "launcher.foreground.session",
+        "collocation.planning.shortage",
+        "graph.svg",
+    }
     assert {f"unirun.{name}" for name in later} & set(output.split()) == set()
 
 

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from tests.unit.cli.shell import call
 from tests.unit.job.job import Job
-from unirun.cli.stored import anchored, refuse_elsewhere
-from unirun.errors import JobElsewhere, UsageError
+from unirun.cli.stored import refuse_elsewhere
+from unirun.errors import JobElsewhere
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobState
 from unirun.master.persistence.context_store import ContextStore
@@ -308,23 +308,3 @@ class TestAJobOfAnotherHost:
             refuse_elsewhere(job)
         assert error.value.host == "far"
         os.close(lock)
-
-
-class TestAUrl:
-    def test_names_files_by_their_whole_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOME", "/home/me")
-        assert anchored("sqlite:jobs.db") == f"sqlite:{tmp_path}/jobs.db"
-        assert anchored("sqlite:~/jobs.db") == "sqlite:/home/me/jobs.db"
-        found = anchored("etcd://h?cacert=ca.pem&user=u&password_file=~/pw&prefix=/x")
-        assert f"cacert={tmp_path}/ca.pem" in found
-        assert "password_file=/home/me/pw" in found
-        assert "prefix=/x/" in found
-
-    @pytest.mark.parametrize("url", ["sqlite:/a/jobs.db", "etcd://h", "etcd://h:1,g?prefix=/x&timeout=3"])
-    def test_without_such_files_stays_as_it_was_written(self, url: str) -> None:
-        assert anchored(url) == url
-
-    def test_that_is_wrong_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="begins with sqlite: or etcd://"):
-            anchored("jobs.db")

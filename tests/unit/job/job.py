@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from unirun.cli.planned import ties_of
 from unirun.collocation import Assignment, Inventory, Placement, place
+from unirun.graph import declared
 from unirun.job.events import (
     Command,
     Event,
@@ -15,6 +15,7 @@ from unirun.job.events import (
     ToWatchers,
 )
 from unirun.job.state import new_job
+from unirun.job.ties import ties_of
 from unirun.master.step import step
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.wire.messages import OpenStore, StopWorkers
@@ -63,7 +64,7 @@ class Job:
         ]
         placement = Placement(tuple(places), "")
         if inventory is not None:
-            spec, placement = place(spec, inventory, ties=ties_of(spec))
+            spec, placement = place(spec, inventory, ties=ties_of(declared(spec)))
         self.state = new_job(
             spec,
             placement,

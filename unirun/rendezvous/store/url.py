@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from unirun.errors import UsageError
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE, EtcdAddress, SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
@@ -16,6 +18,15 @@ STORE_VARIABLE = "UNIRUN_STORE"
 def store_url(option: str | None) -> str | None:
     """What ``--store`` says, else the environment; None when neither says anything."""
     return option or os.environ.get(STORE_VARIABLE) or None
+
+
+def anchored(url: str) -> str:
+    """`url` with every file in it by its whole path: the job's agents and other commands run elsewhere."""
+    address = parse_address(url)
+    names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
+    paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
+    whole = {name: os.path.abspath(os.path.expanduser(path)) for name, path in paths.items()}
+    return url if whole == paths else str(replace(address, **whole))
 
 
 def open_store(url: str) -> Store:

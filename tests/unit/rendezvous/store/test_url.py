@@ -19,7 +19,7 @@ from unirun.rendezvous.store.address import (
     parse_address,
 )
 from unirun.rendezvous.store.sqlite import SqliteStore
-from unirun.rendezvous.store.url import STORE_VARIABLE, open_store, store_url
+from unirun.rendezvous.store.url import STORE_VARIABLE, anchored, open_store, store_url
 
 hosts = st.one_of(
     st.from_regex(r"[a-z][a-z0-9.-]{0,20}", fullmatch=True),
@@ -246,3 +246,23 @@ def test_a_store_gets_the_password_of_its_user(
     assert open_store(str(nobody)) == (nobody, None)
     assert open_store(str(alice)) == (alice, "from the environment")
     assert open_store(str(written)) == (written, password)
+
+
+class TestAUrlForOtherDirectories:
+    def test_names_files_by_their_whole_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", "/home/me")
+        assert anchored("sqlite:jobs.db") == f"sqlite:{tmp_path}/jobs.db"
+        assert anchored("sqlite:~/jobs.db") == "sqlite:/home/me/jobs.db"
+        found = anchored("etcd://h?cacert=ca.pem&user=u&password_file=~/pw&prefix=/x")
+        assert f"cacert={tmp_path}/ca.pem" in found
+        assert "password_file=/home/me/pw" in found
+        assert "prefix=/x/" in found
+
+    @pytest.mark.parametrize("url", ["sqlite:/a/jobs.db", "etcd://h", "etcd://h:1,g?prefix=/x&timeout=3"])
+    def test_without_such_files_stays_as_it_was_written(self, url: str) -> None:
+        assert anchored(url) == url
+
+    def test_that_is_wrong_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="begins with sqlite: or etcd://"):
+            anchored("jobs.db")

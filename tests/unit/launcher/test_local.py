@@ -15,9 +15,8 @@ PATIENCE = 30.0
 
 PRELUDE = """
 import os, signal, sys, time
-from unirun.cli import processes
-from unirun.cli.processes import Processes
-from unirun.launcher.local import Launched
+from unirun.launcher import local
+from unirun.launcher.local import Processes
 from unirun.launcher.process import adopt_orphans, children
 
 def child(code):
@@ -54,33 +53,33 @@ def run(code: str) -> None:
 def test_nobody_is_given_up_while_the_agent_lives() -> None:
     run("""
         for master in (child(FOR_EVER), ended(child("exit 0")), ended(child("kill -9 $$"))):
-            found = Processes(Launched(master, (child(FOR_EVER),)))
+            found = Processes(master, (child(FOR_EVER),))
             assert not found.given_up(led=False)
             assert not found.given_up(led=True)
-            processes.kill_children()
+            local.kill_children()
     """)
 
 
 @pytest.mark.starts_processes
 def test_a_first_master_that_refuses_to_lead_is_not_waited_for() -> None:
     run("""
-        found = Processes(Launched(ended(child("exit 2")), (child(FOR_EVER),)))
+        found = Processes(ended(child("exit 2")), (child(FOR_EVER),))
         assert found.given_up(led=False)
         assert not found.given_up(led=True), "another has led since"
-        processes.kill_children()
+        local.kill_children()
     """)
 
 
 @pytest.mark.starts_processes
 def test_a_master_may_be_heard_for_a_moment_after_the_agents_end() -> None:
     run("""
-        processes.LAST_WORDS = 0.2
-        found = Processes(Launched(child(FOR_EVER), (ended(child("exit 0")),)))
+        local.LAST_WORDS = 0.2
+        found = Processes(child(FOR_EVER), (ended(child("exit 0")),))
         began = time.monotonic()
         assert not found.given_up(led=True)
         until(lambda: found.given_up(led=True))
         assert time.monotonic() - began >= 0.2
-        processes.kill_children()
+        local.kill_children()
     """)
 
 
@@ -91,11 +90,11 @@ def test_the_agent_is_told_to_end_and_only_if_it_is_there() -> None:
         os.set_inheritable(write, True)
         agent = child(f"trap 'exit 7' TERM; echo ready >&{write}; while :; do sleep 0.02; done")
         assert os.read(read, 20) == b"ready\\n"
-        found = Processes(Launched(ended(child("exit 0")), (agent,)))
+        found = Processes(ended(child("exit 0")), (agent,))
         found.stop_agents()
         assert os.waitid(os.P_PID, agent, os.WEXITED | os.WNOWAIT).si_status == 7
         found.stop_agents()
-        Processes(Launched(1 << 22, (ended(child("exit 0")),))).stop_agents()
+        Processes(1 << 22, (ended(child("exit 0")),)).stop_agents()
     """)
 
 
@@ -103,7 +102,7 @@ def test_the_agent_is_told_to_end_and_only_if_it_is_there() -> None:
 @pytest.mark.parametrize(("ends", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
 def test_the_end_tells_how_the_first_master_has_ended(ends: str, code: int) -> None:
     run(f"""
-        found = Processes(Launched(ended(child({ends!r})), (ended(child("exit 0")),)))
+        found = Processes(ended(child({ends!r})), (ended(child("exit 0")),))
         assert found.end() == {code}
         assert children() == []
     """)
@@ -113,7 +112,7 @@ def test_the_end_tells_how_the_first_master_has_ended(ends: str, code: int) -> N
 def test_the_end_waits_for_those_that_leave_by_themselves() -> None:
     run("""
         master, agent = child("sleep 0.2; exit 0"), child("sleep 0.1; exit 0")
-        found = Processes(Launched(master, (agent,)))
+        found = Processes(master, (agent,))
         found.end()
         assert found._exits == {master: 0, agent: 0}, "none of them was killed"
     """)
@@ -122,12 +121,12 @@ def test_the_end_waits_for_those_that_leave_by_themselves() -> None:
 @pytest.mark.starts_processes
 def test_the_end_leaves_nothing_behind() -> None:
     run("""
-        processes.FAREWELL = 0.1
+        local.FAREWELL = 0.1
         adopt_orphans()
         agent = child("sleep 100 & trap '' TERM; while :; do sleep 0.02; done")
         master = child("setsid sleep 100 & exec sleep 100")
         until(lambda: len(open(f"/proc/{master}/task/{master}/children").read().split()) == 1)
-        found = Processes(Launched(master, (agent,)))
+        found = Processes(master, (agent,))
         assert found.end() is None, "the first master lived"
         assert children() == []
     """)
@@ -141,7 +140,7 @@ def test_a_master_that_came_later_is_waited_for_too() -> None:
         os.set_inheritable(write, True)
         agent = child(f"(sleep 0.3; exit 0) & echo $! >&{write}; exit 0")
         later = int(os.read(read, 20))
-        found = Processes(Launched(ended(child("kill -9 $$")), (ended(agent),)))
+        found = Processes(ended(child("kill -9 $$")), (ended(agent),))
         found.master = later
         assert found.end() == 137
         assert found._exits[later] == 0, "it was not killed"
@@ -152,7 +151,7 @@ def test_a_master_that_came_later_is_waited_for_too() -> None:
 @pytest.mark.starts_processes
 def test_who_is_no_child_is_not_waited_for() -> None:
     run("""
-        found = Processes(Launched(1 << 22, (1 << 22,)))
+        found = Processes(1 << 22, (1 << 22,))
         began = time.monotonic()
         assert found.end() is None
         assert time.monotonic() - began < 2

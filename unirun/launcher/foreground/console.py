@@ -11,8 +11,8 @@ from collections.abc import Callable
 from string import Template
 from typing import BinaryIO, TextIO
 
-from unirun.cli.live import LiveLine
-from unirun.cli.terminal import (
+from unirun.launcher.foreground.live import LiveLine
+from unirun.launcher.foreground.terminal import (
     columns,
     in_colour,
     in_foreground,

@@ -1,35 +1,29 @@
-"""The command in the foreground: it shows what a job does, passes signals on, and waits for the end."""
+"""A job in the foreground: this process follows its masters, passes signals on, and waits for the end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-from unirun.cli.console import Console, Prefixer, shown
-from unirun.cli.processes import FAREWELL, Processes, last_words, masters_words
-from unirun.cli.stopping import Wishes
-from unirun.cli.terminal import warn
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
-from unirun.launcher.local import Launched
-from unirun.launcher.logs import LogFollower
+from unirun.job.state import ROLE_ENDS, RolePhase
+from unirun.launcher.foreground.console import Console
+from unirun.launcher.foreground.display import Display, pass_on_error
+from unirun.launcher.launch import RunningJob
+from unirun.launcher.local import FAREWELL, first_words, last_words
 from unirun.master.persistence.context_store import load
 from unirun.master.status_views import farewell
-from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters
 from unirun.rendezvous.store.url import open_store
-from unirun.spec import JobSpec
 from unirun.wire import load_token
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop, WorkerOutput
-from unirun.wire.reports import Notice
+from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 
 LOOK_AGAIN = 0.03
 """Seconds between two looks for a master, as long as there is none."""
@@ -50,29 +44,72 @@ HURRY = 0.5
 QUIET = 3.0
 """Seconds without a master after which it is told why."""
 
+_STOPS = frozenset((RolePhase.STOPPING, *ROLE_ENDS))
+
+
+class StopRequests:
+    """The stops that the user has asked for. They are kept, as a master may die before it has written one.
+
+    The first ends the job with its grace period, the second at once.
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[Stop] = []
+        self._told = 0
+
+    @property
+    def first(self) -> Stop | None:
+        """The first request; None without one."""
+        return self._asked[0] if self._asked else None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the job shall end at once."""
+        return len(self._asked) > 1
+
+    def add(self, stop: Stop, *, told: bool) -> None:
+        """Add a request; `told`: the master that leads is told at once."""
+        self._asked.append(stop)
+        if told:
+            self._told = len(self._asked)
+
+    def answer(self, name: str, grace: float) -> str:
+        """What to tell the user who has just asked by the signal called `name`; `grace` is in seconds."""
+        if self.urgent:
+            return f"{name}: killing the workers now"
+        return f"{name}: stopping; SIGKILL follows after {grace:g} s, or at once when it comes again"
+
+    def for_next(self, phases: Iterable[str]) -> list[Stop]:
+        """The requests to send to the next master, whose roles are in `phases`.
+
+        When all roles stop already and a master was told the first request, it is known; sent again, it would count as
+        the second.
+        """
+        known = self._told > 0 and all(phase in _STOPS for phase in phases)
+        self._told = len(self._asked)
+        return self._asked[1 if known else 0 : 2]
+
+
+def follow(running: RunningJob, *, quiet: bool) -> int:
+    """Follow a job that this process has launched to its end. Returns its exit code."""
+    return asyncio.run(Session(running, Console(quiet=quiet)).run())
+
 
 class Session:
-    """The command in the foreground: it follows one job."""
+    """Follows one job, whichever master leads it."""
 
-    def __init__(self, job: JobDir, spec: JobSpec, console: Console, launched: Launched) -> None:
-        self._job, self._spec = job, spec
-        self._console, self._processes = console, Processes(launched)
-        self._masters = Masters(job, load_token(job.token))
+    def __init__(self, running: RunningJob, console: Console) -> None:
+        self._job, self._spec, self._processes = running.job, running.spec, running.processes
+        self._console = console
+        self._display = Display(self._job, self._spec, console)
+        self._masters = Masters(self._job, load_token(self._job.token))
         self._master: Stream | None = None
-        self._wishes = Wishes()
+        self._requests = StopRequests()
         self._forcing: asyncio.Task[None] | None = None
         self._led = False
         self._alone_since = time.monotonic()
         self._told = ""
         self._trouble = "it has left no end"
-        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        self._prefix = Prefixer(spec, console.colour, template)
-        self._follower = LogFollower()
-        self._roles: dict[str, RoleChanged] = {}
-        self._spawner = "importing torch"
-        self._began = time.monotonic()
-        self._up = False
-        self._followed: set[WorkerOutput] = set()
         self._over: asyncio.Event | None = None
         self._unwritten: OSError | None = None
 
@@ -81,10 +118,8 @@ class Session:
         self._catch_signals()
         loop = asyncio.get_running_loop()
         self._console.when_lost(lambda error: _soon(loop, self._output_lost, error))
-        self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
-        if self._spec.event_log == "console":
-            self._follower.follow(self._job.events, lambda data: self._console.lines(2, b"", data))
-        ticker = asyncio.create_task(self._tick())
+        self._display.begin()
+        ticker = asyncio.create_task(self._display.tick())
         try:
             ended = await self._follow_to_end()
         finally:
@@ -112,7 +147,7 @@ class Session:
                 self._trouble = str(error)
             self._tell_why()
             if self._processes.given_up(self._led):
-                known = self._led and not self._wishes.urgent
+                known = self._led and not self._requests.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
             await asyncio.sleep(LOOK_AGAIN)
 
@@ -129,12 +164,12 @@ class Session:
         phases: dict[str, str] = {}
         try:
             while not isinstance(message := await self._hear(master, leader), Ended):
-                self._show(message)
+                self._display.show(message)
                 if self._master is None and isinstance(message, RoleChanged):
-                    # It begins with how every role stands, which tells what it knows of the user's wishes.
+                    # It begins with how every role stands, which tells which requests it knows.
                     phases[message.role] = message.phase
                     if len(phases) == len(self._spec.roles):
-                        for stop in self._wishes.for_next(phases.values()):
+                        for stop in self._requests.for_next(phases.values()):
                             master.send(stop)
                         self._master = master
             return message
@@ -150,7 +185,7 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK / 3):
                     return await master.receive()
-            if self._wishes.urgent and self._processes.given_up(self._led):
+            if self._requests.urgent and self._processes.given_up(self._led):
                 raise WireError("the master does not end a job that has no agent any more")
             if time.monotonic() < looked + CHECK:
                 continue
@@ -198,9 +233,9 @@ class Session:
                 self._over.set()
                 return
             self._stop(Stop(int(signum), f"got {signum.name}"))
-            if self._wishes.urgent and self._forcing is None:
+            if self._requests.urgent and self._forcing is None:
                 self._forcing = loop.create_task(self._force())
-            self._console.note(self._wishes.answer(signum.name, self._spec.shutdown_timeout))
+            self._console.note(self._requests.answer(signum.name, self._spec.shutdown_timeout))
 
         # An agent that is gone while the job goes on leaves no zombie.
         loop.add_signal_handler(signal.SIGCHLD, self._processes.reap)
@@ -212,7 +247,7 @@ class Session:
                 loop.add_signal_handler(signum, passed_on, signum)
 
     def _stop(self, stop: Stop) -> None:
-        self._wishes.add(stop, told=self._master is not None)
+        self._requests.add(stop, told=self._master is not None)
         if self._master is not None:
             self._master.send(stop)
 
@@ -225,7 +260,7 @@ class Session:
             self._console.error(
                 f"stdout cannot be written: {error.strerror}; all output of the job is in {where}"
             )
-        elif self._over is None and self._wishes.first is None:
+        elif self._over is None and self._requests.first is None:
             self._console.note("nobody reads the output any more: stopping")
             self._stop(Stop(int(signal.SIGTERM), "the reader of its output is gone", code=_NO_READER))
 
@@ -235,79 +270,18 @@ class Session:
             return 0
         return _NO_READER if isinstance(self._unwritten, ConnectionError) else EXIT_FAILURE
 
-    def _show(self, message: Message) -> None:
-        match message:
-            case WorkerOutput():
-                self._follow(message)
-            case RoleChanged():
-                self._roles[message.role] = message
-            case Notice(source, text):
-                if text.startswith("spawner ready"):
-                    self._spawner = text
-                else:
-                    self._console.note(f"{source}: {text}")
-        self._draw()
-
-    def _follow(self, worker: WorkerOutput) -> None:
-        if worker in self._followed:
-            return
-        self._followed.add(worker)
-        logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
-        prefix = self._prefix(worker.role, worker.rank, worker.local_rank)
-        for stream, name in ((1, "stdout"), (2, "stderr")):
-            if worker.incarnation > 0:
-                before = self._job.worker_logs(worker.role, worker.rank, worker.incarnation - 1)
-                self._follower.release(before / f"{name}.log")
-            if shown(self._spec.log, worker.local_rank, stream):
-                self._follower.follow(
-                    logs / f"{name}.log",
-                    lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
-                    parts=not prefix,
-                )
-
-    async def _tick(self) -> None:
-        while not self._up:
-            self._draw()
-            await asyncio.sleep(0.2)
-
-    def _draw(self) -> None:
-        """The live line while roles come up; it goes away once all ranks run."""
-        up = len(self._roles) == len(self._spec.roles) and all(
-            role.running == role.total for role in self._roles.values()
-        )
-        if up:
-            if not self._up:
-                seconds = time.monotonic() - self._began
-                total = sum(role.total for role in self._roles.values())
-                self._console.live("")
-                ranks = f"{total} rank{'s' * (total != 1)}"
-                roles = f"{len(self._roles)} role{'s' * (len(self._roles) != 1)}"
-                self._console.note(f"{ranks} of {roles} up after {seconds:.1f} s")
-            self._up = True
-            return
-        if not self._up:
-            parts = [
-                f"{name} {self._roles[name].running if name in self._roles else 0}/{total}"
-                for name, total in ((role.name, role.count) for role in self._spec.roles)
-            ]
-            joined = any(role.phase != "waiting" for role in self._roles.values())
-            seconds = time.monotonic() - self._began
-            # What matters most first: a terminal may be too narrow for all of it.
-            words = [f"{seconds:.1f} s", *parts, self._spawner if joined else "waiting for the nodes"]
-            self._console.live("  ".join(words))
-
     def _lost(self) -> int:
         """There is no master and there will be none: see that nothing is left, and say what is known."""
         refused = self._processes.refusal(self._led)
-        code = self._processes.end(self._led, 0.0 if self._wishes.urgent else FAREWELL)
-        self._follower.finish(FAREWELL)
-        words = masters_words(self._job)
+        code = self._processes.end(self._led, 0.0 if self._requests.urgent else FAREWELL)
+        self._display.finish(FAREWELL)
+        words = first_words(self._job)
         if refused is not None and words:
             # The first master could not lead: what it says is all there is to say.
             self._console.error(words)
-        elif (wish := self._wishes.first) is not None:
+        elif (request := self._requests.first) is not None:
             self._console.error(f"job {self._spec.run_id} was stopped without its master: {self._trouble}")
-            code = wish.exit_code
+            code = request.exit_code
         else:
             self._console.error(f"the master of job {self._spec.run_id} is gone: {self._trouble}")
             if words:
@@ -322,8 +296,8 @@ class Session:
         loop, shown = asyncio.get_running_loop(), asyncio.Event()
 
         def show() -> None:
-            self._follower.finish()
-            self._tell_end(ended)
+            self._display.finish()
+            self._display.tell_end(ended)
             self._console.close()
             _soon(loop, shown.set)
 
@@ -335,36 +309,8 @@ class Session:
             async with asyncio.timeout(HURRY):
                 await shown.wait()
 
-    def _tell_end(self, ended: Ended) -> None:
-        seconds = time.monotonic() - self._began
-        if ended.code == 0:
-            self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
-        elif ended.phase == "stopped":
-            self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
-        else:
-            self._console.error(ended.report)
-            self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
-
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
     """Call in the thread of `loop`, unless it has ended."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
-
-
-def pass_on_error(ended: Ended, path: str | None) -> None:
-    """Write the root cause to the error file that whoever started `unirun` has asked for, as torchrun does."""
-    if path is None:
-        return
-    try:
-        error = json.loads(Path(ended.error_file).read_text())
-    except (OSError, ValueError):
-        # A signal leaves no error file; the report says what there is to say.
-        extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
-        error = {"message": {"message": ended.report.splitlines()[0], "extraInfo": extra}}
-    if isinstance(error.get("message"), dict):
-        error["message"]["errorCode"] = ended.code
-    try:
-        Path(path).write_text(json.dumps(error))
-    except OSError as failed:
-        warn(f"the error file {path} cannot be written: {failed.strerror}")

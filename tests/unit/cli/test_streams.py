@@ -1,4 +1,4 @@
-"""Whatever workers, stores and job files hold, a command ends with words that a terminal can show."""
+"""What the commands print: whatever a file or a store says is printable, and no stream that is closed or full is a crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from msgspec import to_builtins
 
 from tests.properties import examples
 from unirun.cli import main
-from unirun.cli.terminal import printable, printable_lines
 from unirun.observe import (
     CallStatus,
     FailureStatus,
@@ -58,7 +57,7 @@ class TestAStandardStreamThatIsClosed:
     def test_does_not_give_its_number_to_a_file(self) -> None:
         code = """if True:
             import os, sys
-            from unirun.cli.terminal import prepare_streams
+            from unirun.launcher.foreground.terminal import prepare_streams
             prepare_streams()
             print("lost"), input if sys.stdin.read() else None
             assert os.open("/dev/zero", os.O_RDONLY) > 2
@@ -72,26 +71,6 @@ class TestAStandardStreamThatIsClosed:
 HOSTILE = st.sampled_from(
     ["\x1b[2J", "\x1b]0;title\x07", "\x9b31m", "\r\n", "\ud800", "\u202e", "\x00", "é", "a\tb", "", "x" * 500]
 ) | st.text(max_size=8)
-
-
-class TestPrintable:
-    @given(st.text(st.characters()))
-    def test_text_is_one_line_of_visible_characters_and_blanks(self, text: str) -> None:
-        shown = printable(text)
-        assert all(c.isprintable() or category(c) == "Zs" for c in shown)
-        shown.encode()
-        for line in printable_lines(text):
-            assert printable(line.replace("\t", "")) == line.replace("\t", "")
-
-    @pytest.mark.parametrize("text", ["", "plain", "größer 训练 🚀", "5\u202f000 \u00a0%", "\\x1b"])
-    def test_text_that_is_so_already_stays(self, text: str) -> None:
-        assert printable(text) == text
-
-    def test_everything_else_is_escaped_as_python_does(self) -> None:
-        assert printable("\x1b[31m\n\t\x9b\u202e\ud800\u2028") == (
-            "\\x1b[31m\\n\\t\\x9b\\u202e\\ud800\\u2028"
-        )
-        assert printable_lines("a\tb\n\x1bc\n") == ["a\tb", "\\x1bc"]
 
 
 def ran(*argv: str) -> tuple[int, str]:

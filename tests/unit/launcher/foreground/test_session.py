@@ -11,11 +11,11 @@ from queue import Queue
 import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place
-from unirun.cli import session as session_module
-from unirun.cli.console import Console
-from unirun.cli.session import Session
-from unirun.cli.stopping import Wishes
-from unirun.launcher.local import Launched
+from unirun.launcher.foreground import session as session_module
+from unirun.launcher.foreground.console import Console
+from unirun.launcher.foreground.session import Session, StopRequests
+from unirun.launcher.launch import RunningJob
+from unirun.launcher.local import Processes
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
@@ -24,61 +24,61 @@ FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (2, 15, 3))
 RUNNING, STOPPING = ("running", "succeeded"), ("stopping", "succeeded")
 
 
-class TestWishes:
+class TestStopRequests:
     def test_that_nobody_has_heard_are_told(self) -> None:
-        wishes = Wishes()
-        assert wishes.for_next(RUNNING) == []
-        assert wishes.first is None
-        wishes.add(FIRST, told=False)
-        assert wishes.first == FIRST
-        assert not wishes.urgent
-        assert wishes.for_next(RUNNING) == [FIRST]
+        requests = StopRequests()
+        assert requests.for_next(RUNNING) == []
+        assert requests.first is None
+        requests.add(FIRST, told=False)
+        assert requests.first == FIRST
+        assert not requests.urgent
+        assert requests.for_next(RUNNING) == [FIRST]
 
     @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST]), (STOPPING, [])])
     def test_are_told_again_when_they_have_died_with_a_master(
         self, phases: tuple[str, ...], again: list[Stop]
     ) -> None:
-        wishes = Wishes()
-        wishes.add(FIRST, told=True)
-        assert wishes.for_next(phases) == again
+        requests = StopRequests()
+        requests.add(FIRST, told=True)
+        assert requests.for_next(phases) == again
 
     @pytest.mark.parametrize("phase", ["waiting", "starting", "running", "restarting", "reforming"])
     def test_are_told_again_as_long_as_one_role_does_not_stop(self, phase: str) -> None:
-        wishes = Wishes()
-        wishes.add(FIRST, told=True)
-        assert wishes.for_next(["stopping", phase, "failed"]) == [FIRST]
+        requests = StopRequests()
+        requests.add(FIRST, told=True)
+        assert requests.for_next(["stopping", phase, "failed"]) == [FIRST]
 
     @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST, SECOND]), (STOPPING, [SECOND])])
     @pytest.mark.parametrize("told", [True, False])
     def test_for_the_end_at_once_are_not_taken_for_the_first(
         self, phases: tuple[str, ...], again: list[Stop], told: bool
     ) -> None:
-        wishes = Wishes()
-        wishes.add(FIRST, told=True)
-        wishes.add(SECOND, told=told)
-        assert wishes.urgent
-        assert wishes.for_next(phases) == again
+        requests = StopRequests()
+        requests.add(FIRST, told=True)
+        requests.add(SECOND, told=told)
+        assert requests.urgent
+        assert requests.for_next(phases) == again
 
     def test_are_answered_with_what_follows(self) -> None:
-        wishes = Wishes()
-        wishes.add(FIRST, told=True)
-        assert wishes.answer("SIGINT", 30.0) == (
+        requests = StopRequests()
+        requests.add(FIRST, told=True)
+        assert requests.answer("SIGINT", 30.0) == (
             "SIGINT: stopping; SIGKILL follows after 30 s, or at once when it comes again"
         )
         for _ in range(2):
-            wishes.add(SECOND, told=True)
-            assert wishes.answer("SIGTERM", 30.0) == "SIGTERM: killing the workers now"
+            requests.add(SECOND, told=True)
+            assert requests.answer("SIGTERM", 30.0) == "SIGTERM: killing the workers now"
 
     def test_that_nobody_has_heard_are_told_to_a_job_that_stops_by_itself(self) -> None:
-        wishes = Wishes()
-        wishes.add(FIRST, told=False)
-        assert wishes.for_next(STOPPING) == [FIRST]
+        requests = StopRequests()
+        requests.add(FIRST, told=False)
+        assert requests.for_next(STOPPING) == [FIRST]
 
     def test_after_the_second_say_nothing_new(self) -> None:
-        wishes = Wishes()
+        requests = StopRequests()
         for stop in (FIRST, SECOND, THIRD):
-            wishes.add(stop, told=True)
-        assert wishes.for_next(RUNNING) == [FIRST, SECOND]
+            requests.add(stop, told=True)
+        assert requests.for_next(RUNNING) == [FIRST, SECOND]
 
 
 @pytest.fixture
@@ -102,7 +102,8 @@ def session(place: Place, *, quiet: bool = True) -> Session:
     """The command in the foreground; its processes are none of this process's children."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
     spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
-    return Session(place.job, spec, Console(quiet=quiet), Launched(os.getppid(), (os.getppid(),)))
+    running = RunningJob(place.job, spec, Processes(os.getppid(), [os.getppid()]))
+    return Session(running, Console(quiet=quiet))
 
 
 async def heard(queue: Queue[Message]) -> Message:
@@ -112,7 +113,7 @@ async def heard(queue: Queue[Message]) -> Message:
 async def shown(following: Session, roles: int) -> None:
     """Wait until a master has said how its roles stand."""
     async with asyncio.timeout(PATIENCE):
-        while len(following._roles) < roles or following._master is None:
+        while len(following._display.roles) < roles or following._master is None:
             await asyncio.sleep(0.005)
 
 

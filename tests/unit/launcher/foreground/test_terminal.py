@@ -1,0 +1,31 @@
+"""Text of others is printable."""
+
+from __future__ import annotations
+
+from unicodedata import category
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.launcher.foreground.terminal import printable, printable_lines
+
+
+class TestPrintable:
+    @given(st.text(st.characters()))
+    def test_text_is_one_line_of_visible_characters_and_blanks(self, text: str) -> None:
+        shown = printable(text)
+        assert all(c.isprintable() or category(c) == "Zs" for c in shown)
+        shown.encode()
+        for line in printable_lines(text):
+            assert printable(line.replace("\t", "")) == line.replace("\t", "")
+
+    @pytest.mark.parametrize("text", ["", "plain", "größer 训练 🚀", "5\u202f000 \u00a0%", "\\x1b"])
+    def test_text_that_is_so_already_stays(self, text: str) -> None:
+        assert printable(text) == text
+
+    def test_everything_else_is_escaped_as_python_does(self) -> None:
+        assert printable("\x1b[31m\n\t\x9b\u202e\ud800\u2028") == (
+            "\\x1b[31m\\n\\t\\x9b\\u202e\\ud800\\u2028"
+        )
+        assert printable_lines("a\tb\n\x1bc\n") == ["a\tb", "\\x1bc"]

@@ -1,0 +1,134 @@
+"""What a person sees of a job in the foreground: output of its workers, the live line, notes, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+from unirun.launcher.foreground.console import Console, Prefixer, shown
+from unirun.launcher.foreground.terminal import warn
+from unirun.launcher.logs import LogFollower
+from unirun.rendezvous import JobDir
+from unirun.spec import JobSpec
+from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
+from unirun.wire.reports import Notice
+
+
+class Display:
+    """Shows one job on a console. `roles` is the latest that a master has said of each role."""
+
+    def __init__(self, job: JobDir, spec: JobSpec, console: Console) -> None:
+        self._job, self._spec, self._console = job, spec, console
+        template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        self._prefix = Prefixer(spec, console.colour, template)
+        self._follower = LogFollower()
+        self._followed: set[WorkerOutput] = set()
+        self._spawner = "importing torch"
+        self._began = time.monotonic()
+        self._up = False
+        self.roles: dict[str, RoleChanged] = {}
+
+    def begin(self) -> None:
+        """Say which job it is, and follow its event log if that is wanted."""
+        self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
+        if self._spec.event_log == "console":
+            self._follower.follow(self._job.events, lambda data: self._console.lines(2, b"", data))
+
+    def show(self, message: Message) -> None:
+        """Show what the master has said."""
+        match message:
+            case WorkerOutput():
+                self._follow(message)
+            case RoleChanged():
+                self.roles[message.role] = message
+            case Notice(source, text):
+                if text.startswith("spawner ready"):
+                    self._spawner = text
+                else:
+                    self._console.note(f"{source}: {text}")
+        self._draw()
+
+    async def tick(self) -> None:
+        """Keep the time in the live line up to date, until all ranks run."""
+        while not self._up:
+            self._draw()
+            await asyncio.sleep(0.2)
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Show what is left of the workers' output, for at most `timeout` seconds."""
+        self._follower.finish(timeout)
+
+    def tell_end(self, ended: Ended) -> None:
+        """Say how the job has ended."""
+        seconds = time.monotonic() - self._began
+        if ended.code == 0:
+            self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
+        elif ended.phase == "stopped":
+            self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
+        else:
+            self._console.error(ended.report)
+            self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
+
+    def _follow(self, worker: WorkerOutput) -> None:
+        if worker in self._followed:
+            return
+        self._followed.add(worker)
+        logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
+        prefix = self._prefix(worker.role, worker.rank, worker.local_rank)
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            if worker.incarnation > 0:
+                before = self._job.worker_logs(worker.role, worker.rank, worker.incarnation - 1)
+                self._follower.release(before / f"{name}.log")
+            if shown(self._spec.log, worker.local_rank, stream):
+                self._follower.follow(
+                    logs / f"{name}.log",
+                    lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]
+                    parts=not prefix,
+                )
+
+    def _draw(self) -> None:
+        """The live line while roles come up; it goes away once all ranks run."""
+        up = len(self.roles) == len(self._spec.roles) and all(
+            role.running == role.total for role in self.roles.values()
+        )
+        if up:
+            if not self._up:
+                seconds = time.monotonic() - self._began
+                total = sum(role.total for role in self.roles.values())
+                self._console.live("")
+                ranks = f"{total} rank{'s' * (total != 1)}"
+                roles = f"{len(self.roles)} role{'s' * (len(self.roles) != 1)}"
+                self._console.note(f"{ranks} of {roles} up after {seconds:.1f} s")
+            self._up = True
+            return
+        if not self._up:
+            parts = [
+                f"{name} {self.roles[name].running if name in self.roles else 0}/{total}"
+                for name, total in ((role.name, role.count) for role in self._spec.roles)
+            ]
+            joined = any(role.phase != "waiting" for role in self.roles.values())
+            seconds = time.monotonic() - self._began
+            # What matters most first: a terminal may be too narrow for all of it.
+            words = [f"{seconds:.1f} s", *parts, self._spawner if joined else "waiting for the nodes"]
+            self._console.live("  ".join(words))
+
+
+def pass_on_error(ended: Ended, path: str | None) -> None:
+    """Write the root cause to the error file that whoever started `unirun` has asked for, as torchrun does."""
+    if path is None:
+        return
+    try:
+        error = json.loads(Path(ended.error_file).read_text())
+    except (OSError, ValueError):
+        # A signal leaves no error file; the report says what there is to say.
+        extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
+        error = {"message": {"message": ended.report.splitlines()[0], "extraInfo": extra}}
+    if isinstance(error.get("message"), dict):
+        error["message"]["errorCode"] = ended.code
+    try:
+        Path(path).write_text(json.dumps(error))
+    except OSError as failed:
+        warn(f"the error file {path} cannot be written: {failed.strerror}")

@@ -1,0 +1,181 @@
+"""Starts a planned job on this host: the one entry for the command, for programs that submit jobs, and for tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+from unirun.collocation import Inventory
+from unirun.collocation.capacity import host_ceilings, refuse_impossible
+from unirun.errors import EXIT_FAILURE, JobError, PlacementError
+from unirun.job.state import Owner, new_job
+from unirun.launcher.agent import hold_endpoints
+from unirun.launcher.foreground.terminal import drop_input, warn
+from unirun.launcher.local import Processes, first_words, start_processes
+from unirun.launcher.planned import PlannedJob
+from unirun.launcher.process import adopt_orphans, spare_descriptors
+from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
+from unirun.master.persistence.context import changes
+from unirun.master.status_views import status_of
+from unirun.observe import write_status
+from unirun.rendezvous import JobDir, create_job, started_at
+from unirun.rendezvous.jobdir import job_at
+from unirun.rendezvous.store.url import anchored
+from unirun.spec import JobSpec
+from unirun.values import Value
+from unirun.wire import new_token
+from unirun.wire.aio import listen
+
+MOST_NODES = 16
+"""Each is an agent, and a process that has torch imported: 150 MB, and a second of a processor when it starts."""
+
+
+class RunningJob(Value):
+    """A job whose processes are children of this process."""
+
+    job: JobDir
+    spec: JobSpec
+    processes: Processes
+
+
+def run(
+    planned: PlannedJob,
+    *,
+    store: str | None = None,
+    detach: bool = False,
+    stdin: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> int:
+    """Launch a job and follow it to its end; with `detach`, until a master leads it. Returns the exit code.
+
+    `verbose` tells how spawners start, `quiet` leaves out unirun's own notes. The rest is as for `launch`.
+    """
+    if verbose or leaves_behind():
+        _look_for_warm(planned.spec, verbose)
+    running = launch(planned, store=store, detach=detach, stdin=stdin)
+    if detach:
+        return _leave(running)
+    # Imported while agents and master start.
+    from unirun.launcher.foreground.session import follow
+
+    drop_input()
+    spare_descriptors()
+    return follow(running, quiet=quiet)
+
+
+def launch(
+    planned: PlannedJob, *, store: str | None = None, detach: bool = False, stdin: bool = False
+) -> RunningJob:
+    """Make the directory of the job and start its agents and its first master; they end with this process unless
+    `detach` is given. Call it before any thread is started.
+
+    `store` is the URL of the store with the job's context (default: a file in the job's directory). With `stdin`, the
+    worker that is the job's reader gets this process's stdin. Nodes that are made up (``--inventory fake:…``) are parts
+    of this host, with an agent each.
+
+    Raises `PlacementError` for more than this host can take, `RendezvousError` when a port is taken, and `JobError`
+    when a job of this id runs or its directory cannot be written.
+    """
+    spec, placement = planned.spec, planned.placement
+    url = anchored(store) if store is not None else None
+    inventory = _nodes_with_agents(planned)
+    refuse_impossible(spec, ((each.role, each.node) for each in placement.assignments), host_ceilings())
+    # The port that a user has chosen is that of the first role's rank 0, wherever it is.
+    first = placement.of_role(spec.roles[0].name)[0].node
+    endpoints = {
+        node.name: hold_endpoints(spec, spec.master_port if node.name == first else 0)
+        for node in inventory.nodes
+    }
+    job, lock = create_job(spec.run_id, new_token(), spec.log.dir, url)
+    socket_path = job.master_socket(os.getpid())
+    try:
+        _write_first_state(job, planned, inventory, detach)
+        listener = listen(socket_path)
+    except OSError as error:
+        raise JobError(
+            f"the job's directory {job.path} cannot be written: {error.strerror}",
+            "free some space, or set UNIRUN_HOME to another directory",
+        ) from error
+
+    def run_master(agents: Mapping[str, int]) -> None:
+        # Imported in the master's process, while the agents start.
+        from unirun.master.lead import lead
+
+        lead(job, socket_path, listener, agents=agents)
+
+    if not detach:
+        adopt_orphans()
+    processes = start_processes(
+        job,
+        spec,
+        endpoints,
+        run_master,
+        listener=listener,
+        lock=lock,
+        detach=detach,
+        reader=_reading_node(planned) if stdin and not detach else None,
+    )
+    return RunningJob(job, spec, processes)
+
+
+def _leave(running: RunningJob) -> int:
+    """Wait until a master has brought the job to its store, so that it needs this process no more. Returns 0, or the
+    exit code when there is no master, having said why."""
+    if running.processes.taken_up(running.job):
+        return 0
+    code = running.processes.end(led=False) or EXIT_FAILURE
+    warn(first_words(running.job) or "the job's processes are gone")
+    return code
+
+
+def _look_for_warm(spec: JobSpec, verbose: bool) -> None:
+    """Tell how spawners start, and leave behind what is wanted. The job starts in any case."""
+    found = choices(job_at(spec.run_id), spec)
+    if verbose:
+        for choice in found:
+            warn(starts(choice))
+    try:
+        leave_behind(found)
+    except JobError as error:
+        warn(str(error))
+
+
+def _reading_node(planned: PlannedJob) -> str | None:
+    """The node of the worker that reads stdin, if there is one."""
+    if planned.spec.reader is None:
+        return None
+    role, rank = planned.spec.reader
+    return next((each.node for each in planned.placement.of_role(role) if each.rank == rank), None)
+
+
+def _nodes_with_agents(planned: PlannedJob) -> Inventory:
+    """All nodes that the job uses or may come to use. Raises `PlacementError` for more than a host can play."""
+    nodes = [node for node in planned.inventory.nodes if node.name not in planned.placement.excluded]
+    if len(nodes) > MOST_NODES:
+        raise PlacementError(
+            f"the job has {len(nodes)} nodes, and one host plays {MOST_NODES} at most",
+            "see them with unirun plan",
+            role=planned.spec.roles[0].name,
+            needed=len(nodes),
+            available=MOST_NODES,
+        )
+    return Inventory(tuple(nodes))
+
+
+def _write_first_state(job: JobDir, planned: PlannedJob, inventory: Inventory, detach: bool) -> None:
+    """Leave the context for the first master, and the status for who asks before. Raises OSError."""
+    pid = os.getpid()
+    state = new_job(
+        planned.spec,
+        planned.placement,
+        inventory=inventory,
+        started=time.time(),
+        logs=str(job.logs.resolve()),
+        uid=job.uid,
+        owner=None if detach else Owner(socket.gethostname(), pid, started_at(pid)),
+    )
+    job.write_first_context(changes(None, state))
+    write_status(job, status_of(state, {}, {}))

@@ -1,0 +1,52 @@
+"""A job and who sits where: what is launched, as a value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from msgspec import to_builtins
+
+from unirun.collocation import Inventory, Placement, place, place_again
+from unirun.collocation.placing import TopologyOf
+from unirun.graph import declared
+from unirun.job.ties import ties_of
+from unirun.spec import JobSpec
+from unirun.values import Value
+from unirun.wire.codec import from_json
+
+
+class PlannedJob(Value):
+    """A job, the nodes that there are, and the place of each rank."""
+
+    spec: JobSpec
+    inventory: Inventory
+    placement: Placement
+
+    def to_json(self) -> str:
+        """As text; `from_json` gives an equal job back."""
+        return json.dumps(to_builtins(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PlannedJob:
+        """The inverse of `to_json`. Raises `FrameError` for what is none."""
+        return from_json(cls, text)
+
+
+def plan(spec: JobSpec, inventory: Inventory, topology: TopologyOf) -> PlannedJob:
+    """Place the ranks of `spec` on `inventory`. Raises `SpecError`, `PlacementError`."""
+    placed, placement = place(spec, inventory, topology=topology, ties=ties_of(declared(spec)))
+    return PlannedJob(placed, inventory, placement)
+
+
+def plan_without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> PlannedJob:
+    """The same job when the nodes `lost` are gone. Raises `PlacementError`."""
+    spec, placement = place_again(
+        planned.spec,
+        planned.inventory,
+        planned.placement,
+        lost,
+        topology=topology,
+        ties=ties_of(declared(planned.spec)),
+    )
+    return PlannedJob(spec, planned.inventory, placement)
