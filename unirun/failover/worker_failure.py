@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-
 from msgspec.structs import replace
 
-from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
+from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.blast_radius import consequences, unit_of
-from unirun.failover.ending import advance, form_anew, stop_all
-from unirun.failover.policy import Circumstances, Decision, decide, decide_without_store
+from unirun.failover.ending import advance, form_anew
+from unirun.failover.policy import Decision, Loss, decide
+from unirun.failover.restart import end_job, history_of, restart
 from unirun.job.events import ToAgent, ToWatchers
 from unirun.job.failures import Exit, Failure
-from unirun.job.generations import clear_the_way, join
+from unirun.job.generations import clear_the_way
 from unirun.job.state import (
     ROLE_WORKS,
-    JobPhase,
     JobState,
     RolePhase,
     RoleState,
-    Verdict,
     WorkerState,
 )
 from unirun.job.transition import Transition
@@ -59,14 +56,9 @@ def exited(transition: Transition, event: WorkerExited) -> None:
         return
     failure = failure_of(transition.state, role, worker, event, end)
     if role.phase in ROLE_WORKS:
-        now = replace(
-            circumstances(transition.state, role, worker),
-            behind=_behind(role, worker, event),
-            lasting=event.error is not None and event.error.lasting,
-        )
-        decision = decide(failure, now)
+        decision = decide(_loss(role, worker, event, end), history_of(transition.state, role))
         transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
-        _act(transition, role, decision, by_failure=True, source=failure.who)
+        _carry_out(transition, role, decision, EXIT_FAILURE, source=failure.who)
     else:
         transition.state = transition.state.with_failures(failure)
         advance(transition, transition.role(role.name))
@@ -109,54 +101,34 @@ def failure_of(
     )
 
 
-def _behind(role: RoleState, worker: WorkerState, event: WorkerExited) -> bool:
-    """Whether `worker`, as it was before it ended, ended because of a death before its own."""
-    early = max(worker.generation, event.met) < role.generation
-    return early and (event.cause == "stuck" or not role.up(worker))
-
-
-def circumstances(state: JobState, role: RoleState, failed: WorkerState | None = None) -> Circumstances:
-    """What the policy looks at; `failed` is the worker as it was before it ended."""
-    return Circumstances(
-        kind=role.kind,
-        restart=role.restart,
-        restarts=role.restarts,
-        max_restarts=state.role_spec(role.name).max_restarts,
-        survivors=len(role.live),
-        generation=role.generation,
-        recoverable=failed.recoverable if failed else None,
+def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
+    """What `role` has lost with `worker`, as that was before it ended."""
+    in_past = max(worker.generation, event.met) < role.generation
+    return Loss(
+        f"{role.name}:{worker.rank} ended with {end}",
+        role.name,
+        str(worker.rank),
+        recoverable=worker.recoverable,
+        first_start=worker.incarnation == 0,
+        permanent=event.error is not None and event.error.permanent,
+        stale=in_past and (event.cause == "stuck" or not role.up(worker)),
     )
 
 
-def _act(
-    transition: Transition, role: RoleState, decision: Decision, *, by_failure: bool, source: str
+def _carry_out(
+    transition: Transition, role: RoleState, decision: Decision, code: int, *, source: str
 ) -> None:
-    """Carry out what was decided about something that befell `source`, a part of `role`."""
+    """Do and tell what was decided about something that befell `source`, a part of `role`."""
     transition.record("decision", decision.reason)
     if decision.action == "end_job":
-        transition.put(replace(role, phase=RolePhase.STOPPING))
-        code = EXIT_FAILURE if by_failure else EXIT_RENDEZVOUS
-        code = EXIT_BUDGET if decision.budget_spent else code
-        verdict = Verdict(JobPhase.FAILED, code, decision.reason, by_failure)
-        stop_all(transition, verdict, signal.SIGTERM, None)
+        end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
         return
     transition.send(ToWatchers(Notice(source, decision.reason)))
     # Of many that die at once, what follows from the first is told.
-    whole = role.phase is RolePhase.RUNNING
     failed = role.name if decision.action == "restart_role" else source
-    if whole and (waiting := consequences(unit_of(transition.state, [failed]))):
+    if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(transition.state, [failed]))):
         transition.record("affected", waiting)
-    if decision.action == "join":
-        join(transition, role)
-        return
-    role = replace(role, restarts=role.restarts + 1)
-    if decision.action == "restart_worker":
-        form_anew(transition, replace(role, phase=RolePhase.REFORMING))
-        return
-    role = replace(role, phase=RolePhase.RESTARTING)
-    transition.put(role)
-    transition.stop(role, signal.SIGTERM, transition.state.spec.shutdown_timeout)
-    advance(transition, role)
+    restart(transition, role, decision)
 
 
 def store_ended(transition: Transition, event: StoreEnded) -> None:
@@ -181,5 +153,6 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
         transition.send(ToWatchers(Notice(role.name, reason)))
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.live):
-        decision = decide_without_store(role.name, event.reason, circumstances(transition.state, role))
-        _act(transition, role, decision, by_failure=False, source=role.name)
+        what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
+        decision = decide(Loss(what, role.name), history_of(transition.state, role))
+        _carry_out(transition, role, decision, EXIT_RENDEZVOUS, source=role.name)

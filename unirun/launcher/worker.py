@@ -24,7 +24,7 @@ import types
 from pathlib import Path
 
 from unirun.errors import UnirunError
-from unirun.failover.lasting import is_lasting
+from unirun.failover.permanent import is_permanent
 from unirun.launcher.process import set_command_line, set_title
 from unirun.reporting import report, report_error
 from unirun.wire.blocking import BlockingStream
@@ -77,7 +77,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         uncaught = error
     uncaught.__traceback__ = _without_bootstrap(uncaught.__traceback__)
     if os.getpid() == owner:
-        _report(link, uncaught, lasting=_is_lasting(kind, uncaught))
+        _report(link, uncaught, permanent=_is_permanent(kind, uncaught))
     _show(uncaught)
     if isinstance(uncaught, KeyboardInterrupt):
         # The interpreter ends by SIGINT after that, and would show it again.
@@ -182,16 +182,16 @@ def _show_nothing(*_: object) -> None:
     pass
 
 
-def _is_lasting(kind: str, error: BaseException) -> bool:
+def _is_permanent(kind: str, error: BaseException) -> bool:
     """Whether `error` would come again in a worker that is started anew.
 
     A script has been at work from its first line on: only one that could not be begun is as wrong the next time.
     """
     begun = error.__traceback__ is not None
-    return is_lasting(error) and (kind in ("workload", "trainer") or not begun)
+    return is_permanent(error) and (kind in ("workload", "trainer") or not begun)
 
 
-def _report(link: BlockingStream, error: BaseException, *, lasting: bool) -> None:
+def _report(link: BlockingStream, error: BaseException, *, permanent: bool) -> None:
     """Tell the agent, and write torch's error file unless ``@record`` has done so."""
     message = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SyntaxError):
@@ -200,7 +200,7 @@ def _report(link: BlockingStream, error: BaseException, *, lasting: bool) -> Non
     trace = "".join(traceback.format_exception(error))
     now = time.time()
     with contextlib.suppress(UnirunError):
-        link.send(WorkerError(message[:MAX_MESSAGE], trace[-MAX_TRACEBACK:], now, lasting))
+        link.send(WorkerError(message[:MAX_MESSAGE], trace[-MAX_TRACEBACK:], now, permanent))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": trace, "timestamp": str(int(now))}

@@ -152,13 +152,13 @@ class WorkerCalls(Value, tag=True):
 class WorkerError(Value, tag=True):
     """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch).
 
-    `lasting`: it would come again however often the worker is started.
+    `permanent`: it would come again however often the worker is started.
     """
 
     message: str
     traceback: str
     time: float
-    lasting: bool = False
+    permanent: bool = False
 
 
 class WorkerExited(Value, tag=True):

@@ -69,7 +69,7 @@ class TestADeath:
 
     def test_before_it_was_up_by_an_error_that_lasts_ends_the_job_with_the_workers_code(self) -> None:
         job = workload().launched()
-        error = WorkerError("ModuleNotFoundError: No module named 'x'", "Traceback", job.now, lasting=True)
+        error = WorkerError("ModuleNotFoundError: No module named 'x'", "Traceback", job.now, permanent=True)
         job.exits("actor", 2, 1, error=error).obey()
         assert job.finish is not None
         assert (job.finish.verdict.code, job.state.roles["actor"].restarts) == (1, 0)
@@ -77,7 +77,7 @@ class TestADeath:
 
     def test_by_such_an_error_after_it_was_up_is_one_like_any_other(self) -> None:
         job = serving()
-        job.exits("actor", 2, 1, error=WorkerError("ImportError: x", "Traceback", job.now, lasting=True))
+        job.exits("actor", 2, 1, error=WorkerError("ImportError: x", "Traceback", job.now, permanent=True))
         assert job.state.roles["actor"].restarts == 1
 
     def test_is_told_to_every_worker_at_once(self) -> None:

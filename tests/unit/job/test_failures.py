@@ -88,3 +88,17 @@ def test_of_a_message_the_beginning_is_kept_of_a_traceback_and_a_tail_the_end() 
 def test_a_failure_of_usual_length_is_kept_whole() -> None:
     usual = failure("ValueError: x", "Traceback\n" + "  frame\n" * 200, "a note", "the end\n" * 12)
     assert brief(usual) == usual
+
+
+@pytest.mark.parametrize(
+    ("end", "ok", "status", "words"),
+    [
+        (Exit(code=0), True, 0, "exit code 0"),
+        (Exit(code=7), False, 7, "exit code 7"),
+        (Exit(signal=9), False, 137, "killed by SIGKILL"),
+        (Exit(signal=11), False, 139, "killed by SIGSEGV"),
+        (Exit(signal=40), False, 168, "killed by signal 40"),
+    ],
+)
+def test_an_exit_is_ok_only_with_code_0(end: Exit, ok: bool, status: int, words: str) -> None:
+    assert (end.ok, end.status, str(end)) == (ok, status, words)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from unirun.errors import GroupError, StoreAway, UsageError, WireError
-from unirun.failover.lasting import is_lasting
+from unirun.failover.permanent import is_permanent
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from unirun.failover.lasting import is_lasting
     ids=lambda error: type(error).__name__,
 )
 def test_what_is_wrong_in_the_code_comes_again(error: Exception) -> None:
-    assert is_lasting(error)
+    assert is_permanent(error)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_is_wrong_in_the_code_comes_again(error: Exception) -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_what_may_come_from_outside_may_pass(error: BaseException) -> None:
-    assert not is_lasting(error)
+    assert not is_permanent(error)
 
 
 def raised(body: Callable[[], None]) -> BaseException:
@@ -90,11 +90,11 @@ def without_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "lasting"),
+    ("body", "permanent"),
     [(from_disk, False), (after_disk, False), (beside_disk, True), (without_module, True)],
 )
-def test_what_follows_from_the_outside_may_pass_too(body: Callable[[], None], lasting: bool) -> None:
-    assert is_lasting(raised(body)) == lasting
+def test_what_follows_from_the_outside_may_pass_too(body: Callable[[], None], permanent: bool) -> None:
+    assert is_permanent(raised(body)) == permanent
 
 
 def test_an_error_that_is_its_own_cause_is_told_all_the_same() -> None:
@@ -103,4 +103,4 @@ def test_an_error_that_is_its_own_cause_is_told_all_the_same() -> None:
         raise one from two
     with contextlib.suppress(ImportError):
         raise two from one
-    assert is_lasting(one)
+    assert is_permanent(one)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from unirun.errors import UsageError
 
-_LASTING = (ImportError, SyntaxError, NotImplementedError, UsageError)
-_PASSING = (OSError, MemoryError, RuntimeError)
+_PERMANENT = (ImportError, SyntaxError, NotImplementedError, UsageError)
+_TRANSIENT = (OSError, MemoryError, RuntimeError)
 
 
-def is_lasting(error: BaseException) -> bool:
+def is_permanent(error: BaseException) -> bool:
     """Whether `error` is in the code or its installation: a module that is not there, text that is no Python, a method
     that is missing, a wrong use of unirun.
 
@@ -18,8 +18,8 @@ def is_lasting(error: BaseException) -> bool:
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
-        if isinstance(cause, _PASSING) and not isinstance(cause, _LASTING):
+        if isinstance(cause, _TRANSIENT) and not isinstance(cause, _PERMANENT):
             return False
         seen.add(id(cause))
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return isinstance(error, _LASTING)
+    return isinstance(error, _PERMANENT)

@@ -1,0 +1,117 @@
+"""Where ranks go when nodes are lost: those that need not move stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from unirun.collocation import Assignment, Inventory, Placement, place_again
+from unirun.errors import PlacementError
+from unirun.failover.blast_radius import seen_graph
+from unirun.graph import spans
+from unirun.job.state import (
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerState,
+)
+from unirun.job.ties import ties_of
+from unirun.spec import RoleSpec
+
+
+def place_without(state: JobState, gone: Collection[str]) -> Placement:
+    """The next placement, without the nodes `gone`. Raises `PlacementError`.
+
+    Where nobody has a place on them who has still something to do, it is the same: those who have done their work there
+    are placed anew only if that costs nobody anything.
+    """
+    same = replace(state.placement, spares=tuple(name for name in state.placement.spares if name not in gone))
+    here = [
+        (role, worker)
+        for role in state.roles.values()
+        if role.phase not in ROLE_ENDS
+        for worker, place in zip(role.workers, state.placement.of_role(role.name), strict=False)
+        if place.node in gone
+    ]
+    if not here:
+        return same
+    if not all(_has_done_its_work(role, worker) for role, worker in here):
+        return _placed_again(state, gone)
+    try:
+        found = _placed_again(state, gone)
+    except PlacementError:
+        return same
+    moves = any(why_all_restart(role, state.placement, found) for role in state.roles.values())
+    return same if moves else found
+
+
+def why_all_restart(role: RoleState, before: Placement, after: Placement) -> str:
+    """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not."""
+    if role.phase not in ROLE_WORKS:
+        # It has ended, or all of them are told to end anyhow.
+        return ""
+    old, new = before.of_role(role.name), after.of_role(role.name)
+    if len(new) != len(old):
+        return f"{role.name} has room for {len(new)} of {len(old)} ranks"
+    moving = [w.rank for w in role.live if (w.node, w.own) != (new[w.rank].node, new[w.rank].own)]
+    return f"{role.name}:{spans(moving)} make room for others" if moving else ""
+
+
+def moves(before: Placement, after: Placement) -> list[str]:
+    """Who goes where, ranks of one role with one way together."""
+    ways: dict[tuple[str, str, str], list[int]] = {}
+    for name in dict.fromkeys(place.role for place in after.assignments):
+        for old, new in zip(before.of_role(name), after.of_role(name), strict=False):
+            if old.node != new.node:
+                ways.setdefault((name, old.node, new.node), []).append(new.rank)
+    return [f"{role}:{spans(ranks)} from {old} to {new}" for (role, old, new), ranks in ways.items()]
+
+
+def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:
+    """Whether `worker` has ended well, and will not be started again for a generation that is decided."""
+    formed = role.opened == role.generation or worker.generation == role.generation
+    return worker.ended_well and formed and role.phase is not RolePhase.RESTARTING
+
+
+def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
+    """All roles that have not ended, without the nodes `gone`. Raises `PlacementError`."""
+    usable = {*state.without(gone), *gone, *state.placement.lost}
+    nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
+    roles = tuple(_as_it_is(state, role) for role in state.spec.roles)
+    _, found = place_again(
+        replace(state.spec, roles=roles),
+        Inventory(nodes),
+        state.placement,
+        gone,
+        ties=ties_of(seen_graph(state)),
+    )
+    return replace(found, assignments=tuple(_kept(state, found)), excluded=state.placement.excluded)
+
+
+def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
+    """The role with as many ranks as it has now, and the fewest that it can go on with.
+
+    It never gets back what it has lost of its ranks: those that are there have its work by now. Workloads keep their
+    number once they run, as their callers hold on to it.
+    """
+    count = len(state.placement.of_role(role.name))
+    fixed = role.restart == "process" and state.phase is not JobPhase.LAUNCHING
+    return replace(role, count=count, least=count if fixed else role.least)
+
+
+def _kept(state: JobState, found: Placement) -> list[Assignment]:
+    """What `found` says; of roles that have ended, where they were. Who stays has the same assignment as before, which
+    is seen at once when that is written."""
+    places: list[Assignment] = []
+    for role in state.roles.values():
+        before = state.placement.of_role(role.name)
+        if role.phase in ROLE_ENDS:
+            places += before
+        else:
+            for new, old in zip(found.of_role(role.name), before, strict=False):
+                places.append(old if new == old else new)
+    return places
