@@ -27,6 +27,7 @@ from benchmarks.etcd import etcd
 from benchmarks.figure import Bar, BenchmarkError, Figure, ProgramMissing, measured
 from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
+from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, RolePhase, WorkerPhase, new_job
 from unirun.master.persistence.context import changes
 from unirun.master.persistence.context_store import ContextStore, load
@@ -189,7 +190,7 @@ def _large_job(nodes: int, per_node: int) -> JobState:
 def _running(state: JobState) -> JobState:
     """The state with every worker up, as it is most of the time."""
     role = state.roles["actor"]
-    workers = tuple(
+    workers = Ranks(
         replace(worker, phase=WorkerPhase.RUNNING, pid=100_000 + worker.rank) for worker in role.workers
     )
     return state.with_role(replace(role, workers=workers, phase=RolePhase.RUNNING))

@@ -24,6 +24,7 @@ from unirun.job.events import (
     ToWatchers,
 )
 from unirun.job.failures import Exit
+from unirun.job.ranks import Ranks
 from unirun.job.state import (
     JOB_ENDS,
     ROLE_ENDS,
@@ -125,5 +126,5 @@ def _ended_if_over(state: JobState, now: float, commands: list[Command]) -> tupl
 
 def _killed(role: RoleState, nodes: Collection[str]) -> RoleState:
     """The role when whoever lives of it on `nodes` is gone."""
-    workers = tuple(w.ended(_KILLED) if w.live and w.node in nodes else w for w in role.workers)
+    workers = Ranks(w.ended(_KILLED) if w.live and w.node in nodes else w for w in role.workers)
     return replace(role, workers=workers)

@@ -13,6 +13,7 @@ from unirun.graph import spans
 from unirun.job.events import Finish
 from unirun.job.failures import Exit
 from unirun.job.generations import form_next
+from unirun.job.ranks import Ranks
 from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.job.transition import Transition
 from unirun.wire.messages import Shutdown
@@ -22,13 +23,13 @@ from unirun.wire.reports import Ending
 def advance(transition: Transition, role: RoleState) -> None:
     """What follows when a worker of `role` has ended and that was no new failure."""
     if role.phase in ROLE_WORKS:
-        if all(worker.ended_well for worker in role.workers):
+        if role.has_done_its_work:
             transition.put(replace(role, phase=RolePhase.SUCCEEDED))
             transition.record("role", f"role {role.name} succeeded")
         else:
             settle(transition, role)
         return
-    if role.live:
+    if role.living:
         return
     if role.phase is RolePhase.RESTARTING:
         form_anew(transition, role)
@@ -91,7 +92,7 @@ def end_as_told(transition: Transition, ending: Ending) -> None:
         # It has seen them succeed, and agents that have left since can tell of nobody.
         for name in transition.state.spec.primary:
             role = transition.state.roles[name]
-            workers = tuple(w.ended(Exit(code=0)) for w in role.workers)
+            workers = Ranks(w.ended(Exit(code=0)) for w in role.workers)
             transition.put(replace(role, phase=RolePhase.SUCCEEDED, workers=workers))
     stop_all(transition, verdict, signal.SIGTERM, None)
 

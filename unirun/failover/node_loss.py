@@ -108,14 +108,14 @@ def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[F
     killed = Exit(signal=signal.SIGKILL)
     failures: list[Failure] = []
     for role in list(transition.state.roles.values()):
-        fallen = {worker.rank: worker for worker in role.live if worker.node in nodes}
-        for worker in fallen.values():
+        fallen = [worker for worker in role.live if worker.node in nodes]
+        for worker in fallen:
             who = role.name, worker.rank, worker.incarnation
             end = WorkerExited(*who, transition.now, None, killed.signal, note=reason)
             failures.append(failure_of(transition.state, role, worker, end, killed))
+            role = role.with_worker(worker.ended(killed))
         if fallen:
-            workers = tuple(w.ended(killed) if w.rank in fallen else w for w in role.workers)
-            transition.put(replace(role, workers=workers))
+            transition.put(role)
     return failures
 
 
@@ -204,7 +204,7 @@ def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -
     without that (as in `failing.store_ended`)."""
     if leader(before, role.name) not in gone:
         return False
-    return bool(role.live) and not (
+    return bool(role.living) and not (
         role.restart == "process" and any(worker.ended_well for worker in role.workers)
     )
 
@@ -242,7 +242,7 @@ def _go_on_without_decision(transition: Transition, before: JobState, role: Role
         if moved or obstructed(before, before.roles[role.name]):
             # It was ordered where nobody is any more, or there when somebody was in the way who is gone.
             order_store(transition, role)
-    elif before.roles[role.name].live and role.phase not in ROLE_WORKS:
+    elif before.roles[role.name].living and role.phase not in ROLE_WORKS:
         advance(transition, role)
 
 

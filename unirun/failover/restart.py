@@ -17,7 +17,7 @@ from unirun.job.transition import Transition
 def history_of(state: JobState, role: RoleState) -> History:
     """What the policy knows of `role`."""
     budget = Budget(state.role_spec(role.name).max_restarts, role.restarts)
-    return History(budget, role.kind, role.restart, len(role.live), role.generation)
+    return History(budget, role.kind, role.restart, role.living, role.generation)
 
 
 def restart(transition: Transition, role: RoleState, decision: Decision) -> None:

@@ -15,6 +15,7 @@ from unirun.failover.ending import advance
 from unirun.job.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent, ToWatchers
 from unirun.job.failures import Exit
 from unirun.job.generations import complete, order_store
+from unirun.job.ranks import Ranks
 from unirun.job.state import (
     JOB_ENDS,
     ROLE_ENDS,
@@ -56,7 +57,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
 
 def _unseen(role: RoleState) -> RoleState:
     """Of who lives only the order is known: how far it has come is for its agent to tell."""
-    workers = tuple(
+    workers = Ranks(
         WorkerState(
             w.rank,
             w.node,
@@ -122,7 +123,7 @@ def all_back(transition: Transition) -> None:
 def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
     held = {(each.rank, each.incarnation): each for each in event.workers if each.role == role.name}
     living: list[int] = []
-    before = role.live
+    before = role.living
     for worker in role.live:
         if worker.node != event.node:
             continue
@@ -136,7 +137,7 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
         if known.pid is not None:
             transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
     transition.put(role)
-    if role.phase not in ROLE_WORKS and len(role.live) < len(before):
+    if role.phase not in ROLE_WORKS and role.living < before:
         advance(transition, role)
     if role.phase in (RolePhase.RESTARTING, RolePhase.STOPPING) and living:
         grace = transition.state.spec.shutdown_timeout

@@ -152,7 +152,7 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
         transition.record("decision", reason)
         transition.send(ToWatchers(Notice(role.name, reason)))
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
-    elif in_place or (role.phase is RolePhase.RESTARTING and not role.live):
+    elif in_place or (role.phase is RolePhase.RESTARTING and not role.living):
         what = f"the store of role {role.name} is gone before its workers have met: {event.reason}"
         decision = decide(Loss(what, role.name), history_of(transition.state, role))
         _carry_out(transition, role, decision, EXIT_RENDEZVOUS, source=role.name)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import Assignment
 from unirun.job.events import ToAgent
+from unirun.job.ranks import Ranks
 from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
 from unirun.job.transition import Transition, endpoint, leader
 from unirun.wire.messages import Member, OpenStore, StartRole
@@ -20,7 +21,7 @@ from unirun.wire.messages import Member, OpenStore, StartRole
 def form_first(transition: Transition) -> None:
     """Order every worker of every role, as generation 0."""
     for role in transition.state.roles.values():
-        workers = tuple(worker.ordered(0, 0, worker.node, worker.own) for worker in role.workers)
+        workers = Ranks(worker.ordered(0, 0, worker.node, worker.own) for worker in role.workers)
         transition.put(replace(role, phase=RolePhase.STARTING, workers=workers))
     transition.tell_now()
     for role in transition.state.roles.values():
@@ -50,7 +51,7 @@ def opened(transition: Transition, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         # Of a role that has become smaller, those that are not needed have ended by now.
         places = transition.state.placement.of_role(role.name)
-        role = replace(role, phase=RolePhase.STARTING, workers=role.workers[: len(places)])
+        role = replace(role, phase=RolePhase.STARTING, workers=Ranks(role.workers[: len(places)]))
         transition.record("restart", f"role {role.name} starts as generation {role.generation}")
     # A rank that has ended well is needed once more: the others wait for it. Unless it has formed this generation: that
     # may be known before the store is known to be there.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
@@ -12,6 +13,7 @@ from unirun.collocation import Inventory, Placement
 from unirun.errors import IllegalTransition
 from unirun.graph import added
 from unirun.job.failures import Exit, Failure, brief
+from unirun.job.ranks import Ranks
 from unirun.spec import EntryKind, JobSpec, Restart, RoleSpec
 from unirun.values import Value
 from unirun.wire.reports import CallCount, Join
@@ -63,6 +65,12 @@ ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
 """The phases in which the workers of a role shall live: the end of one is news."""
 
 
+NOT_LIVE = (WorkerPhase.WAITING, WorkerPhase.EXITED)
+
+Standing = tuple[WorkerPhase, int, bool]
+"""What decides how far a role is: a worker's phase, its generation, and whether it has ended well."""
+
+
 class WorkerState(Value):
     """One rank and the worker that holds it.
 
@@ -90,7 +98,12 @@ class WorkerState(Value):
     @property
     def live(self) -> bool:
         """Whether a process was ordered and has not ended."""
-        return self.phase not in (WorkerPhase.WAITING, WorkerPhase.EXITED)
+        return self.phase not in NOT_LIVE
+
+    @property
+    def standing(self) -> Standing:
+        """That by which it is counted."""
+        return self.phase, self.generation, self.ended_well
 
     @property
     def ended_well(self) -> bool:
@@ -115,7 +128,7 @@ class WorkerState(Value):
 
 
 class RoleState(Value):
-    """One role; `workers` is in rank order.
+    """One role; `workers` is in rank order, and counts them.
 
     `generation` is what is decided, `opened` the last one whose store is there: workers learn of a generation only
     when they can meet in its store.
@@ -124,7 +137,7 @@ class RoleState(Value):
     name: str
     kind: EntryKind
     restart: Restart
-    workers: tuple[WorkerState, ...]
+    workers: Ranks
     phase: RolePhase = RolePhase.WAITING
     generation: int = 0
     opened: int = 0
@@ -133,31 +146,49 @@ class RoleState(Value):
     @property
     def live(self) -> tuple[WorkerState, ...]:
         """The workers with a process."""
-        return tuple(worker for worker in self.workers if worker.live)
+        return tuple(worker for worker in self.workers if worker.live) if self.living else ()
+
+    @property
+    def living(self) -> int:
+        """How many workers have a process."""
+        counts = self.workers.standings.items()
+        return sum(count for (phase, _, _), count in counts if phase not in NOT_LIVE)
+
+    @property
+    def serves(self) -> bool:
+        """Whether every worker with a process takes calls."""
+        phases = {phase for phase, _, _ in self.workers.standings}
+        return phases.isdisjoint((WorkerPhase.STARTING, WorkerPhase.ALIVE, WorkerPhase.RUNNING))
 
     @property
     def running(self) -> int:
         """How many workers are as far as they shall come, or have ended well."""
-        return sum(self.up(worker) or worker.ended_well for worker in self.workers)
+        counts = self.workers.standings.items()
+        return sum(count for (phase, _, well), count in counts if well or self._is_up(phase))
 
     @property
     def settled(self) -> bool:
         """Whether every rank is up and in the present generation, or has ended well."""
         return self.opened == self.generation and all(
-            worker.ended_well or (self.up(worker) and worker.generation == self.generation)
-            for worker in self.workers
+            well or (self._is_up(phase) and generation == self.generation)
+            for phase, generation, well in self.workers.standings
         )
+
+    @property
+    def has_done_its_work(self) -> bool:
+        """Whether every rank has ended well."""
+        return all(well for _, _, well in self.workers.standings)
 
     def up(self, worker: WorkerState) -> bool:
         """Whether `worker` is in the user's code, and, when that is what it is for, takes calls."""
-        return worker.phase is WorkerPhase.SERVING or (
-            worker.phase is WorkerPhase.RUNNING and self.kind != "workload"
-        )
+        return self._is_up(worker.phase)
+
+    def _is_up(self, phase: WorkerPhase) -> bool:
+        return phase is WorkerPhase.SERVING or (phase is WorkerPhase.RUNNING and self.kind != "workload")
 
     def with_worker(self, worker: WorkerState) -> RoleState:
         """This role with the worker of one rank replaced."""
-        workers = (*self.workers[: worker.rank], worker, *self.workers[worker.rank + 1 :])
-        return replace(self, workers=workers)
+        return replace(self, workers=self.workers.with_one(worker.rank, worker))
 
     def check(self, max_restarts: int) -> None:
         """Raise `IllegalTransition` unless the state is one that can be."""
@@ -166,9 +197,11 @@ class RoleState(Value):
             if not true:
                 raise IllegalTransition(f"role {self.name} {otherwise}")
 
+        counted = Counter(worker.standing for worker in self.workers)
+        hold(self.workers.standings == counted, f"has {counted} and counts {self.workers.standings}")
         ranks = [worker.rank for worker in self.workers]
         hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
-        hold(self.phase not in ROLE_ENDS or not self.live, f"is {self.phase} and has live workers")
+        hold(self.phase not in ROLE_ENDS or not self.living, f"is {self.phase} and has live workers")
         hold(self.phase is not RolePhase.RUNNING or self.settled, f"is running with {self.running} ranks")
         hold(self.phase is not RolePhase.REFORMING or not self.settled, "is reforming and complete")
         hold(self.phase is not RolePhase.REFORMING or self.restart == "process", "reforms, which it cannot")
@@ -182,7 +215,7 @@ class RoleState(Value):
                 not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away"
             )
         if self.phase is RolePhase.SUCCEEDED:
-            hold(all(worker.ended_well for worker in self.workers), "succeeded without all of its workers")
+            hold(self.has_done_its_work, "succeeded without all of its workers")
 
 
 class Verdict(Value):
@@ -292,7 +325,7 @@ class JobState(Value):
     @property
     def live(self) -> bool:
         """Whether any worker has a process."""
-        return any(role.live for role in self.roles.values())
+        return any(role.living for role in self.roles.values())
 
     def check(self) -> None:
         """Raise `IllegalTransition` unless the state is one that can be."""
@@ -320,6 +353,6 @@ def new_job(
     return JobState(spec, placement, roles, started, logs, uid=uid, owner=owner, inventory=inventory)
 
 
-def waiting(placement: Placement, role: str) -> tuple[WorkerState, ...]:
+def waiting(placement: Placement, role: str) -> Ranks:
     """The ranks of a role of which none was started."""
-    return tuple(WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))
+    return Ranks(WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))

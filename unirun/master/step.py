@@ -173,7 +173,7 @@ def _serving(transition: Transition, event: WorkerServing) -> None:
     )
     role = role.with_worker(worker)
     settle(transition, role)
-    if all(each.phase is WorkerPhase.SERVING for each in role.live):
+    if role.serves:
         transition.tell_now()
     else:
         transition.tell_soon()

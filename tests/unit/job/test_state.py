@@ -11,6 +11,7 @@ from tests.unit.failover.losses import nodes, workloads
 from tests.unit.job.job import Job
 from unirun.errors import IllegalTransition
 from unirun.job.failures import Exit, Failure
+from unirun.job.ranks import Ranks
 from unirun.job.state import (
     KEPT_FAILURES,
     JobPhase,
@@ -29,7 +30,7 @@ def running() -> RoleState:
     worker = WorkerState(
         0, "n0", phase=WorkerPhase.SERVING, pid=1, generation=2, addresses={"socket": "a"}, recoverable=True
     )
-    workers = tuple(replace(worker, rank=rank, incarnation=rank) for rank in range(3))
+    workers = Ranks(replace(worker, rank=rank, incarnation=rank) for rank in range(3))
     return RoleState("actor", "workload", "process", workers, RolePhase.RUNNING, 2, 2, 1)
 
 
@@ -43,7 +44,7 @@ def having(**other: object) -> Callable[[RoleState], RoleState]:
 
 
 def gone(role: RoleState, code: int = 0) -> RoleState:
-    return replace(role, workers=tuple(worker.ended(Exit(code=code)) for worker in role.workers))
+    return replace(role, workers=Ranks(worker.ended(Exit(code=code)) for worker in role.workers))
 
 
 LEGAL: list[Callable[[RoleState], RoleState]] = [
@@ -59,8 +60,8 @@ LEGAL: list[Callable[[RoleState], RoleState]] = [
 ]
 
 ILLEGAL: list[tuple[str, Callable[[RoleState], RoleState]]] = [
-    ("has ranks that are not 0..n-1", lambda role: replace(role, workers=role.workers[1:])),
-    ("has ranks that are not 0..n-1", lambda role: replace(role, workers=role.workers[::-1])),
+    ("has ranks that are not 0..n-1", lambda role: replace(role, workers=Ranks(role.workers[1:]))),
+    ("has ranks that are not 0..n-1", lambda role: replace(role, workers=Ranks(role.workers[::-1]))),
     ("is succeeded and has live workers", having(phase=RolePhase.SUCCEEDED)),
     ("is failed and has live workers", having(phase=RolePhase.FAILED)),
     ("is stopped and has live workers", having(phase=RolePhase.STOPPED)),

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from unirun.errors import StoreRefused
 from unirun.graph import added
 from unirun.job.failures import Exit, Failure
+from unirun.job.ranks import Ranks
 from unirun.job.state import (
     ROLE_WORKS,
     JobPhase,
@@ -65,6 +66,12 @@ _LETTERS: dict[WorkerPhase, str] = {
     WorkerPhase.SERVING: "c",
     WorkerPhase.EXITED: "e",
 }
+_OF_JOB = (
+    *("uid", "phase", "started", "ended", "logs", "placement"),
+    *("asked_to_stop", "forgotten", "verdict", "owner"),
+)
+"""The fields of the state that are in the document ``job``."""
+
 _WORDS = {None: "-", False: "n", True: "y"}
 _SAID = {letter: said for said, letter in _WORDS.items()}
 _PHASES = {letter: phase for phase, letter in _LETTERS.items()}
@@ -75,13 +82,16 @@ def urgent(before: JobState, after: JobState) -> bool:
     they are in the store. What agents can tell again is not urgent."""
     if before is after:
         return False
-    if _of_job(before) != _of_job(after):
-        return True
-    return any(
-        role is not (old := before.roles[name])
-        and (_decided(old) != _decided(role) or _turned(old, role) or _learned(old, role))
+    return not _is_same_job(before, after) or any(
+        role is not (old := before.roles[name]) and (_decided(old) != _decided(role) or _turned(old, role))
         for name, role in after.roles.items()
     )
+
+
+def _is_same_job(before: JobState, after: JobState) -> bool:
+    # After most events all of it is the same values.
+    same = all(getattr(before, name) is getattr(after, name) for name in _OF_JOB)
+    return same or _of_job(before) == _of_job(after)
 
 
 def _decided(role: RoleState) -> tuple[Any, ...]:
@@ -89,18 +99,14 @@ def _decided(role: RoleState) -> tuple[Any, ...]:
 
 
 def _turned(before: RoleState, after: RoleState) -> bool:
-    # A role has become smaller only with another decision, so here they are as many.
-    return before.workers is not after.workers and any(
-        new is not old and (new.incarnation, new.live, new.exit) != (old.incarnation, old.live, old.exit)
-        for old, new in zip(before.workers, after.workers, strict=True)
-    )
+    """Whether workers were ordered or have ended, or trainers have told whether they are recoverable."""
 
+    def decided(worker: WorkerState) -> tuple[Any, ...]:
+        recoverable = worker.recoverable if after.kind == "trainer" else None
+        return worker.incarnation, worker.live, worker.exit, recoverable
 
-def _learned(before: RoleState, after: RoleState) -> bool:
-    """Whether a trainer has told whether it is recoverable: with its node, its master may be gone."""
-    return after.kind == "trainer" and [w.recoverable for w in before.workers] != [
-        w.recoverable for w in after.workers
-    ]
+    changed = after.workers.since(before.workers)
+    return any(was is None or decided(was) != decided(now) for was, now in changed)
 
 
 def changes(before: JobState | None, after: JobState) -> Changes:
@@ -123,7 +129,7 @@ def changes(before: JobState | None, after: JobState) -> Changes:
         found["roles"] = as_json(heads)
     found |= blocks("ranks", _RANKS, _workers(before), _workers(after), _ranks)
     found |= _failures(before, after)
-    if before is None or _of_job(before) != _of_job(after):
+    if before is None or not _is_same_job(before, after):
         found["job"] = as_json(_of_job(after))
     return found
 
@@ -162,7 +168,7 @@ def observed(state: JobState, documents: Documents) -> JobState:
             if worker.live and worker.incarnation == incarnation:
                 workers[rank] = replace(worker, pid=pid, addresses=addresses)
         at += len(workers)
-        state = state.with_role(replace(role, workers=tuple(workers)))
+        state = state.with_role(replace(role, workers=Ranks(workers)))
     return state
 
 
@@ -180,12 +186,12 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         hold([place.rank for place in here] == list(range(len(here))) and 0 < len(here) <= count, "placement")
         where = {place.rank: (place.node, place.own) for place in here}
         where |= {int(rank): (node, tuple(own)) for rank, (node, own) in elsewhere.items()}
-        workers = tuple(
+        placed = (
             replace(row, rank=rank, node=where[rank][0], own=where[rank][1])
             for rank, row in enumerate(rows[at : at + count])
         )
+        workers = Ranks(_with_calls(role.name, worker, documents) for worker in placed)
         at += count
-        workers = tuple(_with_calls(role.name, worker, documents) for worker in workers)
         roles[role.name] = RoleState(
             role.name, role.entry.kind, role.restart, workers, RolePhase(phase), generation, opened, restarts
         )
@@ -292,12 +298,9 @@ def _seen(workers: Sequence[WorkerState]) -> Any:
 def _calls(before: JobState | None, after: JobState) -> Changes:
     found: Changes = {}
     for role in after.roles.values():
-        old = before.roles[role.name].workers if before else ()
-        if old is role.workers:
-            continue
-        for number, worker in enumerate(role.workers):
-            known = (old[number].calls, old[number].called) if old else ((), ())
-            if (worker.calls, worker.called) != known:
+        known = before.roles[role.name].workers if before else Ranks()
+        for was, worker in role.workers.since(known):
+            if (worker.calls, worker.called) != ((was.calls, was.called) if was else ((), ())):
                 counts = to_builtins((worker.incarnation, worker.calls, worker.called))
                 found[f"calls/{role.name}/{worker.rank}"] = as_json(counts)
     return found

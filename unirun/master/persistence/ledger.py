@@ -17,15 +17,19 @@ _ENDS = StopWorkers | Shutdown
 
 
 class Ledger:
-    """The steps of one master whose commands wait. `kept` is the state that is in the store."""
+    """The steps of one master whose commands wait. `kept` is the state that is in the store.
+
+    What has followed since then without a decision is not compared with it again at each step.
+    """
 
     def __init__(self, kept: JobState) -> None:
-        self.kept = kept
+        self.kept = self._latest = kept
         self._steps: deque[tuple[JobState, list[Command]]] = deque()
 
     def add(self, state: JobState, commands: list[Command]) -> list[Command]:
         """After a step. Returns what may be done at once."""
-        if not self._steps and not urgent(self.kept, state):
+        if not self._steps and not urgent(self._latest, state):
+            self._latest = state
             return commands
         self._steps.append((state, commands))
         return []
@@ -37,7 +41,7 @@ class Ledger:
 
     def written(self, state: JobState) -> list[Command]:
         """`state` is in the store. Returns what may be done now."""
-        self.kept = state
+        self.kept = self._latest = state
         released: list[Command] = []
         if any(step[0] is state for step in self._steps):
             reached = False
@@ -45,8 +49,9 @@ class Ledger:
                 step, commands = self._steps.popleft()
                 released += commands
                 reached = step is state
-        while self._steps and not urgent(state, self._steps[0][0]):
-            released += self._steps.popleft()[1]
+        while self._steps and not urgent(self._latest, self._steps[0][0]):
+            self._latest, commands = self._steps.popleft()
+            released += commands
         return released
 
     def waive(self) -> list[Command]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment, Placement
+from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, new_job
 from unirun.master.persistence.context import changes
 from unirun.spec import Entry, JobSpec, RoleSpec
@@ -17,7 +18,7 @@ def kept(state: JobState) -> JobState:
     roles = {
         name: replace(
             role,
-            workers=tuple(replace(w, pid=None, addresses={}, metrics={}) for w in role.workers),
+            workers=Ranks(replace(w, pid=None, addresses={}, metrics={}) for w in role.workers),
         )
         for name, role in state.roles.items()
     }

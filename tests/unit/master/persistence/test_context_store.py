@@ -19,6 +19,7 @@ from tests.unit.master.persistence.documents import applied, kept, many
 from tests.unit.master.persistence.unsteady import Fault, UnsteadyStore
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.job.failures import Exit, Failure
+from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, WorkerPhase
 from unirun.master.persistence import context as context_module
 from unirun.master.persistence import context_store as store_module
@@ -198,7 +199,7 @@ class TestAWriteInPieces:
         for number in range(30):
             before = before.with_failures(Failure("role0", number, 0, 0, "n", float(number), Exit(code=1)))
         role = before.roles["role0"]
-        workers = tuple(replace(worker, phase=WorkerPhase.STARTING) for worker in role.workers)
+        workers = Ranks(replace(worker, phase=WorkerPhase.STARTING) for worker in role.workers)
         agents = {node: Join(node, 1, node, {"role0": "10.0.0.1:1"}) for node in before.placement.nodes}
         after = replace(before, agents=agents, asked_to_stop=True, failures=(), forgotten=30)
         return before, after.with_role(replace(role, workers=workers))
@@ -314,7 +315,7 @@ def test_what_is_only_for_readers_comes_after_what_was_decided(
     monkeypatch.setattr(store_module, "MAX_OPERATIONS", 3)
     before = many(2000, 2)
     role = before.roles["role0"]
-    workers = tuple(replace(each, phase=WorkerPhase.ALIVE, pid=7) for each in role.workers)
+    workers = Ranks(replace(each, phase=WorkerPhase.ALIVE, pid=7) for each in role.workers)
     after = before.with_role(replace(role, workers=workers))
     hand = contexts(store)
     hand.create(before)
