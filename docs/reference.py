@@ -35,6 +35,7 @@ SECTIONS = {
     "Role groups and their results": [
         "RoleGroup",
         "WorkerHandle",
+        "RemoteMethod",
         "shard",
         "replicate",
         "InvocationRef",
@@ -82,7 +83,7 @@ SHARED = {"RLJobBuilder": "DLJobBuilder", "WorkloadBuilder": "DLJobBuilder"}
 """Classes whose methods are those of another one, and some more."""
 
 MADE_BY_UNIRUN = (
-    *("Context", "MasterHandle", "RoleGroup", "WorkerHandle", "InvocationRef"),
+    *("Context", "MasterHandle", "RoleGroup", "WorkerHandle", "RemoteMethod", "InvocationRef"),
     *("WorkloadBuilder", "Job", "JobHandle"),
 )
 """Classes that users do not make objects of, so that the constructor is nothing to them."""

@@ -51,7 +51,7 @@ def test_a_call_that_goes_to_any_rank_is_a_part_of_the_work(stage: Stage) -> Non
 
 def test_what_nobody_waits_for_is_counted_apart_when_it_is_answered(stage: Stage) -> None:
     cast = stage.role(2)
-    ref = cast.group.call_async("hold", "later")
+    ref = cast.group.hold.call_async("later")
     assert stage.counted(cast) == {}
     cast.open("later")
     ref.result()
@@ -68,7 +68,7 @@ def test_an_error_is_an_answer_too(stage: Stage) -> None:
 @pytest.mark.processes
 def test_a_call_that_is_lost_is_none(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("hold", "doomed")
+    ref = cast.group.hold.call_async("doomed")
     cast[0].hear("holding doomed")
     cast.kill(0)
     with pytest.raises(WorkerLost):

@@ -41,7 +41,7 @@ def test_those_who_were_in_time_are_heard(stage: Stage) -> None:
 
 def test_a_result_that_is_asked_for_early_says_who_is_missing_and_comes_later(stage: Stage) -> None:
     cast = stage.role(2)
-    ref = cast.group.call_async("hold_if", 0, "early")
+    ref = cast.group.hold_if.call_async(0, "early")
     cast[0].hear("holding early")
     eventually(lambda: "1 of 2 answered" in repr(ref), "one has answered")
     for timeout in (0.05, 0.0, -1.0):
@@ -56,7 +56,7 @@ def test_a_result_that_is_asked_for_early_says_who_is_missing_and_comes_later(st
 
 def test_a_worker_that_hangs_holds_up_nobody_else(stage: Stage) -> None:
     cast = stage.role(2)
-    hanging = cast.group[0].call_async("hold_briefly", "hang")
+    hanging = cast.group[0].hold_briefly.call_async("hang")
     cast[0].hear("holding hang")
     for number in range(100):
         assert cast.group[1].echo(number) == number
@@ -93,7 +93,7 @@ def test_a_process_that_is_stopped_takes_what_it_is_sent_when_it_goes_on(stage: 
     cast.group.note("warm")
     cast[0].signal(STOP)
     try:
-        refs = [cast.group.call_async("note", bytes([number]) * (1 << 16)) for number in range(100)]
+        refs = [cast.group.note.call_async(bytes([number]) * (1 << 16)) for number in range(100)]
     finally:
         cast[0].signal(GO_ON)
     wait(refs, len(refs), SOON)
@@ -114,10 +114,10 @@ def test_a_call_for_a_worker_that_is_not_there_ends_at_its_deadline_too(stage: S
 
 def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
     cast = stage.role(1)
-    blocked = cast.group.call_async("hold", "dam")
+    blocked = cast.group.hold.call_async("dam")
     cast[0].hear("holding dam")
     began = time.monotonic()
-    refs = [cast.group.call_async("hold_briefly", "") for _ in range(300)]
+    refs = [cast.group.hold_briefly.call_async("") for _ in range(300)]
     ended = threading.Event()
     refs[-1].add_done_callback(lambda _: ended.set())
     assert ended.wait(SOON)
@@ -131,13 +131,11 @@ def test_many_deadlines_at_once_are_kept(stage: Stage) -> None:
 @pytest.mark.processes
 def test_a_call_to_a_worker_that_is_stopped_and_was_never_called_ends_at_its_deadline(stage: Stage) -> None:
     cast = stage.role(1)
-    cast.group._options("hold_briefly")
     other = stage.role(1)
-    methods = cast.group._methods.all()
-    stopped = role_group(stage.caller, other.role, 1, methods)
+    stopped = role_group(stage.caller, other.role, 1, cast.group._role_methods.all())
     other[0].signal(STOP)
     began = time.monotonic()
-    ref = stopped.call_async("hold_briefly", "frozen")
+    ref = stopped.hold_briefly.call_async("frozen")
     assert time.monotonic() - began < 1.0, "a call that does not wait returns at once"
     with pytest.raises(InvocationTimeout, match=r"within its deadline of 0.4 s by"):
         stopped.hold_briefly("frozen")

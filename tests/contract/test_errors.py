@@ -99,7 +99,7 @@ def test_the_first_error_of_a_group_call_ends_it_soon(stage: Stage) -> None:
 
 def test_one_who_fails_does_not_wait_for_those_who_go_on(stage: Stage) -> None:
     cast = stage.role(2)
-    ref = cast.group.call_async("hold_or_fail", 0, "slowly")
+    ref = cast.group.hold_or_fail.call_async(0, "slowly")
     cast[0].hear("holding slowly")
     with pytest.raises(ValueError, match=f"{cast.role}:1 fails"):
         ref.result(SOON)
@@ -108,7 +108,9 @@ def test_one_who_fails_does_not_wait_for_those_who_go_on(stage: Stage) -> None:
 
 
 def test_an_unknown_method_is_told_with_those_there_are(troupe: Cast) -> None:
-    with pytest.raises(AttributeError, match=r"no method 'ecko'; its methods are: .*echo, "):
+    with pytest.raises(
+        AttributeError, match=r"no method 'ecko'; did you mean 'echo'\? its methods are: .*echo, "
+    ):
         troupe.group.ecko()
     assert not hasattr(troupe.group, "ecko")
     assert {"echo", "hold"} <= set(dir(troupe.group))
@@ -123,7 +125,7 @@ def test_a_coroutine_that_gives_up_answers_all_the_same(stage: Stage) -> None:
     cast = stage.role(1)
     with pytest.raises(RemoteError, match="CancelledError: given up"):
         cast.group.give_up()
-    ref = cast.group.call_async("meanwhile", "after")
+    ref = cast.group.meanwhile.call_async("after")
     cast[0].open("after")
     assert ref.result(SOON) == ["after"]
 
@@ -132,7 +134,7 @@ def test_a_coroutine_that_gives_up_answers_all_the_same(stage: Stage) -> None:
 @pytest.mark.parametrize("method", ["leave", "leave_thread", "leave_loop"])
 def test_a_worker_whose_method_ends_the_program_is_lost(stage: Stage, method: str) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async(method)
+    ref = getattr(cast.group, method).call_async()
     cast[0].await_end()
     cast.kill(0)
     with pytest.raises(WorkerLost, match=f"{cast.role}:0 was lost"):

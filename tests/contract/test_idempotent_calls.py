@@ -10,7 +10,7 @@ from unirun.errors import InvocationTimeout, WorkerLost
 
 def test_an_idempotent_call_is_made_again_when_its_worker_is_back(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("again", "retry")
+    ref = cast.group.again.call_async("retry")
     cast[0].hear("holding retry")
     cast.kill(0)
     cast.start_again(0)
@@ -23,7 +23,7 @@ def test_an_idempotent_call_is_made_again_when_its_worker_is_back(stage: Stage) 
 def test_a_loss_that_an_idempotent_call_got_over_is_told_by_the_next_other_call(stage: Stage) -> None:
     cast = stage.role(1)
     cast.group.echo(0)
-    ref = cast.group.call_async("again", "retry")
+    ref = cast.group.again.call_async("retry")
     cast[0].hear("holding retry")
     cast.kill(0)
     cast.start_again(0)
@@ -38,7 +38,7 @@ def test_a_loss_that_an_idempotent_call_got_over_is_told_by_the_next_other_call(
 def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
     cast = stage.role(2)
     # One answers at once. What it has said counts no more when the other one dies.
-    ref = cast.group.call_async("again_if", 0, "all")
+    ref = cast.group.again_if.call_async(0, "all")
     cast[0].hear("holding all")
     eventually(lambda: "1 of 2" in repr(ref), "one has answered")
     cast.kill(0)
@@ -56,7 +56,7 @@ def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
 
 def test_an_idempotent_call_is_made_again_so_often_and_no_more(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("again_once", "never")
+    ref = cast.group.again_once.call_async("never")
     for _ in range(2):
         assert not ref.done()
         cast[0].hear("holding never")
@@ -68,7 +68,7 @@ def test_an_idempotent_call_is_made_again_so_often_and_no_more(stage: Stage) -> 
 
 def test_an_idempotent_call_without_an_answer_ends_at_its_deadline(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("again_briefly", "brief")
+    ref = cast.group.again_briefly.call_async("brief")
     cast[0].hear("holding brief")
     cast.kill(0)
     assert isinstance(ref.exception(SOON), InvocationTimeout)
@@ -79,7 +79,7 @@ def test_an_idempotent_group_call_that_is_refused_is_made_again(stage: Stage) ->
     cast.group.echo(0)
     cast[1].form(1)
     assert cast[1].hear("formed") == 1
-    ref = cast.group.call_async("again", "both")
+    ref = cast.group.again.call_async("both")
     cast.kill(0)
     cast.start_again(0)
     for player in cast:

@@ -16,8 +16,8 @@ from unirun.roles import RoleGroup, wait
 
 def test_a_worker_that_dies_in_mid_call_is_told_at_once(stage: Stage) -> None:
     cast = stage.role(2)
-    ref = cast.group[0].call_async("hold", "doomed")
-    behind = cast.group[0].call_async("note", "behind it")
+    ref = cast.group[0].hold.call_async("doomed")
+    behind = cast.group[0].note.call_async("behind it")
     cast[0].hear("holding doomed")
     cast.kill(0)
     assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
@@ -28,7 +28,7 @@ def test_a_worker_that_dies_in_mid_call_is_told_at_once(stage: Stage) -> None:
 def test_a_worker_whose_death_only_the_board_tells_is_lost_too(stage: Stage) -> None:
     """The machine is gone, and no connection says so."""
     cast = stage.role(1)
-    ref = cast.group.call_async("hold", "silent")
+    ref = cast.group.hold.call_async("silent")
     cast[0].hear("holding silent")
     cast.tell_gone(0)
     lost_within(ref, 2.0)
@@ -37,7 +37,7 @@ def test_a_worker_whose_death_only_the_board_tells_is_lost_too(stage: Stage) -> 
 
 def test_a_group_call_ends_when_one_of_the_group_dies(stage: Stage) -> None:
     cast = stage.role(3)
-    ref = cast.group.call_async("hold", "together")
+    ref = cast.group.hold.call_async("together")
     for player in cast:
         player.hear("holding together")
     cast.kill(1)
@@ -49,8 +49,8 @@ def test_a_group_call_ends_when_one_of_the_group_dies(stage: Stage) -> None:
 
 def test_what_was_answered_before_a_death_has_its_result(stage: Stage) -> None:
     cast = stage.role(1)
-    refs = [cast.group.call_async("echo", number) for number in range(100)]
-    last = cast.group.call_async("hold", "last")
+    refs = [cast.group.echo.call_async(number) for number in range(100)]
+    last = cast.group.hold.call_async("last")
     cast[0].hear("holding last")
     wait(refs, len(refs), SOON)
     cast.kill(0)
@@ -61,7 +61,7 @@ def test_what_was_answered_before_a_death_has_its_result(stage: Stage) -> None:
 @pytest.mark.processes
 def test_a_method_that_ends_its_process_is_a_loss_and_not_repeated(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("die")
+    ref = cast.group.die.call_async()
     cast[0].await_end()
     cast.kill(0)
     lost_within(ref, 5.0)
@@ -82,12 +82,12 @@ def test_a_death_that_nobody_was_waiting_for_is_told_by_the_next_call(stage: Sta
 
 def test_calls_wait_for_a_worker_that_is_on_its_way(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("hold", "first")
+    ref = cast.group.hold.call_async("first")
     cast[0].hear("holding first")
     cast.kill(0)
     lost_within(ref, 2.0)
     cast.prepare_again(0)
-    refs = [cast.group.call_async("note", number) for number in range(50)]
+    refs = [cast.group.note.call_async(number) for number in range(50)]
     assert not any(ref.done() for ref in refs)
     cast.announce_again(0)
     assert [ref.result(SOON) for ref in refs] == [[number] for number in range(50)]
@@ -97,12 +97,12 @@ def test_calls_wait_for_a_worker_that_is_on_its_way(stage: Stage) -> None:
 
 def test_a_group_call_waits_for_the_successor_while_calls_of_single_workers_go_on(stage: Stage) -> None:
     cast = stage.role(2)
-    ref = cast.group.call_async("hold_if", 0, "gone")
+    ref = cast.group.hold_if.call_async(0, "gone")
     cast[0].hear("holding gone")
     cast.kill(0)
     lost_within(ref, 2.0)
     assert cast.group[1].echo("alone") == "alone"
-    together = cast.group.call_async("number")
+    together = cast.group.number.call_async()
     cast.prepare_again(0)
     assert not together.done()
     cast.announce_again(0)
@@ -112,13 +112,13 @@ def test_a_group_call_waits_for_the_successor_while_calls_of_single_workers_go_o
 def test_twenty_deaths_in_a_row_disturb_nobody_else(stage: Stage) -> None:
     cast = stage.role(3)
     group = cast.group
-    long = [group[rank].call_async("hold", "long") for rank in (1, 2)]
+    long = [group[rank].hold.call_async("long") for rank in (1, 2)]
     for rank in (1, 2):
         cast[rank].hear("holding long")
-    queued = [group[rank].call_async("note", number) for number in range(5) for rank in (1, 2)]
+    queued = [group[rank].note.call_async(number) for number in range(5) for rank in (1, 2)]
     for life in range(20):
         assert group[0].me()[1] == life
-        doomed = group[0].call_async("hold", "doomed")
+        doomed = group[0].hold.call_async("doomed")
         cast[0].hear("holding doomed")
         cast.kill(0)
         lost_within(doomed, 2.0)
@@ -134,7 +134,7 @@ def test_twenty_deaths_in_a_row_disturb_nobody_else(stage: Stage) -> None:
 def test_a_worker_that_has_ended_for_good_is_lost_at_once(stage: Stage) -> None:
     cast = stage.role(2)
     cast.group.echo()
-    ref = cast.group[0].call_async("hold", "over")
+    ref = cast.group[0].hold.call_async("over")
     cast[0].hear("holding over")
     cast[0].kill()
     cast.tell_over(0)
@@ -173,7 +173,7 @@ def test_calls_from_many_threads_survive_deaths_of_others(stage: Stage) -> None:
         thread.start()
     try:
         for _ in range(5):
-            ref = cast.group[0].call_async("hold", "x")
+            ref = cast.group[0].hold.call_async("x")
             cast[0].hear("holding x")
             cast.kill(0)
             lost_within(ref, 2.0)
@@ -205,7 +205,7 @@ def test_the_first_call_waits_for_those_who_have_not_started(stage: Stage) -> No
 
 def test_only_the_board_says_that_a_worker_is_dead(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("hold", "doomed")
+    ref = cast.group.hold.call_async("doomed")
     cast[0].hear("holding doomed")
     cast[0].kill()
     with pytest.raises(InvocationTimeout):
@@ -217,7 +217,7 @@ def test_only_the_board_says_that_a_worker_is_dead(stage: Stage) -> None:
 def test_a_worker_whose_connections_are_cut_again_and_again_is_not_lost(stage: Stage) -> None:
     cast = stage.role(1)
     with Line(cast) as line:
-        ref = cast.group.call_async("hold", "through")
+        ref = cast.group.hold.call_async("through")
         cast[0].hear("holding through")
     for number in range(6):
         with Line(cast) as next_line:
@@ -234,7 +234,7 @@ def test_each_death_is_told_once(stage: Stage) -> None:
     cast = stage.role(2)
     assert cast.group.echo(0) == [0, 0]
     for life in range(10):
-        ref = cast.group.call_async("hold_if", 0, "doomed")
+        ref = cast.group.hold_if.call_async(0, "doomed")
         cast[0].hear("holding doomed")
         cast.kill(0)
         assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
@@ -244,15 +244,15 @@ def test_each_death_is_told_once(stage: Stage) -> None:
 
 def test_queued_calls_of_a_group_do_not_run_in_the_next_generation(stage: Stage) -> None:
     cast = stage.role(2)
-    first = cast.group.call_async("hold", "slow")
-    behind = [cast.group.call_async("note", number) for number in range(3)]
-    alone = cast.group[1].call_async("note", "alone")
+    first = cast.group.hold.call_async("slow")
+    behind = [cast.group.note.call_async(number) for number in range(3)]
+    alone = cast.group[1].note.call_async("alone")
     cast[1].hear("holding slow")
     cast.kill(0)
     for ref in (first, *behind):
         assert lost_within(ref, 2.0).worker == f"{cast.role}:0"
     cast.start_again(0)
-    together = cast.group.call_async("note", "together")
+    together = cast.group.note.call_async("together")
     cast[1].open("slow")
     assert together.result(SOON) == ["together", "together"]
     assert alone.result(SOON) == "alone"
@@ -265,7 +265,7 @@ def test_a_group_call_that_a_worker_refuses_is_lost_and_says_why(stage: Stage) -
     assert cast.group.echo(0) == [0, 0]
     cast[1].form(1)
     assert cast[1].hear("formed") == 1
-    ref = cast.group.call_async("note", "early")
+    ref = cast.group.note.call_async("early")
     assert not wait([ref], timeout=0.3)[0], "who was lost is not known yet"
     cast.kill(0)
     cast.start_again(0)
@@ -279,7 +279,7 @@ def test_a_group_call_that_was_begun_for_one_generation_is_not_ended_in_the_next
     cast = stage.role(2)
     cast.kill(0)
     cast.prepare_again(0)
-    ref = cast.group.call_async("note", "half")
+    ref = cast.group.note.call_async("half")
     eventually(lambda: "1 of 2" in repr(ref), "one has answered")
     cast.kill(0)
     cast.start_again(0)
@@ -326,7 +326,7 @@ def test_a_callback_may_wait_for_another_call(stage: Stage) -> None:
     cast = stage.role(1)
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
     for number in range(3):
-        ref = cast.group.call_async("echo", number)
+        ref = cast.group.echo.call_async(number)
         ref.add_done_callback(lambda done: answers.put((done.result(), cast.group.echo("inside"))))
         assert cast.group.echo("beside") == ["beside"]
     found = sorted(answers.get(timeout=SOON) for _ in range(3))  # type: ignore[type-var]

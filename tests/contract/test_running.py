@@ -35,8 +35,8 @@ def test_calls_run_in_the_main_thread_of_their_own_process(stage: Stage, troupe:
 
 def test_calls_run_in_the_order_in_which_they_were_made(stage: Stage) -> None:
     cast = stage.role(2)
-    refs = [cast.group[number % 2].call_async("note", number) for number in range(600)]
-    refs += [cast.group.call_async("note", number) for number in range(600, 700)]
+    refs = [cast.group[number % 2].note.call_async(number) for number in range(600)]
+    refs += [cast.group.note.call_async(number) for number in range(600, 700)]
     assert [ref.result(SOON) for ref in refs[:600]] == list(range(600))
     evens, odds = cast.group.ran()
     assert evens == [*range(0, 600, 2), *range(600, 700)]
@@ -46,8 +46,7 @@ def test_calls_run_in_the_order_in_which_they_were_made(stage: Stage) -> None:
 def test_large_and_small_calls_keep_their_order_too(stage: Stage) -> None:
     cast = stage.role(1)
     refs = [
-        cast.group.call_async("note", torch.full((1 << (n % 3) * 9,), n, dtype=torch.int32))
-        for n in range(60)
+        cast.group.note.call_async(torch.full((1 << (n % 3) * 9,), n, dtype=torch.int32)) for n in range(60)
     ]
     wait(refs, len(refs), SOON)
     assert [int(tensor[0]) for tensor in cast.group[0].ran()] == list(range(60))
@@ -57,7 +56,7 @@ def test_calls_of_several_threads_each_keep_their_order(stage: Stage) -> None:
     cast = stage.role(1)
 
     def make(name: str) -> None:
-        refs = [cast.group.call_async("note", (name, number)) for number in range(150)]
+        refs = [cast.group.note.call_async((name, number)) for number in range(150)]
         wait(refs, len(refs), SOON)
 
     threads = [threading.Thread(target=make, args=(name,)) for name in "abcd"]
@@ -73,10 +72,10 @@ def test_calls_of_several_threads_each_keep_their_order(stage: Stage) -> None:
 
 def test_a_thousand_calls_are_in_flight_at_once(stage: Stage) -> None:
     cast = stage.role(2)
-    gates = cast.group.call_async("hold", "flood")
+    gates = cast.group.hold.call_async("flood")
     for player in cast:
         player.hear("holding flood")
-    refs = [cast.group[number % 2].call_async("echo", number) for number in range(1000)]
+    refs = [cast.group[number % 2].echo.call_async(number) for number in range(1000)]
     assert not any(ref.done() for ref in refs)
     cast.open("flood")
     assert [ref.result(SOON) for ref in refs] == list(range(1000))
@@ -87,8 +86,8 @@ def test_a_call_runs_once_when_the_connection_breaks_while_it_runs(stage: Stage)
     cast = stage.role(1)
     with Line(cast) as line:
         assert cast.group.note("before") == ["before"]
-    ref = cast.group.call_async("hold", "midway")
-    queued = [cast.group.call_async("note", number) for number in range(20)]
+    ref = cast.group.hold.call_async("midway")
+    queued = [cast.group.note.call_async(number) for number in range(20)]
     cast[0].hear("holding midway")
     line.cut()
     cast[0].open("midway")
@@ -103,7 +102,7 @@ def test_every_call_runs_once_however_often_the_connection_breaks(stage: Stage) 
     for round_number in range(12):
         with Line(cast) as line:
             assert cast.group.echo(round_number) == [round_number]
-        refs += [cast.group.call_async("note", (round_number, number)) for number in range(25)]
+        refs += [cast.group.note.call_async((round_number, number)) for number in range(25)]
         wait(refs[-25:], 1 + round_number, SOON)
         line.cut()
         eventually(refs[-1].done, "the last answer comes, over whatever connection")
@@ -113,7 +112,7 @@ def test_every_call_runs_once_however_often_the_connection_breaks(stage: Stage) 
 
 def test_any_spreads_over_those_who_have_least_to_do(troupe: Cast) -> None:
     assert Counter(troupe.group.anyone() for _ in range(9)) == {0: 3, 1: 3, 2: 3}
-    busy = troupe.group[1].call_async("hold", "spread")
+    busy = troupe.group[1].hold.call_async("spread")
     troupe[1].hear("holding spread")
     assert Counter(troupe.group.anyone() for _ in range(8)) == {0: 4, 2: 4}
     troupe.open("spread")
@@ -121,14 +120,14 @@ def test_any_spreads_over_those_who_have_least_to_do(troupe: Cast) -> None:
 
 
 def test_open_calls_to_any_are_counted(troupe: Cast) -> None:
-    refs = [troupe.group.call_async("anyone_holds", "shared") for _ in range(6)]
+    refs = [troupe.group.anyone_holds.call_async("shared") for _ in range(6)]
     troupe.open("shared")
     assert sorted(ref.result(SOON) for ref in refs) == [0, 0, 1, 1, 2, 2]
 
 
 def test_map_gives_each_item_to_somebody_and_keeps_their_order(troupe: Cast) -> None:
-    assert troupe.group.map("echo", range(50)) == list(range(50))
-    assert set(troupe.group.map("number", [])) == set()
+    assert troupe.group.echo.map(range(50)) == list(range(50))
+    assert set(troupe.group.number.map([])) == set()
 
 
 def test_map_goes_round_a_worker_that_is_slow(stage: Stage) -> None:
@@ -137,7 +136,7 @@ def test_map_goes_round_a_worker_that_is_slow(stage: Stage) -> None:
     results: list[int] = []
 
     def work() -> None:
-        results.extend(cast.group.map("hold_if", [0] * 40, "slow"))
+        results.extend(cast.group.hold_if.map([0] * 40, "slow"))
         done.set()
 
     threading.Thread(target=work, daemon=True).start()
@@ -151,15 +150,17 @@ def test_map_goes_round_a_worker_that_is_slow(stage: Stage) -> None:
 
 def test_methods_in_threads_and_loops_run_beside_a_long_call(stage: Stage) -> None:
     cast = stage.role(1)
-    long = cast.group.call_async("hold", "long")
+    long = cast.group.hold.call_async("long")
     cast[0].hear("holding long")
     refs = [
-        cast.group.call_async(method, f"{method}{n}") for method in ("beside", "meanwhile") for n in range(2)
+        getattr(cast.group, method).call_async(f"{method}{n}")
+        for method in ("beside", "meanwhile")
+        for n in range(2)
     ]
     for method in ("beside", "meanwhile"):
         for number in range(2):
             cast[0].hear(f"holding {method}{number}")
-    third = cast.group.call_async("beside", "third")
+    third = cast.group.beside.call_async("third")
     assert not third.done()
     for gate in ("beside1", "meanwhile1", "meanwhile0", "beside0", "third"):
         cast[0].open(gate)
@@ -176,9 +177,9 @@ def test_calls_of_other_threads_are_answered_while_one_waits(stage: Stage) -> No
     cast[0].hear("holding patience")
     others = [in_thread(lambda n=n: cast.group[0].echo_beside(n)) for n in range(8)]
     assert [other.get(timeout=SOON) for other in others] == list(range(8))
-    refs = [cast.group[0].call_async("echo_beside", bytes(1 << 20)) for n in range(30)]
+    refs = [cast.group[0].echo_beside.call_async(bytes(1 << 20)) for n in range(30)]
     assert [len(ref.result(SOON)) for ref in refs] == [1 << 20] * 30
-    refs = [cast.group[0].call_async("echo_beside", n) for n in range(300)]
+    refs = [cast.group[0].echo_beside.call_async(n) for n in range(300)]
     assert [ref.result(SOON) for ref in refs] == list(range(300))
     assert waiting.empty()
     cast[0].open("patience")
@@ -208,7 +209,7 @@ def test_workers_keep_no_results(stage: Stage) -> None:
         cast.group.echo(number)
     # What was answered last is acked with the next call.
     assert max(cast.kept()) <= 1
-    refs = [cast.group.call_async("echo", number) for number in range(200)]
+    refs = [cast.group.echo.call_async(number) for number in range(200)]
     wait(refs, len(refs), SOON)
     cast.group.echo()
     assert max(cast.kept()) <= 1
@@ -223,7 +224,7 @@ def test_large_results_are_let_go_at_once(stage: Stage) -> None:
 
 def test_results_that_come_too_late_are_let_go_too(stage: Stage) -> None:
     cast = stage.role(1)
-    ref = cast.group.call_async("hold_briefly", "late")
+    ref = cast.group.hold_briefly.call_async("late")
     assert isinstance(ref.exception(SOON), TimeoutError)
     cast[0].open("late")
 
@@ -238,7 +239,7 @@ def test_results_that_come_too_late_are_let_go_too(stage: Stage) -> None:
 def test_a_worker_plays_for_several_callers_at_once(stage: Stage) -> None:
     cast = stage.role(1)
     other = stage.trainer(0, call_many, cast)
-    assert [cast.group[0].call("echo", number) for number in range(200)] == list(range(200))
+    assert [cast.group[0].echo.call(number) for number in range(200)] == list(range(200))
     other.hear("all answered")
 
 

@@ -254,9 +254,9 @@ class TestMemory:
         cast = workers.role(1)
         counts = []
         for _ in range(6):
-            ref = cast.group.call_async("hold", "x")
+            ref = cast.group.hold.call_async("x")
             cast[0].hear("holding x")
-            cast.group.call_async("echo", torch.ones(1 << 20))
+            cast.group.echo.call_async(torch.ones(1 << 20))
             cast.kill(0)
             assert ref.exception(SOON) is not None
             cast.start_again(0)

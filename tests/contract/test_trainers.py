@@ -14,11 +14,11 @@ from unirun.roles import RoleGroup, wait
 
 def leave_results(group: RoleGroup, control: Connection) -> None:
     """Make calls whose results are never fetched, and one that runs when this process dies."""
-    refs = [group[0].call_async("note", ("first", number)) for number in range(20)]
+    refs = [group[0].note.call_async(("first", number)) for number in range(20)]
     wait(refs, len(refs), SOON)
-    group[0].call_async("hold", "abandoned")
+    group[0].hold.call_async("abandoned")
     for number in range(20):
-        group[0].call_async("note", ("queued", number))
+        group[0].note.call_async(("queued", number))
     control.send("made")
     time.sleep(SOON)
 
@@ -61,7 +61,7 @@ def wait_long(group: RoleGroup, control: Connection) -> None:
         group[0].hold("while signals come")
     except KeyboardInterrupt:
         control.send("interrupted")
-        control.send(("echo", group[0].call_async("echo_beside", 1).result(SOON)))
+        control.send(("echo", group[0].echo_beside.call_async(1).result(SOON)))
         control.recv()
 
 

@@ -103,10 +103,10 @@ def test_who_receives_a_tensor_may_write_to_it(stage: Stage, size: int) -> None:
 
 def test_what_a_call_takes_along_is_what_was_there_when_it_was_made(stage: Stage) -> None:
     cast = stage.role(1)
-    held = cast.group.call_async("hold", "snapshot")
+    held = cast.group.hold.call_async("snapshot")
     cast[0].hear("holding snapshot")
     tensors = {size: torch.ones(size) for size in (10, 10_000, 1 << 20)}
-    refs = {size: cast.group.call_async("echo", tensor) for size, tensor in tensors.items()}
+    refs = {size: cast.group.echo.call_async(tensor) for size, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.fill_(7)
     cast[0].open("snapshot")
@@ -162,7 +162,7 @@ def test_a_result_that_cannot_be_sent_is_an_error_that_names_it(troupe: Cast) ->
 def test_values_that_burst_when_they_arrive_are_errors_that_name_them(troupe: Cast) -> None:
     with pytest.raises(EncodingError, match=rf"arguments of echo cannot be unpickled in {troupe.role}:\d"):
         troupe.group.echo(Bomb())
-    ref = troupe.group.call_async("fail", "bomb")
+    ref = troupe.group.fail.call_async("bomb")
     for _ in range(2):
         with pytest.raises(EncodingError, match=rf"result of fail from {troupe.role}:0 cannot be unpickled"):
             ref.result(SOON)

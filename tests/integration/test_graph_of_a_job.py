@@ -33,7 +33,7 @@ TRAINER = """
         def fit(self):
             for _ in range(4):
                 self.RG_ACTOR.load(b"x" * 10_000)
-                refs = [self.RG_ROLLOUT.call_async("state")]
+                refs = [self.RG_ROLLOUT.state.call_async()]
                 [ref.result() for ref in refs]
             for _ in range(600):
                 if pathlib.Path("go").exists():

@@ -36,7 +36,6 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun logs [JOB]      what its workers wrote    unirun stop    end a job
        unirun gc [JOB…]       clear jobs that are over
        unirun warm [stop]     keep torch imported between jobs
-       unirun stubs CLASS …   role groups with the signatures of workloads, for editors
        unirun completion bash|zsh"""
 
 

@@ -1,6 +1,6 @@
 """What runs inside a worker: who it is, who the others are, groups with them, and calls to them."""
 
-from unirun.roles.calls.group import RoleGroup, WorkerHandle
+from unirun.roles.calls.group import RemoteMethod, RoleGroup, WorkerHandle
 from unirun.roles.calls.policy import trainer_invocation
 from unirun.roles.calls.refs import InvocationRef, wait
 from unirun.roles.calls.sharding import replicate, shard
@@ -18,6 +18,7 @@ __all__ = [
     "InvocationRef",
     "MasterHandle",
     "Member",
+    "RemoteMethod",
     "RoleGroup",
     "Trainer",
     "WorkerHandle",

@@ -61,18 +61,6 @@ def _likely(target: str) -> str:
     return f"did you mean {likely!r}?" if _is_class_name(module, name) and likely != target else ""
 
 
-def source_of(module: str, folders: Sequence[str]) -> str | Missing:
-    """The path of the source of `module`, or why there is none."""
-    if not all(part.isidentifier() for part in module.split(".")):
-        return Missing(f"{module!r} is no name of a module", "name it as in an import: pkg.mod")
-    found = _find(module, folders)
-    if isinstance(found, Missing):
-        return found
-    if found.origin is None or not isinstance(found.loader, SourceFileLoader):
-        return Missing(f"module {module} has no source", "name a module that is written in Python")
-    return found.origin
-
-
 def _find(module: str, folders: Sequence[str]) -> ModuleSpec | Missing:
     parts = module.split(".")
     found = _top_level(parts[0], folders)

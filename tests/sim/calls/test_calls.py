@@ -72,7 +72,7 @@ class History:
             method = self.rng.choice(("step", "step", "step", "two_steps", "step_again", "note"))
             ranks = [self.rng.randrange(self.role.size)] if method == "note" else [*range(self.role.size)]
             group = self.group[ranks[0]] if method == "note" else self.group
-            ref = group.call_async(method, number)
+            ref = getattr(group, method).call_async(number)
             self.log.append(f"{self.clock.now:.4f} {method}({number}) on {ranks}")
             ref.wake_with(lambda _: self.trainer.wake())
             open_refs.append((method, number, ranks, ref, self.clock.now))
@@ -83,7 +83,7 @@ class History:
         self.trainer.wait(lambda: self.clock.now > self.last_death)
         # Each loss is told once: one call after the other, none fails more often than ranks have died.
         for _ in range(len(self.role.deaths) + 1):
-            ref = self.group.call_async("step", 7)
+            ref = self.group.step.call_async(7)
             ref.wake_with(lambda _: self.trainer.wake())
             if self._take("step", 7, [*range(self.role.size)], ref, self.clock.now):
                 return

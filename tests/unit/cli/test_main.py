@@ -74,7 +74,6 @@ def test_logs_that_cannot_be_written_are_told_of(follow: list[str]) -> None:
         (["plan"], 2, "roles.default: there is nothing to run; name a script: unirun train.py"),
         (["stop", "--signal", "0"], 2, "'0' is no signal"),
         (["stop", "-9"], 2, "-9 is no option of unirun stop; --now kills at once"),
-        (["stubs", "ppo.py"], 2, "is not of the form pkg.mod:Class; name the module"),
         (["plan", "--trainer", "a:B"], 2, "--trainer has nobody to call without roles"),
         (["plan", "-m", "--roles", "a=1", "--script", "a=train.py"], 2, "-m says what the script is"),
         (["--roles", "", "train.py"], 2, "--roles: it names no role; write --roles actor=4,rollout=4"),

@@ -53,7 +53,6 @@ def test_a_job_that_nothing_ends_says_so_at_its_start(
         ("train.py",),
         ("-d", "train.py"),
         ("plan", "train.py"),
-        ("stubs", "ppo:Actor"),
         ("status",),
     ],
     ids=" ".join,

@@ -66,7 +66,7 @@ def test_an_error_of_a_workload_comes_out_with_its_origin() -> None:
 
 class Busy(Sum):
     def fit(self) -> Any:
-        refs = [self.RG_ADDER.call_async("add", self.x) for _ in range(20)]
+        refs = [self.RG_ADDER.add.call_async(self.x) for _ in range(20)]
         return [self.RG_ADDER.later(), *(ref.result() for ref in refs)][0]
 
 

@@ -73,7 +73,7 @@ class Caller:
         self._deadlines: dict[float, Deadlines[Invoked]] = {}
         self._opened: dict[Address, str] = {}
         self._turn = itertools.count()
-        self._chosen: dict[tuple[str, int], int] = {}
+        self._turns: dict[str, dict[int, int]] = defaultdict(dict)
         directory.when_changed(lambda: self._service.soon(self._look))
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
@@ -97,6 +97,7 @@ class Caller:
             deadlines=self._deadlines[seconds],
             wire=name.encode(),
             count=self._book.count(role, name, asynchronous=not options.blocking),
+            turns=self._turns[role],
         )
 
     def invoke(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InvocationRef[Any]:
@@ -106,7 +107,7 @@ class Caller:
         """
         options, ranks, workers = method.options, method.ranks, method.workers
         if method.chooses:
-            ranks = (self._least_busy(method.role, ranks),)
+            ranks = (self._least_busy(method),)
             workers = (f"{method.role}:{ranks[0]}",)
         if options.pre_func is not None:
             args, kwargs = rearranged(options.pre_func(*args, **kwargs))
@@ -158,16 +159,16 @@ class Caller:
             peer.close()
         self._callbacks.close()
 
-    def _least_busy(self, role: str, ranks: Sequence[int]) -> int:
+    def _least_busy(self, method: Method) -> int:
         """The rank with the fewest open calls of this caller; serving ones first, then who was chosen longest ago."""
 
         def busy(rank: int) -> tuple[bool, int, int]:
-            place = self._directory.find(role, rank)
+            place = self._directory.find(method.role, rank)
             peer = self._peers.get(place.address)
-            return not place.endpoint, len(peer) if peer else 0, self._chosen.get((role, rank), -1)
+            return not place.endpoint, len(peer) if peer else 0, method.turns.get(rank, -1)
 
-        chosen = min(ranks, key=busy)
-        self._chosen[role, chosen] = next(self._turn)
+        chosen = min(method.ranks, key=busy)
+        method.turns[chosen] = next(self._turn)
         return chosen
 
     def _send_all(self, invoked: Invoked) -> None:

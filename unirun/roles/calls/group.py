@@ -1,20 +1,139 @@
-"""Role groups: the trainer's handle on the workers of a role."""
+"""Role groups: the trainer's handle on the workers of a role, and on each of their methods."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from unirun.errors import UsageError
 from unirun.graph import spans
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
 from unirun.roles.calls.pending import Method
-from unirun.roles.calls.policy import ALL, ANY, DEFAULT, Invocation
+from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, Target, with_options
 from unirun.roles.calls.refs import InvocationRef, wait
 
-_QUESTION = replace(DEFAULT, target=ANY, idempotent=True, retries=3)
+P = ParamSpec("P")
+R = TypeVar("R")
+Waited = TypeVar("Waited")
+Plain = TypeVar("Plain")
+
+_DESCRIPTION = replace(DEFAULT, target=ANY, idempotent=True, retries=3)
+
+
+class RemoteMethod(Generic[P, R, Waited, Plain]):
+    """A method of the workers of a role group, or of one worker: ``self.RG_ACTOR.update``.
+
+    ``RG_ACTOR.update(x)`` calls it as its `trainer_invocation` says. The methods below say otherwise for one call; the
+    target is that of the decorator where nothing else is said. Each of them raises `EncodingError` for an argument
+    that cannot be pickled, and `UsageError` for one that cannot be split. Those that wait raise what
+    `InvocationRef.result` raises.
+
+    For type checkers, `P` are the parameters, `R` is what one worker returns, `Waited` what `call` returns (``list[R]``
+    or ``R``), and `Plain` what the plain call returns (`Waited` or ``InvocationRef[Waited]``).
+    """
+
+    __slots__ = ("__name__", "_caller", "_invocation", "_methods", "_plain", "_workers")
+
+    def __init__(self, workers: _Workers, name: str, invocation: Invocation) -> None:
+        """Raises `UsageError` if the target is not among `workers`."""
+        target = invocation.target
+        wanted = [] if isinstance(target, str) else [target] if isinstance(target, int) else target
+        if not set(wanted) <= set(workers._own_ranks):
+            raise UsageError(
+                f"{name} has target {target}, which is not in {workers!r}", "use the whole group"
+            )
+        self.__name__, self._workers, self._invocation = name, workers, invocation
+        self._caller = workers._role_methods.caller
+        self._methods: dict[bool, Method] = {}
+        self._plain = self._method(blocking=invocation.blocking)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Plain:
+        ref: Any = self._caller.invoke(self._plain, args, kwargs)
+        returned: Plain = ref.result() if self._invocation.blocking else ref
+        return returned
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> Waited:
+        """Call the method and wait for its result, also if it is ``blocking=False``."""
+        result: Waited = self._caller.invoke(self._method(blocking=True), args, kwargs).result()
+        return result
+
+    def call_async(self, *args: P.args, **kwargs: P.kwargs) -> InvocationRef[Waited]:
+        """Start a call and return its `InvocationRef` at once, also if the method is ``blocking=True``."""
+        return self._caller.invoke(self._method(blocking=False), args, kwargs)
+
+    def rank0(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the method in the first worker of the group only, whatever its target is. Waits for the result."""
+        invocation = replace(self._invocation, target=self._workers._own_ranks[0])
+        first = RemoteMethod[P, R, R, Any](self._workers, self.__name__, invocation)
+        return first.call(*args, **kwargs)
+
+    def map(self, items: Iterable[Any], /, *args: Any, **kwargs: Any) -> list[R]:
+        """Call the method once for each of `items`, in one worker each time. Returns the results in their order.
+
+        The first items go to the workers in rank order, each further one to the worker with the fewest open calls. At
+        most two calls per worker are open at a time, so items of an iterator are taken as they are needed. `args` and
+        `kwargs` follow the item in every call. Raises the first error, in the order of `items`::
+
+            scores = self.RG_REWARD.score.map(batches)
+        """
+        invocation = replace(self._invocation, target=ANY, auto_shard=False)
+        each = replace(
+            RemoteMethod(self._workers, self.__name__, invocation)._method(blocking=False), turns={}
+        )
+        refs: list[InvocationRef[R]] = []
+        open_refs: list[InvocationRef[R]] = []
+        for item in items:
+            if len(open_refs) >= 2 * len(self._workers._own_ranks):
+                _, open_refs = wait(open_refs)
+            refs.append(self._caller.invoke(each, (item, *args), kwargs))
+            open_refs.append(refs[-1])
+        return [ref.result() for ref in refs]
+
+    if TYPE_CHECKING:
+
+        @overload
+        def options(
+            self,
+            *,
+            timeout: float | None = ...,
+            auto_shard: bool = ...,
+            idempotent: bool = ...,
+            retries: int | None = ...,
+        ) -> Self: ...
+
+        @overload
+        def options(
+            self,
+            *,
+            target: Target = ...,
+            pre_func: Callable[..., Any] | None = ...,
+            post_func: Callable[[Any], Any] | None = ...,
+            timeout: float | None = ...,
+            auto_shard: bool = ...,
+            idempotent: bool = ...,
+            retries: int | None = ...,
+        ) -> RemoteMethod[..., Any, Any, Any]: ...
+
+    def options(self, **options: Any) -> Any:
+        """The same method with other options: ``RG_ACTOR.update.options(timeout=5).call(x)``.
+
+        Those of `trainer_invocation` but `blocking`, `is_async` and `concurrency`. Raises `UsageError` for a wrong one.
+        """
+        name = f"{self._workers.role}.{self.__name__}"
+        return RemoteMethod(self._workers, self.__name__, with_options(self._invocation, name, options))
+
+    def __repr__(self) -> str:
+        return f"<method {self.__name__} of {self._workers!r}>"
+
+    def _method(self, *, blocking: bool) -> Method:
+        if blocking not in self._methods:
+            invocation = replace(self._invocation, blocking=blocking)
+            role, ranks = self._workers.role, self._workers._own_ranks
+            self._methods[blocking] = self._caller.method(role, self.__name__, invocation, ranks)
+        return self._methods[blocking]
 
 
 class RoleMethods:
@@ -27,79 +146,48 @@ class RoleMethods:
     def all(self) -> Mapping[str, Invocation]:
         """Every method with its options. Waits until a worker serves, if one has to be asked."""
         if self._known is None:
-            question = self.caller.method(self.role, DESCRIBE, _QUESTION)
+            question = self.caller.method(self.role, DESCRIBE, _DESCRIPTION)
             self._known = self.caller.invoke(question, (), {}).result()
         return self._known
 
     def find(self, name: str) -> Invocation:
-        """The options of a method. Raises `AttributeError`, with a list of those there are."""
+        """The options of a method. Raises `AttributeError` with the nearest name and a list of all."""
         found = self.all().get(name)
         if found is None:
+            near = difflib.get_close_matches(name, self.all(), n=1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
             there = ", ".join(sorted(self.all())) or "none"
-            raise AttributeError(f"role {self.role} has no method {name!r}; its methods are: {there}")
+            raise AttributeError(f"role {self.role} has no method {name!r}; {meant}its methods are: {there}")
         return found
 
 
-class _Ranks:
+class _Workers:
     """What a role group and a handle on one worker share."""
 
     def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
-        self._methods, self._ranks = methods, tuple(ranks)
-        self._called: dict[tuple[str, bool], Method] = {}
+        self._role_methods, self._own_ranks = methods, tuple(ranks)
 
     @property
     def role(self) -> str:
         """The role's name."""
-        return self._methods.role
+        return self._role_methods.role
 
-    def call_async(self, method: str, /, *args: Any, **kwargs: Any) -> InvocationRef[Any]:
-        """Start a call of `method` and return at once, also if the method is ``blocking=True``.
-
-        Raises `AttributeError` for an unknown method, `EncodingError` for an argument that cannot be pickled,
-        `UsageError` for one that cannot be split. What happens in the workers is raised by ``ref.result()``.
-        """
-        return self._methods.caller.invoke(self._by_name(method, False), args, kwargs)
-
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `method` and wait for its result, also if the method is ``blocking=False``.
-
-        It also reaches methods whose names are taken here, like ``call``, ``map`` and ``role``. Raises what
-        `call_async` and `InvocationRef.result` raise.
-        """
-        return self._methods.caller.invoke(self._by_name(method, True), args, kwargs).result()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> RemoteMethod[..., Any, Any, Any]:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        options = self._options(name)
-        method, invoke, blocking = self._method(name, options), self._methods.caller.invoke, options.blocking
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            ref = invoke(method, args, kwargs)
-            return ref.result() if blocking else ref
-
-        call.__name__ = call.__qualname__ = name
+        method = RemoteMethod[..., Any, Any, Any](self, name, self._invocation(name))
         # Found here the next time, without asking again.
-        self.__dict__[name] = call
-        return call
+        self.__dict__[name] = method
+        return method
 
     def __dir__(self) -> Iterable[str]:
-        return [*super().__dir__(), *self._methods.all()]
+        return [*super().__dir__(), *self._role_methods.all()]
 
-    def _options(self, name: str) -> Invocation:
-        return self._methods.find(name)
-
-    def _by_name(self, name: str, blocking: bool) -> Method:
-        if (name, blocking) not in self._called:
-            options = replace(self._options(name), blocking=blocking)
-            self._called[name, blocking] = self._method(name, options)
-        return self._called[name, blocking]
-
-    def _method(self, name: str, options: Invocation) -> Method:
-        return self._methods.caller.method(self.role, name, options, self._ranks)
+    def _invocation(self, name: str) -> Invocation:
+        return self._role_methods.find(name)
 
 
-class WorkerHandle(_Ranks):
+class WorkerHandle(_Workers):
     """One worker of a role: ``RG_ACTOR[2].update(x)`` calls that worker, whatever the method's `target` is.
 
     It returns the bare result, or an `InvocationRef` if the method is ``blocking=False``.
@@ -108,21 +196,21 @@ class WorkerHandle(_Ranks):
     @property
     def rank(self) -> int:
         """Its rank."""
-        return self._ranks[0]
+        return self._own_ranks[0]
 
-    def _options(self, name: str) -> Invocation:
-        return replace(super()._options(name), target=self.rank)
+    def _invocation(self, name: str) -> Invocation:
+        return replace(super()._invocation(name), target=self.rank)
 
     def __repr__(self) -> str:
         return f"<{self.role}:{self.rank}>"
 
 
-class RoleGroup(_Ranks, Sequence[WorkerHandle]):
+class RoleGroup(_Workers):
     """All workers of a role, or some of them: ``self.RG_ACTOR`` in a trainer, ``ctx.role_group("actor")`` in a script.
 
-    Each public method of the workload is a method here. ``group.update(x)`` calls the workers that the method's
+    Each public method of the workload is a `RemoteMethod` here. ``group.update(x)`` calls the workers that the method's
     `trainer_invocation` names, and returns a list of results in rank order, or an `InvocationRef` if the method is
-    ``blocking=False``. An unknown method raises `AttributeError`, which lists the known ones.
+    ``blocking=False``. An unknown method raises `AttributeError`, which names the nearest one.
 
     ``group[2]`` is the `WorkerHandle` of one worker. ``group[1:3]`` is a smaller group, in which target ``"ALL"``
     stands for its own workers. ``len(group)`` is the number of workers, and iterating gives their handles in rank
@@ -130,75 +218,52 @@ class RoleGroup(_Ranks, Sequence[WorkerHandle]):
 
     A call raises what the method raised in the worker, `InvocationTimeout` at its deadline, `WorkerLost` when a worker
     died, `EncodingError` for an argument that cannot be pickled.
+
+    For type checkers, derive a class from this one and the workload, and annotate the trainer with it. It has the
+    signatures of all methods that are decorated with `trainer_invocation`::
+
+        class ActorGroup(RoleGroup, Actor): ...
+
+        class PPOTrainer(BaseTrainer):
+            RG_ACTOR: ActorGroup
     """
 
     def __init__(self, methods: RoleMethods, ranks: Sequence[int]) -> None:
         super().__init__(methods, ranks)
-        self._handles: dict[int, WorkerHandle] = {}
-
-    @property
-    def rank0(self) -> WorkerHandle:
-        """The first worker of the group."""
-        return self[0]
-
-    def map(self, method: str, items: Iterable[Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `method` once for each of `items`, each time on the worker with the fewest open calls.
-
-        Returns the results in the order of `items`. `args` and `kwargs` follow the item in every call. At most two
-        calls per worker are open at a time, so a slow worker does not keep calls that others could do. Raises the
-        first error, in the order of `items`.
-        """
-        options = replace(self._options(method), target=ANY, blocking=False, auto_shard=False)
-        called, invoke = self._method(method, options), self._methods.caller.invoke
-        refs: list[InvocationRef[Any]] = []
-        open_refs: list[InvocationRef[Any]] = []
-        for item in items:
-            if len(open_refs) >= 2 * len(self):
-                _, open_refs = wait(open_refs)
-            refs.append(invoke(called, (item, *args), kwargs))
-            open_refs.append(refs[-1])
-        return [ref.result() for ref in refs]
+        self._worker_handles: dict[int, WorkerHandle] = {}
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._own_ranks)
 
     @overload
     def __getitem__(self, index: int) -> WorkerHandle: ...
 
     @overload
-    def __getitem__(self, index: slice) -> RoleGroup: ...
+    def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: int | slice) -> WorkerHandle | RoleGroup:
         if isinstance(index, slice):
-            if not self._ranks[index]:
+            if not self._own_ranks[index]:
                 raise UsageError(f"{self!r}[{index.start}:{index.stop}] is empty", "name at least one rank")
-            return RoleGroup(self._methods, self._ranks[index])
+            return RoleGroup(self._role_methods, self._own_ranks[index])
         try:
-            rank = self._ranks[index]
+            rank = self._own_ranks[index]
         except IndexError:
-            workers = "1 worker" if len(self._ranks) == 1 else f"{len(self._ranks)} workers"
+            workers = "1 worker" if len(self) == 1 else f"{len(self)} workers"
             raise IndexError(f"[{index}] is out of range: {self!r} has {workers}") from None
         return self._handle(rank)
 
     def __iter__(self) -> Iterator[WorkerHandle]:
-        return map(self._handle, self._ranks)
+        return map(self._handle, self._own_ranks)
 
     def _handle(self, rank: int) -> WorkerHandle:
         # The same one each time: it remembers the methods that were asked for.
-        if rank not in self._handles:
-            self._handles[rank] = WorkerHandle(self._methods, (rank,))
-        return self._handles[rank]
-
-    def _options(self, name: str) -> Invocation:
-        options = super()._options(name)
-        target = options.target
-        wanted = [] if isinstance(target, str) else [target] if isinstance(target, int) else target
-        if not set(wanted) <= set(self._ranks):
-            raise UsageError(f"{name} has target {target}, which is not in {self!r}", "use the whole group")
-        return options
+        if rank not in self._worker_handles:
+            self._worker_handles[rank] = WorkerHandle(self._role_methods, (rank,))
+        return self._worker_handles[rank]
 
     def __repr__(self) -> str:
-        return f"<role group {self.role} with rank{'s' * (len(self._ranks) > 1)} {spans(self._ranks)}>"
+        return f"<role group {self.role} with rank{'s' * (len(self) > 1)} {spans(self._own_ranks)}>"
 
 
 def role_group(
@@ -206,6 +271,3 @@ def role_group(
 ) -> RoleGroup:
     """The group of all ranks of a role, with its `methods` if they are known here."""
     return RoleGroup(RoleMethods(caller, role, methods), range(size))
-
-
-__all__ = ["ALL", "RoleGroup", "RoleMethods", "WorkerHandle", "role_group"]

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Method:
     """A method of some ranks of a role: what is the same in each of its calls.
 
-    `workers` are their names. When it `chooses`, each call goes to one of them, else to all.
+    `workers` are their names. When it `chooses`, each call goes to one of them, else to all; `turns` has for each rank
+    when it was chosen last, as a count.
     """
 
     role: str
@@ -34,6 +35,7 @@ class Method:
     deadlines: Deadlines[Invoked]
     wire: bytes
     count: Count
+    turns: dict[int, int]
 
 
 @dataclass(eq=False, slots=True)

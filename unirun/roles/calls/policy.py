@@ -5,15 +5,23 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, TypeVar, overload
 
 from unirun.errors import UsageError
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from typing import Unpack
 
-Target = Literal["ALL", "RANK0", "ANY"] | int | Sequence[int]
+    from unirun.roles.calls.typed import AllAsync, AllBlocking, Invocable, OneAsync, OneBlocking, Options
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OneWorker = Literal["RANK0", "ANY"] | int
+_Workers = Literal["ALL"] | Sequence[int]
+Target = _OneWorker | _Workers
 
 ALL: Final[Literal["ALL"]] = "ALL"
 RANK0: Final[Literal["RANK0"]] = "RANK0"
@@ -48,12 +56,43 @@ class Invocation:
         return self.target in (RANK0, ANY) or isinstance(self.target, int)
 
 
+_NAMES = tuple(field.name for field in fields(Invocation))
+
+_OF_A_CALL = ("timeout", "target", "auto_shard", "pre_func", "post_func", "idempotent", "retries")
+"""What the calling process carries out, besides whether it waits."""
+
 DEFAULT = Invocation()
 """For public methods without a decorator."""
 
 
 @overload
-def trainer_invocation(method: F, /) -> F: ...
+def trainer_invocation(
+    method: Callable[Concatenate[Any, P], R], /
+) -> Invocable[P, R, R, list[R], list[R]]: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: _OneWorker, blocking: Literal[True] = ..., **options: Unpack[Options]
+) -> OneBlocking: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: _OneWorker, blocking: Literal[False], **options: Unpack[Options]
+) -> OneAsync: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: _Workers = ..., blocking: Literal[True] = ..., **options: Unpack[Options]
+) -> AllBlocking: ...
+
+
+@overload
+def trainer_invocation(
+    *, target: _Workers = ..., blocking: Literal[False], **options: Unpack[Options]
+) -> AllAsync: ...
 
 
 @overload
@@ -69,7 +108,7 @@ def trainer_invocation(
     idempotent: bool = False,
     concurrency: int = 1,
     retries: int | None = None,
-) -> Callable[[F], F]: ...
+) -> Callable[[Callable[..., R]], Invocable[..., R, Any, Any, Any]]: ...
 
 
 def trainer_invocation(*method: Any, **options: Any) -> Any:
@@ -108,8 +147,21 @@ def trainer_invocation(*method: Any, **options: Any) -> Any:
         return _mark(method[0], DEFAULT)
     if method:
         raise UsageError("@trainer_invocation takes named options only", "write blocking=…, timeout=…")
-    invocation = _checked(options)
+    invocation = _checked("@trainer_invocation", options)
     return lambda decorated: _mark(decorated, invocation)
+
+
+def with_options(invocation: Invocation, method: str, options: Mapping[str, Any]) -> Invocation:
+    """`invocation` with other `options`, those that a caller may change. Raises `UsageError` for a wrong one.
+
+    `method` is its name in errors.
+    """
+    what = f"{method}.options"
+    _expect_names(what, options, _OF_A_CALL)
+    before = {name: getattr(invocation, name) for name in _NAMES}
+    if "idempotent" in options:
+        before["retries"] = None
+    return _checked(what, {**before, **options})
 
 
 def _mark(method: Any, invocation: Invocation) -> Any:
@@ -119,36 +171,30 @@ def _mark(method: Any, invocation: Invocation) -> Any:
     return method
 
 
-def _checked(options: dict[str, Any]) -> Invocation:
-    known = [field.name for field in fields(Invocation)]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UsageError(f"@trainer_invocation has no option {name}", remedy)
+def _checked(what: str, options: dict[str, Any]) -> Invocation:
+    """The invocation with these options. Errors begin with `what`."""
+    _expect_names(what, options, _NAMES)
+
+    def expect(name: str, right: Callable[[Any], bool], wanted: str) -> None:
+        if name in options and not right(options[name]):
+            raise UsageError(f"{what}: {name}={options[name]!r}", f"give {wanted}")
+
     for name in ("blocking", "is_async", "auto_shard", "idempotent"):
-        _expect(name, options, lambda value: isinstance(value, bool), "True or False")
+        expect(name, lambda value: isinstance(value, bool), "True or False")
     for name in ("pre_func", "post_func"):
-        _expect(name, options, lambda value: value is None or callable(value), "a function")
-    _expect(
+        expect(name, lambda value: value is None or callable(value), "a function")
+    expect(
         "timeout",
-        options,
         lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
         "seconds above 0",
     )
-    _expect("target", options, _is_target, "'ALL', 'RANK0', 'ANY', a rank or a list of different ranks")
-    _expect("concurrency", options, lambda value: _is_int(value) and value >= 1, "a whole number from 1")
-    _expect(
-        "retries", options, lambda value: value is None or (_is_int(value) and value >= 0), "a whole number"
-    )
+    expect("target", _is_target, "'ALL', 'RANK0', 'ANY', a rank or a list of different ranks")
+    expect("concurrency", lambda value: _is_int(value) and value >= 1, "a whole number from 1")
+    expect("retries", lambda value: value is None or (_is_int(value) and value >= 0), "a whole number")
     if options.get("is_async") and options.get("blocking") is False:
-        raise UsageError(
-            "@trainer_invocation: is_async waits for results, blocking=False does not", "choose one"
-        )
+        raise UsageError(f"{what}: is_async waits for results, blocking=False does not", "choose one")
     if options.get("retries") and not options.get("idempotent"):
-        raise UsageError(
-            "@trainer_invocation: retries would run the method again", "add idempotent=True if it may be"
-        )
+        raise UsageError(f"{what}: retries would run the method again", "add idempotent=True if it may be")
     if options.get("retries") is None:
         options["retries"] = IDEMPOTENT_RETRIES if options.get("idempotent") else 0
     if options.get("is_async") and options.get("timeout") is None:
@@ -156,9 +202,12 @@ def _checked(options: dict[str, Any]) -> Invocation:
     return Invocation(**options)
 
 
-def _expect(name: str, options: dict[str, Any], right: Callable[[Any], bool], what: str) -> None:
-    if name in options and not right(options[name]):
-        raise UsageError(f"@trainer_invocation: {name}={options[name]!r}", f"give {what}")
+def _expect_names(what: str, options: Iterable[str], known: Sequence[str]) -> None:
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise UsageError(f"{what} has no option {name}", remedy)
 
 
 def _is_int(value: Any) -> bool:
@@ -188,4 +237,6 @@ def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
         plain = method.__func__ if isinstance(method, staticmethod | classmethod) else method
         if callable(plain) and not isinstance(plain, type):
             found[name] = getattr(method, _MARK, getattr(plain, _MARK, DEFAULT))
+    if "role" in found:
+        raise UsageError(f"{kind.__name__} has a method called role, as every role group has", "rename it")
     return found

@@ -90,12 +90,8 @@ class Desk:
         self.gate.wait(30)
 
     def call(self) -> str:
-        """Has a name that is taken."""
+        """Has the name of a way to call a method."""
         return "called"
-
-    def role(self) -> str:
-        """So has this."""
-        return "played"
 
 
 @pytest.fixture
@@ -109,7 +105,7 @@ class TestAGroup:
         assert len(group) == 3
         assert [handle.rank for handle in group] == [0, 1, 2]
         assert isinstance(group[0], WorkerHandle)
-        assert (group[-1].rank, group.rank0.rank) == (2, 0)
+        assert (group[-1].rank, group[0].rank) == (2, 0)
         assert repr(group) == "<role group desk with ranks 0-2>"
         assert repr(group[1]) == "<desk:1>"
         assert group.role == group[1].role == "desk"
@@ -136,7 +132,7 @@ class TestAGroup:
 
     def test_calls_everybody_with_everything(self, group: RoleGroup) -> None:
         for method in ("mine", "mine_beside", "mine_meanwhile"):
-            assert group.call(method, 1, x=2) == [(rank, (1,), {"x": 2}) for rank in range(3)]
+            assert getattr(group, method).call(1, x=2) == [(rank, (1,), {"x": 2}) for rank in range(3)]
 
     def test_splits_over_its_members(self, group: RoleGroup) -> None:
         assert [args[0] for _, args, _ in group.mine(["a", "b", "c"])] == ["a", "b", "c"]
@@ -148,13 +144,13 @@ class TestAGroup:
             group.whole(shard([1, 2]))
 
     def test_a_ref_says_how_it_was_split(self, group: RoleGroup) -> None:
-        ref = group.call_async("mine", shard([1, 2, 3, 4]), 5, x=6)
+        ref = group.mine.call_async(shard([1, 2, 3, 4]), 5, x=6)
         assert ref.sharding == {0: "shard 2+1+1", 1: "replicate", "x": "replicate"}
         assert ref.workers == ("desk:0", "desk:1", "desk:2")
 
     def test_goes_where_the_method_says(self, group: RoleGroup) -> None:
         assert (group.first(), group.second(), group.some()) == (0, 1, [2, 0])
-        refs = [group.call_async(method) for method in ("first", "second", "some")]
+        refs = [method.call_async() for method in (group.first, group.second, group.some)]
         assert [ref.workers for ref in refs] == [("desk:0",), ("desk:1",), ("desk:2", "desk:0")], (
             "and nowhere else"
         )
@@ -171,39 +167,45 @@ class TestAGroup:
     def test_waits_or_does_not_as_the_method_or_the_caller_says(self, group: RoleGroup) -> None:
         assert isinstance(group.later(1), InvocationRef)
         assert group.later(1).result() == [1, 1, 1]
-        assert group.call("later", 1) == [1, 1, 1]
-        assert isinstance(group.call_async("mine"), InvocationRef)
+        assert group.later.call(1) == [1, 1, 1]
+        assert isinstance(group.mine.call_async(), InvocationRef)
 
     def test_goes_through_both_functions(self, group: RoleGroup) -> None:
         assert group.clip(-5) == 0 + 1 + 2
         assert group.clip(10) == 33
         assert group.rearrange(1) == [(1, 2)] * 3
-        assert group.call_async("clip", 1).result() == 6
+        assert group.clip.call_async(1).result() == 6
 
     def test_has_deadlines(self, group: RoleGroup) -> None:
         with pytest.raises(InvocationTimeout, match="slow was not answered within its deadline of 0.2 s"):
             group.slow()
 
-    def test_names_that_are_taken_are_called_by_name(self, group: RoleGroup) -> None:
-        assert group.role == "desk"
-        assert group.call("role") == ["played"] * 3
-        assert group.call("call") == ["called"] * 3
+    def test_methods_may_be_called_like_the_ways_to_call_them(self, group: RoleGroup) -> None:
+        assert group.call() == group.call.call() == ["called"] * 3
+
+    def test_a_method_that_would_hide_the_role_is_refused(self, serve: Serve) -> None:
+        class Playing:
+            def role(self) -> str:
+                return "Hamlet"
+
+        with pytest.raises(
+            UsageError, match="Playing has a method called role, as every role group has; rename"
+        ):
+            serve(Playing())
 
     def test_an_unknown_method_is_told_with_those_there_are(self, group: RoleGroup, serve: Serve) -> None:
         with pytest.raises(
-            AttributeError, match="role desk has no method 'firts'; its methods are: anyone, call, clip"
+            AttributeError,
+            match="role desk has no method 'firts'; did you mean 'first'. its methods are: anyone, call, clip",
         ):
             group.firts  # noqa: B018
-        for attempt in (group.call, group.call_async):
-            with pytest.raises(AttributeError, match="no method '_private'"):
-                attempt("_private")
         assert not hasattr(group, "_private")
         assert not hasattr(group, "__len_hint__")
         with pytest.raises(AttributeError, match="role desk has no method 'first'; its methods are: none$"):
             serve(object()).first  # noqa: B018
 
     def test_lists_its_methods_for_who_explores(self, group: RoleGroup) -> None:
-        assert {"mine", "later", "map", "call_async", "rank0"} <= set(dir(group))
+        assert {"mine", "later", "role"} <= set(dir(group))
         assert {"mine", "rank"} <= set(dir(group[0]))
 
     def test_can_be_copied_and_not_sent(self, group: RoleGroup) -> None:
@@ -223,8 +225,8 @@ class TestAHandle:
             handle.mine(1)[0] == handle.first() == handle.second() == handle.some() == handle.anyone()[0] == 2
         )
         assert handle.later(4).result() == 4
-        assert handle.call("mine", 1) == (2, (1,), {})
-        assert handle.call_async("mine").result() == (2, (), {})
+        assert handle.mine.call(1) == (2, (1,), {})
+        assert handle.mine.call_async().result() == (2, (), {})
 
     def test_goes_through_both_functions_too(self, serve: Serve) -> None:
         group = serve(Desk(0))
@@ -232,19 +234,60 @@ class TestAHandle:
             group[0].clip(1)
 
 
+class TestAMethod:
+    def test_says_whose_it_is(self, group: RoleGroup) -> None:
+        assert repr(group.mine) == "<method mine of <role group desk with ranks 0-2>>"
+        assert repr(group[1].mine) == "<method mine of <desk:1>>"
+        assert group.mine.__name__ == "mine"
+
+    def test_rank0_calls_the_first_worker_of_the_group_and_waits(self, group: RoleGroup) -> None:
+        assert group.mine.rank0(1, x=2) == (0, (1,), {"x": 2})
+        assert group[1:].mine.rank0() == (1, (), {})
+        assert group[2].mine.rank0() == (2, (), {})
+        assert group.later.rank0(5) == 5, "also when the method does not wait"
+        assert group.second.rank0() == 0, "whatever the target is"
+
+    def test_options_hold_for_what_is_called_with_them(self, group: RoleGroup) -> None:
+        with pytest.raises(InvocationTimeout, match="slow was not answered within its deadline of 0.1 s"):
+            group.slow.options(timeout=0.1)()
+        assert group.mine.options(target="ANY").call(7)[1] == (7,)
+        assert group.mine.options(target=[2, 0])() == [(2, (), {}), (0, (), {})]
+        assert group.mine.options(auto_shard=False)([1, 2, 3])[0][1] == ([1, 2, 3],)
+        assert group.mine.options(post_func=len).call() == 3
+        assert group.mine.options(timeout=5).options(post_func=len)() == 3
+
+    def test_options_that_are_wrong_are_told(self, group: RoleGroup) -> None:
+        with pytest.raises(UsageError, match="desk.mine.options has no option timout; did you mean timeout"):
+            group.mine.options(timout=3)
+        with pytest.raises(UsageError, match="desk.mine.options: timeout=-1; give seconds above 0"):
+            group.mine.options(timeout=-1)
+        with pytest.raises(UsageError, match="no option concurrency; there are timeout, target, "):
+            group.mine.options(concurrency=3)
+        with pytest.raises(UsageError, match="mine has target 0, which is not in <desk:1>"):
+            group[1].mine.options(target=0)
+
+    def test_has_no_other_ways_to_be_called(self, group: RoleGroup) -> None:
+        with pytest.raises(AttributeError, match="'RemoteMethod' object has no attribute 'cal'"):
+            group.mine.cal  # noqa: B018
+
+
 class TestMap:
+    def test_one_item_for_each_worker_goes_to_them_in_rank_order(self, group: RoleGroup) -> None:
+        group.anyone()
+        assert group.mine.map("abc") == [(0, ("a",), {}), (1, ("b",), {}), (2, ("c",), {})]
+
     def test_results_come_in_the_order_of_the_items(self, group: RoleGroup) -> None:
-        assert [value for _, value in group.map("anyone", range(40))] == list(range(40))
-        assert group.map("anyone", []) == []
+        assert [value for _, value in group.anyone.map(range(40))] == list(range(40))
+        assert group.anyone.map([]) == []
 
     def test_what_follows_goes_into_every_call(self, group: RoleGroup) -> None:
-        assert [(args, kw) for _, args, kw in group.map("mine", "ab", 1, x=2)] == [
+        assert [(args, kw) for _, args, kw in group.mine.map("ab", 1, x=2)] == [
             (("a", 1), {"x": 2}),
             (("b", 1), {"x": 2}),
         ]
 
     def test_items_that_are_lists_are_not_split(self, group: RoleGroup) -> None:
-        assert [args for _, args, _ in group.map("mine", [[1, 2, 3]])] == [([1, 2, 3],)]
+        assert [args for _, args, _ in group.mine.map([[1, 2, 3]])] == [([1, 2, 3],)]
 
     def test_takes_items_only_as_it_needs_them(self, serve: Serve) -> None:
         desks = [Desk(0), Desk(1)]
@@ -265,12 +308,12 @@ class TestMap:
                 yield item
 
         with pytest.raises(Stop):
-            group.map("anyone", watched())
+            group.anyone.map(watched())
         assert len(taken) == 51
 
     def test_the_first_error_is_raised(self, group: RoleGroup) -> None:
         with pytest.raises(TypeError):
-            group.map("whole", [[1], 5])
+            group.whole.map([[1], 5])
 
     def test_goes_to_the_members_of_a_part(self, group: RoleGroup) -> None:
-        assert {who for who, _ in group[:2].map("anyone", range(10))} == {0, 1}
+        assert {who for who, _ in group[:2].anyone.map(range(10))} == {0, 1}

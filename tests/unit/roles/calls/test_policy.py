@@ -10,7 +10,14 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.roles import BaseWorkload, trainer_invocation
-from unirun.roles.calls.policy import ASYNC_TIMEOUT, DEFAULT, Invocation, invocations
+from unirun.roles.calls.policy import (
+    ASYNC_TIMEOUT,
+    DEFAULT,
+    IDEMPOTENT_RETRIES,
+    Invocation,
+    invocations,
+    with_options,
+)
 
 
 def options_of(**options: Any) -> Invocation:
@@ -270,3 +277,26 @@ class TestWhatCanBeCalled:
 def test_a_wrong_value_is_told_with_what_to_give(name: str, what: str) -> None:
     with pytest.raises(UsageError, match=f"@trainer_invocation: {name}='f'; give {what}$"):
         options_of(**{name: "f"})
+
+
+class TestOptionsOfOneCall:
+    def test_replace_those_of_the_method(self) -> None:
+        policy = options_of(timeout=3.0, target="RANK0", concurrency=2)
+        changed = with_options(policy, "actor.work", {"timeout": 5.0})
+        assert (changed.timeout, changed.target, changed.concurrency) == (5.0, "RANK0", 2)
+
+    def test_retries_follow_from_idempotent_as_in_the_decorator(self) -> None:
+        again = with_options(DEFAULT, "actor.work", {"idempotent": True})
+        assert again.retries == IDEMPOTENT_RETRIES
+        assert with_options(again, "actor.work", {"retries": 1}).retries == 1
+        assert with_options(again, "actor.work", {"idempotent": False}).retries == 0
+        assert with_options(options_of(idempotent=True, retries=7), "a.b", {"timeout": 1.0}).retries == 7
+
+    def test_contradictions_are_refused_by_the_name_of_the_method(self) -> None:
+        with pytest.raises(UsageError, match="actor.work.options: retries would run the method again; add"):
+            with_options(DEFAULT, "actor.work", {"retries": 2})
+
+    @pytest.mark.parametrize("name", ["blocking", "is_async", "concurrency"])
+    def test_what_a_single_call_cannot_change_is_no_option(self, name: str) -> None:
+        with pytest.raises(UsageError, match=f"actor.work.options has no option {name}; there are timeout, "):
+            with_options(DEFAULT, "actor.work", {name: True})
