@@ -53,7 +53,7 @@ def agent_encodings(workers: int) -> float:
             agent._links[number] = {aio.Stream(reader, cast(asyncio.StreamWriter, sink))}
         vars(aio)["encode_frame"] = counted
         try:
-            agent._carry_out(events.ToWorkers(View(())))
+            agent._carry_out(events.ToLinks(View(())))
         finally:
             vars(aio)["encode_frame"] = frames.encode_frame
             os.close(lock)

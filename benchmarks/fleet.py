@@ -21,17 +21,19 @@ from pathlib import Path
 
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import Masters
+from unirun.values import WorkerId
 from unirun.wire import Token, load_token
 from unirun.wire.aio import frame_of
 from unirun.wire.codec import decode
 from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, ClientHandshake
 from unirun.wire.messages import Message, OpenStore, StartRole
 from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
     Join,
+    Serving,
     WorkerExited,
-    WorkerFormed,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreOpened
@@ -83,7 +85,7 @@ class Agent:
         """A worker ends by itself."""
         incarnation = self.ranks.pop(rank)
         self.fleet.up.discard(rank)
-        self.say(WorkerExited(self.fleet.role, rank, incarnation, time.time(), 1, None))
+        self.say(WorkerExited(WorkerId(self.fleet.role, rank, incarnation), time.time(), 1, None))
 
     def _take(self) -> None:
         """Every whole frame that has come."""
@@ -107,7 +109,7 @@ class Agent:
         behind = [rank for rank in self.ranks if self.formed[rank] < generation]
         for rank in behind:
             self.formed[rank] = generation
-            self.say(WorkerFormed(self.fleet.role, rank, self.ranks[rank], generation))
+            self.say(FromWorker(WorkerId(self.fleet.role, rank, self.ranks[rank]), GroupFormed(generation)))
 
     def _obey(self, message: Message) -> None:
         match message:
@@ -118,10 +120,10 @@ class Agent:
                     self.ranks[member.rank], self.formed[member.rank] = member.incarnation, generation
                     self.fleet.up.add(member.rank)
                     self.say(
-                        WorkerStarted(self.node, *who, 1000 + member.rank),
-                        WorkerRunning(*who, generation),
-                        WorkerFormed(*who, generation),
-                        WorkerServing(*who, address, True),
+                        WorkerStarted(WorkerId(*who), 1000 + member.rank),
+                        WorkerRunning(WorkerId(*who), generation),
+                        FromWorker(WorkerId(*who), GroupFormed(generation)),
+                        FromWorker(WorkerId(*who), Serving(address, True)),
                     )
             case OpenStore(role, generation):
                 self.say(StoreOpened(role, generation))

@@ -211,7 +211,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
     pure = (
         *(f"roles.calls.{name}" for name in calls),
         "roles.transport.frames",
-        *(f"launcher.{name}" for name in ("core", "hearing", "ends", "state", "events")),
+        *(f"launcher.{name}" for name in ("core", "worker_messages", "ends", "state", "events")),
         "failover.",
         "graph.",
         *(f"collocation.{name}" for name in ("inventory", "fake")),

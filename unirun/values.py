@@ -1,16 +1,35 @@
-"""How a small frozen value is written: ``class Point(Value)`` with annotated fields, as a frozen dataclass."""
+"""`Value`, the base class of small frozen values; and `WorkerId`, the value that every room speaks of."""
 
 from __future__ import annotations
 
-from typing import dataclass_transform
+from typing import NamedTuple, dataclass_transform
 
 import msgspec
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A frozen value with slots, equal to others of its class by its fields.
+    """A frozen value with slots, equal to others of its class by its fields. It is written as a frozen dataclass is.
 
     To create such a class takes a twentieth of what a dataclass takes, and a command creates two hundred of them before
     it does anything. msgspec makes values from JSON and checks each field (`unirun.wire.codec`).
     """
+
+
+class WorkerId(NamedTuple):
+    """The worker that holds `rank` of `role`; each restart of the rank has the next `incarnation`, the first one has 0.
+
+    Printed as ``actor:2``.
+    """
+
+    role: str
+    rank: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.rank}"
+
+    @property
+    def before(self) -> WorkerId | None:
+        """The worker that held the rank before, None when this is the first one."""
+        return self._replace(incarnation=self.incarnation - 1) if self.incarnation > 0 else None

@@ -53,7 +53,7 @@ class TestAnEventThatNoMasterCanHandle:
         report = next(n for n, line in enumerate(words) if f"job failed: {cause}" in line)
         rest = "\n".join(words[report:])
         assert "the event that could not be handled: " in rest
-        assert "WorkerExited(role='a', rank=1, incarnation=0" in rest
+        assert "WorkerExited(worker=WorkerId(role='a', rank=1, incarnation=0)" in rest
         assert "raise ZeroDivisionError" in rest
         assert "/master.log" in rest
         assert words[-1].endswith("failed, exit code 1")

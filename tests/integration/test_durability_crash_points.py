@@ -88,7 +88,7 @@ def failures_of(job: JobDir) -> list[tuple[str, str]]:
     finally:
         store.close()
     assert state is not None
-    return [(failure.who, str(failure.exit)) for failure in state.failures]
+    return [(str(failure.worker), str(failure.exit)) for failure in state.failures]
 
 
 def test_every_write_may_be_a_masters_last_before_it_and_after_it(tmp_path: Path) -> None:

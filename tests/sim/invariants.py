@@ -23,8 +23,8 @@ from unirun.job.events import (
 from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState
 from unirun.job.transition import VIEW_DELAY, leader
 from unirun.launcher import events
-from unirun.launcher.hearing import EXIT_LIMIT
 from unirun.launcher.state import AgentState
+from unirun.launcher.worker_messages import EXIT_LIMIT
 from unirun.master.persistence.context import changes, restore
 from unirun.master.persistence.context_store import read_context
 from unirun.wire.messages import Message, StartRole, StopWorkers, View
@@ -41,6 +41,11 @@ WRITES = 0.5
 
 DELAYS = 12.0
 """Seconds that all messages of one exchange take at most."""
+
+
+def role_of(event: WorkerExited | StoreEnded) -> str:
+    """The role that an end is about."""
+    return event.role if isinstance(event, StoreEnded) else event.worker.role
 
 
 class Invariants:
@@ -98,7 +103,7 @@ class Invariants:
                     continue
                 assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
                 if worker.incarnation != earlier.incarnation:
-                    joins = isinstance(event, WorkerExited) and (event.role, event.rank) == (
+                    joins = isinstance(event, WorkerExited) and event.worker[:2] == (
                         name,
                         worker.rank,
                     )
@@ -110,7 +115,7 @@ class Invariants:
             if role.generation != old.generation and not isinstance(event, Join):
                 assert isinstance(event, WorkerExited | StoreEnded | LOSSES), f"{event} starts one of {name}"
                 if isinstance(event, WorkerExited | StoreEnded):
-                    assert event.role == name, f"{event} starts a new generation of {name}"
+                    assert role_of(event) == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
             assert all(after.roles[n].phase is RolePhase.SUCCEEDED for n in after.spec.primary)
 
@@ -146,7 +151,11 @@ class Invariants:
             return
         for name, role in self.state.roles.items():
             if role.restart == "process":
-                hit = event.rank if isinstance(event, WorkerExited) and event.role == name else None
+                hit = (
+                    event.worker.rank
+                    if isinstance(event, WorkerExited) and event.worker.role == name
+                    else None
+                )
                 for worker, earlier in zip(role.workers, before.roles[name].workers, strict=True):
                     assert worker == earlier or worker.rank == hit, f"{event} changes {name}:{worker.rank}"
 
@@ -157,15 +166,17 @@ class Invariants:
             self.viewed = self.clock.now
         if not isinstance(event, WorkerExited) or before.phase in JOB_ENDS or before.away:
             return
-        worker = before.roles[event.role].workers[event.rank]
-        if not worker.live or worker.incarnation != event.incarnation or event.code == 0:
+        worker = before.roles[event.worker.role].workers[event.worker.rank]
+        if not worker.live or worker.incarnation != event.worker.incarnation or event.code == 0:
             return
         if event.cause == "leaving" and before.without({worker.node}):
             # It is told with all that its agent takes with it.
             return
         if event.cause in ("own", "doom"):
-            seen = [role.workers[event.rank] for role in views[0].roles if role.name == event.role]
-            lost = [("lost", event.incarnation)]
+            seen = [
+                role.workers[event.worker.rank] for role in views[0].roles if role.name == event.worker.role
+            ]
+            lost = [("lost", event.worker.incarnation)]
             assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
         else:
             self.clock.after(VIEW_DELAY + WRITES, lambda at=self.clock.now: self._must_have_told(at))
@@ -223,7 +234,7 @@ class Invariants:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
             assert isinstance(event, WorkerExited | Join | LOSSES)
-            assert not isinstance(event, WorkerExited) or event.role == message.role
+            assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
             assert not alone or isinstance(event, Join | LOSSES), "a worker is stopped for its peer"
@@ -232,7 +243,7 @@ class Invariants:
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)
             assert message.generation <= self.opened.get(message.role, 0), "nobody could meet"
             workers = before.roles[message.role].workers
-            ended = event.rank if isinstance(event, WorkerExited) else None
+            ended = event.worker.rank if isinstance(event, WorkerExited) else None
             again = isinstance(event, Join)
             assert again or not any(workers[m.rank].live for m in message.members if m.rank != ended)
         if isinstance(message, View):
@@ -243,7 +254,7 @@ class Invariants:
         worker = node.state.workers.get(number)
         if worker is None or worker.sent is not None or worker.cause != "own":
             return
-        alone = worker.role in node.state.in_place
+        alone = worker.who.role in node.state.in_place
         limit = self.plan.spec.shutdown_timeout if alone else EXIT_LIMIT
         assert self.clock.now - since > limit - 0.001, f"{worker.who} is killed while its exit handlers run"
 
@@ -256,11 +267,11 @@ class Invariants:
             soon = DELAYS + (self.plan.spec.shutdown_timeout if self.aborted or state.ending else 0.0)
             now = self.clock.now
             self.clock.after(soon, lambda: self._must_have_left(node, now))
-        ranks = [(w.role, w.rank) for w in state.workers.values()]
+        ranks = [w.who[:2] for w in state.workers.values()]
         assert len(set(ranks)) == len(ranks), f"two workers hold one rank: {ranks}"
         assert len(set(node.exits)) == len(node.exits), f"{node.exits} tells one end twice"
         for worker in state.workers.values():
-            who = worker.role, worker.rank, worker.incarnation
+            who = worker.who
             assert who not in node.exits, f"{who} has ended and is kept"
             assert (worker.pid is not None) == (worker.phase is events.Phase.ALIVE)
             assert worker.spawner in state.spawners, f"{who} waits for a spawner that is not there"
@@ -340,5 +351,5 @@ def _stage(role: RoleState) -> tuple[RolePhase, int, int]:
 
 def _brief(event: events.Event) -> str:
     if isinstance(event, events.Launch):
-        return f"Launch({', '.join(f'{w.who}#{w.incarnation}' for w in event.workers)})"
+        return f"Launch({', '.join(f'{w.who}#{w.who.incarnation}' for w in event.workers)})"
     return str(event)

@@ -14,6 +14,7 @@ from unirun.launcher.environment import FRESH, SpawnerKey
 from unirun.launcher.state import AgentState
 from unirun.rendezvous.store.protocol import Store
 from unirun.roles.formation import NEWS, STUCK
+from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, View
 from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, WorkerError
 from unirun.wire.spawning import (
@@ -246,7 +247,9 @@ class Spawner:
         rng = self.world.rng
         role, rank, incarnation = process.who
         assert self.node.state.view is not None, f"{process.who} is welcomed without a view"
-        self.node.apply(events.FromWorker(request.id, Hello(role, rank, incarnation, process.pid, True)))
+        self.node.apply(
+            events.LinkMessage(request.id, Hello(WorkerId(role, rank, incarnation), process.pid, True))
+        )
         (own,) = (seen for seen in self.node.state.view.roles if seen.name == role)
         assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
         process.generation, process.welcome = own.generation, True
@@ -270,7 +273,7 @@ class Spawner:
             return
         # It says so before it leaves anything there.
         process.met, process.waits = store.generation, store
-        self.node.apply(events.FromWorker(number, GroupMeets(store.generation)))
+        self.node.apply(events.LinkMessage(number, GroupMeets(store.generation)))
         assert rank not in store.present, f"{process.who} finds what {store.present[rank][2].who} has left"
         store.present[rank] = self, number, process
         if len(store.present) == self.world.size(role):
@@ -284,7 +287,7 @@ class Spawner:
             return
         if all(peer.alive or peer.formed for _, _, peer in store.present.values()):
             process.waits, process.formed, process.generation = None, True, store.generation
-            self.node.apply(events.FromWorker(number, GroupFormed(store.generation)))
+            self.node.apply(events.LinkMessage(number, GroupFormed(store.generation)))
             self._serve(number, process)
 
     def _serve(self, number: int, process: Process) -> None:
@@ -293,8 +296,8 @@ class Spawner:
             role, rank, _ = process.who
             process.serving = True
             recoverable = self.world.rng.random() < self.world.plan.habits[role].recovers
-            self.node.apply(events.FromWorker(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
-            self.node.apply(events.FromWorker(number, Metrics({"loss": 0.5}, self.world.clock.now)))
+            self.node.apply(events.LinkMessage(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
+            self.node.apply(events.LinkMessage(number, Metrics({"loss": 0.5}, self.world.clock.now)))
 
     def sees(self, number: int, process: Process, view: View) -> None:
         """A worker learns of a later generation of its role. What it waits for is cut; if that does not wake it, it is
@@ -316,7 +319,7 @@ class Spawner:
 
     def _report(self, number: int, process: Process, waited: StoreModel) -> None:
         if process.alive and process.waits is waited:
-            self.node.apply(events.FromWorker(number, Stuck(waited.generation, "Stack: in a wait")))
+            self.node.apply(events.LinkMessage(number, Stuck(waited.generation, "Stack: in a wait")))
 
     def trips(self, number: int, process: Process) -> None:
         """What it waits in fails: somebody has died, or the store has. It waits for the news of that."""
@@ -352,7 +355,7 @@ class Spawner:
         kind = rng.choice(("error", "code", "signal"))
         if kind == "error":
             error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
-            self.node.apply(events.FromWorker(number, error))
+            self.node.apply(events.LinkMessage(number, error))
             process.failed = self.world.clock.now
             if rng.random() < 0.2:
                 # A thread or an exit handler keeps it alive, for a while or until SIGKILL.
@@ -380,7 +383,7 @@ class Spawner:
         if process.alive:
             words = "RuntimeError: Connection closed by peer"
             error = WorkerError(words, f"Traceback: {words}", self.world.wall(self.node.name))
-            self.node.apply(events.FromWorker(number, error))
+            self.node.apply(events.LinkMessage(number, error))
             self.end(number, 1, None)
 
     def _signal(self, number: int, signum: int) -> None:

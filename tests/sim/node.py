@@ -235,7 +235,7 @@ class Node:
         match command:
             case events.ToMaster(message):
                 if isinstance(message, WorkerExited):
-                    self.exits.append((message.role, message.rank, message.incarnation))
+                    self.exits.append(message.worker)
                 if self.to_master is not None:
                     self.to_master.send(message)
             case events.ToSpawner(key, message):
@@ -252,7 +252,7 @@ class Node:
                 self.world.kill_pids(pids)
             case events.Leave():
                 self.die("it left")
-            case events.ToWorkers(View() as view):
+            case events.ToLinks(View() as view):
                 for spawner in self.spawners.values():
                     for number, process in spawner.processes.items():
                         if process.alive and process.welcome and process.who[0] in self.state.in_place:
@@ -261,7 +261,7 @@ class Node:
     def _check_kill(self, kill: Kill) -> None:
         """A worker that can outlive its peers is killed for an order, for this agent's end, or for its own fault."""
         worker = self.state.workers[kill.id]
-        if worker.role in self.state.in_place:
+        if worker.who.role in self.state.in_place:
             assert worker.sent is not None or worker.error is not None, f"{worker.who} is killed for a peer"
 
     def die(self, reason: str) -> None:

@@ -149,7 +149,7 @@ PLANTED = (
     "WorkerExited",
     "WorkerExited",
     "WorkerExited",
-    "WorkerServing",
+    "FromWorker",
     "StoreOpened",
     "StoreEnded",
     "AgentLost",

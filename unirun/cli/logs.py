@@ -14,6 +14,7 @@ from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.rendezvous.jobdir import JobDir
+from unirun.values import WorkerId
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +91,7 @@ def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> It
             first = 0 if every else worker.incarnation
             for incarnation in range(first, worker.incarnation + 1):
                 for name in names:
-                    path = job.worker_logs(role.name, worker.rank, incarnation) / name
+                    path = job.worker_logs(WorkerId(role.name, worker.rank, incarnation)) / name
                     if path.is_file():
                         yield path, f"[{role.name}:{worker.rank}] ".encode()
 

@@ -101,9 +101,10 @@ def _without(state: JobState, node: str) -> JobState:
 
 def _with_exit(state: JobState, event: WorkerExited) -> JobState:
     """A worker's end, where it is one that is known of; else its agent's end tells."""
-    role = state.roles.get(event.role)
-    for worker in role.workers[event.rank : event.rank + 1] if role is not None and event.rank >= 0 else ():
-        if role is not None and worker.live and worker.incarnation == event.incarnation:
+    name, rank, incarnation = event.worker
+    role = state.roles.get(name)
+    for worker in role.workers[rank : rank + 1] if role is not None and rank >= 0 else ():
+        if role is not None and worker.live and worker.incarnation == incarnation:
             end = Exit(event.code, event.signal)
             return state.with_role(role.with_worker(worker.ended(end)))
     return state

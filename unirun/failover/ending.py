@@ -16,6 +16,7 @@ from unirun.job.generations import form_next
 from unirun.job.ranks import Ranks
 from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.job.transition import Transition
+from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown
 from unirun.wire.reports import Ending
 
@@ -34,8 +35,8 @@ def advance(transition: Transition, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         form_anew(transition, role)
     elif role.phase is RolePhase.STOPPING:
-        last = {(role.name, worker.rank, worker.incarnation) for worker in role.workers}
-        failed = any((each.role, each.rank, each.incarnation) in last for each in transition.state.failures)
+        last = {WorkerId(role.name, worker.rank, worker.incarnation) for worker in role.workers}
+        failed = any(each.worker in last for each in transition.state.failures)
         transition.put(replace(role, phase=RolePhase.FAILED if failed else RolePhase.STOPPED))
 
 

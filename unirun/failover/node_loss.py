@@ -33,6 +33,7 @@ from unirun.job.state import (
     waiting,
 )
 from unirun.job.transition import Transition, leader
+from unirun.values import WorkerId
 from unirun.wire.reports import Notice, WorkerExited
 
 KILLED = 128 + signal.SIGKILL
@@ -110,8 +111,8 @@ def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[F
     for role in list(transition.state.roles.values()):
         fallen = [worker for worker in role.live if worker.node in nodes]
         for worker in fallen:
-            who = role.name, worker.rank, worker.incarnation
-            end = WorkerExited(*who, transition.now, None, killed.signal, note=reason)
+            who = WorkerId(role.name, worker.rank, worker.incarnation)
+            end = WorkerExited(who, transition.now, None, killed.signal, note=reason)
             failures.append(failure_of(transition.state, role, worker, end, killed))
             role = role.with_worker(worker.ended(killed))
         if fallen:
@@ -131,7 +132,9 @@ def _go_on(
     }
     transition.state = transition.state.with_failures(
         *(
-            replace(each, decision=decisions[each.role].reason if each.role in decisions else reason)
+            replace(
+                each, decision=decisions[each.worker.role].reason if each.worker.role in decisions else reason
+            )
             for each in failures
         )
     )

@@ -17,7 +17,7 @@ def failure_report(reason: str, diagnosis: Diagnosis) -> str:
         lines += [f"  {_short(failure, cause)}" for failure in diagnosis.others[:OTHERS_SHOWN]]
         if len(diagnosis.others) > OTHERS_SHOWN:
             lines.append(f"  … and {len(diagnosis.others) - OTHERS_SHOWN} more")
-    lines.append(f"root cause: {cause.who} on {cause.node}: {cause.exit} ({diagnosis.reason})")
+    lines.append(f"root cause: {cause.worker} on {cause.node}: {cause.exit} ({diagnosis.reason})")
     if cause.note:
         lines.append(f"  {cause.note}")
     words = cause.traceback or cause.message
@@ -33,4 +33,4 @@ def _short(failure: Failure, cause: Failure) -> str:
     later = failure.time - cause.time
     when = f"{abs(later):.3f} s {'later' if later >= 0 else 'before'}"
     words = failure.message.splitlines()[0][:160] if failure.message else failure.note
-    return f"{failure.who} on {failure.node}: {failure.exit}, {when}{': ' + words if words else ''}"
+    return f"{failure.worker} on {failure.node}: {failure.exit}, {when}{': ' + words if words else ''}"

@@ -40,8 +40,10 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
     Of each role only the latest generation that failed counts, and, going back from the last failure, no
     silence longer than `gap` seconds lies between two of them.
     """
-    latest = {f.role: max(g.generation for g in failures if g.role == f.role) for f in failures}
-    ordered = sorted((f for f in failures if f.generation == latest[f.role]), key=lambda f: f.time)
+    latest = {
+        f.worker.role: max(g.generation for g in failures if g.worker.role == f.worker.role) for f in failures
+    }
+    ordered = sorted((f for f in failures if f.generation == latest[f.worker.role]), key=lambda f: f.time)
     start = len(ordered) - 1
     while start > 0 and ordered[start].time - ordered[start - 1].time <= gap:
         start -= 1
@@ -50,7 +52,7 @@ def episode(failures: Sequence[Failure], gap: float = 5.0) -> tuple[Failure, ...
 
 def diagnose(failures: Sequence[Failure]) -> Diagnosis:
     """The root cause among `failures` (at least one)."""
-    ordered = sorted(failures, key=lambda f: (f.time, f.role, f.rank, f.generation))
+    ordered = sorted(failures, key=lambda f: (f.time, f.worker.role, f.worker.rank, f.generation))
     firsts = [failure for failure in ordered if not is_consequence(failure)]
     cause = (firsts or ordered)[0]
     others = tuple(failure for failure in ordered if failure is not cause)

@@ -28,8 +28,9 @@ from unirun.job.state import (
     WorkerState,
 )
 from unirun.job.transition import Transition, leader, output_of
+from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
-from unirun.wire.reports import Held, Join, WorkerCalls, WorkerExited
+from unirun.wire.reports import Calls, FromWorker, Held, Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 REJOIN_TIMEOUT = 15.0
@@ -84,18 +85,18 @@ def bare(event: Join) -> Join:
 
 def take_up(
     transition: Transition, event: Join
-) -> Iterator[WorkerCalls | WorkerExited | StoreOpened | StoreEnded]:
+) -> Iterator[FromWorker | WorkerExited | StoreOpened | StoreEnded]:
     """Take over how a node stands and order what is due there. Yields what it has to tell besides."""
     for role in list(transition.state.roles.values()):
         _take_up_role(transition, role, event)
     for each in event.workers:
         if each.calls:
-            yield WorkerCalls(each.role, each.rank, each.incarnation, each.calls)
+            yield FromWorker(each.worker, Calls(each.calls))
     for each in event.workers:
         if each.exit is None:
             continue
-        if transition.find(each.role, each.rank, each.incarnation) is None:
-            transition.send(ToAgent(event.node, ExitAck(each.role, each.rank, each.incarnation)))
+        if transition.find(each.worker) is None:
+            transition.send(ToAgent(event.node, ExitAck(each.worker)))
         else:
             yield each.exit
     stores = {store.role: store for store in event.stores}
@@ -121,13 +122,13 @@ def all_back(transition: Transition) -> None:
 
 
 def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
-    held = {(each.rank, each.incarnation): each for each in event.workers if each.role == role.name}
+    held = {each.worker: each for each in event.workers}
     living: list[int] = []
     before = role.living
     for worker in role.live:
         if worker.node != event.node:
             continue
-        known = held.get((worker.rank, worker.incarnation))
+        known = held.get(WorkerId(role.name, worker.rank, worker.incarnation))
         if known is None:
             role = role.with_worker(_never_started(worker))
             continue

@@ -28,18 +28,19 @@ from unirun.wire.spawning import StoreEnded
 def exited(transition: Transition, event: WorkerExited) -> None:
     """A worker has ended: well, as it was told, or of itself. Its agent may forget it once that is in the store."""
     if _leaves_with_its_agent(transition, event):
-        transition.record("exit", f"{event.role}:{event.rank} has ended, as its agent leaves")
+        transition.record("exit", f"{event.worker} has ended, as its agent leaves")
         return
-    found = transition.find(event.role, event.rank, event.incarnation)
+    found = transition.find(event.worker)
     obstructs = found is not None and transition.state.misplaced(*found)
-    for known in transition.role(event.role).workers[event.rank : event.rank + 1]:
-        transition.send(ToAgent(known.node, ExitAck(event.role, event.rank, event.incarnation)))
+    rank = event.worker.rank
+    for known in transition.role(event.worker.role).workers[rank : rank + 1]:
+        transition.send(ToAgent(known.node, ExitAck(event.worker)))
     if found is None:
         return
     role, worker = found
     end = Exit(event.code, event.signal)
     works = role.phase in ROLE_WORKS
-    text = f"{role.name}:{worker.rank} ended: {end}{', ' + event.note if event.note else ''}"
+    text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
     transition.record("exit", text)
     role = role.with_worker(worker.ended(end))
     if works and event.cause == "order":
@@ -58,7 +59,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     if role.phase in ROLE_WORKS:
         decision = decide(_loss(role, worker, event, end), history_of(transition.state, role))
         transition.state = transition.state.with_failures(replace(failure, decision=decision.reason))
-        _carry_out(transition, role, decision, EXIT_FAILURE, source=failure.who)
+        _carry_out(transition, role, decision, EXIT_FAILURE, source=str(event.worker))
     else:
         transition.state = transition.state.with_failures(failure)
         advance(transition, transition.role(role.name))
@@ -68,7 +69,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
 def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:
     """Whether what follows is decided when the agent is gone, for all of its workers at once: they may go on elsewhere.
     However well this one has taken it that it was ended, its work is not done."""
-    found = transition.find(event.role, event.rank, event.incarnation)
+    found = transition.find(event.worker)
     works = found is not None and found[0].phase in ROLE_WORKS
     return works and event.cause == "leaving" and len(transition.state.nodes) > 1
 
@@ -86,9 +87,7 @@ def failure_of(
     """What is kept of a failure."""
     error = event.error
     return Failure(
-        role=role.name,
-        rank=worker.rank,
-        incarnation=worker.incarnation,
+        worker=event.worker,
         generation=worker.generation,
         node=worker.node,
         time=error.time if error else event.time,
@@ -105,7 +104,7 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
     """What `role` has lost with `worker`, as that was before it ended."""
     in_past = max(worker.generation, event.met) < role.generation
     return Loss(
-        f"{role.name}:{worker.rank} ended with {end}",
+        f"{event.worker} ended with {end}",
         role.name,
         str(worker.rank),
         recoverable=worker.recoverable,

@@ -8,16 +8,13 @@ from unirun.job.state import Verdict
 from unirun.values import Value
 from unirun.wire.messages import Message, Stop
 from unirun.wire.reports import (
+    FromWorker,
     Join,
     Notice,
     Sample,
     SpawnerReady,
-    WorkerCalls,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
@@ -51,11 +48,8 @@ Event = (
     | SpawnerReady
     | WorkerStarted
     | WorkerRunning
-    | WorkerServing
-    | WorkerFormed
-    | WorkerMetrics
-    | WorkerCalls
     | WorkerExited
+    | FromWorker
     | StoreOpened
     | StoreEnded
     | Notice

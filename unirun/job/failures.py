@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 
 MESSAGE, TRACEBACK, TAIL, NOTE = 4096, 12288, 6144, 1024
 """Bytes of JSON that are kept of each."""
@@ -56,9 +56,7 @@ class Failure(Value):
     when that was decided before, as in a role that restarts or stops already.
     """
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     generation: int
     node: str
     time: float
@@ -69,11 +67,6 @@ class Failure(Value):
     tail: str = ""
     log: str = ""
     decision: str = ""
-
-    @property
-    def who(self) -> str:
-        """``actor:2``"""
-        return f"{self.role}:{self.rank}"
 
 
 def brief(failure: Failure) -> Failure:

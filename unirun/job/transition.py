@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from unirun.errors import IllegalTransition
 from unirun.job.events import After, Command, Record, ToAgent, ToWatchers, ViewDue
 from unirun.job.state import JobState, RoleState, WorkerPhase, WorkerState
+from unirun.values import WorkerId
 from unirun.wire.messages import RoleChanged, RoleView, StopWorkers, View, WorkerOutput, WorkerView
 
 VIEW_DELAY = 0.1
@@ -71,17 +72,18 @@ class Transition:
             raise IllegalTransition(f"there is no role {name}")
         return self.state.roles[name]
 
-    def find(self, role: str, rank: int, incarnation: int) -> tuple[RoleState, WorkerState] | None:
+    def find(self, who: WorkerId) -> tuple[RoleState, WorkerState] | None:
         """The live worker that is meant, or None when the message is about one that has ended."""
+        role, rank, incarnation = who
         found = self.role(role)
         if not 0 <= rank < self.state.role_spec(role).count:
-            raise IllegalTransition(f"there is no worker {role}:{rank}")
+            raise IllegalTransition(f"there is no worker {who}")
         if rank >= len(found.workers):
             # The role has become smaller.
             return None
         worker = found.workers[rank]
         if incarnation > worker.incarnation:
-            raise IllegalTransition(f"{role}:{rank} has no incarnation {incarnation} yet")
+            raise IllegalTransition(f"{who} has no incarnation {incarnation} yet")
         return (found, worker) if incarnation == worker.incarnation and worker.live else None
 
     def record(self, kind: str, text: str) -> None:
@@ -135,4 +137,4 @@ def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
     places = state.placement.of_role(role)
     # A role that becomes smaller has workers without a place until they have ended.
     local_rank = places[rank].local_rank if rank < len(places) else 0
-    return WorkerOutput(role, rank, state.roles[role].workers[rank].incarnation, local_rank)
+    return WorkerOutput(WorkerId(role, rank, state.roles[role].workers[rank].incarnation), local_rank)

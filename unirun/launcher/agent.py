@@ -36,11 +36,12 @@ from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
 from unirun.reporting import report_error
 from unirun.spec import JobSpec
+from unirun.values import WorkerId
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
-from unirun.wire.asking import WorkerAnswer
+from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
-from unirun.wire.reports import Join, Notice, Sample, WorkerMetrics, WorkerStarted
+from unirun.wire.reports import FromWorker, Join, Metrics, Notice, Sample, WorkerStarted
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 SPAWNER_END = 2.0
@@ -162,10 +163,10 @@ class Agent:
                     self._spawners[key][0].send(message)
             case events.StartSpawner(key):
                 self._start_spawner(key)
-            case events.ToWorker(number, message):
+            case events.ToLink(number, message):
                 for link in self._links.get(number, ()):
                     link.send(message)
-            case events.ToWorkers(message):
+            case events.ToLinks(message):
                 for links in self._links.values():
                     for link in links:
                         link.send(message)
@@ -183,10 +184,12 @@ class Agent:
 
     def _tell(self, message: Message) -> None:
         if isinstance(message, WorkerStarted):
-            self._filters.follow(message.role, message.rank, message.incarnation)
+            self._filters.follow(message.worker)
         if self._master is not None:
             self._master.send(message)
-        elif isinstance(message, Notice | WorkerMetrics):
+        elif isinstance(message, Notice) or (
+            isinstance(message, FromWorker) and isinstance(message.message, Metrics)
+        ):
             # The rest is told in what a new master hears first.
             self._unsent.add(frame_of(message))
 
@@ -233,7 +236,7 @@ class Agent:
                     case OpenStore(role):
                         handle = self._endpoints[role].socket.fileno()
                         self._apply(events.Order(epoch, self._orders.store(message, handle)))
-                    case StopWorkers() | View() | ExitAck() | WorkerAnswer() | Shutdown():
+                    case StopWorkers() | View() | ExitAck() | ToWorker() | Shutdown():
                         self._apply(events.Order(epoch, message))
         except WireError:
             return
@@ -324,8 +327,9 @@ class Agent:
             self._tell(Notice(self._state.node, f"a connection to the agent was refused: {error}"))
             writer.close()
             return
-        worker = self._state.find(hello.role, hello.rank) if isinstance(hello, Hello) else None
-        if worker is None or not isinstance(hello, Hello) or worker.incarnation != hello.incarnation:
+        who = hello.worker if isinstance(hello, Hello) else WorkerId("", 0, 0)
+        worker = self._state.find(who.role, who.rank)
+        if worker is None or worker.who != who:
             self._tell(Notice(self._state.node, "a process that is no worker of this agent said hello"))
             await link.close()
             return
@@ -333,9 +337,9 @@ class Agent:
         try:
             if self._state.view is not None:
                 link.send(welcome(self._state.view, self._spec))
-            self._apply(events.FromWorker(worker.id, hello))
+            self._apply(events.LinkMessage(worker.id, hello))
             while True:
-                self._apply(events.FromWorker(worker.id, await link.receive()))
+                self._apply(events.LinkMessage(worker.id, await link.receive()))
         except WireError:
             self._apply(events.LinkClosed(worker.id))
         finally:
@@ -356,8 +360,8 @@ class Agent:
                 if worker.pid is not None:
                     with contextlib.suppress(psutil.Error):
                         process = psutil.Process(worker.pid)
-                        memory[worker.who] = process.memory_info().rss
-                        cpu[worker.who] = round(sum(process.cpu_times()[:2]), 2)
+                        memory[str(worker.who)] = process.memory_info().rss
+                        cpu[str(worker.who)] = round(sum(process.cpu_times()[:2]), 2)
             if memory:
                 self._tell(Sample(self._state.node, memory, cpu))
 

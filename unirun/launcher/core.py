@@ -21,7 +21,6 @@ from unirun.launcher.events import (
     Command,
     Event,
     FromSpawner,
-    FromWorker,
     GraceOver,
     Instruction,
     KillGroups,
@@ -29,6 +28,7 @@ from unirun.launcher.events import (
     Leave,
     Led,
     LinkClosed,
+    LinkMessage,
     Order,
     Phase,
     SpawnerDown,
@@ -37,12 +37,13 @@ from unirun.launcher.events import (
     StillWithoutLink,
     Store,
     TimerExpired,
+    ToLinks,
     ToMaster,
     ToSpawner,
-    ToWorkers,
     Worker,
 )
-from unirun.launcher.hearing import (
+from unirun.launcher.state import AgentState, held
+from unirun.launcher.worker_messages import (
     answered,
     from_worker,
     link_closed,
@@ -51,8 +52,7 @@ from unirun.launcher.hearing import (
     still_without_link,
     timer_expired,
 )
-from unirun.launcher.state import AgentState, held
-from unirun.wire.asking import WorkerAnswer
+from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     Cause,
@@ -89,7 +89,7 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
             return _from_spawner(state, event)
         case SpawnerDown():
             return _spawner_down(state, event)
-        case FromWorker():
+        case LinkMessage():
             return from_worker(state, event)
         case LinkClosed():
             return link_closed(state, event)
@@ -112,13 +112,12 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
         case StopWorkers():
             who = [(what.role, rank) for rank in what.ranks]
             return _stop(state, who, what.signal, what.grace, "order")
-        case ExitAck(role, rank, incarnation):
-            kept = role, rank, incarnation
+        case ExitAck(kept):
             return replace(state, ended={who: held for who, held in state.ended.items() if who != kept}), []
-        case WorkerAnswer():
+        case ToWorker():
             return answered(state, what)
         case View():
-            return replace(state, view=what), [ToWorkers(what)]
+            return replace(state, view=what), [ToLinks(what)]
         case Shutdown(grace, ending):
             state = replace(state, ending=ending or state.ending)
             if grace is None:
@@ -130,8 +129,8 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
 def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]]:
     commands: list[Command] = []
     for worker in event.workers:
-        rank = worker.role, worker.rank
-        if worker.incarnation <= state.launched.get(rank, -1):
+        rank = worker.who.role, worker.who.rank
+        if worker.who.incarnation <= state.launched.get(rank, -1):
             # A master that has come in another's place does not know that the order has arrived.
             continue
         if state.leaving:
@@ -141,18 +140,18 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
             continue
         holder = state.find(*rank)
         if holder is not None:
-            text = f"incarnation {worker.incarnation} is not started: {holder.incarnation} lives"
-            commands.append(ToMaster(Notice(worker.who, text)))
+            text = f"incarnation {worker.who.incarnation} is not started: {holder.who.incarnation} lives"
+            commands.append(ToMaster(Notice(str(worker.who), text)))
             continue
-        state = replace(state, launched={**state.launched, rank: worker.incarnation})
+        state = replace(state, launched={**state.launched, rank: worker.who.incarnation})
         state, more = _need_spawner(state, worker.spawner)
         commands += more
         if state.spawners[worker.spawner]:
             worker = replace(worker, phase=Phase.FORKING)
             commands.append(ToSpawner(worker.spawner, worker.request))
         state = state.with_worker(worker)
-        store = state.stores.get(worker.role)
-        if store is not None and store.ended is not None and worker.role not in state.in_place:
+        store = state.stores.get(worker.who.role)
+        if store is not None and store.ended is not None and worker.who.role not in state.in_place:
             state, more = _lose_store(state, worker, store.ended)
             commands += more
     return state, commands
@@ -214,16 +213,13 @@ def _never_started(
 ) -> tuple[AgentState, ToMaster]:
     """A worker without a process ends as if `signum`, which was meant for it, had reached it."""
     signum = int(signum)
-    end = WorkerExited(
-        worker.role, worker.rank, worker.incarnation, 0.0, None, signum, cause, signum, note=note
-    )
+    end = WorkerExited(worker.who, 0.0, None, signum, cause, signum, note=note)
     return _remembering(state, worker, end), ToMaster(end)
 
 
 def _remembering(state: AgentState, worker: Worker, end: WorkerExited) -> AgentState:
     """Keep how a worker has ended until a master has."""
-    who = worker.role, worker.rank, worker.incarnation
-    return replace(state, ended={**state.ended, who: replace(held(worker), exit=end)})
+    return replace(state, ended={**state.ended, worker.who: replace(held(worker), exit=end)})
 
 
 def _leave(
@@ -231,7 +227,7 @@ def _leave(
 ) -> tuple[AgentState, list[Command]]:
     """End `workers`; the agent leaves when it has no worker any more."""
     state = replace(state, leaving=True)
-    who = [(worker.role, worker.rank) for worker in workers]
+    who = [(worker.who.role, worker.who.rank) for worker in workers]
     state, commands = _stop(state, who, signum, grace, "leaving")
     return (state, [*commands, Leave()]) if not state.workers else (state, commands)
 
@@ -260,9 +256,7 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
 
 def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, list[Command]]:
     state = state.with_worker(replace(worker, phase=Phase.ALIVE, pid=pid))
-    commands: list[Command] = [
-        ToMaster(WorkerStarted(state.node, worker.role, worker.rank, worker.incarnation, pid))
-    ]
+    commands: list[Command] = [ToMaster(WorkerStarted(worker.who, pid))]
     if worker.request.kind == "program":
         # A program does not say hello; that it was started is all there is to know.
         state, more = runs(state, state.workers[worker.id])
@@ -322,7 +316,7 @@ def _store_ended(state: AgentState, event: StoreEnded) -> tuple[AgentState, list
     if event.role in state.in_place:
         return state, commands
     for worker in state.workers.values():
-        if worker.role == event.role and worker.sent is None:
+        if worker.who.role == event.role and worker.sent is None:
             state, more = _lose_store(state, worker, event)
             commands += more
     return state, commands
@@ -348,9 +342,7 @@ def _ended(
 ) -> tuple[AgentState, list[Command]]:
     state = _without(state, worker)
     end = WorkerExited(
-        worker.role,
-        worker.rank,
-        worker.incarnation,
+        worker.who,
         time,
         code,
         signum,
@@ -384,6 +376,6 @@ def _grace_over(state: AgentState, event: GraceOver) -> tuple[AgentState, list[C
         state.with_worker(replace(worker, sent=int(signal.SIGKILL))),
         [
             ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
-            ToMaster(Notice(worker.who, "did not end in its grace period and is killed")),
+            ToMaster(Notice(str(worker.who), "did not end in its grace period and is killed")),
         ],
     )

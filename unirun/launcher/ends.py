@@ -52,12 +52,10 @@ def fitting(held: Iterable[Held]) -> tuple[Held, ...]:
     failed = sorted((each.exit for each in workers if each.exit is not None and _says(each.exit)), key=_when)
     if len(failed) * _EACH <= WORDS:
         return workers
-    whole = {(end.role, end.rank, end.incarnation) for end in failed[:WHOLE]}
+    whole = {end.worker for end in failed[:WHOLE]}
     share = (WORDS - WHOLE * _EACH) / (len(failed) * _EACH)
     return tuple(
-        each
-        if each.exit is None or (each.role, each.rank, each.incarnation) in whole
-        else replace(each, exit=short_end(each.exit, share))
+        each if each.exit is None or each.worker in whole else replace(each, exit=short_end(each.exit, share))
         for each in workers
     )
 

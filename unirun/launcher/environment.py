@@ -12,6 +12,7 @@ from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec, RoleSpec
+from unirun.values import WorkerId
 from unirun.wire.messages import Member, StartRole
 from unirun.wire.spawning import Spawn
 
@@ -121,7 +122,7 @@ def worker_env(
         "TORCHELASTIC_RESTART_COUNT": str(order.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(role.max_restarts),
         "TORCHELASTIC_ERROR_FILE": str(
-            job.worker_logs(order.role, member.rank, member.incarnation) / "error.json"
+            job.worker_logs(WorkerId(order.role, member.rank, member.incarnation)) / "error.json"
         ),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # As torchrun's --signals-to-handle sets it: a worker that starts processes with torch's own classes obeys it.
@@ -161,7 +162,7 @@ def spawn_request(
 ) -> Spawn:
     """The request that starts one worker. `cwd` is where `unirun` was called."""
     role = spec.role(order.role)
-    logs = job.worker_logs(order.role, member.rank, member.incarnation)
+    logs = job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
     return Spawn(
         id=number,
         title=f"{order.role}:{member.rank}",

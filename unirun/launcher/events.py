@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from unirun.launcher.environment import SpawnerKey
-from unirun.values import Value
-from unirun.wire.asking import WorkerAnswer
+from unirun.values import Value, WorkerId
+from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Message, Shutdown, StopWorkers, View
 from unirun.wire.reports import CallCount, Cause, Serving, WorkerError
 from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
@@ -30,9 +30,7 @@ class Worker(Value):
     """
 
     id: int
-    role: str
-    rank: int
-    incarnation: int
+    who: WorkerId
     spawner: SpawnerKey
     request: Spawn
     phase: Phase = Phase.QUEUED
@@ -48,11 +46,6 @@ class Worker(Value):
     grace: float = 30.0
     doom: str = ""
     expired: str = ""
-
-    @property
-    def who(self) -> str:
-        """``actor:2``"""
-        return f"{self.role}:{self.rank}"
 
 
 class Launch(Value):
@@ -91,7 +84,7 @@ class SpawnerDown(Value):
     time: float
 
 
-class FromWorker(Value):
+class LinkMessage(Value):
     """A worker says something on its link."""
 
     id: int
@@ -139,7 +132,7 @@ class Led(Value):
     epoch: int
 
 
-Instruction = Launch | Store | StopWorkers | ExitAck | View | WorkerAnswer | Shutdown
+Instruction = Launch | Store | StopWorkers | ExitAck | View | ToWorker | Shutdown
 """What masters want."""
 
 
@@ -161,7 +154,7 @@ Event = (
     | Order
     | FromSpawner
     | SpawnerDown
-    | FromWorker
+    | LinkMessage
     | LinkClosed
     | GraceOver
     | StillEnding
@@ -190,14 +183,14 @@ class StartSpawner(Value):
     key: SpawnerKey
 
 
-class ToWorker(Value):
+class ToLink(Value):
     """Tell one worker, if it has a link."""
 
     id: int
     message: Message
 
 
-class ToWorkers(Value):
+class ToLinks(Value):
     """Tell every worker that has a link."""
 
     message: Message
@@ -227,4 +220,4 @@ class Leave(Value):
     """Nothing is left to do; the agent ends."""
 
 
-Command = ToMaster | ToSpawner | StartSpawner | ToWorker | ToWorkers | After | KillGroups | Signal | Leave
+Command = ToMaster | ToSpawner | StartSpawner | ToLink | ToLinks | After | KillGroups | Signal | Leave

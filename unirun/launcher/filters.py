@@ -11,6 +11,7 @@ from unirun.launcher.logs import LogFollower
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.logdir import open_log
 from unirun.spec import LogSpec
+from unirun.values import WorkerId
 
 
 class LineFilters:
@@ -27,15 +28,15 @@ class LineFilters:
         }
         self._follower = LogFollower() if self._files else None
 
-    def follow(self, role: str, rank: int, incarnation: int) -> None:
+    def follow(self, worker: WorkerId) -> None:
         """Follow the output of one worker, whose log files exist."""
         if self._follower is None:
             return
-        logs = self._job.worker_logs(role, rank, incarnation)
+        logs = self._job.worker_logs(worker)
         for name, handle in self._files.items():
-            if incarnation > 0:
-                self._follower.release(self._job.worker_logs(role, rank, incarnation - 1) / f"{name}.log")
-            sink = _sink(handle, f"[{role}:{rank}] ".encode(), self._words[name])
+            if (before := worker.before) is not None:
+                self._follower.release(self._job.worker_logs(before) / f"{name}.log")
+            sink = _sink(handle, f"[{worker}] ".encode(), self._words[name])
             self._follower.follow(logs / f"{name}.log", sink)
 
     def finish(self) -> None:

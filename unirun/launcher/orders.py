@@ -21,6 +21,7 @@ from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
+from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, RoleBrief, StartRole, View, Welcome
 from unirun.wire.spawning import Borrow, ServeStore
 
@@ -94,9 +95,7 @@ class Orders:
             workers.append(
                 Worker(
                     id=self._last_id,
-                    role=order.role,
-                    rank=member.rank,
-                    incarnation=member.incarnation,
+                    who=WorkerId(order.role, member.rank, member.incarnation),
                     spawner=self._key(order.role),
                     request=request,
                     grace=self._spec.shutdown_timeout,

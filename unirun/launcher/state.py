@@ -10,13 +10,9 @@ from msgspec.structs import replace
 from unirun.launcher.ends import fitting
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Store, Worker
-from unirun.values import Value
-from unirun.wire.asking import WorkerAsk
+from unirun.values import Value, WorkerId
 from unirun.wire.messages import View
-from unirun.wire.reports import Ending, Held, HeldStore
-
-Who = tuple[str, int, int]
-"""Role, rank, incarnation."""
+from unirun.wire.reports import Ending, FromWorker, Held, HeldStore
 
 
 class AgentState(Value):
@@ -37,8 +33,8 @@ class AgentState(Value):
     leaving: bool = False
     epoch: int = 0
     launched: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    ended: Mapping[Who, Held] = field(default_factory=dict)
-    asks: Mapping[tuple[int, int], WorkerAsk] = field(default_factory=dict)
+    ended: Mapping[WorkerId, Held] = field(default_factory=dict)
+    asks: Mapping[tuple[int, int], FromWorker] = field(default_factory=dict)
     ending: Ending | None = None
 
     def with_worker(self, worker: Worker) -> AgentState:
@@ -47,7 +43,7 @@ class AgentState(Value):
 
     def find(self, role: str, rank: int) -> Worker | None:
         """The worker that holds a rank."""
-        return next((w for w in self.workers.values() if (w.role, w.rank) == (role, rank)), None)
+        return next((w for w in self.workers.values() if (w.who.role, w.who.rank) == (role, rank)), None)
 
 
 def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]]:
@@ -64,9 +60,7 @@ def held(worker: Worker) -> Held:
     """What is told of a worker that has not ended."""
     serving = worker.serving
     return Held(
-        role=worker.role,
-        rank=worker.rank,
-        incarnation=worker.incarnation,
+        worker=worker.who,
         pid=worker.pid,
         running=worker.running,
         generation=worker.generation,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from unirun.master.persistence.context_store import ContextStore
-from unirun.wire.asking import WorkerAnswer, WorkerAsk
+from unirun.values import WorkerId
+from unirun.wire.asking import Answer, Ask
 
 MAX_CHANNEL = 200
 """Characters in the name of a channel, which is a part of a key."""
@@ -12,33 +13,31 @@ MAX_DIGITS = 18
 """Of a version: it fits 64 bits."""
 
 
-def answer(contexts: ContextStore, ask: WorkerAsk) -> WorkerAnswer:
+def answer(contexts: ContextStore, worker: WorkerId, ask: Ask) -> Answer:
     """Do what a worker wants. Doing it once more gives the same. Raises `StoreError`.
 
     What no store could do is the worker's to hear: a master that failed of it would leave it to the next one.
     """
     try:
-        return _answer(contexts, ask)
+        return _answer(contexts, worker, ask)
     except ValueError as error:
         # Nothing of it was sent: a text that is none, or a key that no store takes.
-        who = ask.role, ask.rank, ask.incarnation, ask.number
-        return WorkerAnswer(*who, problem=f"{ask.wish} cannot be done: {error}")
+        return Answer(ask.number, problem=f"{ask.wish} cannot be done: {error}")
 
 
-def _answer(contexts: ContextStore, ask: WorkerAsk) -> WorkerAnswer:
-    who = ask.role, ask.rank, ask.incarnation, ask.number
+def _answer(contexts: ContextStore, worker: WorkerId, ask: Ask) -> Answer:
     if ask.wish in ("commit_version", "version") and not 0 < len(ask.name) <= MAX_CHANNEL:
-        return WorkerAnswer(*who, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters")
+        return Answer(ask.number, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters")
     match ask.wish:
         case "save_state":
-            contexts.save_state(ask.role, ask.rank, ask.data)
-            return WorkerAnswer(*who)
+            contexts.save_state(worker.role, worker.rank, ask.data)
+            return Answer(ask.number)
         case "load_state":
-            return WorkerAnswer(*who, contexts.load_state(ask.role, ask.rank))
+            return Answer(ask.number, contexts.load_state(worker.role, worker.rank))
         case "commit_version":
             if not (ask.data.isdecimal() and len(ask.data) <= MAX_DIGITS):
-                return WorkerAnswer(*who, problem=f"{ask.data!r:.80} is no version")
-            return WorkerAnswer(*who, str(contexts.commit_version(ask.name, int(ask.data))))
+                return Answer(ask.number, problem=f"{ask.data!r:.80} is no version")
+            return Answer(ask.number, str(contexts.commit_version(ask.name, int(ask.data))))
         case "version":
             kept = contexts.version(ask.name)
-            return WorkerAnswer(*who, None if kept is None else str(kept))
+            return Answer(ask.number, None if kept is None else str(kept))

@@ -37,9 +37,9 @@ from unirun.reporting import report
 from unirun.values import Value
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
-from unirun.wire.asking import WorkerAsk
+from unirun.wire.asking import Ask
 from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop, View
-from unirun.wire.reports import Join, Notice, Sample
+from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
 PERSIST_DELAY, MAX_PERSIST_DELAY = 0.02, 1.0
 """Seconds in which changes are gathered into one writing of the status: ten times what that takes, within these."""
@@ -160,7 +160,8 @@ class Master:
             self._take(lambda: self._core.step(self._state, event, time.time()))
         except Refused as error:
             self._log.write("refused", f"{event}: {error}")
-            self._tell_watchers(Notice("master", f"refused {type(event).__name__}: {error}"))
+            kind = type(event.message if isinstance(event, FromWorker) else event).__name__
+            self._tell_watchers(Notice("master", f"refused {kind}: {error}"))
             return False
         return True
 
@@ -327,10 +328,10 @@ class Master:
                 message = await stream.receive()
                 if too_late:
                     continue
-                if isinstance(message, Event):
+                if isinstance(message, FromWorker) and isinstance(message.message, Ask):
+                    self._writer.ask(message.worker, message.message, stream.send)
+                elif isinstance(message, Event):
                     self._apply(message)
-                elif isinstance(message, WorkerAsk):
-                    self._writer.ask(message, stream.send)
         except WireError as error:
             reason = str(error)
         finally:

@@ -124,9 +124,9 @@ def _call(seen: LearnedEdge) -> CallStatus:
 def _failure(failure: Failure) -> FailureStatus:
     words = (failure.message or failure.note).strip()
     return FailureStatus(
-        role=failure.role,
-        rank=failure.rank,
-        incarnation=failure.incarnation,
+        role=failure.worker.role,
+        rank=failure.worker.rank,
+        incarnation=failure.worker.incarnation,
         node=failure.node,
         time=failure.time,
         exit=str(failure.exit),

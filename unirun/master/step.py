@@ -35,17 +35,20 @@ from unirun.job.state import (
     WorkerPhase,
 )
 from unirun.job.transition import Transition, output_of
+from unirun.values import WorkerId
+from unirun.wire.asking import Ask
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
+    Calls,
+    FromWorker,
+    GroupFormed,
     Join,
+    Metrics,
     Notice,
+    Serving,
     SpawnerReady,
-    WorkerCalls,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
@@ -81,14 +84,8 @@ def _handle(transition: Transition, event: Event) -> None:
             _started(transition, event)
         case WorkerRunning():
             _running(transition, event)
-        case WorkerServing():
-            _serving(transition, event)
-        case WorkerFormed():
-            _formed(transition, event)
-        case WorkerMetrics():
-            _metrics(transition, event)
-        case WorkerCalls():
-            _calls(transition, event)
+        case FromWorker(who, message):
+            _said(transition, who, message)
         case WorkerExited():
             exited(transition, event)
         case StoreOpened():
@@ -111,6 +108,20 @@ def _handle(transition: Transition, event: Event) -> None:
         case ViewDue():
             if transition.state.view_due:
                 transition.tell_now()
+
+
+def _said(
+    transition: Transition, who: WorkerId, message: Serving | GroupFormed | Metrics | Calls | Ask
+) -> None:
+    match message:
+        case Serving():
+            _serving(transition, who, message)
+        case GroupFormed():
+            _formed(transition, who, message)
+        case Metrics():
+            _metrics(transition, who, message)
+        case Calls():
+            _calls(transition, who, message)
 
 
 def _join(transition: Transition, event: Join) -> None:
@@ -142,7 +153,7 @@ def _rejoined(transition: Transition, event: Join) -> None:
 
 
 def _started(transition: Transition, event: WorkerStarted) -> None:
-    found = transition.find(event.role, event.rank, event.incarnation)
+    found = transition.find(event.worker)
     if found is None:
         return
     role, worker = found
@@ -153,7 +164,7 @@ def _started(transition: Transition, event: WorkerStarted) -> None:
 
 
 def _running(transition: Transition, event: WorkerRunning) -> None:
-    found = transition.find(event.role, event.rank, event.incarnation)
+    found = transition.find(event.worker)
     if found is None or found[1].phase is WorkerPhase.SERVING:
         return
     role, worker = found
@@ -163,8 +174,8 @@ def _running(transition: Transition, event: WorkerRunning) -> None:
     transition.tell_soon()
 
 
-def _serving(transition: Transition, event: WorkerServing) -> None:
-    found = transition.find(event.role, event.rank, event.incarnation)
+def _serving(transition: Transition, who: WorkerId, event: Serving) -> None:
+    found = transition.find(who)
     if found is None:
         return
     role, worker = found
@@ -179,15 +190,15 @@ def _serving(transition: Transition, event: WorkerServing) -> None:
         transition.tell_soon()
 
 
-def _formed(transition: Transition, event: WorkerFormed) -> None:
-    found = transition.find(event.role, event.rank, event.incarnation)
+def _formed(transition: Transition, who: WorkerId, event: GroupFormed) -> None:
+    found = transition.find(who)
     if found is None:
         return
     role, worker = found
     # Its word may overtake that of the agent that has the store.
     _refuse_later(role, event.generation)
     if event.generation > worker.generation:
-        transition.record("formed", f"{role.name}:{worker.rank} is in generation {event.generation}")
+        transition.record("formed", f"{who} is in generation {event.generation}")
         settle(transition, role.with_worker(replace(worker, generation=event.generation)))
 
 
@@ -197,19 +208,19 @@ def _refuse_later(role: RoleState, generation: int) -> None:
         raise Refused(f"{role.name} has no generation {generation} yet")
 
 
-def _metrics(transition: Transition, event: WorkerMetrics) -> None:
-    transition.send(KeepMetrics(event.role, event.rank, event.time, event.values))
-    found = transition.find(event.role, event.rank, event.incarnation)
+def _metrics(transition: Transition, who: WorkerId, event: Metrics) -> None:
+    transition.send(KeepMetrics(who.role, who.rank, event.time, event.values))
+    found = transition.find(who)
     if found is not None:
         role, worker = found
         transition.put(role.with_worker(replace(worker, metrics={**worker.metrics, **event.values})))
 
 
-def _calls(transition: Transition, event: WorkerCalls) -> None:
+def _calls(transition: Transition, who: WorkerId, event: Calls) -> None:
     """What came last holds all that came before. A worker that is gone may have said it as its last word."""
-    role = transition.role(event.role)
-    worker = role.workers[event.rank] if 0 <= event.rank < len(role.workers) else None
-    if worker is not None and worker.incarnation == event.incarnation:
+    role = transition.role(who.role)
+    worker = role.workers[who.rank] if 0 <= who.rank < len(role.workers) else None
+    if worker is not None and worker.incarnation == who.incarnation:
         transition.put(role.with_worker(replace(worker, calls=sound(event.counts, transition.state.sizes))))
 
 

@@ -38,7 +38,7 @@ from unirun.errors import JobError
 from unirun.names import RUN_ID_RULE, is_run_id
 from unirun.rendezvous.logdir import MARK, make_log_dir
 from unirun.rendezvous.ownership import exposure, is_ours, make_private, owner
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 
 MATCHES_SHOWN = 5
 _FIRST = "context.json"
@@ -135,9 +135,9 @@ class JobDir(Value):
         """Locked as long as an agent or the master of the job lives."""
         return self.path / "alive.lock"
 
-    def worker_logs(self, role: str, rank: int, incarnation: int) -> Path:
+    def worker_logs(self, worker: WorkerId) -> Path:
         """The directory with the output of one worker."""
-        return self.logs / role / str(rank) / str(incarnation)
+        return self.logs / worker.role / str(worker.rank) / str(worker.incarnation)
 
     def first_context(self) -> dict[str, Any] | None:
         """The context of a job that no master has led yet. Raises `JobError`."""

@@ -16,6 +16,7 @@ from unirun.observe.status import ENDED, JobStatus, read_status
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.masters import call_master
 from unirun.spec.read import nearest
+from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 
 START = 30.0
@@ -117,7 +118,7 @@ class JobHandle:
             for worker in each.workers:
                 if rank not in (None, worker.rank):
                     continue
-                folder = self._job.worker_logs(each.name, worker.rank, worker.incarnation)
+                folder = self._job.worker_logs(WorkerId(each.name, worker.rank, worker.incarnation))
                 for name in ("stdout.log", "stderr.log"):
                     yield from _prefixed(f"[{each.name}:{worker.rank}] ", folder / name)
 

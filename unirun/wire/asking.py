@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 
 Wish = Literal["save_state", "load_state", "commit_version", "version"]
 """Keep bytes for the next incarnation; give them back; keep the highest number of a channel; tell it."""
@@ -20,18 +20,6 @@ class Ask(Value, tag=True):
     data: str = ""
 
 
-class WorkerAsk(Value, tag=True):
-    """`Ask`, with the worker that said it."""
-
-    role: str
-    rank: int
-    incarnation: int
-    number: int
-    wish: Wish
-    name: str
-    data: str
-
-
 class Answer(Value, tag=True):
     """The answer to an `Ask` of this number: `data`, None when there is none, or the `problem`."""
 
@@ -40,12 +28,8 @@ class Answer(Value, tag=True):
     problem: str = ""
 
 
-class WorkerAnswer(Value, tag=True):
-    """`Answer`, with the worker that it is for."""
+class ToWorker(Value, tag=True):
+    """What the master answers a worker; its agent passes it on."""
 
-    role: str
-    rank: int
-    incarnation: int
-    number: int
-    data: str | None = None
-    problem: str = ""
+    worker: WorkerId
+    message: Answer

@@ -14,7 +14,7 @@ from msgspec import convert, to_builtins
 from unirun.errors import FrameError
 from unirun.wire.frames import parse_object
 from unirun.wire.messages import Message
-from unirun.wire.reports import Metrics, WorkerMetrics
+from unirun.wire.reports import FromWorker, Metrics
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 T = TypeVar("T")
@@ -23,24 +23,34 @@ T = TypeVar("T")
 def encode(message: Message) -> dict[str, Any]:
     """Plain values for a frame."""
     payload: dict[str, Any] = to_builtins(message)
-    if isinstance(message, Metrics | WorkerMetrics):
+    said, place = message, payload
+    if isinstance(message, FromWorker):
+        said, place = message.message, payload["message"]
+    if isinstance(said, Metrics):
         # JSON has no words for these; a loss that is nan is news all the same.
-        values = message.values.items()
-        payload["values"] = {name: value if math.isfinite(value) else str(value) for name, value in values}
+        values = said.values.items()
+        place["values"] = {name: value if math.isfinite(value) else str(value) for name, value in values}
     return payload
 
 
 def decode(payload: dict[str, Any]) -> Message:
     """The message that `payload` is. Raises `FrameError` for an unknown type or a wrong field."""
-    name, values = payload.get("type"), payload.get("values")
+    name = payload.get("type")
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise FrameError(f"unknown message {_short(repr(name))}", "is the peer of another version?")
-    if kind in (Metrics, WorkerMetrics) and isinstance(values, dict):
-        texts = ("nan", "inf", "-inf")
-        values = {name: float(value) if value in texts else value for name, value in values.items()}
-        payload = {**payload, "values": values}
-    return typed(kind, payload)
+    if kind is FromWorker and isinstance(said := payload.get("message"), dict):
+        payload = {**payload, "message": _with_floats(said)}
+    return typed(kind, _with_floats(payload))
+
+
+def _with_floats(payload: dict[str, Any]) -> dict[str, Any]:
+    """`payload` with the floats that JSON has no words for, if it has the figures of `Metrics`."""
+    values = payload.get("values")
+    if payload.get("type") != "Metrics" or not isinstance(values, dict):
+        return payload
+    texts = ("nan", "inf", "-inf")
+    return {**payload, "values": {k: float(v) if v in texts else v for k, v in values.items()}}
 
 
 def typed(kind: type[T], fields: dict[str, Any]) -> T:

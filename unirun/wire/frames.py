@@ -19,7 +19,7 @@ from typing import Any
 
 from unirun.errors import FrameError
 
-VERSION = 2
+VERSION = 3
 """Version of the wire; part of the handshake, so two versions never exchange a frame."""
 
 MAX_FRAME = 16 * 1024 * 1024

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import load_token
 from unirun.wire.messages import Hello
@@ -39,9 +40,7 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
         link.socket = socket.socket(fileno=out_of_the_way(link.socket.detach()))
         link.send(
             Hello(
-                role=environ["ROLE_NAME"],
-                rank=int(environ["RANK"]),
-                incarnation=int(environ["UNIRUN_INCARNATION"]),
+                WorkerId(environ["ROLE_NAME"], int(environ["RANK"]), int(environ["UNIRUN_INCARNATION"])),
                 pid=pid,
                 running=True,
             )

@@ -2,9 +2,8 @@
 
 ============  =======================================================================
 agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
-              WorkerStarted WorkerRunning WorkerServing WorkerFormed WorkerMetrics WorkerCalls WorkerExited
-              WorkerAsk
-master→agent  Appointed OpenStore StartRole StopWorkers ExitAck View WorkerAnswer Shutdown
+              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving GroupFormed Metrics Calls Ask)
+master→agent  Appointed OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop
@@ -16,11 +15,12 @@ spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notic
 
 from __future__ import annotations
 
-from unirun.values import Value
-from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
+from unirun.values import Value, WorkerId
+from unirun.wire.asking import Answer, Ask, ToWorker
 from unirun.wire.reports import (
     Calls,
     Ending,
+    FromWorker,
     GroupFormed,
     GroupMeets,
     Join,
@@ -30,13 +30,9 @@ from unirun.wire.reports import (
     Serving,
     SpawnerReady,
     Stuck,
-    WorkerCalls,
     WorkerError,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import (
@@ -75,9 +71,7 @@ class Appointed(Value, tag=True):
 class ExitAck(Value, tag=True):
     """The end of a worker is in the store; its agent need not remember it."""
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
 
 
 class OpenStore(Value, tag=True):
@@ -158,9 +152,7 @@ class Shutdown(Value, tag=True):
 class Hello(Value, tag=True):
     """A worker says who it is. `running`: it enters the user's code now."""
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     pid: int
     running: bool
 
@@ -226,9 +218,7 @@ class RoleChanged(Value, tag=True):
 class WorkerOutput(Value, tag=True):
     """A worker has a process: what it writes can be shown."""
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     local_rank: int
 
 
@@ -247,23 +237,19 @@ Message = (
     | WorkerStarted
     | WorkerRunning
     | Serving
-    | WorkerServing
     | GroupFormed
     | GroupMeets
     | Stuck
-    | WorkerFormed
     | Metrics
-    | WorkerMetrics
     | Calls
-    | WorkerCalls
     | WorkerError
     | WorkerExited
     | Notice
     | Sample
     | Ask
-    | WorkerAsk
+    | FromWorker
     | Answer
-    | WorkerAnswer
+    | ToWorker
     | Appointed
     | ExitAck
     | OpenStore

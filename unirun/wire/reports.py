@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unirun.values import Value
+from unirun.values import Value, WorkerId
+from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck"]
@@ -22,19 +23,14 @@ class SpawnerReady(Value, tag=True):
 class WorkerStarted(Value, tag=True):
     """A worker has a process."""
 
-    node: str
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     pid: int
 
 
 class WorkerRunning(Value, tag=True):
     """A worker is set up and enters the user's code; `generation` is the one of its role that it was told of."""
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     generation: int
 
 
@@ -42,16 +38,6 @@ class Serving(Value, tag=True):
     """A worker takes calls at `addresses`, by transport. `recoverable`: whether the job can go on without what
     it holds in memory."""
 
-    addresses: dict[str, str]
-    recoverable: bool
-
-
-class WorkerServing(Value, tag=True):
-    """`Serving`, with the worker that said it."""
-
-    role: str
-    rank: int
-    incarnation: int
     addresses: dict[str, str]
     recoverable: bool
 
@@ -79,31 +65,12 @@ class Stuck(Value, tag=True):
     stack: str
 
 
-class WorkerFormed(Value, tag=True):
-    """`GroupFormed`, with the worker that said it."""
-
-    role: str
-    rank: int
-    incarnation: int
-    generation: int
-
-
 class Metrics(Value, tag=True):
     """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch.
 
     They may be nan or infinite.
     """
 
-    values: dict[str, float]
-    time: float
-
-
-class WorkerMetrics(Value, tag=True):
-    """`Metrics`, with the worker that said it."""
-
-    role: str
-    rank: int
-    incarnation: int
     values: dict[str, float]
     time: float
 
@@ -140,13 +107,11 @@ class Calls(Value, tag=True):
     counts: tuple[CallCount, ...]
 
 
-class WorkerCalls(Value, tag=True):
-    """`Calls`, with the worker that said it."""
+class FromWorker(Value, tag=True):
+    """What a worker has said to its agent, which passes it on to the master."""
 
-    role: str
-    rank: int
-    incarnation: int
-    counts: tuple[CallCount, ...]
+    worker: WorkerId
+    message: Serving | GroupFormed | Metrics | Calls | Ask
 
 
 class WorkerError(Value, tag=True):
@@ -170,9 +135,7 @@ class WorkerExited(Value, tag=True):
     `met` is the last generation in whose store it was to meet the others, 0 for none.
     """
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     time: float
     code: int | None
     signal: int | None
@@ -187,13 +150,11 @@ class WorkerExited(Value, tag=True):
 class Held(Value):
     """A worker as its agent holds it; `exit` tells how it has ended, until a master has kept that.
 
-    `generation` is the one it is in, and `calls` what it has called, as far as it has said; the other fields are as in
-    `WorkerServing`.
+    `generation` is the one it is in, and `calls` what it has called, as far as it has said; `addresses` and
+    `recoverable` are as in `Serving`.
     """
 
-    role: str
-    rank: int
-    incarnation: int
+    worker: WorkerId
     pid: int | None = None
     running: bool = False
     generation: int = 0

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.cli.shell import call
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.rendezvous import create_job
+from unirun.values import WorkerId
 from unirun.wire import new_token
 
 Text = pytest.CaptureFixture[str]
@@ -24,7 +25,7 @@ def a_job(run_id: str, phase: str, number: int, role: str = "actor") -> Iterator
     worker = WorkerStatus(0, "running", "n0", 0, 1, "")
     roles = (RoleStatus(role, "running", 0, 0, 1, (worker,)),)
     write_status(job, JobStatus(run_id, "t", phase, "", 1.0, None, None, roles))
-    logs = job.worker_logs(role, 0, 0)
+    logs = job.worker_logs(WorkerId(role, 0, 0))
     logs.mkdir(parents=True)
     (logs / "stdout.log").write_text(f"{run_id} {role}\n")
     try:

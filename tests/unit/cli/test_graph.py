@@ -20,8 +20,9 @@ from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store
+from unirun.values import WorkerId
 from unirun.wire import new_token
-from unirun.wire.reports import CallCount, Span, WorkerCalls
+from unirun.wire.reports import CallCount, Calls, FromWorker, Span
 
 LOOP = """
 script: train.py
@@ -181,7 +182,12 @@ def test_a_job_of_another_host_is_drawn_from_its_store(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     seen = CallCount("rollout", "load", 8, 4000, 0, 0.1, (Span(0, 1),))
-    state = Job({"actor": 1, "rollout": 2}).running().on(WorkerCalls("actor", 0, 0, (seen,))).state
+    state = (
+        Job({"actor": 1, "rollout": 2})
+        .running()
+        .on(FromWorker(WorkerId("actor", 0, 0), Calls((seen,))))
+        .state
+    )
     url = f"sqlite:{tmp_path / 'shared.db'}"
     store = open_store(url)
     term = campaign(store, job_prefix("job-1"), "unix:/x", "far", 7, ttl=60)

@@ -15,6 +15,7 @@ from tests.unit.cli.shell import call
 from unirun.cli import SUBCOMMANDS
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, read_status, write_status
 from unirun.rendezvous import JobDir, create_job
+from unirun.values import WorkerId
 from unirun.wire import new_token
 
 
@@ -24,7 +25,7 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
     role = RoleStatus("actor", "failed", 1, 1, 1, (worker,))
     write_status(job, JobStatus(run_id, "t", phase, "why", 1.0, 9.0, code, (role,)))
     for incarnation in (0, 1):
-        logs = job.worker_logs("actor", 0, incarnation)
+        logs = job.worker_logs(WorkerId("actor", 0, incarnation))
         logs.mkdir(parents=True)
         (logs / "stdout.log").write_bytes(f"out {incarnation}\nlast".encode())
         (logs / "stderr.log").write_bytes(b"err\n")
@@ -205,7 +206,7 @@ class TestLogs:
 
     def test_have_the_colours_that_workers_have_given_them(self, capfd: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")
-        (job.worker_logs("actor", 0, 1) / "stdout.log").write_text("\x1b[31mred\x1b[0m\n")
+        (job.worker_logs(WorkerId("actor", 0, 1)) / "stdout.log").write_text("\x1b[31mred\x1b[0m\n")
         assert call("logs", "--stdout") == 0
         assert capfd.readouterr().out == "[actor:0] \x1b[31mred\x1b[0m\n"
 

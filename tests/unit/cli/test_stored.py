@@ -23,6 +23,7 @@ from unirun.rendezvous import create_job
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
+from unirun.values import WorkerId
 from unirun.wire import new_token
 
 
@@ -167,7 +168,15 @@ class TestTheFailuresInAStatus:
     ) -> None:
         state = running("mine").with_failures(
             *(
-                Failure("actor", 0, n, 0, "n0", 1.0, Exit(signal=9), f"\nwords {n}\nmore", decision=f"d{n}")
+                Failure(
+                    WorkerId("actor", 0, n),
+                    0,
+                    "n0",
+                    1.0,
+                    Exit(signal=9),
+                    f"\nwords {n}\nmore",
+                    decision=f"d{n}",
+                )
                 for n in range(30)
             )
         )
@@ -188,7 +197,7 @@ class TestTheFailuresInAStatus:
         assert "failures: the last 20 of 31\n" in capsys.readouterr().out
 
     def test_say_what_happened_when_the_worker_could_not(self) -> None:
-        failure = Failure("actor", 0, 0, 0, "n0", 1.0, Exit(signal=9), note="out of memory")
+        failure = Failure(WorkerId("actor", 0, 0), 0, "n0", 1.0, Exit(signal=9), note="out of memory")
         assert status_of(running("mine").with_failures(failure), {}, {}).failures[-1].message == (
             "out of memory"
         )

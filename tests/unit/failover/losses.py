@@ -5,8 +5,9 @@ from __future__ import annotations
 from tests.unit.job.job import Job
 from unirun.collocation import Device, Inventory, Node
 from unirun.job.events import AgentLost
+from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
-from unirun.wire.reports import WorkerServing
+from unirun.wire.reports import FromWorker, Serving
 
 
 def nodes(count: int, devices: int = 2) -> Inventory:
@@ -32,9 +33,9 @@ def workloads(
     ).running()
     for role in job.state.roles.values():
         for worker in role.workers:
-            who = role.name, worker.rank, worker.incarnation
+            who = WorkerId(role.name, worker.rank, worker.incarnation)
             ready = role.kind != "trainer" or recoverable
-            job.on(WorkerServing(*who, {"socket": f"{role.name}{worker.rank}"}, ready))
+            job.on(FromWorker(who, Serving({"socket": f"{role.name}{worker.rank}"}, ready)))
     return job
 
 

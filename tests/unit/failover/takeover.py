@@ -12,6 +12,7 @@ from unirun.failover.takeover import resume
 from unirun.job.events import Command, ToAgent
 from unirun.job.state import JobState, WorkerPhase, WorkerState
 from unirun.master.persistence.context import restore
+from unirun.values import WorkerId
 from unirun.wire.messages import StartRole
 from unirun.wire.reports import Cause, Ending, Held, HeldStore, Join, WorkerExited
 
@@ -34,8 +35,8 @@ def held(state: JobState, worker: WorkerState, role: str) -> Held:
     up = worker.phase in (WorkerPhase.RUNNING, WorkerPhase.SERVING)
     addresses = dict(worker.addresses) if worker.phase is WorkerPhase.SERVING else None
     recoverable = bool(worker.recoverable)
-    who = role, worker.rank, worker.incarnation
-    return Held(*who, worker.pid, up, worker.generation, addresses, recoverable)
+    who = WorkerId(role, worker.rank, worker.incarnation)
+    return Held(who, worker.pid, up, worker.generation, addresses, recoverable)
 
 
 def join(
@@ -50,15 +51,15 @@ def join(
     ending: Ending | None = None,
 ) -> Job:
     """An agent finds the new master. It holds what was ordered `before`, but what was `lost`; some have `ended`."""
-    exits = {(end.role, end.rank, end.incarnation): end for end in ended}
+    exits = {end.worker: end for end in ended}
     workers = [
         held(before, worker, role.name)
         for role in before.roles.values()
         for worker in role.live
         if worker.node == node and (role.name, worker.rank, worker.incarnation) not in lost
     ]
-    workers = [replace(w, exit=exits.pop((w.role, w.rank, w.incarnation), None)) for w in workers]
-    workers += [Held(*who, exit=end) for who, end in exits.items()]
+    workers = [replace(w, exit=exits.pop(w.worker, None)) for w in workers]
+    workers += [Held(who, exit=end) for who, end in exits.items()]
     given = {store.role: store for store in stores}
     its_stores = [
         given.get(role.name) or HeldStore(role.name, role.generation, role.opened == role.generation)
@@ -86,7 +87,7 @@ def end(
     sent: int | None = None,
     cause: Cause = "own",
 ) -> WorkerExited:
-    return WorkerExited(role, rank, incarnation, 200.0, None if by else code, by, cause, sent)
+    return WorkerExited(WorkerId(role, rank, incarnation), 200.0, None if by else code, by, cause, sent)
 
 
 def starts(job: Job) -> list[tuple[str, int, list[tuple[int, int]]]]:

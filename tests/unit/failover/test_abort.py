@@ -26,8 +26,9 @@ from unirun.job.events import (
 )
 from unirun.job.state import JOB_ENDS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
 from unirun.master.persistence.context import changes, restore
+from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, Stop
-from unirun.wire.reports import Join, Notice, WorkerExited, WorkerMetrics
+from unirun.wire.reports import FromWorker, Join, Metrics, Notice, WorkerExited
 
 VERDICT = Verdict(JobPhase.FAILED, EXIT_FAILURE, "a bug", report="all about it")
 GRACE = 30.0
@@ -74,7 +75,7 @@ def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
         After(GRACE + REJOIN_TIMEOUT, AgentLost("n0", "it has not ended in time")),
     ]
     assert (ending.state.away, list(ending.state.agents)) == (frozenset(), ["n0"])
-    ending.on(WorkerExited("actor", 0, 0, 201.0, 0, None, "leaving", 15))
+    ending.on(WorkerExited(WorkerId("actor", 0, 0), 201.0, 0, None, "leaving", 15))
     assert ending.end is None
     assert ending.on(AgentLost("n0", "it left")) == [
         Record("agent_lost", "n0: it left"),
@@ -192,11 +193,11 @@ def test_what_has_ended_stays_as_it_was() -> None:
 def test_nothing_that_is_told_of_workers_can_stop_it() -> None:
     ending = Ending(Job({"actor": 1}).running())
     for event in (
-        WorkerExited("nobody", 0, 0, 1.0, 0, None),
-        WorkerExited("actor", 99, 0, 1.0, 0, None),
-        WorkerExited("actor", -1, 0, 1.0, 0, None),
-        WorkerExited("actor", 0, 5, 1.0, 0, None),
-        WorkerMetrics("nobody", 0, 0, {}, 1.0),
+        WorkerExited(WorkerId("nobody", 0, 0), 1.0, 0, None),
+        WorkerExited(WorkerId("actor", 99, 0), 1.0, 0, None),
+        WorkerExited(WorkerId("actor", -1, 0), 1.0, 0, None),
+        WorkerExited(WorkerId("actor", 0, 5), 1.0, 0, None),
+        FromWorker(WorkerId("nobody", 0, 0), Metrics({}, 1.0)),
         AgentLost("nowhere", "gone"),
     ):
         ending.on(event)

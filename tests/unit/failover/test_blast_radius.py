@@ -15,13 +15,23 @@ from unirun.job.state import JobState
 from unirun.master.persistence.context import changes, observations, restore, urgent
 from unirun.master.status_views import status_of
 from unirun.observe import JobStatus
-from unirun.wire.reports import CallCount, Held, Join, Span, WorkerCalls, WorkerRunning, WorkerServing
+from unirun.values import WorkerId
+from unirun.wire.reports import (
+    CallCount,
+    Calls,
+    FromWorker,
+    Held,
+    Join,
+    Serving,
+    Span,
+    WorkerRunning,
+)
 
 TRAIN = CallCount("actor", "train", 20, 4000, 400, 0.2, (Span(0, 1),))
 
 
-def calls(*counts: CallCount, incarnation: int = 0) -> WorkerCalls:
-    return WorkerCalls("trainer", 0, incarnation, counts)
+def calls(*counts: CallCount, incarnation: int = 0) -> FromWorker:
+    return FromWorker(WorkerId("trainer", 0, incarnation), Calls(counts))
 
 
 def job() -> Job:
@@ -33,7 +43,7 @@ def job() -> Job:
         primary=("trainer",),
     ).running()
     for role, rank in (("actor", 0), ("actor", 1), ("trainer", 0)):
-        found.on(WorkerServing(role, rank, 0, {"socket": f"{role}{rank}"}, True))
+        found.on(FromWorker(WorkerId(role, rank, 0), Serving({"socket": f"{role}{rank}"}, True)))
     return found
 
 
@@ -57,7 +67,11 @@ class TestCalls:
         assert [each[3] for each in seen(found.state)] == [40]
 
     def test_that_a_worker_tells_of_as_its_last_word_count(self) -> None:
-        found = job().exits("logger", 0).on(WorkerCalls("logger", 0, 0, (replace(TRAIN, method="note"),)))
+        found = (
+            job()
+            .exits("logger", 0)
+            .on(FromWorker(WorkerId("logger", 0, 0), Calls((replace(TRAIN, method="note"),))))
+        )
         assert [each[:3] for each in seen(found.state)] == [("logger", "actor", "note")]
 
     def test_of_an_incarnation_that_is_gone_do_not_count(self) -> None:
@@ -74,11 +88,11 @@ class TestCalls:
 
     def test_of_a_role_that_there_is_not_are_refused(self) -> None:
         with pytest.raises(IllegalTransition, match="nobody"):
-            job().on(WorkerCalls("nobody", 0, 0, (TRAIN,)))
+            job().on(FromWorker(WorkerId("nobody", 0, 0), Calls((TRAIN,))))
 
     @pytest.mark.parametrize("rank", [-1, 1])
     def test_of_a_rank_that_there_is_not_are_nobodys(self, rank: int) -> None:
-        assert seen(job().on(WorkerCalls("trainer", rank, 0, (TRAIN,))).state) == []
+        assert seen(job().on(FromWorker(WorkerId("trainer", rank, 0), Calls((TRAIN,)))).state) == []
 
     def test_wait_for_nothing(self) -> None:
         before = job().state
@@ -106,7 +120,7 @@ class TestTheStore:
     def test_gets_only_what_is_new(self) -> None:
         found = job().on(calls(TRAIN))
         before = found.state
-        news = observations(before, found.on(WorkerCalls("logger", 0, 0, (TRAIN,))).state)
+        news = observations(before, found.on(FromWorker(WorkerId("logger", 0, 0), Calls((TRAIN,)))).state)
         assert list(news) == ["calls/logger/0"]
         assert observations(found.state, found.state) == {}
 
@@ -117,7 +131,7 @@ class TestTheStore:
         found = job()
         for incarnation, steps in enumerate(reports):
             count = replace(TRAIN, calls=2 * steps)
-            found.on(WorkerCalls("logger", 0, incarnation, (count,)))
+            found.on(FromWorker(WorkerId("logger", 0, incarnation), Calls((count,))))
             if incarnation < 3 and incarnation + 1 < len(reports):
                 found.exits("logger", 0, by=KILL)
             found.state = replace(restore(written(found.state)), agents=found.state.agents)
@@ -127,9 +141,12 @@ class TestTheStore:
 def test_an_agent_tells_a_new_master_what_its_workers_have_called() -> None:
     state, _ = resume(job().state, 200.0)
     held = (
-        *(Held("actor", rank, 0, rank + 1, True, addresses={}, recoverable=True) for rank in range(2)),
-        Held("trainer", 0, 0, 3, True, addresses={}, recoverable=True, calls=(TRAIN,)),
-        Held("logger", 0, 0, 4, True),
+        *(
+            Held(WorkerId("actor", rank, 0), rank + 1, True, addresses={}, recoverable=True)
+            for rank in range(2)
+        ),
+        Held(WorkerId("trainer", 0, 0), 3, True, addresses={}, recoverable=True, calls=(TRAIN,)),
+        Held(WorkerId("logger", 0, 0), 4, True),
     )
     found = job()
     found.state = state
@@ -149,7 +166,9 @@ class TestAFailure:
         assert "waits for" not in found.records
 
     def test_tells_who_was_seen_to_call_it(self) -> None:
-        found = job().on(WorkerCalls("logger", 0, 0, (replace(TRAIN, method="note", asynchronous=True),)))
+        found = job().on(
+            FromWorker(WorkerId("logger", 0, 0), Calls((replace(TRAIN, method="note", asynchronous=True),)))
+        )
         found.exits("actor", 0, by=KILL)
         assert "trainer:0 waits for actor:0 (trainer → actor)" in found.records
         assert "logger:0 what it sends to actor:0 is lost (logger ⇢ actor: note)" in found.records
@@ -171,5 +190,5 @@ class TestAFailure:
         assert "affected" not in found.exits("actor", 1, by=KILL).records
 
     def test_that_nobody_feels_is_told_alone(self) -> None:
-        found = job().exits("logger", 0, by=KILL).on(WorkerRunning("actor", 0, 0, 0))
+        found = job().exits("logger", 0, by=KILL).on(WorkerRunning(WorkerId("actor", 0, 0), 0))
         assert "affected" not in found.records

@@ -27,10 +27,11 @@ from unirun.failover.crashes import (
 from unirun.job.transition import Transition
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import Put
+from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import WorkerExited
 
-EXIT = WorkerExited("actor", 7, 2, 1.0, 1, None)
+EXIT = WorkerExited(WorkerId("actor", 7, 2), 1.0, 1, None)
 
 
 def error(text: str = "nobody") -> Exception:
@@ -113,7 +114,9 @@ class TestAnErrorIsFatal:
         )
         report = report_of(crash(), "/jobs/x/master.log").splitlines()
         assert report[0] == f"job failed: {reason_of(crash())}"
-        assert report[1].startswith("the event that could not be handled: WorkerExited(role='actor', rank=7")
+        assert report[1].startswith(
+            "the event that could not be handled: WorkerExited(worker=WorkerId(role='actor', rank=7"
+        )
         assert report[2] == "before it:"
         assert "Stop(" in report[3]
         assert any("Traceback" in line for line in report)

@@ -14,8 +14,9 @@ from unirun.job.events import RejoinTimedOut
 from unirun.job.state import JobPhase, RolePhase
 from unirun.master.persistence.context import restore
 from unirun.master.status_views import status_of
+from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View
-from unirun.wire.reports import Notice, WorkerFormed, WorkerServing
+from unirun.wire.reports import FromWorker, GroupFormed, Notice, Serving
 from unirun.wire.spawning import StoreOpened
 
 
@@ -33,7 +34,7 @@ class TestARoleOfScripts:
     def test_spends_one_restart_however_many_were_lost(self) -> None:
         job = scripts().running().on(gone("n1"))
         assert job.state.roles["actor"].restarts == 1
-        assert {failure.rank for failure in job.state.failures} == {2, 3}
+        assert {failure.worker.rank for failure in job.state.failures} == {2, 3}
         assert all("restart 1 of 2" in failure.decision for failure in job.state.failures)
 
     def test_without_restarts_ends_the_job(self) -> None:
@@ -185,7 +186,7 @@ class TestARoleOfScripts:
             **({"kinds": {"actor": "workload"}} if workload else {}),
         ).running()
         for rank in range(4) if workload else ():
-            job.on(WorkerServing("actor", rank, 0, {"socket": "a"}, True))
+            job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": "a"}, True)))
         job.exits("actor", 0).exits("actor", 1).on(gone("n0"))
         role = job.state.roles["actor"]
         assert (role.phase, role.restarts) == (("running", 0) if workload else ("restarting", 1))
@@ -210,7 +211,7 @@ class TestMakingRoom:
             least={"actor": 2},
         ).running()
         for rank in (0, 1):
-            job.on(WorkerServing("critic", rank, 0, {"socket": "a"}, True))
+            job.on(FromWorker(WorkerId("critic", rank, 0), Serving({"socket": "a"}, True)))
         return job
 
     def test_ends_those_who_are_in_the_way_before_others_begin(self) -> None:
@@ -291,9 +292,9 @@ class TestWorkloads:
         (waits,) = status_of(job.state, {}, {}).waiting
         assert waits.startswith("trainer:0 waits for actor:0-1")
         for rank in (0, 1):
-            job.on(WorkerServing("actor", rank, 1, {"socket": "a"}, True))
+            job.on(FromWorker(WorkerId("actor", rank, 1), Serving({"socket": "a"}, True)))
         for rank in (2, 3):
-            job.on(WorkerFormed("actor", rank, 0, 1))
+            job.on(FromWorker(WorkerId("actor", rank, 0), GroupFormed(1)))
         assert job.phases()["actor"] == "running"
         assert status_of(job.state, {}, {}).waiting == ()
 
@@ -338,7 +339,7 @@ class TestWorkloads:
         ).running()
         for rank, recoverable in enumerate(said):
             if recoverable is not None:
-                job.on(WorkerServing("trainer", rank, 0, {"socket": "a"}, recoverable))
+                job.on(FromWorker(WorkerId("trainer", rank, 0), Serving({"socket": "a"}, recoverable)))
         job.on(gone("n0"))
         assert (job.state.phase is JobPhase.RUNNING) is all(said)
         if not all(said):

@@ -12,8 +12,9 @@ from unirun.errors import EXIT_PLACEMENT, EXIT_RENDEZVOUS, Refused
 from unirun.job.events import JoinTimedOut, RejoinTimedOut
 from unirun.job.state import JobPhase
 from unirun.master.persistence.context import restore
+from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, Stop, View
-from unirun.wire.reports import Notice, WorkerExited, WorkerServing
+from unirun.wire.reports import FromWorker, Notice, Serving, WorkerExited
 
 
 class TestANode:
@@ -53,7 +54,7 @@ class TestANode:
         """Its workers have a moment to end, and must not have successors before."""
         job = scripts().running()
         before = job.state
-        job.on(WorkerExited("actor", 2, 0, 5.0, 0, None, "leaving", TERM))
+        job.on(WorkerExited(WorkerId("actor", 2, 0), 5.0, 0, None, "leaving", TERM))
         assert job.state == before
         job.on(gone("n1"))
         assert job.phases() == {"actor": "restarting"}
@@ -61,7 +62,7 @@ class TestANode:
     def test_whose_agent_leaves_is_waited_for_whoever_comes_meanwhile(self) -> None:
         job = scripts(spares=1)
         job.on(job.join("n0"), job.join("n1"))
-        job.all_run("actor").on(WorkerExited("actor", 2, 0, 5.0, 0, None, "leaving", TERM))
+        job.all_run("actor").on(WorkerExited(WorkerId("actor", 2, 0), 5.0, 0, None, "leaving", TERM))
         job.on(job.join("n2"), gone("n1"))
         assert places(job) == ["n0", "n0", "n2", "n2"]
         assert job.phases() == {"actor": "restarting"}
@@ -126,7 +127,7 @@ class TestANode:
             inventory=nodes(40),
         ).running()
         for rank in range(40):
-            job.on(WorkerServing("actor", rank, 0, {"socket": "a"}, True))
+            job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": "a"}, True)))
         before = job.state
         take_over(job)
         for node in before.nodes[20:]:

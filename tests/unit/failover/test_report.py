@@ -5,11 +5,12 @@ from __future__ import annotations
 from unirun.failover.report import failure_report
 from unirun.failover.root_cause import diagnose
 from unirun.job.failures import Exit, Failure
+from unirun.values import WorkerId
 
 
 def fail(rank: int, time: float, **more: object) -> Failure:
     fields = {"exit": Exit(code=1), "log": f"/logs/actor/{rank}/0", **more}
-    return Failure("actor", rank, 0, 0, "n0", time, **fields)  # type: ignore[arg-type]
+    return Failure(WorkerId("actor", rank, 0), 0, "n0", time, **fields)  # type: ignore[arg-type]
 
 
 def test_a_single_failure_needs_no_list() -> None:

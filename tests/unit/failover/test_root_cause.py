@@ -11,28 +11,29 @@ from hypothesis import strategies as st
 
 from unirun.failover.root_cause import diagnose, episode, is_consequence
 from unirun.job.failures import Exit, Failure
+from unirun.values import WorkerId
 
 PEER = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4242"
 OWN = "ValueError: loss is nan"
 
 failures = st.builds(
     Failure,
-    role=st.sampled_from(["actor", "rollout"]),
-    rank=st.integers(0, 3),
-    incarnation=st.just(0),
+    worker=st.builds(WorkerId, st.sampled_from(["actor", "rollout"]), st.integers(0, 3), st.just(0)),
     generation=st.integers(0, 2),
     node=st.just("n0"),
     time=st.integers(0, 400).map(lambda n: n / 8),
     exit=st.sampled_from([Exit(code=1), Exit(signal=9)]),
     message=st.sampled_from(["", PEER, OWN]),
 )
-several = st.lists(failures, min_size=1, max_size=8, unique_by=lambda f: (f.role, f.rank, f.generation))
+several = st.lists(
+    failures, min_size=1, max_size=8, unique_by=lambda f: (f.worker.role, f.worker.rank, f.generation)
+)
 
 
 def fail(
     role: str = "actor", rank: int = 0, time: float = 1.0, message: str = "", generation: int = 0
 ) -> Failure:
-    return Failure(role, rank, 0, generation, "n0", time, Exit(code=1), message)
+    return Failure(WorkerId(role, rank, 0), generation, "n0", time, Exit(code=1), message)
 
 
 @given(several)
@@ -68,18 +69,20 @@ def test_the_order_of_arrival_does_not_matter(found: list[Failure], rng: random.
 @given(several)
 def test_an_episode_holds_the_last_failure_and_has_no_long_silence(found: list[Failure]) -> None:
     chosen = episode(found, gap=5.0)
-    latest = {f.role: max(g.generation for g in found if g.role == f.role) for f in found}
+    latest = {
+        f.worker.role: max(g.generation for g in found if g.worker.role == f.worker.role) for f in found
+    }
     assert chosen
-    assert all(f.generation == latest[f.role] for f in chosen)
-    assert chosen[-1].time == max(f.time for f in found if f.generation == latest[f.role])
+    assert all(f.generation == latest[f.worker.role] for f in chosen)
+    assert chosen[-1].time == max(f.time for f in found if f.generation == latest[f.worker.role])
     assert all(b.time - a.time <= 5.0 for a, b in itertools.pairwise(chosen))
     # It goes back as far as it can.
-    earlier = [f.time for f in found if f.generation == latest[f.role] and f not in chosen]
+    earlier = [f.time for f in found if f.generation == latest[f.worker.role] and f not in chosen]
     assert all(time + 5.0 < chosen[0].time for time in earlier)
 
 
 def test_a_kill_that_is_seen_after_its_consequence_is_the_cause() -> None:
-    killed = Failure("actor", 3, 0, 0, "n0", 2.0, Exit(signal=9))
+    killed = Failure(WorkerId("actor", 3, 0), 0, "n0", 2.0, Exit(signal=9))
     diagnosis = diagnose([fail(rank=0, time=1.0, message=PEER), fail(rank=1, time=1.5, message=PEER), killed])
     assert diagnosis.cause is killed
     assert diagnosis.reason == "the first of 3 failures that is not about a lost peer"

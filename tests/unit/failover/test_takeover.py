@@ -17,6 +17,7 @@ from unirun.job.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAge
 from unirun.job.failures import Exit
 from unirun.job.state import JobPhase, Verdict, WorkerPhase, WorkerState
 from unirun.master.persistence.context import restore
+from unirun.values import WorkerId
 from unirun.wire.messages import (
     ExitAck,
     OpenStore,
@@ -27,7 +28,7 @@ from unirun.wire.messages import (
     View,
     WorkerOutput,
 )
-from unirun.wire.reports import CallCount, Ending, Held, HeldStore, Join, Span, WorkerCalls, WorkerError
+from unirun.wire.reports import CallCount, Calls, Ending, FromWorker, Held, HeldStore, Join, Span, WorkerError
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -98,8 +99,8 @@ class TestOfANodeThatHasEverything:
     def test_who_follows_the_job_learns_of_its_processes(self) -> None:
         job = rejoin(Job({"actor": 2}).running())
         assert job.told(WorkerOutput) == [
-            WorkerOutput("actor", 0, 0, 0),
-            WorkerOutput("actor", 1, 0, 1),
+            WorkerOutput(WorkerId("actor", 0, 0), 0),
+            WorkerOutput(WorkerId("actor", 1, 0), 1),
         ]
 
     def test_a_second_one_of_its_name_is_refused(self) -> None:
@@ -125,11 +126,14 @@ class TestAWorkerThatAnAgentHolds:
     @pytest.mark.parametrize(
         ("held", "phase"),
         [
-            (Held("actor", 0, 1), WorkerPhase.STARTING),
-            (Held("actor", 0, 1, 7), WorkerPhase.ALIVE),
-            (Held("actor", 0, 1, 7, running=True, generation=1), WorkerPhase.RUNNING),
-            (Held("actor", 0, 1, 7, True, 1, {"socket": "a"}, recoverable=True), WorkerPhase.SERVING),
-            (Held("actor", 0, 1, 7, True, 9, {}), WorkerPhase.SERVING),
+            (Held(WorkerId("actor", 0, 1)), WorkerPhase.STARTING),
+            (Held(WorkerId("actor", 0, 1), 7), WorkerPhase.ALIVE),
+            (Held(WorkerId("actor", 0, 1), 7, running=True, generation=1), WorkerPhase.RUNNING),
+            (
+                Held(WorkerId("actor", 0, 1), 7, True, 1, {"socket": "a"}, recoverable=True),
+                WorkerPhase.SERVING,
+            ),
+            (Held(WorkerId("actor", 0, 1), 7, True, 9, {}), WorkerPhase.SERVING),
         ],
     )
     def test_stands_as_it_says(self, held: Held, phase: WorkerPhase) -> None:
@@ -154,7 +158,7 @@ class TestAWorkerThatAnAgentHolds:
         job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         told = (CallCount("actor", "sum", 2, 10, 10, 0.5, (Span(1, 1),)),)
         for _ in range(incarnation):
-            job.on(WorkerCalls("actor", 0, 0, told)).exits("actor", 0, by=KILL)
+            job.on(FromWorker(WorkerId("actor", 0, 0), Calls(told))).exits("actor", 0, by=KILL)
         before = job.state.roles["actor"].workers[0]
         assert before.called == (told if incarnation else ())
         job.state, _ = resume(job.state, job.now)
@@ -247,7 +251,7 @@ class TestAnEndThatNoMasterHasHeardOf:
         rejoin(job, ended=[replace(end("actor", 0), error=error)])
         assert job.phases() == {"actor": "restarting"}
         assert job.orders(StopWorkers) == [StopWorkers("actor", (1,), TERM, 30.0)]
-        assert job.orders(ExitAck) == [ExitAck("actor", 0, 0)]
+        assert job.orders(ExitAck) == [ExitAck(WorkerId("actor", 0, 0))]
         assert [f.message for f in job.state.failures] == ["ValueError: x"]
         assert starts(job.obey()) == [("actor", 1, [(0, 1), (1, 1)])]
 
@@ -266,7 +270,7 @@ class TestAnEndThatNoMasterHasHeardOf:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).obey()
         before = job.state.roles["actor"]
         rejoin(job, ended=[end("actor", 0, 1), end("actor", 1, by=TERM, sent=TERM, cause="order")])
-        assert job.orders(ExitAck) == [ExitAck("actor", 0, 0), ExitAck("actor", 1, 0)]
+        assert job.orders(ExitAck) == [ExitAck(WorkerId("actor", 0, 0)), ExitAck(WorkerId("actor", 1, 0))]
         assert (job.state.roles["actor"].restarts, len(job.state.failures)) == (before.restarts, 1)
         assert starts(job) == []
 

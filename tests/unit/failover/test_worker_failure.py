@@ -12,6 +12,7 @@ from unirun.job.events import (
 )
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobPhase, RolePhase
+from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import (
     Notice,
@@ -117,11 +118,11 @@ class TestAFailure:
     @pytest.mark.parametrize("error", [None, WorkerError("ValueError: nan", "Traceback", 55.0)])
     def test_is_remembered_with_all_that_was_told(self, error: WorkerError | None) -> None:
         job = Job({"actor": 2}, restarts={"actor": 3}).running().exits("actor", 0, 1).obey().all_run("actor")
-        job.on(WorkerExited("actor", 1, 1, 60.0, None, KILL, "own", None, error, "a note", "the end"))
+        job.on(
+            WorkerExited(WorkerId("actor", 1, 1), 60.0, None, KILL, "own", None, error, "a note", "the end")
+        )
         assert job.state.failures[-1] == Failure(
-            role="actor",
-            rank=1,
-            incarnation=1,
+            WorkerId(role="actor", rank=1, incarnation=1),
             generation=1,
             node="n0",
             time=55.0 if error else 60.0,
@@ -136,7 +137,9 @@ class TestAFailure:
 
     def test_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:
         job = Job({"actor": 2}).running()
-        job.on(WorkerExited("actor", 0, 0, job.now, 1, None, note="no process can be forked")).obey()
+        job.on(
+            WorkerExited(WorkerId("actor", 0, 0), job.now, 1, None, note="no process can be forked")
+        ).obey()
         assert job.finish is not None
         assert "no process can be forked" in job.finish.verdict.report
 

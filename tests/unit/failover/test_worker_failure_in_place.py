@@ -10,8 +10,9 @@ from unirun.job.events import After, KeepMetrics, ToAgent, ViewDue
 from unirun.job.state import JobPhase, RolePhase, WorkerPhase
 from unirun.job.transition import VIEW_DELAY
 from unirun.master.status_views import status_of
+from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, RoleView, StartRole, StopWorkers, View, WorkerView
-from unirun.wire.reports import Notice, WorkerError, WorkerFormed, WorkerMetrics, WorkerRunning, WorkerServing
+from unirun.wire.reports import FromWorker, GroupFormed, Metrics, Notice, Serving, WorkerError, WorkerRunning
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -31,8 +32,8 @@ def up(job: Job, role: str = "actor", *, recoverable: bool = True) -> Job:
     for worker in job.state.roles[role].live:
         who = role, worker.rank, worker.incarnation
         job.on(
-            WorkerRunning(*who, worker.generation),
-            WorkerServing(*who, {"socket": f"{role}{worker.rank}"}, recoverable),
+            WorkerRunning(WorkerId(*who), worker.generation),
+            FromWorker(WorkerId(*who), Serving({"socket": f"{role}{worker.rank}"}, recoverable)),
         )
     return job
 
@@ -46,7 +47,9 @@ def reformed(job: Job) -> Job:
     role = job.state.roles["actor"]
     for worker in role.live:
         if worker.generation < role.generation:
-            job.on(WorkerFormed("actor", worker.rank, worker.incarnation, role.generation))
+            job.on(
+                FromWorker(WorkerId("actor", worker.rank, worker.incarnation), GroupFormed(role.generation))
+            )
     return up(job)
 
 
@@ -110,11 +113,13 @@ class TestADeath:
     def test_is_over_when_the_newcomer_serves_and_the_survivors_are_with_it(self) -> None:
         job = serving().exits("actor", 2, by=KILL)
         job.on(
-            WorkerRunning("actor", 2, 1, 1), WorkerFormed("actor", 0, 0, 1), WorkerFormed("actor", 1, 0, 1)
+            WorkerRunning(WorkerId("actor", 2, 1), 1),
+            FromWorker(WorkerId("actor", 0, 0), GroupFormed(1)),
+            FromWorker(WorkerId("actor", 1, 0), GroupFormed(1)),
         )
-        job.on(WorkerFormed("actor", 3, 0, 1))
+        job.on(FromWorker(WorkerId("actor", 3, 0), GroupFormed(1)))
         assert job.phases()["actor"] == "reforming"
-        job.on(WorkerServing("actor", 2, 1, {}, True))
+        job.on(FromWorker(WorkerId("actor", 2, 1), Serving({}, True)))
         assert job.phases()["actor"] == "running"
         job = serving().exits("actor", 2, by=KILL)
         up(job)
@@ -141,27 +146,33 @@ class TestADeath:
     def test_of_a_second_worker_may_be_known_to_a_newcomer_before_it_runs(self) -> None:
         job = serving(count=2).exits("actor", 0, by=KILL).exits("actor", 1, by=KILL)
         for rank in (0, 1):
-            job.on(WorkerRunning("actor", rank, 1, 2), WorkerServing("actor", rank, 1, {}, True))
+            job.on(
+                WorkerRunning(WorkerId("actor", rank, 1), 2),
+                FromWorker(WorkerId("actor", rank, 1), Serving({}, True)),
+            )
         assert job.phases()["actor"] == "running"
 
     def test_of_all_leaves_a_role_of_newcomers(self) -> None:
         job = serving(count=2).exits("actor", 0, by=KILL).exits("actor", 1, by=KILL)
         assert [w.incarnation for w in job.state.roles["actor"].workers] == [1, 1]
-        job.on(WorkerFormed("actor", 0, 1, 2))
+        job.on(FromWorker(WorkerId("actor", 0, 1), GroupFormed(2)))
         assert up(job).phases()["actor"] == "running"
 
     def test_before_the_role_is_up_is_a_death_like_any_other(self) -> None:
         job = workload(count=2).launched().exits("actor", 1, 1)
         assert job.phases()["actor"] == "reforming"
-        job.on(WorkerServing("actor", 0, 0, {}, True), WorkerServing("actor", 1, 1, {}, True))
+        job.on(
+            FromWorker(WorkerId("actor", 0, 0), Serving({}, True)),
+            FromWorker(WorkerId("actor", 1, 1), Serving({}, True)),
+        )
         assert job.phases()["actor"] == "reforming"
-        assert job.on(WorkerFormed("actor", 0, 0, 1)).phases()["actor"] == "running"
+        assert job.on(FromWorker(WorkerId("actor", 0, 0), GroupFormed(1))).phases()["actor"] == "running"
 
     def test_of_those_who_wait_in_a_generation_that_it_has_ended_spends_one_restart_for_all(self) -> None:
         """Each that loses its store in `setup` must not replace the store of those who came before."""
         job = workload(count=3).launched()
         for rank in range(3):
-            job.on(WorkerRunning("actor", rank, 0, 0))
+            job.on(WorkerRunning(WorkerId("actor", rank, 0), 0))
         for rank in range(3):
             job.exits("actor", rank, 1)
         role = job.state.roles["actor"]
@@ -171,7 +182,7 @@ class TestADeath:
         lost, back = job.orders(View)
         assert [each.roles[0].workers[2].phase for each in (lost, back)] == ["lost", "starting"]
         for rank in range(3):
-            job.on(WorkerRunning("actor", rank, 1, 1))
+            job.on(WorkerRunning(WorkerId("actor", rank, 1), 1))
         assert up(job).phases()["actor"] == "running"
 
     def test_of_those_who_wait_joins_a_store_that_is_still_to_come(self) -> None:
@@ -244,17 +255,17 @@ class TestATrainer:
 class TestServing:
     def test_is_told_at_once_when_the_whole_role_does(self) -> None:
         job = workload(count=2).running()
-        job.on(WorkerServing("actor", 0, 0, {"torch": "a"}, True))
+        job.on(FromWorker(WorkerId("actor", 0, 0), Serving({"torch": "a"}, True)))
         assert job.orders(View) == []
-        job.on(WorkerServing("actor", 1, 0, {"torch": "b"}, True))
+        job.on(FromWorker(WorkerId("actor", 1, 0), Serving({"torch": "b"}, True)))
         assert [w.addresses for w in seen(job).workers] == [{"torch": "a"}, {"torch": "b"}]
         assert [w.phase for w in seen(job).workers] == ["serving", "serving"]
 
     def test_is_told_in_a_moment_when_it_does_not_come_from_all(self) -> None:
         job = workload(count=3).running().on(ViewDue())
-        job.on(WorkerServing("actor", 0, 0, {}, True))
+        job.on(FromWorker(WorkerId("actor", 0, 0), Serving({}, True)))
         assert [c for c in job.commands if isinstance(c, After)] == [After(VIEW_DELAY, ViewDue())]
-        job.on(WorkerServing("actor", 1, 0, {}, True))
+        job.on(FromWorker(WorkerId("actor", 1, 0), Serving({}, True)))
         assert [c for c in job.commands if isinstance(c, After)] == []
         job.on(ViewDue())
         assert [w.phase for w in seen(job).workers] == ["serving", "serving", "running"]
@@ -263,16 +274,19 @@ class TestServing:
     def test_is_what_makes_a_role_of_workloads_run(self) -> None:
         job = workload(count=1).running()
         assert job.phases() == {"actor": "starting", "trainer": "running"}
-        assert job.on(WorkerServing("actor", 0, 0, {}, True)).phases()["actor"] == "running"
+        assert job.on(FromWorker(WorkerId("actor", 0, 0), Serving({}, True))).phases()["actor"] == "running"
 
     def test_survives_a_hello_that_comes_late(self) -> None:
-        job = serving(count=1).on(WorkerRunning("actor", 0, 0, 0))
+        job = serving(count=1).on(WorkerRunning(WorkerId("actor", 0, 0), 0))
         assert job.state.roles["actor"].workers[0].phase is WorkerPhase.SERVING
 
     def test_of_a_worker_that_is_gone_is_no_news(self) -> None:
         job = serving().exits("actor", 2, by=KILL)
         state = job.state
-        job.on(WorkerServing("actor", 2, 0, {"torch": "old"}, True), WorkerFormed("actor", 2, 0, 1))
+        job.on(
+            FromWorker(WorkerId("actor", 2, 0), Serving({"torch": "old"}, True)),
+            FromWorker(WorkerId("actor", 2, 0), GroupFormed(1)),
+        )
         assert job.state == state
 
 
@@ -334,7 +348,10 @@ class TestAStore:
     def test_may_be_heard_of_after_a_rank_has_met_the_others_in_it_and_done_its_work(self) -> None:
         """Started again, that rank would wait in a generation that the others have formed."""
         job = serving(count=2, stores_open=False).on(StoreEnded("actor", 0, 5.0, "x"))
-        job.on(WorkerFormed("actor", 0, 0, 1), WorkerFormed("actor", 1, 0, 1)).exits("actor", 1, 0)
+        job.on(
+            FromWorker(WorkerId("actor", 0, 0), GroupFormed(1)),
+            FromWorker(WorkerId("actor", 1, 0), GroupFormed(1)),
+        ).exits("actor", 1, 0)
         assert job.on(StoreOpened("actor", 1)).orders(StartRole) == []
         assert job.phases()["actor"] == "running"
 
@@ -364,8 +381,8 @@ class TestFirstOrders:
 class TestMetrics:
     def test_are_kept_and_shown(self) -> None:
         job = serving().on(
-            WorkerMetrics("actor", 1, 0, {"loss": 2.0, "lr": 0.1}, 7.0),
-            WorkerMetrics("actor", 1, 0, {"loss": 1.0}, 8.0),
+            FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 2.0, "lr": 0.1}, 7.0)),
+            FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 1.0}, 8.0)),
         )
         assert [c for c in job.commands if isinstance(c, KeepMetrics)] == [
             KeepMetrics("actor", 1, 7.0, {"loss": 2.0, "lr": 0.1}),
@@ -375,7 +392,11 @@ class TestMetrics:
         assert status.roles[0].workers[1].metrics == {"loss": 1.0, "lr": 0.1}
 
     def test_of_a_worker_that_is_gone_are_kept_but_not_shown(self) -> None:
-        job = serving().exits("actor", 1, by=KILL).on(WorkerMetrics("actor", 1, 0, {"loss": 2.0}, 7.0))
+        job = (
+            serving()
+            .exits("actor", 1, by=KILL)
+            .on(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 2.0}, 7.0)))
+        )
         assert any(isinstance(c, KeepMetrics) for c in job.commands)
         assert status_of(job.state, {}, {}).roles[0].workers[1].metrics == {}
 

@@ -18,6 +18,7 @@ from unirun.job.state import new_job
 from unirun.job.ties import ties_of
 from unirun.master.step import step
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
+from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StopWorkers
 from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
 from unirun.wire.spawning import StoreOpened
@@ -108,8 +109,8 @@ class Job:
         for worker in self.state.roles[name].workers:
             pid = 100 * worker.incarnation + worker.rank + 1
             self.on(
-                WorkerStarted(worker.node, name, worker.rank, worker.incarnation, pid),
-                WorkerRunning(name, worker.rank, worker.incarnation, self.state.roles[name].opened),
+                WorkerStarted(WorkerId(name, worker.rank, worker.incarnation), pid),
+                WorkerRunning(WorkerId(name, worker.rank, worker.incarnation), self.state.roles[name].opened),
             )
         return self
 
@@ -131,7 +132,9 @@ class Job:
         if incarnation is None:
             incarnation = self.state.roles[name].workers[rank].incarnation
         code = None if by else code
-        return self.on(WorkerExited(name, rank, incarnation, self.now, code, by, cause, asked, error, note))
+        return self.on(
+            WorkerExited(WorkerId(name, rank, incarnation), self.now, code, by, cause, asked, error, note)
+        )
 
     def obey(self) -> Job:
         """Every worker that was told to end does."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from msgspec import to_builtins
 
 from unirun.job.failures import MARK, MESSAGE, NOTE, TAIL, TRACEBACK, Exit, Failure, beginning, brief, ending
+from unirun.values import WorkerId
 
 MOST = 32 * 1024
 """Bytes of JSON: eight of them fit into one document of the job's context."""
@@ -25,7 +26,9 @@ def size(text: str) -> int:
 def failure(message: str = "", traceback: str = "", note: str = "", tail: str = "") -> Failure:
     log = f"/{'d' * 4000}/actor/1/0"
     end = Exit(code=1)
-    return Failure("r" * 63, 1, 0, 0, "n" * 253, 1.0, end, message, traceback, note, tail, log, decision=note)
+    return Failure(
+        WorkerId("r" * 63, 1, 0), 0, "n" * 253, 1.0, end, message, traceback, note, tail, log, decision=note
+    )
 
 
 @given(words, limits)

@@ -11,7 +11,8 @@ from tests.unit.failover.test_worker_failure_in_place import serving, workload
 from tests.unit.job.job import Job
 from unirun.errors import Refused
 from unirun.job.events import Event
-from unirun.wire.reports import HeldStore, WorkerExited, WorkerFormed, WorkerRunning
+from unirun.values import WorkerId
+from unirun.wire.reports import FromWorker, GroupFormed, HeldStore, WorkerExited, WorkerRunning
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
@@ -21,10 +22,10 @@ def launched() -> Job:
 
 def words_of_an_agent(generation: int) -> list[Event]:
     """All messages of an agent that name a generation of actor:0, or of the role."""
-    ends = WorkerExited("actor", 0, 0, 1.0, 1, None, "own", None, met=generation)
+    ends = WorkerExited(WorkerId("actor", 0, 0), 1.0, 1, None, "own", None, met=generation)
     return [
-        WorkerFormed("actor", 0, 0, generation),
-        WorkerRunning("actor", 0, 0, generation),
+        FromWorker(WorkerId("actor", 0, 0), GroupFormed(generation)),
+        WorkerRunning(WorkerId("actor", 0, 0), generation),
         StoreOpened("actor", generation),
         StoreEnded("actor", generation, 1.0, "killed"),
         ends,
@@ -43,7 +44,8 @@ def test_no_word_of_an_agent_brings_a_generation_about(generation: int, data: st
         assert generation > before.generation
         assert f"actor has no generation {generation} yet" in str(refused)
     else:
-        later = isinstance(word, WorkerFormed) and generation > before.generation
+        formed = isinstance(word, FromWorker) and isinstance(word.message, GroupFormed)
+        later = formed and generation > before.generation
         assert not later, "it is taken at its word"
     role = job.state.roles["actor"]
     assert before.generation <= role.generation <= before.generation + 1

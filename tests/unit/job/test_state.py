@@ -23,6 +23,7 @@ from unirun.job.state import (
     WorkerState,
     new_job,
 )
+from unirun.values import WorkerId
 
 
 def running() -> RoleState:
@@ -127,11 +128,16 @@ def test_a_successor_has_what_its_rank_has_called_and_nothing_else() -> None:
 
 
 def test_failures_that_are_too_many_are_counted() -> None:
-    failures = [Failure("actor", n, 0, 0, "n", float(n), Exit(code=1)) for n in range(KEPT_FAILURES + 3)]
+    failures = [
+        Failure(WorkerId("actor", n, 0), 0, "n", float(n), Exit(code=1)) for n in range(KEPT_FAILURES + 3)
+    ]
     state = Job({"actor": 1}).state.with_failures(*failures[:-1])
-    assert (state.forgotten, state.failures[0].rank) == (2, 2)
+    assert (state.forgotten, state.failures[0].worker.rank) == (2, 2)
     state = state.with_failures(failures[-1])
-    assert (state.forgotten, [each.rank for each in state.failures]) == (3, list(range(3, KEPT_FAILURES + 3)))
+    assert (state.forgotten, [each.worker.rank for each in state.failures]) == (
+        3,
+        list(range(3, KEPT_FAILURES + 3)),
+    )
 
 
 class TestNodes:

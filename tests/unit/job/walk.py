@@ -11,16 +11,18 @@ from tests.unit.job.job import KILL, TERM, Job
 from unirun.collocation import Device, Inventory, Node
 from unirun.job.events import AgentLost, Event, ViewDue
 from unirun.job.state import JOB_ENDS, JobState, Owner
+from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, Stop
 from unirun.wire.reports import (
+    FromWorker,
+    GroupFormed,
     Join,
+    Metrics,
     Notice,
+    Serving,
     WorkerError,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
@@ -72,7 +74,7 @@ class Walk:
         rng, state = self.rng, self.job.state
         role = rng.choice(list(state.roles.values()))
         worker = rng.choice(role.workers)
-        who = role.name, worker.rank, worker.incarnation
+        who = WorkerId(role.name, worker.rank, worker.incarnation)
         if rng.random() < 0.02:
             return rng.choice(
                 [Stop(TERM, "enough", rng.choice([None, 1.0])), AgentLost(rng.choice(state.nodes), "gone")]
@@ -81,16 +83,19 @@ class Walk:
             return self.stores.pop(0)
         told: list[Event] = [ViewDue(), Notice("n0", "hm"), StoreEnded(role.name, role.generation, 1.0, "x")]
         if worker.live:
-            told += 4 * [WorkerStarted(worker.node, *who, 100), WorkerRunning(*who, role.opened)]
-            told += 4 * [WorkerServing(*who, {"socket": "a"}, True), WorkerFormed(*who, role.opened)]
-            told += [WorkerMetrics(*who, {"loss": 0.5}, 1.0), self.exit(who), self.exit(who)]
+            told += 4 * [WorkerStarted(who, 100), WorkerRunning(who, role.opened)]
+            told += 4 * [
+                FromWorker(who, Serving({"socket": "a"}, True)),
+                FromWorker(who, GroupFormed(role.opened)),
+            ]
+            told += [FromWorker(who, Metrics({"loss": 0.5}, 1.0)), self.exit(who), self.exit(who)]
         return rng.choice(told)
 
-    def exit(self, who: tuple[str, int, int]) -> WorkerExited:
+    def exit(self, who: WorkerId) -> WorkerExited:
         rng = self.rng
         error = rng.choice([None, WorkerError("ValueError: ü\udcff\x00", "Traceback …\n", 5.0)])
         code, by = rng.choice([(0, None), (1, None), (None, KILL), (None, TERM)])
         stopping = self.job.state.roles[who[0]].phase in ("stopping", "restarting")
         if stopping:
-            return WorkerExited(*who, 6.0, None, TERM, "order", TERM)
-        return WorkerExited(*who, 6.0, code, by, "own", None, error, "a note", "the end")
+            return WorkerExited(who, 6.0, None, TERM, "order", TERM)
+        return WorkerExited(who, 6.0, code, by, "own", None, error, "a note", "the end")

@@ -10,9 +10,9 @@ from unirun.launcher.events import (
     Command,
     Event,
     FromSpawner,
-    FromWorker,
     Instruction,
     Launch,
+    LinkMessage,
     Order,
     Store,
     ToMaster,
@@ -20,7 +20,9 @@ from unirun.launcher.events import (
     Worker,
 )
 from unirun.launcher.state import AgentState
+from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message
+from unirun.wire.reports import FromWorker
 from unirun.wire.spawning import (
     Forked,
     Preloaded,
@@ -44,7 +46,7 @@ def spawn(number: int, role: str, rank: int, kind: str = "script") -> Spawn:
 def worker(
     number: int, role: str, rank: int, *, key: SpawnerKey = TORCH, incarnation: int = 0, kind: str = "script"
 ) -> Worker:
-    return Worker(number, role, rank, incarnation, key, spawn(number, role, rank, kind))
+    return Worker(number, WorkerId(role, rank, incarnation), key, spawn(number, role, rank, kind))
 
 
 def launch(
@@ -82,11 +84,13 @@ class Agent:
         self.on(store(), launch(count=count)).spawner(Preloaded(1.0))
         for number in range(1, count + 1):
             self.spawner(Forked(number, 100 + number))
-            self.on(FromWorker(number, Hello("actor", number - 1, 0, 100 + number, True)))
+            self.on(LinkMessage(number, Hello(WorkerId("actor", number - 1, 0), 100 + number, True)))
         return self
 
     def told(self, kind: type) -> list:
-        return [c.message for c in self.commands if isinstance(c, ToMaster) and isinstance(c.message, kind)]
+        """What the master is told, of workers' own words those of this kind."""
+        messages = [c.message for c in self.commands if isinstance(c, ToMaster)]
+        return [m for m in messages if isinstance(m.message if isinstance(m, FromWorker) else m, kind)]
 
     def sent(self, kind: type, key: SpawnerKey = TORCH) -> list:
         chosen = [c for c in self.commands if isinstance(c, ToSpawner) and c.key == key]

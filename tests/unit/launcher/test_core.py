@@ -11,22 +11,24 @@ from unirun.launcher.events import (
     Abandon,
     After,
     FromSpawner,
-    FromWorker,
     GraceOver,
     Launch,
     Leave,
     LinkClosed,
+    LinkMessage,
     Phase,
     StartSpawner,
     StillEnding,
     StillWithoutLink,
+    ToLinks,
     ToMaster,
     ToSpawner,
-    ToWorkers,
 )
-from unirun.launcher.hearing import ENDING
+from unirun.launcher.worker_messages import ENDING
+from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
+    FromWorker,
     GroupFormed,
     Metrics,
     Notice,
@@ -34,10 +36,7 @@ from unirun.wire.reports import (
     SpawnerReady,
     WorkerError,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import (
@@ -96,12 +95,12 @@ class TestALaunch:
         assert agent.sent(Kill) == []
         agent.on(store(generation=1), Launch((worker(5, "actor", 0, incarnation=1),)))
         assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [ServeStore, Spawn]
-        assert {(w.rank, w.incarnation) for w in agent.state.workers.values()} == {(0, 1), (1, 0)}
+        assert {w.who[1:] for w in agent.state.workers.values()} == {(0, 1), (1, 0)}
 
     def test_is_refused_while_the_agent_leaves(self) -> None:
         agent = Agent().alive().on(Abandon("x"), launch("rollout", 1, first=9))
         assert agent.told(WorkerExited) == [
-            WorkerExited("rollout", 0, 0, 0.0, None, TERM, "leaving", TERM, note="its agent leaves")
+            WorkerExited(WorkerId("rollout", 0, 0), 0.0, None, TERM, "leaving", TERM, note="its agent leaves")
         ]
         assert 9 not in agent.state.workers
         assert agent.spawner(Reaped(1, 1.0, 0, None), Reaped(2, 1.0, 0, None)).has(Leave)
@@ -110,31 +109,31 @@ class TestALaunch:
 class TestAWorker:
     def test_is_told_of_when_it_has_a_process(self) -> None:
         agent = Agent().on(launch()).spawner(Preloaded(1.0), Forked(1, 101))
-        assert agent.told(WorkerStarted) == [WorkerStarted("n0", "actor", 0, 0, 101)]
+        assert agent.told(WorkerStarted) == [WorkerStarted(WorkerId("actor", 0, 0), 101)]
         assert agent.state.workers[1].phase is Phase.ALIVE
 
     def test_runs_when_it_says_so_once(self) -> None:
         agent = Agent().on(launch()).spawner(Preloaded(1.0), Forked(1, 101))
-        hello = FromWorker(1, Hello("actor", 0, 0, 101, True))
-        assert agent.on(hello).told(WorkerRunning) == [WorkerRunning("actor", 0, 0, 0)]
+        hello = LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True))
+        assert agent.on(hello).told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 0)]
         assert agent.on(hello).commands == []
 
     def test_that_was_started_for_one_generation_may_be_welcomed_in_the_next(self) -> None:
         agent = Agent().on(store(), launch()).spawner(Preloaded(1.0), Forked(1, 101))
         agent.on(View((RoleView("actor", 2, 1, "127.0.0.1:1", "reforming", ()),)))
-        agent.on(FromWorker(1, Hello("actor", 0, 0, 101, True)))
-        assert agent.told(WorkerRunning) == [WorkerRunning("actor", 0, 0, 1)]
+        agent.on(LinkMessage(1, Hello(WorkerId("actor", 0, 0), 101, True)))
+        assert agent.told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 1)]
 
     def test_that_is_a_program_runs_when_it_is_forked(self) -> None:
         agent = Agent().on(launch(kind="program")).spawner(Preloaded(1.0), Forked(1, 101))
-        assert agent.told(WorkerRunning) == [WorkerRunning("actor", 0, 0, 0)]
+        assert agent.told(WorkerRunning) == [WorkerRunning(WorkerId("actor", 0, 0), 0)]
 
     def test_that_ends_is_told_of_with_its_error(self) -> None:
         error = WorkerError("ValueError: x", "Trace", 5.0)
-        agent = Agent().alive().on(FromWorker(1, error))
+        agent = Agent().alive().on(LinkMessage(1, error))
         agent.on(FromSpawner(TORCH, Reaped(1, 6.0, 1, None), note="n", tail="the end"))
         assert agent.told(WorkerExited) == [
-            WorkerExited("actor", 0, 0, 6.0, 1, None, "own", None, error, "n", "")
+            WorkerExited(WorkerId("actor", 0, 0), 6.0, 1, None, "own", None, error, "n", "")
         ]
         assert [*agent.state.workers] == [2]
 
@@ -144,7 +143,9 @@ class TestAWorker:
 
     def test_that_could_not_be_made_has_failed(self) -> None:
         agent = Agent().on(launch()).spawner(Preloaded(1.0), SpawnFailed(1, 7.0, "no memory"))
-        assert agent.told(WorkerExited) == [WorkerExited("actor", 0, 0, 7.0, 1, None, note="no memory")]
+        assert agent.told(WorkerExited) == [
+            WorkerExited(WorkerId("actor", 0, 0), 7.0, 1, None, note="no memory")
+        ]
 
     def test_whose_link_ends_and_who_lives_on_is_noticed(self) -> None:
         agent = Agent().alive().on(LinkClosed(1))
@@ -162,21 +163,24 @@ class TestAWorker:
             LinkClosed(1),
             GraceOver(1),
             StillEnding(1, 30.0),
-            FromWorker(1, WorkerError("x", "y", 1.0)),
-            FromWorker(1, Notice("a", "b")),
+            LinkMessage(1, WorkerError("x", "y", 1.0)),
+            LinkMessage(1, Notice("a", "b")),
         )
         assert agent.on(*late, StopWorkers("actor", (0,), TERM, 1.0)).commands == []
 
     @pytest.mark.parametrize(
         ("said", "told"),
         [
-            (Serving({"torch": "a:1"}, True), WorkerServing("actor", 1, 0, {"torch": "a:1"}, True)),
-            (GroupFormed(3), WorkerFormed("actor", 1, 0, 3)),
-            (Metrics({"loss": 0.5}, 7.0), WorkerMetrics("actor", 1, 0, {"loss": 0.5}, 7.0)),
+            (
+                Serving({"torch": "a:1"}, True),
+                FromWorker(WorkerId("actor", 1, 0), Serving({"torch": "a:1"}, True)),
+            ),
+            (GroupFormed(3), FromWorker(WorkerId("actor", 1, 0), GroupFormed(3))),
+            (Metrics({"loss": 0.5}, 7.0), FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5}, 7.0))),
         ],
     )
     def test_is_quoted_with_its_name(self, said: Message, told: Message) -> None:
-        assert Agent().alive().on(FromWorker(2, said)).commands == [ToMaster(told)]
+        assert Agent().alive().on(LinkMessage(2, said)).commands == [ToMaster(told)]
 
     def test_that_nobody_knows_is_a_notice(self) -> None:
         strangers = (Forked(9, 1), SpawnFailed(9, 1.0, "x"), Reaped(9, 1.0, 0, None))
@@ -188,7 +192,7 @@ class TestAWorker:
 def test_a_view_is_kept_and_passed_on() -> None:
     view = View((RoleView("actor", 2, 0, "127.0.0.1:1", "running", ()),))
     agent = Agent().on(view)
-    assert agent.commands == [ToWorkers(view)]
+    assert agent.commands == [ToLinks(view)]
     assert agent.state.view == view
 
 

@@ -10,18 +10,19 @@ from unirun.launcher.environment import FRESH
 from unirun.launcher.events import (
     Abandon,
     After,
-    FromWorker,
     GraceOver,
     KillGroups,
     Launch,
     Leave,
+    LinkMessage,
     SpawnerDown,
     StartSpawner,
     StillEnding,
     ToMaster,
     ToSpawner,
 )
-from unirun.launcher.hearing import EXIT_LIMIT
+from unirun.launcher.worker_messages import EXIT_LIMIT
+from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, StopWorkers
 from unirun.wire.reports import (
     Ending,
@@ -79,7 +80,7 @@ class TestAStop:
     def test_of_a_worker_that_waits_for_its_spawner_needs_no_signal(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), StopWorkers("actor", (0,), TERM, 5.0))
         assert agent.told(WorkerExited) == [
-            WorkerExited("actor", 0, 0, 0.0, None, TERM, "order", TERM, note="it had not started")
+            WorkerExited(WorkerId("actor", 0, 0), 0.0, None, TERM, "order", TERM, note="it had not started")
         ]
         assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [2]
 
@@ -96,7 +97,7 @@ class TestAStop:
 class TestAWorkerThatHasFailed:
     """Its exit handlers and threads still run."""
 
-    ERROR = FromWorker(1, WorkerError("ValueError: x", "Trace", 5.0))
+    ERROR = LinkMessage(1, WorkerError("ValueError: x", "Trace", 5.0))
 
     def test_is_waited_for_as_long_as_nobody_wants_it_to_end(self) -> None:
         agent = Agent().alive().on(self.ERROR)
@@ -144,7 +145,7 @@ class TestAWorkerThatHasFailed:
         agent = Agent(in_place=frozenset({"actor"}), spawners={TORCH: True})
         agent.on(launch(count=1, kind="trainer")).spawner(Forked(1, 101))
         if recoverable is not None:
-            agent.on(FromWorker(1, Serving({}, recoverable)))
+            agent.on(LinkMessage(1, Serving({}, recoverable)))
         assert bool(agent.on(self.ERROR, StillEnding(1, 30.0)).sent(Kill)) is killed
 
 
@@ -205,7 +206,7 @@ class TestAStoreThatDies:
         agent = Agent(spawners={TORCH: True, OTHER: False}).on(store())
         agent.spawner(StoreEnded("actor", 0, 5.0, "x")).on(launch(count=1, key=OTHER))
         (end,) = agent.told(WorkerExited)
-        assert (end.role, end.rank, end.time, end.code) == ("actor", 0, 5.0, 1)
+        assert (end.worker, end.time, end.code) == (("actor", 0, 0), 5.0, 1)
         assert end.note == "the store of its role is gone: x"
 
     def test_is_told_to_the_master_and_leaves_workers_alone_that_can_meet_in_another(self) -> None:

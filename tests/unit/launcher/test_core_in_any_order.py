@@ -13,10 +13,10 @@ from unirun.launcher.events import (
     After,
     Event,
     FromSpawner,
-    FromWorker,
     Launch,
     Leave,
     LinkClosed,
+    LinkMessage,
     Phase,
     SpawnerDown,
     ToMaster,
@@ -51,15 +51,15 @@ class RandomHistory:
     def feed(self, event: Event) -> None:
         if isinstance(event, Launch):
             for one in event.workers:
-                self.incarnations[one.role, one.rank] = one.incarnation
-                self.launched.add((one.role, one.rank, one.incarnation))
+                self.incarnations[one.who[:2]] = one.who.incarnation
+                self.launched.add(one.who)
         self.agent.on(event)
         if isinstance(event, StopWorkers):
             asked = [self.agent.state.find(event.role, rank) for rank in event.ranks]
             assert all(one is None or one.sent is not None for one in asked), "a worker was not asked to end"
         for command in self.agent.commands:
             if isinstance(command, ToMaster) and isinstance(command.message, WorkerExited):
-                self.ended.append((command.message.role, command.message.rank, command.message.incarnation))
+                self.ended.append(command.message.worker)
             elif isinstance(command, After):
                 self.timers.append(command.event)
             elif isinstance(command, Leave):
@@ -69,7 +69,7 @@ class RandomHistory:
 
     def check(self) -> None:
         assert len(set(self.ended)) == len(self.ended), "an end is told twice"
-        alive = {(w.role, w.rank, w.incarnation) for w in self.agent.state.workers.values()}
+        alive = {w.who for w in self.agent.state.workers.values()}
         assert not alive & set(self.ended), "a worker has ended and is kept"
         assert alive | set(self.ended) == self.launched, "a worker was forgotten"
         assert {asker for asker, _ in self.agent.state.asks} <= self.agent.state.workers.keys()
@@ -110,8 +110,11 @@ class RandomHistory:
         if alive:
             one = rng.choice(alive)
             choices.append(FromSpawner(one.spawner, Reaped(one.id, 1.0, rng.choice([0, 1]), None)))
-            choices += [FromWorker(one.id, Hello(one.role, one.rank, 0, 1, True)), LinkClosed(one.id)]
-            choices.append(FromWorker(one.id, Ask(rng.randrange(100), "load_state")))
+            choices += [
+                LinkMessage(one.id, Hello(one.who, 1, True)),
+                LinkClosed(one.id),
+            ]
+            choices.append(LinkMessage(one.id, Ask(rng.randrange(100), "load_state")))
         if self.timers:
             choices.append(self.timers.pop(rng.randrange(len(self.timers))))
         return rng.choice(choices)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.unit.launcher.agent import KILL, TERM, TORCH, Agent, launch, store
-from unirun.launcher.events import Abandon, FromWorker, Leave, Led, Order, ToMaster, ToSpawner
+from unirun.launcher.events import Abandon, Leave, Led, LinkMessage, Order, ToMaster, ToSpawner
 from unirun.launcher.state import holdings
+from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, Hello, Message, RoleView, Shutdown, StopWorkers, View
 from unirun.wire.reports import (
     GroupFormed,
@@ -39,7 +40,7 @@ def stores(agent: Agent) -> tuple[HeldStore, ...]:
 
 
 def says(agent: Agent, number: int, *messages: Message) -> Agent:
-    return agent.on(*(FromWorker(number, message) for message in messages))
+    return agent.on(*(LinkMessage(number, message) for message in messages))
 
 
 class TestAWorkerThatIsHeld:
@@ -48,14 +49,14 @@ class TestAWorkerThatIsHeld:
 
     def test_is_held_from_its_order_on(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1, incarnation=3))
-        assert workers(agent) == (Held("actor", 0, 3),)
+        assert workers(agent) == (Held(WorkerId("actor", 0, 3)),)
         agent.spawner(Preloaded(1.0), Forked(1, 101))
-        assert workers(agent) == (Held("actor", 0, 3, 101),)
+        assert workers(agent) == (Held(WorkerId("actor", 0, 3), 101),)
 
     def test_runs_in_the_generation_that_it_was_welcomed_with(self) -> None:
         agent = Agent().on(launch(count=1), VIEW).spawner(Preloaded(1.0), Forked(1, 101))
-        says(agent, 1, Hello("actor", 0, 0, 101, True))
-        assert workers(agent) == (Held("actor", 0, 0, 101, True, 1),)
+        says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True))
+        assert workers(agent) == (Held(WorkerId("actor", 0, 0), 101, True, 1),)
 
     def test_is_in_the_latest_generation_that_it_has_formed(self) -> None:
         agent = Agent().alive(1)
@@ -81,18 +82,22 @@ class TestAnEnd:
         agent = says(Agent().alive(), 1, error).spawner(Reaped(1, 6.0, 1, None))
         told = agent.told(WorkerExited)
         dead, alive = workers(agent)
-        assert (dead.rank, dead.pid, dead.exit) == (0, 101, told[0])
-        assert (alive.rank, alive.exit) == (1, None)
-        agent.on(ExitAck("actor", 0, 0))
+        assert (dead.worker.rank, dead.pid, dead.exit) == (0, 101, told[0])
+        assert (alive.worker.rank, alive.exit) == (1, None)
+        agent.on(ExitAck(WorkerId("actor", 0, 0)))
         assert workers(agent) == (alive,)
         assert agent.commands == []
 
     def test_of_another_incarnation_is_another(self) -> None:
         agent = Agent().alive(1).spawner(Reaped(1, 6.0, 1, None))
         agent.on(launch(count=1, first=5, incarnation=1)).spawner(Forked(5, 105), Reaped(5, 7.0, 1, None))
-        assert [held.incarnation for held in workers(agent)] == [0, 1]
-        agent.on(ExitAck("actor", 0, 1), ExitAck("actor", 1, 0), ExitAck("rollout", 0, 0))
-        assert [held.incarnation for held in workers(agent)] == [0]
+        assert [held.worker.incarnation for held in workers(agent)] == [0, 1]
+        agent.on(
+            ExitAck(WorkerId("actor", 0, 1)),
+            ExitAck(WorkerId("actor", 1, 0)),
+            ExitAck(WorkerId("rollout", 0, 0)),
+        )
+        assert [held.worker.incarnation for held in workers(agent)] == [0]
 
     def test_of_a_worker_without_a_process_is_remembered_too(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
@@ -148,7 +153,7 @@ class TestAMasterOfAnEarlierTerm:
             launch("rollout", first=7),
             store("rollout"),
             StopWorkers("actor", (0, 1), KILL, 0.0),
-            ExitAck("actor", 0, 0),
+            ExitAck(WorkerId("actor", 0, 0)),
             VIEW,
             Shutdown(),
         ]
@@ -171,9 +176,9 @@ class TestWithoutAMaster:
         """A dead master is no event for the core: workers start, say what they say, and end."""
         agent = Agent().on(store(), launch(), VIEW).spawner(Preloaded(1.0), Forked(1, 101), Forked(2, 102))
         assert len(agent.told(WorkerStarted)) == 2
-        says(agent, 1, Hello("actor", 0, 0, 101, True), Metrics({"loss": 1.0}, 1.0), GroupFormed(1))
+        says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True), Metrics({"loss": 1.0}, 1.0), GroupFormed(1))
         agent.spawner(Reaped(2, 9.0, 0, None)).on(Led(2))
-        assert {(held.rank, held.running, held.exit is not None) for held in workers(agent)} == {
+        assert {(held.worker.rank, held.running, held.exit is not None) for held in workers(agent)} == {
             (0, True, False),
             (1, False, True),
         }
@@ -183,7 +188,7 @@ class TestWithoutAMaster:
         again = launch(first=11)
         assert agent.on(Led(2), Order(2, store()), Order(2, again)).sent(Spawn) == []
         assert agent.sent(ServeStore) == []
-        agent.on(ExitAck("actor", 0, 0), Order(2, again))
+        agent.on(ExitAck(WorkerId("actor", 0, 0)), Order(2, again))
         assert agent.sent(Spawn) == [], "nor when the end is forgotten"
 
     def test_an_agent_that_must_leave_still_holds_how_its_workers_end(self) -> None:

@@ -19,6 +19,7 @@ from unirun.master.step import step
 from unirun.observe import read_events
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign
+from unirun.values import WorkerId
 from unirun.wire import new_token
 from unirun.wire.aio import Stream, connect, listen
 from unirun.wire.handshake import Token
@@ -83,8 +84,8 @@ class Court:
         stream = await self.greet(self.model.join("n0"))
         await until(stream, StartRole)
         for rank in (0, 1):
-            stream.send(WorkerStarted("n0", "actor", rank, 0, 100 + rank))
-            stream.send(WorkerRunning("actor", rank, 0, 0))
+            stream.send(WorkerStarted(WorkerId("actor", rank, 0), 100 + rank))
+            stream.send(WorkerRunning(WorkerId("actor", rank, 0), 0))
         return stream
 
     def status(self) -> dict[str, Any]:

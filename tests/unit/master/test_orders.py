@@ -39,7 +39,7 @@ from unirun.wire.messages import (
     WorkerOutput,
     WorkerView,
 )
-from unirun.wire.reports import Join, Notice, WorkerExited, WorkerFormed, WorkerMetrics, WorkerStarted
+from unirun.wire.reports import FromWorker, GroupFormed, Join, Metrics, Notice, WorkerExited, WorkerStarted
 from unirun.wire.spawning import StoreEnded
 
 Who = tuple[str, int, int]
@@ -86,7 +86,7 @@ class Step:
         match self.event:
             case Join(node, pid):
                 due.add(("join", f"{node} joined (pid {pid})"))
-            case WorkerFormed(name, rank, _, generation):
+            case FromWorker((name, rank, _), GroupFormed(generation)):
                 if generation > self.before.roles[name].workers[rank].generation:
                     due.add(("formed", f"{name}:{rank} is in generation {generation}"))
             case StoreEnded(name, generation, _, reason):
@@ -187,12 +187,12 @@ class Step:
         """An end is told of, and its agent may forget it; at the job's end its verdict is carried out."""
         event = self.event
         if isinstance(event, WorkerExited) and event.cause != "leaving":
-            known = self.before.roles[event.role].workers[event.rank]
-            assert (known.node, ExitAck(event.role, event.rank, event.incarnation)) in self.orders
+            known = self.before.roles[event.worker.role].workers[event.worker.rank]
+            assert (known.node, ExitAck(event.worker)) in self.orders
             end = Exit(event.code, event.signal)
             note = f", {event.note}" if event.note else ""
-            if known.live and known.incarnation == event.incarnation:
-                assert ("exit", f"{event.role}:{event.rank} ended: {end}{note}") in self.records
+            if known.live and known.incarnation == event.worker.incarnation:
+                assert ("exit", f"{event.worker} ended: {end}{note}") in self.records
         over = self.after.phase in JOB_ENDS
         verdicts = [command.verdict for command in self.commands if isinstance(command, Finish)]
         assert verdicts == ([self.after.verdict] if over else [])
@@ -231,16 +231,16 @@ class Step:
             changed = replace(now, total=0) != replace(old, total=0)
             assert told[-1:] == ([now] if told or changed else []), name
         if isinstance(self.event, WorkerStarted):
-            places = self.after.placement.of_role(self.event.role)
-            rank = self.event.rank
-            local = places[rank].local_rank if rank < len(places) else 0
-            assert WorkerOutput(self.event.role, rank, self.event.incarnation, local) in self.told
+            worker = self.event.worker
+            places = self.after.placement.of_role(worker.role)
+            local = places[worker.rank].local_rank if worker.rank < len(places) else 0
+            assert WorkerOutput(worker, local) in self.told
         if isinstance(self.event, Notice):
             assert self.told == [self.event]
-        if isinstance(self.event, WorkerMetrics):
+        if isinstance(self.event, FromWorker) and isinstance(self.event.message, Metrics):
             metrics = [c for c in self.commands if isinstance(c, KeepMetrics)]
-            event = self.event
-            assert metrics == [KeepMetrics(event.role, event.rank, event.time, event.values)]
+            who, figures = self.event.worker, self.event.message
+            assert metrics == [KeepMetrics(who.role, who.rank, figures.time, figures.values)]
         decided = {text for kind, text in self.records if kind == "decision"}
         notices = {message.text for message in self.told if isinstance(message, Notice)}
         if self.after.verdict is None:

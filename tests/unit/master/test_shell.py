@@ -9,12 +9,13 @@ import pytest
 from tests.unit.master.court import SEAT, Court, all_of, until
 from unirun.master.persistence.context_store import load
 from unirun.rendezvous.election import campaign, leader_of
+from unirun.values import WorkerId
 from unirun.wire.messages import Attach, Ended, ExitAck, Shutdown
 from unirun.wire.reports import WorkerExited
 
 
 def ended(rank: int, code: int) -> WorkerExited:
-    return WorkerExited("actor", rank, 0, 1.0, code, None, "own")
+    return WorkerExited(WorkerId("actor", rank, 0), 1.0, code, None, "own")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_an_end_is_kept_before_its_agent_may_forget_it(court: Court) -> None:
     async def play() -> None:
         agent = await court.agent()
         agent.send(ended(0, 0))
-        assert (await until(agent, ExitAck))[-1] == ExitAck("actor", 0, 0)
+        assert (await until(agent, ExitAck))[-1] == ExitAck(WorkerId("actor", 0, 0))
         state = load(court.store, "job-1")
         assert state is not None
         assert state.roles["actor"].workers[0].ended_well

@@ -10,14 +10,16 @@ from tests.unit.job.job import KILL, TERM, Job
 from unirun.job.events import AgentLost
 from unirun.master.status_views import FIRST_LINE, farewell, present, status_of, summary_of
 from unirun.observe import FAILURES, CallStatus, FailureStatus, JobStatus, RoleStatus, Summary, WorkerStatus
+from unirun.values import WorkerId
 from unirun.wire.messages import Ended, RoleChanged, Stop, WorkerOutput
 from unirun.wire.reports import (
     CallCount,
+    Calls,
+    FromWorker,
+    Metrics,
+    Serving,
     Span,
-    WorkerCalls,
     WorkerError,
-    WorkerMetrics,
-    WorkerServing,
     WorkerStarted,
 )
 
@@ -36,9 +38,12 @@ def job() -> Job:
     job.state = replace(job.state, uid="0a1b")
     job.running()
     for rank in (0, 1):
-        job.on(WorkerServing("actor", rank, 0, {"socket": f"a{rank}"}, True))
+        job.on(FromWorker(WorkerId("actor", rank, 0), Serving({"socket": f"a{rank}"}, True)))
     train = CallCount("actor", "train", 20, 4000, 400, 0.5, (Span(0, 1),))
-    job.on(WorkerCalls("trainer", 0, 0, (train,)), WorkerMetrics("trainer", 0, 0, {"loss": 0.25}, 105.0))
+    job.on(
+        FromWorker(WorkerId("trainer", 0, 0), Calls((train,))),
+        FromWorker(WorkerId("trainer", 0, 0), Metrics({"loss": 0.25}, 105.0)),
+    )
     error = WorkerError("  ValueError: nan\nin step 3", "Traceback", 106.0)
     return job.exits("actor", 1, 3, error=error).on(gone("n3"))
 
@@ -122,9 +127,9 @@ def test_a_status_has_the_last_failures_and_of_each_the_first_line() -> None:
 def test_who_attaches_is_told_of_roles_and_processes(job: Job) -> None:
     assert present(job.state) == [
         RoleChanged("actor", "reforming", 1, 1, 2),
-        WorkerOutput("actor", 0, 0, 0),
+        WorkerOutput(WorkerId("actor", 0, 0), 0),
         RoleChanged("trainer", "running", 0, 1, 1),
-        WorkerOutput("trainer", 0, 0, 0),
+        WorkerOutput(WorkerId("trainer", 0, 0), 0),
     ]
-    job.on(WorkerStarted("n0", "actor", 1, 1, 44))
-    assert WorkerOutput("actor", 1, 1, 1) in present(job.state)
+    job.on(WorkerStarted(WorkerId("actor", 1, 1), 44))
+    assert WorkerOutput(WorkerId("actor", 1, 1), 1) in present(job.state)

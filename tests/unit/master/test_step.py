@@ -15,6 +15,7 @@ from unirun.job.events import (
 )
 from unirun.job.state import JobPhase, WorkerPhase
 from unirun.master.status_views import present, status_of
+from unirun.values import WorkerId
 from unirun.wire.messages import RoleChanged, StartRole, Stop, StopWorkers, View, WorkerOutput
 from unirun.wire.reports import (
     Join,
@@ -84,27 +85,27 @@ class TestLaunching:
 class TestARoleComesUp:
     def test_and_runs_when_all_ranks_do(self) -> None:
         job = Job({"actor": 2}).launched()
-        job.on(WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0, 0))
+        job.on(WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0))
         assert job.phases() == {"actor": "starting"}
         assert job.told(RoleChanged)[-1] == RoleChanged("actor", "starting", 0, 1, 2)
-        job.on(WorkerStarted("n0", "actor", 1, 0, 8), WorkerRunning("actor", 1, 0, 0))
+        job.on(WorkerStarted(WorkerId("actor", 1, 0), 8), WorkerRunning(WorkerId("actor", 1, 0), 0))
         assert job.phases() == {"actor": "running"}
         assert "running: role actor: all 2 ranks run" in job.records
 
     def test_even_when_a_hello_overtakes_the_news_of_the_fork(self) -> None:
         job = Job({"actor": 1}).launched()
-        job.on(WorkerRunning("actor", 0, 0, 0), WorkerStarted("n0", "actor", 0, 0, 7))
+        job.on(WorkerRunning(WorkerId("actor", 0, 0), 0), WorkerStarted(WorkerId("actor", 0, 0), 7))
         (worker,) = job.state.roles["actor"].workers
         assert (worker.phase, worker.pid) == (WorkerPhase.RUNNING, 7)
 
     def test_and_watchers_learn_of_each_process(self) -> None:
-        job = Job({"actor": 3}).launched().on(WorkerStarted("n0", "actor", 2, 0, 7))
-        assert job.told(WorkerOutput) == [WorkerOutput("actor", 2, 0, local_rank=2)]
+        job = Job({"actor": 3}).launched().on(WorkerStarted(WorkerId("actor", 2, 0), 7))
+        assert job.told(WorkerOutput) == [WorkerOutput(WorkerId("actor", 2, 0), local_rank=2)]
 
     def test_and_a_rank_that_has_ended_well_counts_as_up(self) -> None:
         job = Job({"actor": 2}).launched()
         job.exits("actor", 0, 0)
-        job.on(WorkerStarted("n0", "actor", 1, 0, 8), WorkerRunning("actor", 1, 0, 0))
+        job.on(WorkerStarted(WorkerId("actor", 1, 0), 8), WorkerRunning(WorkerId("actor", 1, 0), 0))
         assert job.phases() == {"actor": "running"}
 
 
@@ -135,7 +136,7 @@ class TestTheEnd:
         job = Job({"actor": 1}).running().exits("actor", 0)
         state = job.state
         late = (Stop(TERM, "late"), AgentLost("n0", "late"), OwnerLost(), Join("n0", 1, "h", {}))
-        job.on(*late, WorkerExited("actor", 0, 0, 1.0, 1, None), JoinTimedOut())
+        job.on(*late, WorkerExited(WorkerId("actor", 0, 0), 1.0, 1, None), JoinTimedOut())
         assert job.state == state
         assert job.commands == []
 
@@ -144,7 +145,7 @@ class TestNewsOfThePast:
     def test_of_an_earlier_incarnation_changes_nothing(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         state = job.state
-        job.on(WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0, 0))
+        job.on(WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0))
         job.exits("actor", 0, 1, incarnation=0)
         assert job.state == state
 
@@ -157,10 +158,10 @@ class TestNewsOfThePast:
     @pytest.mark.parametrize(
         ("event", "says"),
         [
-            (WorkerRunning("nobody", 0, 0, 0), "no role nobody"),
-            (WorkerRunning("actor", 9, 0, 0), "no worker actor:9"),
-            (WorkerRunning("actor", -1, 0, 0), "no worker actor:-1"),
-            (WorkerExited("actor", 0, 3, 1.0, 0, None), "has no incarnation 3 yet"),
+            (WorkerRunning(WorkerId("nobody", 0, 0), 0), "no role nobody"),
+            (WorkerRunning(WorkerId("actor", 9, 0), 0), "no worker actor:9"),
+            (WorkerRunning(WorkerId("actor", -1, 0), 0), "no worker actor:-1"),
+            (WorkerExited(WorkerId("actor", 0, 3), 1.0, 0, None), "has no incarnation 3 yet"),
         ],
     )
     def test_about_what_cannot_be_is_refused(self, event: Event, says: str) -> None:
@@ -186,8 +187,8 @@ def test_the_status_tells_what_the_state_holds() -> None:
 
 
 def test_who_attaches_late_is_told_what_is_there() -> None:
-    job = Job({"actor": 2}).launched().on(WorkerStarted("n0", "actor", 1, 0, 8))
+    job = Job({"actor": 2}).launched().on(WorkerStarted(WorkerId("actor", 1, 0), 8))
     assert present(job.state) == [
         RoleChanged("actor", "starting", 0, 0, 2),
-        WorkerOutput("actor", 1, 0, 1),
+        WorkerOutput(WorkerId("actor", 1, 0), 1),
     ]

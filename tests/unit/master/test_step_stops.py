@@ -119,4 +119,4 @@ def test_who_was_told_to_end_fails_only_with_an_error_that_is_not_of_the_signal(
 
 def test_who_was_not_told_fails_by_any_signal() -> None:
     job = Job({"actor": 2}).running().on(Stop(TERM, "enough")).exits("actor", 0, by=TERM)
-    assert [each.rank for each in job.state.failures] == [0]
+    assert [each.worker.rank for each in job.state.failures] == [0]

@@ -21,9 +21,10 @@ from unirun.master.shell import Core
 from unirun.master.step import step
 from unirun.observe import read_metrics
 from unirun.rendezvous.election import leader_of
+from unirun.values import WorkerId
 from unirun.wire import new_token
 from unirun.wire.aio import Stream, connect
-from unirun.wire.asking import WorkerAnswer, WorkerAsk
+from unirun.wire.asking import Answer, Ask, ToWorker
 from unirun.wire.handshake import Token
 from unirun.wire.messages import (
     Attach,
@@ -37,11 +38,12 @@ from unirun.wire.messages import (
 )
 from unirun.wire.reports import (
     Ending,
+    FromWorker,
+    GroupFormed,
+    Metrics,
     Notice,
     Sample,
     WorkerExited,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
 )
 
@@ -52,7 +54,7 @@ def court(tmp_path: Path) -> Court:
 
 
 def ended(rank: int, code: int | None = 0, by: int | None = None, sent: int | None = None) -> WorkerExited:
-    return WorkerExited("actor", rank, 0, 1.0, code, by, "own" if sent is None else "order", sent)
+    return WorkerExited(WorkerId("actor", rank, 0), 1.0, code, by, "own" if sent is None else "order", sent)
 
 
 async def ends_well(agent: Stream) -> None:
@@ -68,9 +70,9 @@ class TestAnAgent:
             watcher, agent = await court.greet(Attach()), await court.agent()
             agent.send(Notice("actor:0", "is slow"))
             agent.send(Sample("n0", {"actor:0": 5_000}, {"actor:0": 1.5}))
-            agent.send(WorkerMetrics("actor", 1, 0, {"loss": 0.5}, 3.0))
+            agent.send(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5}, 3.0)))
             told = await until(watcher, Notice)
-            assert WorkerOutput("actor", 1, 0, 1) in told
+            assert WorkerOutput(WorkerId("actor", 1, 0), 1) in told
             assert RoleChanged("actor", "running", 0, 2, 2) in told
             assert told[-1] == Notice("actor:0", "is slow")
             await eventually(lambda: court.status()["roles"][0]["workers"][1]["metrics"] == {"loss": 0.5})
@@ -92,10 +94,13 @@ class TestAnAgent:
     def test_gets_what_its_workers_ask_of_the_store(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
-            agent.send(WorkerAsk("actor", 0, 0, 1, "save_state", "", "aGk="))
-            agent.send(WorkerAsk("actor", 0, 0, 2, "load_state", "", ""))
-            answers = [(await until(agent, WorkerAnswer))[-1] for _ in range(2)]
-            assert answers == [WorkerAnswer("actor", 0, 0, 1), WorkerAnswer("actor", 0, 0, 2, "aGk=")]
+            agent.send(FromWorker(WorkerId("actor", 0, 0), Ask(1, "save_state", "", "aGk=")))
+            agent.send(FromWorker(WorkerId("actor", 0, 0), Ask(2, "load_state", "", "")))
+            answers = [(await until(agent, ToWorker))[-1] for _ in range(2)]
+            assert answers == [
+                ToWorker(WorkerId("actor", 0, 0), Answer(1)),
+                ToWorker(WorkerId("actor", 0, 0), Answer(2, "aGk=")),
+            ]
             await ends_well(agent)
 
         assert court.run(play) == []
@@ -129,7 +134,7 @@ class TestAnAgent:
             again = await court.greet(court.model.join("n0"))
             await until(again, View)
             await first.close()
-            again.send(WorkerRunning("actor", 0, 0, 0))
+            again.send(WorkerRunning(WorkerId("actor", 0, 0), 0))
             await ends_well(again)
 
         assert court.run(play) == []
@@ -163,15 +168,17 @@ class TestAnAgent:
     def test_that_says_what_cannot_be_is_not_believed_and_everybody_hears_why(self, court: Court) -> None:
         async def play() -> None:
             watcher, agent = await court.greet(Attach()), await court.agent()
-            agent.send(WorkerFormed("actor", 0, 0, 9))
+            agent.send(FromWorker(WorkerId("actor", 0, 0), GroupFormed(9)))
             notice = (await until(watcher, Notice))[-1]
-            assert notice == Notice("master", "refused WorkerFormed: actor has no generation 9 yet")
+            assert notice == Notice("master", "refused GroupFormed: actor has no generation 9 yet")
             await ends_well(agent)
             await watcher.close()
 
         assert court.run(play) == []
         (text,) = court.events("refused")
-        assert text.startswith("WorkerFormed(role='actor', rank=0, incarnation=0, generation=9): actor has")
+        assert text.startswith(
+            "FromWorker(worker=WorkerId(role='actor', rank=0, incarnation=0), message=GroupFormed(generation=9)): actor has"
+        )
 
     def test_that_has_not_heard_of_the_end_hears_it_of_the_next_master(self, tmp_path: Path) -> None:
         court = Court(tmp_path, Job({"actor": 1}).running().exits("actor", 0))
@@ -348,7 +355,7 @@ class TestAnErrorOfItsOwn:
         async def play() -> None:
             watcher, agent = await court.greet(Attach()), await court.agent()
             for number in range(20):
-                agent.send(WorkerMetrics("actor", 0, 0, {}, float(number)))
+                agent.send(FromWorker(WorkerId("actor", 0, 0), Metrics({}, float(number))))
             agent.send(Notice("actor:0", "hm"))
             agent.send(ended(0))
             told = await all_of(watcher)
@@ -364,7 +371,7 @@ class TestAnErrorOfItsOwn:
         assert 0 <= crash.lasted < 60
         assert crash.story[-1] == "Notice(source='actor:0', text='hm')"
         assert len(crash.story) == STORY
-        assert crash.story[-2] == repr(WorkerMetrics("actor", 0, 0, {}, 19.0))
+        assert crash.story[-2] == repr(FromWorker(WorkerId("actor", 0, 0), Metrics({}, 19.0)))
         assert leader_of(court.store, SEAT) is not None, "the term is the next master's to end"
         (text,) = court.events("master")
         assert text.startswith("an error in the master of term 1: KeyError in ")
@@ -388,7 +395,7 @@ class TestAnErrorOfItsOwn:
 
         async def play() -> None:
             agent = await court.agent()
-            agent.send(WorkerRunning("nobody", 0, 0, 0))
+            agent.send(WorkerRunning(WorkerId("nobody", 0, 0), 0))
             await all_of(agent)
 
         assert court.run(play) == []

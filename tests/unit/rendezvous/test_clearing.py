@@ -18,6 +18,7 @@ from unirun.rendezvous.election import Term, campaign, leader_of
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
+from unirun.values import WorkerId
 from unirun.wire import new_token
 
 PREFIX = job_prefix("run-1")
@@ -30,7 +31,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
     job, lock = create_job("run-1", new_token(), str(tmp_path / "logs"))
     os.close(lock)
     for number in range(3):
-        folder = job.worker_logs("actor", number, 0)
+        folder = job.worker_logs(WorkerId("actor", number, 0))
         folder.mkdir(parents=True)
         (folder / "stdout.log").write_bytes(b"x" * 10_000 * number)
     return job

@@ -16,6 +16,7 @@ import pytest
 from unirun.errors import JobError
 from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
 from unirun.rendezvous.jobdir import choose_job, job_at
+from unirun.values import WorkerId
 from unirun.wire import load_token, new_token
 
 Create = Callable[..., JobDir]
@@ -90,7 +91,7 @@ class TestANewJob:
     def test_has_a_place_for_logs(self, create: Create) -> None:
         job = create()
         assert job.logs.is_dir()
-        assert job.worker_logs("actor", 2, 1) == job.logs / "actor" / "2" / "1"
+        assert job.worker_logs(WorkerId("actor", 2, 1)) == job.logs / "actor" / "2" / "1"
 
     def test_is_held_until_its_lock_is_let_go(self, create: Create, locks: list[int]) -> None:
         job = create()

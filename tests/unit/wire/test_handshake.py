@@ -76,7 +76,7 @@ def test_another_version_is_told_apart_from_nonsense() -> None:
     hello = bytearray(ServerHandshake(TOKEN).hello())
     hello[6] = 9
     with pytest.raises(
-        AuthError, match="speaks version 9 of the wire, this is version 2; use the same unirun"
+        AuthError, match="speaks version 9 of the wire, this is version 3; use the same unirun"
     ):
         ClientHandshake(TOKEN).answer(bytes(hello))
     with pytest.raises(AuthError, match="does not speak unirun's wire"):

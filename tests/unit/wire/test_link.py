@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.wire.test_streams import TOKEN, serving
 from unirun.errors import JobError, RendezvousError
+from unirun.values import WorkerId
 from unirun.wire import FrameReader, Message, decode, link
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Hello
@@ -44,7 +45,7 @@ def test_it_says_who_it_is_to_an_agent_that_knows_the_token(environ: dict[str, s
 
     with serving(Path(environ["UNIRUN_SOCKET"]), agent):
         opened = link.open_link(environ)
-    assert heard == [Hello(role="actor", rank=3, incarnation=2, pid=os.getpid(), running=True)]
+    assert heard == [Hello(WorkerId(role="actor", rank=3, incarnation=2), pid=os.getpid(), running=True)]
     assert link.open_link(environ) is opened, "a process has one"
 
 

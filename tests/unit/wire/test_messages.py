@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.values import within
 from unirun.errors import FrameError, WireError
-from unirun.values import Value
+from unirun.values import Value, WorkerId
 from unirun.wire import FrameReader, Message, decode, encode, encode_frame
 from unirun.wire.codec import from_json, typed
 from unirun.wire.frames import parse_object
 from unirun.wire.messages import Stop, View, Welcome
-from unirun.wire.reports import Metrics, Notice, WorkerMetrics
+from unirun.wire.reports import FromWorker, Metrics, Notice
 from unirun.wire.spawning import Spawn
 
 json_values = st.recursive(
@@ -33,7 +33,8 @@ messages = st.one_of([st.from_type(kind) for kind in typing.get_args(Message)])
 
 def sendable(message: Message) -> bool:
     """Whether a message is equal to itself, and has a form on the wire."""
-    if isinstance(message, Metrics | WorkerMetrics) and any(map(math.isnan, message.values.values())):
+    said = message.message if isinstance(message, FromWorker) else message
+    if isinstance(said, Metrics) and any(map(math.isnan, said.values.values())):
         return False
     return within(encode(message))
 
@@ -114,9 +115,12 @@ def test_figures_of_a_users_code_may_be_infinite(value: float) -> None:
 
 
 def test_figures_of_a_users_code_may_be_nan() -> None:
-    again = decode(json.loads(json.dumps(encode(WorkerMetrics("a", 0, 0, {"loss": math.nan}, 1.0)))))
-    assert isinstance(again, WorkerMetrics)
-    assert math.isnan(again.values["loss"])
+    again = decode(
+        json.loads(json.dumps(encode(FromWorker(WorkerId("a", 0, 0), Metrics({"loss": math.nan}, 1.0)))))
+    )
+    assert isinstance(again, FromWorker)
+    assert isinstance(again.message, Metrics)
+    assert math.isnan(again.message.values["loss"])
 
 
 def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
@@ -262,8 +266,8 @@ def test_an_integer_has_64_bits(number: int) -> None:
     ("payload", "says"),
     [
         (
-            {"type": "Join", "workers": [{"role": 1}]},
-            r"Join: Expected `str`, got `int` - at `\$\.workers\[0\]\.role`",
+            {"type": "Join", "workers": [{"worker": [1, 0, 0]}]},
+            r"Join: Expected `str`, got `int` - at `\$\.workers\[0\]\.worker\[0\]`",
         ),
         ({"type": "Join", "workers": [{"who": 1}]}, r"unknown field `who` - at `\$\.workers\[0\]`"),
         ({"type": "Join", "endpoints": {"a": 1}}, r"Expected `str`, got `int` - at `\$\.endpoints"),

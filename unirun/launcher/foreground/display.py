@@ -72,17 +72,17 @@ class Display:
             self._console.error(ended.report)
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
 
-    def _follow(self, worker: WorkerOutput) -> None:
-        if worker in self._followed:
+    def _follow(self, output: WorkerOutput) -> None:
+        if output in self._followed:
             return
-        self._followed.add(worker)
-        logs = self._job.worker_logs(worker.role, worker.rank, worker.incarnation)
-        prefix = self._prefix(worker.role, worker.rank, worker.local_rank)
+        self._followed.add(output)
+        worker = output.worker
+        logs = self._job.worker_logs(worker)
+        prefix = self._prefix(worker.role, worker.rank, output.local_rank)
         for stream, name in ((1, "stdout"), (2, "stderr")):
-            if worker.incarnation > 0:
-                before = self._job.worker_logs(worker.role, worker.rank, worker.incarnation - 1)
-                self._follower.release(before / f"{name}.log")
-            if shown(self._spec.log, worker.local_rank, stream):
+            if (before := worker.before) is not None:
+                self._follower.release(self._job.worker_logs(before) / f"{name}.log")
+            if shown(self._spec.log, output.local_rank, stream):
                 self._follower.follow(
                     logs / f"{name}.log",
                     lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]

@@ -52,7 +52,7 @@ from unirun.master.persistence.placements import (
 from unirun.spec import JobSpec
 from unirun.wire.reports import CallCount, Join
 
-SCHEMA = 3
+SCHEMA = 4
 
 _NODES, _RANKS, _FAILURES, _SEEN = 100, 1000, 8, 250
 _ENDPOINTS = 1000

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from unirun.errors import Fenced, StoreError
@@ -19,7 +20,8 @@ from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.ledger import Ledger
 from unirun.rendezvous.election import Term
 from unirun.reporting import report, report_error
-from unirun.wire.asking import WorkerAnswer, WorkerAsk
+from unirun.values import WorkerId
+from unirun.wire.asking import Ask, ToWorker
 
 T = TypeVar("T")
 
@@ -70,7 +72,7 @@ class Writer:
         self._waits_since = 0.0
         self.unwritten = False
         self._waits = asyncio.Event()
-        self._asks: deque[tuple[WorkerAsk, Callable[[WorkerAnswer], None]]] = deque()
+        self._asks: deque[tuple[WorkerId, Ask, Callable[[ToWorker], None]]] = deque()
         self.deposed = False
         self.error: Exception | None = None
 
@@ -99,9 +101,9 @@ class Writer:
         if self.unwritten:
             self._carry_out(self._ledger.waive())
 
-    def ask(self, ask: WorkerAsk, reply: Callable[[WorkerAnswer], None]) -> None:
+    def ask(self, worker: WorkerId, ask: Ask, reply: Callable[[ToWorker], None]) -> None:
         """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
-        self._asks.append((ask, reply))
+        self._asks.append((worker, ask, reply))
         self._wake.set()
 
     @asynccontextmanager
@@ -149,8 +151,9 @@ class Writer:
             while (target := self._ledger.due) is not None:
                 await self._bring_to(target)
             while self._asks:
-                ask, reply = self._asks.popleft()
-                reply(await self._persistently("write", lambda ask=ask: answer(self._contexts, ask)))  # type: ignore[misc]
+                worker, ask, reply = self._asks.popleft()
+                do = partial(answer, self._contexts, worker, ask)
+                reply(ToWorker(worker, await self._persistently("write", do)))
             if self._until_note() == 0.0:
                 await self._note(self._latest)
 

@@ -20,13 +20,15 @@ from unirun.failover.takeover import resume
 from unirun.job.events import Event, JoinTimedOut, ViewDue
 from unirun.job.state import JobState
 from unirun.master.persistence.context import SCHEMA, changes, restore, urgent
+from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
+    FromWorker,
     Join,
+    Metrics,
+    Serving,
     WorkerExited,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 from unirun.wire.spawning import StoreEnded, StoreOpened
@@ -113,22 +115,24 @@ class TestUrgent:
 
     def test_is_not_how_far_workers_are(self) -> None:
         job = Job({"actor": 1}).launched()
-        assert not happens(job, WorkerStarted("n0", "actor", 0, 0, 7), WorkerRunning("actor", 0, 0, 0))
+        assert not happens(
+            job, WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0)
+        )
         assert job.phases() == {"actor": "running"}
-        assert not happens(job, WorkerMetrics("actor", 0, 0, {"loss": 1.0}, 1.0), ViewDue())
+        assert not happens(job, FromWorker(WorkerId("actor", 0, 0), Metrics({"loss": 1.0}, 1.0)), ViewDue())
 
     @pytest.mark.parametrize("code", [0, 1])
     def test_is_every_end_of_a_worker(self, code: int) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running()
-        assert happens(job, WorkerExited("actor", 0, 0, 1.0, code, None))
+        assert happens(job, WorkerExited(WorkerId("actor", 0, 0), 1.0, code, None))
 
     def test_is_every_end_of_a_worker_that_was_told_to(self) -> None:
         job = Job({"actor": 3}, restarts={"actor": 1}).running().exits("actor", 0, 1)
-        assert happens(job, WorkerExited("actor", 1, 0, 1.0, None, TERM, "order", TERM))
+        assert happens(job, WorkerExited(WorkerId("actor", 1, 0), 1.0, None, TERM, "order", TERM))
 
     def test_is_a_generation_that_is_decided_and_the_store_of_it(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}, restarts={"actor": 1}, stores_open=False)
-        job.running().on(*(WorkerServing("actor", rank, 0, {}, True) for rank in range(2)))
+        job.running().on(*(FromWorker(WorkerId("actor", rank, 0), Serving({}, True)) for rank in range(2)))
         assert job.phases() == {"actor": "running"}
         assert happens(job, StoreEnded("actor", 0, 1.0, "gone"))
         assert happens(job, StoreOpened("actor", 1))

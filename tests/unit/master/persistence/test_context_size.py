@@ -12,12 +12,14 @@ from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobState, WorkerPhase
 from unirun.master.persistence.context import changes, observations, observed, restore
 from unirun.master.step import step
+from unirun.values import WorkerId
 from unirun.wire.reports import (
+    FromWorker,
     Join,
+    Serving,
     WorkerError,
     WorkerExited,
     WorkerRunning,
-    WorkerServing,
     WorkerStarted,
 )
 
@@ -49,12 +51,14 @@ class TestTenThousandRanks:
         assert restore(written(big)) == kept(big)
 
     def test_change_few_documents_with_each_event(self, big: JobState) -> None:
-        node = big.placement.nodes[77]
         events: list[tuple[Event, int]] = [
-            (WorkerStarted(node, "role0", 77, 0, 5), 1),
-            (WorkerRunning("role0", 77, 0, 0), 1),
-            (WorkerExited("role0", 77, 0, 3.0, 0, None), 1),
-            (WorkerExited("role0", 5_000, 0, 3.0, 1, None, note="x"), 4),  # ranks, failures, roles, job
+            (WorkerStarted(WorkerId("role0", 77, 0), 5), 1),
+            (WorkerRunning(WorkerId("role0", 77, 0), 0), 1),
+            (WorkerExited(WorkerId("role0", 77, 0), 3.0, 0, None), 1),
+            (
+                WorkerExited(WorkerId("role0", 5_000, 0), 3.0, 1, None, note="x"),
+                4,
+            ),  # ranks, failures, roles, job
         ]
         state = big
         for event, most in events:
@@ -90,14 +94,14 @@ def test_failures_that_are_forgotten_leave_no_document_behind() -> None:
     state = Job({"actor": 1}).running().state
     documents = written(state)
     for number in range(700):
-        failure = Failure("actor", 0, number, 0, "n0", float(number), Exit(code=1))
+        failure = Failure(WorkerId("actor", 0, number), 0, "n0", float(number), Exit(code=1))
         after = state.with_failures(failure)
         news = changes(state, after)
         assert len([name for name, text in news.items() if text is not None]) <= 2
         documents, state = applied(documents, news), after
         blocks = [name for name in documents if name.startswith("failures/")]
         assert len(blocks) <= 256 // 8 + 1
-    assert [failure.incarnation for failure in restore(documents).failures] == list(range(444, 700))
+    assert [failure.worker.incarnation for failure in restore(documents).failures] == list(range(444, 700))
     assert restore(documents) == kept(state)
 
 
@@ -105,7 +109,7 @@ def test_many_failures_at_once_may_follow_few() -> None:
     state = Job({"actor": 1}).running().state
     documents = written(state)
     for size in (3, 300, 1, 600, 8):
-        more = [Failure("actor", 0, n, 0, "n0", 1.0, Exit(code=1)) for n in range(size)]
+        more = [Failure(WorkerId("actor", 0, n), 0, "n0", 1.0, Exit(code=1)) for n in range(size)]
         after = state.with_failures(*more)
         documents, state = applied(documents, changes(state, after)), after
         assert restore(documents) == kept(state)
@@ -115,7 +119,7 @@ def test_many_failures_at_once_may_follow_few() -> None:
 class TestWhatWasSeen:
     def test_is_told_to_readers(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}).running()
-        job.on(WorkerServing("actor", 1, 0, {"socket": "a:1"}, True))
+        job.on(FromWorker(WorkerId("actor", 1, 0), Serving({"socket": "a:1"}, True)))
         seen = applied({}, observations(None, job.state))
         workers = observed(restore(written(job.state)), seen).roles["actor"].workers
         assert [w.pid for w in workers] == [1, 2]
@@ -137,5 +141,5 @@ class TestWhatWasSeen:
         assert observed(state, {}) == state
 
     def test_is_written_anew_only_where_it_has_changed(self, big: JobState) -> None:
-        after, _ = step(big, WorkerStarted(big.placement.nodes[600], "role0", 600, 0, 5), 3.0)
+        after, _ = step(big, WorkerStarted(WorkerId("role0", 600, 0), 5), 3.0)
         assert sorted(observations(big, after)) == ["seen/2"]

@@ -33,6 +33,7 @@ from unirun.master.persistence.context_store import (
 )
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Put, ValueIs
+from unirun.values import WorkerId
 from unirun.wire.reports import Join
 
 RUN = "job-1"
@@ -82,7 +83,9 @@ class TestANewContext:
         first = contexts(store)
         first.create(old)
         for number, failed in enumerate(range(40)):
-            old = old.with_failures(Failure("role0", failed, 0, 0, "n", float(number), Exit(code=1)))
+            old = old.with_failures(
+                Failure(WorkerId("role0", failed, 0), 0, "n", float(number), Exit(code=1))
+            )
         first.note(many(600, 1), None, old)
         assert len(read_context(store, RUN)) > 10
         contexts(store, deposing=1).create(job.state)
@@ -197,7 +200,9 @@ class TestAWriteInPieces:
         """A state and the next one, which differs in many documents, of which some go away."""
         before = many(200, 30)
         for number in range(30):
-            before = before.with_failures(Failure("role0", number, 0, 0, "n", float(number), Exit(code=1)))
+            before = before.with_failures(
+                Failure(WorkerId("role0", number, 0), 0, "n", float(number), Exit(code=1))
+            )
         role = before.roles["role0"]
         workers = Ranks(replace(worker, phase=WorkerPhase.STARTING) for worker in role.workers)
         agents = {node: Join(node, 1, node, {"role0": "10.0.0.1:1"}) for node in before.placement.nodes}

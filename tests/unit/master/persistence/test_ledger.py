@@ -13,6 +13,7 @@ from unirun.job.events import Command, Record, ToAgent
 from unirun.job.state import JobState
 from unirun.master.persistence.context import urgent
 from unirun.master.persistence.ledger import Ledger
+from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, OpenStore, Shutdown, Stop, StopWorkers
 from unirun.wire.reports import WorkerRunning
 
@@ -33,7 +34,7 @@ def looks_different(state: JobState) -> JobState:
 def test_what_follows_from_news_is_done_at_once() -> None:
     job = Job({"actor": 3}).launched()
     ledger = Ledger(job.state)
-    job.on(WorkerRunning("actor", 0, 0, 0))
+    job.on(WorkerRunning(WorkerId("actor", 0, 0), 0))
     assert ledger.add(job.state, note("news")) == note("news")
     assert ledger.due is None
 
@@ -121,7 +122,7 @@ def test_what_ends_the_job_can_be_done_unwritten_and_nothing_else_that_agents_ar
     job = Job({"actor": 3}).running()
     start = job.state
     ledger = Ledger(start)
-    ledger.add(ends(job, 0), [*note("one"), ToAgent("n0", ExitAck("actor", 0, 0))])
+    ledger.add(ends(job, 0), [*note("one"), ToAgent("n0", ExitAck(WorkerId("actor", 0, 0)))])
     stop = ToAgent("n0", StopWorkers("actor", (1, 2), TERM, 30.0))
     leave = ToAgent("n0", Shutdown(30.0))
     store = ToAgent("n0", OpenStore("actor", 1))

@@ -22,6 +22,7 @@ from unirun.master.persistence import writer as writing
 from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.persistence.writer import Writer
 from unirun.rendezvous.election import campaign, leader_of
+from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import WorkerStarted
 
@@ -160,7 +161,7 @@ def test_news_that_can_wait_is_written_without_what_is_there(
         async with desk.writer.working(desk.over):
             for pid in (7, 8):
                 desk.store.written.clear()
-                desk.steps("news", desk.job.on(WorkerStarted("n0", "actor", 0, 0, pid)).state)
+                desk.steps("news", desk.job.on(WorkerStarted(WorkerId("actor", 0, 0), pid)).state)
                 await desk.until(lambda: desk.store.written != [])
                 ((puts, _),) = desk.store.written
                 assert "jobs/job-1/context/seen/0" in puts

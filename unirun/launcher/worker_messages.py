@@ -10,34 +10,31 @@ from unirun.launcher.ends import short_error
 from unirun.launcher.events import (
     After,
     Command,
-    FromWorker,
     LinkClosed,
+    LinkMessage,
     Signal,
     StillEnding,
     StillWithoutLink,
     TimerExpired,
+    ToLink,
     ToMaster,
     ToSpawner,
-    ToWorker,
     Worker,
 )
 from unirun.launcher.state import AgentState
-from unirun.wire.asking import Answer, Ask, WorkerAnswer, WorkerAsk
-from unirun.wire.messages import Hello, Message
+from unirun.wire.asking import Ask, ToWorker
+from unirun.wire.messages import Hello
 from unirun.wire.reports import (
     Calls,
+    FromWorker,
     GroupFormed,
     GroupMeets,
     Metrics,
     Notice,
     Serving,
     Stuck,
-    WorkerCalls,
     WorkerError,
-    WorkerFormed,
-    WorkerMetrics,
     WorkerRunning,
-    WorkerServing,
 )
 from unirun.wire.spawning import Kill
 
@@ -55,7 +52,7 @@ then hold a job for ever.
 """
 
 
-def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[Command]]:
+def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list[Command]]:
     """A worker has said something."""
     worker = state.workers.get(event.id)
     if worker is None:
@@ -67,21 +64,21 @@ def from_worker(state: AgentState, event: FromWorker) -> tuple[AgentState, list[
             return _has_failed(state, worker, event.message)
         case Serving():
             state = state.with_worker(replace(worker, serving=event.message))
-            return state, [ToMaster(_signed(worker, event.message))]
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
         case GroupFormed(generation):
             state = state.with_worker(replace(worker, generation=max(generation, worker.generation)))
-            return state, [ToMaster(_signed(worker, event.message))]
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
         case GroupMeets(generation):
             return state.with_worker(replace(worker, met=max(generation, worker.met))), []
         case Stuck():
             return _end_stuck(state, worker, event.message)
         case Metrics():
-            return state, [ToMaster(_signed(worker, event.message))]
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
         case Calls(counts):
             state = state.with_worker(replace(worker, calls=counts))
-            return state, [ToMaster(_signed(worker, event.message))]
-        case Ask(number, wish, name, data):
-            ask = WorkerAsk(worker.role, worker.rank, worker.incarnation, number, wish, name, data)
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case Ask(number):
+            ask = FromWorker(worker.who, event.message)
             return replace(state, asks={**state.asks, (worker.id, number): ask}), [ToMaster(ask)]
     return state, []
 
@@ -105,12 +102,12 @@ def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, lis
     left = 0.0 if _is_replaced_alone(state, worker) else EXIT_LIMIT - event.waited
     text = f"has failed {event.waited:g} s ago, and its exit handlers or threads still run; it is killed"
     if left > 0:
-        told = Notice(worker.who, f"{text} if it has not ended in another {left:g} s")
+        told = Notice(str(worker.who), f"{text} if it has not ended in another {left:g} s")
         return state, [ToMaster(told), After(left, StillEnding(worker.id, EXIT_LIMIT))]
     # It was not told to end: the SIGKILL is a part of its failure, not an answer to an order.
     return state, [
         ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
-        ToMaster(Notice(worker.who, text)),
+        ToMaster(Notice(str(worker.who), text)),
     ]
 
 
@@ -120,7 +117,7 @@ def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
     Nothing takes the place of a trainer that is not recoverable: the job ends with it.
     """
     lasting = worker.request.kind == "trainer" and not (worker.serving and worker.serving.recoverable)
-    return worker.role in state.in_place and not lasting
+    return worker.who.role in state.in_place and not lasting
 
 
 def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
@@ -131,41 +128,26 @@ def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentSta
     state = state.with_worker(replace(worker, cause="stuck", doom=why))
     text = f"is killed: {why}; it was at\n{told.stack[-MAX_STACK:]}"
     return state, [
-        ToMaster(Notice(worker.who, text)),
+        ToMaster(Notice(str(worker.who), text)),
         ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
     ]
 
 
-def answered(state: AgentState, answer: WorkerAnswer) -> tuple[AgentState, list[Command]]:
+def answered(state: AgentState, answer: ToWorker) -> tuple[AgentState, list[Command]]:
     """A master has answered what a worker has asked."""
-    worker = state.find(answer.role, answer.rank)
-    if worker is None or worker.incarnation != answer.incarnation:
+    worker = state.find(answer.worker.role, answer.worker.rank)
+    if worker is None or worker.who != answer.worker:
         return state, []
-    asks = {n: ask for n, ask in state.asks.items() if n != (worker.id, answer.number)}
-    told = Answer(answer.number, answer.data, answer.problem)
-    return replace(state, asks=asks), [ToWorker(worker.id, told)]
+    asks = {n: ask for n, ask in state.asks.items() if n != (worker.id, answer.message.number)}
+    return replace(state, asks=asks), [ToLink(worker.id, answer.message)]
 
 
 def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
     """It was welcomed with this view: it forms that generation, even if it was started for an earlier one."""
     views = {role.name: role for role in state.view.roles} if state.view else {}
-    generation = views[worker.role].generation if worker.role in views else 0
+    generation = views[worker.who.role].generation if worker.who.role in views else 0
     state = state.with_worker(replace(worker, running=True, generation=generation))
-    return state, [ToMaster(WorkerRunning(worker.role, worker.rank, worker.incarnation, generation))]
-
-
-def _signed(worker: Worker, message: Serving | GroupFormed | Metrics | Calls) -> Message:
-    """What a worker said, with who it is."""
-    who = worker.role, worker.rank, worker.incarnation
-    match message:
-        case Serving(addresses, recoverable):
-            return WorkerServing(*who, addresses, recoverable)
-        case GroupFormed(generation):
-            return WorkerFormed(*who, generation)
-        case Metrics(values, time):
-            return WorkerMetrics(*who, values, time)
-        case Calls(counts):
-            return WorkerCalls(*who, counts)
+    return state, [ToMaster(WorkerRunning(worker.who, generation))]
 
 
 def timer_expired(state: AgentState, event: TimerExpired) -> tuple[AgentState, list[Command]]:
@@ -177,7 +159,7 @@ def timer_expired(state: AgentState, event: TimerExpired) -> tuple[AgentState, l
         text = f"timer {scopes} of process {event.pid}, which is no worker's here, has expired"
         return state, [ToMaster(Notice(state.node, text))]
     text = f"its timer {scopes} has expired"
-    told = Notice(worker.who, f"{text}: process {event.pid} is sent {signal_name(event.signal)}")
+    told = Notice(str(worker.who), f"{text}: process {event.pid} is sent {signal_name(event.signal)}")
     return state.with_worker(replace(worker, expired=text)), [
         ToMaster(told),
         Signal(event.pid, event.signal),
@@ -206,4 +188,4 @@ def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[Agen
     if worker is None:
         return state, []
     text = "closed its link to the agent and runs on; only its exit can be seen now"
-    return state, [ToMaster(Notice(worker.who, text))]
+    return state, [ToMaster(Notice(str(worker.who), text))]
