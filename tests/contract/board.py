@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from unirun.roles.calls.directory import Place
+from unirun.roles.peers import Peer
 
 
 class Board:
     """A directory that the test writes. Those who look at it are told of each change."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, int], Place] = {}
+        self._places: dict[tuple[str, int], Peer] = {}
         self._listeners: list[Callable[[], None]] = []
 
-    def put(self, *places: Place) -> None:
+    def put(self, *places: Peer) -> None:
         """Write where workers are now, all at once."""
         for place in places:
             self._places[place.address[:2]] = place
@@ -25,7 +25,7 @@ class Board:
         """How many ranks a role has."""
         return sum(name == role for name, _ in self._places)
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """Where one is."""
         return self._places[role, rank]
 

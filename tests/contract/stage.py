@@ -26,11 +26,11 @@ from tests.contract.board import Board
 from tests.contract.desk import Desk, Gates
 from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.refs import InvocationRef
+from unirun.roles.peers import Peer
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Address, Transport
 from unirun.roles.transport.sockets import SocketTransport
@@ -155,7 +155,7 @@ def call(
     folder: Path,
     token: Token,
     control: Connection,
-    places: list[Place],
+    places: list[Peer],
     script: Script,
 ) -> None:
     """Be a trainer that runs `script`."""
@@ -249,7 +249,7 @@ class Cast:
     def __init__(self, stage: Stage, role: str, size: int) -> None:
         self._stage, self.role = stage, role
         self.players = [stage.player(work, Address(role, rank, 0)) for rank in range(size)]
-        stage.board.put(*(Place(player.me) for player in self.players))
+        stage.board.put(*(Peer(player.me) for player in self.players))
         self.group: RoleGroup = role_group(stage.caller, role, size)
 
     def __getitem__(self, rank: int) -> Player:
@@ -260,9 +260,9 @@ class Cast:
 
     def enter(self) -> None:
         """Wait for all, and tell where they are."""
-        self._stage.board.put(*(Place(player.me, player.hear("serving")) for player in self.players))
+        self._stage.board.put(*(Peer(player.me, player.hear("serving")) for player in self.players))
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> Peer:
         """What the board says."""
         return self._stage.board.find(self.role, rank)
 
@@ -294,7 +294,7 @@ class Cast:
         generation = self.place(rank).generation + 1
         self.players[rank] = self._stage.player(work, fresh, generation)
         self._stage.board.put(
-            Place(fresh, generation=generation),
+            Peer(fresh, generation=generation),
             *(replace(self.place(other), generation=generation, whole=True) for other in others),
         )
         for other in others:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
@@ -22,6 +21,7 @@ from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Address
 from unirun.roles.workload import BaseWorkload
+from unirun.wire.messages import RoleView, View, WorkerView
 
 CALL_TIMEOUT = 1800.0
 
@@ -39,18 +39,22 @@ def run_in_process(
     restarts, and no environment per role. Raises what `setup`, `init` or `fit` raises.
     """
     players: list[_Player] = []
-    directory = _Directory({role: count for role, (_, count) in workloads.items()})
     infos = {role: RoleInfo(role, count, 0) for role, (_, count) in workloads.items()}
     infos["trainer"] = RoleInfo("trainer", 1, 0)
     settings = OmegaConf.create(dict(config or {}))
     transport = InprocTransport()
-    caller = Caller(Address("trainer", 0, 0), directory, transport, call_timeout=CALL_TIMEOUT)
+    peers = Peers("trainer", 0, infos, transport=transport.name)
+    caller = Caller(Address("trainer", 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
     try:
+        views = []
         for role, (kind, count) in workloads.items():
+            workers = []
             for rank in range(count):
                 player = _Player(kind(_handle(role, rank, count, infos), settings), Address(role, rank, 0))
                 players.append(player)
-                directory.places[role, rank] = Place(player.me, player.start())
+                workers.append(WorkerView(rank, 0, "serving", {transport.name: player.start()}))
+            views.append(RoleView(role, count, 0, "", "running", tuple(workers)))
+        peers.update(View(tuple(views)))
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
         made = trainer(_handles(groups), {role: kind for role, (kind, _) in workloads.items()}, settings)
         resources = {role: {"role": role, "total": count} for role, (_, count) in workloads.items()}
@@ -71,23 +75,6 @@ def _handles(groups: Mapping[str, RoleGroup]) -> dict[str, list[Any]]:
 def _handle(role: str, rank: int, size: int, infos: Mapping[str, RoleInfo]) -> MasterHandle:
     identity = Identity(role, rank, size, rank, size, 0, os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
     return MasterHandle(identity, Peers(role, rank, infos), MemoryState())
-
-
-class _Directory:
-    """Where the players are; it does not change once they all stand."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = sizes
-        self.places: dict[tuple[str, int], Place] = {}
-
-    def size(self, role: str) -> int:
-        return self._sizes[role]
-
-    def find(self, role: str, rank: int) -> Place:
-        return self.places[role, rank]
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """Never."""
 
 
 class _Player:

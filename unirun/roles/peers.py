@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
+from unirun.roles.transport.protocol import Address
 from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
@@ -37,11 +38,27 @@ class RoleInfo:
     endpoint: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The worker that holds a rank now.
+
+    `endpoint` is empty unless it serves calls; `gone`: it has died; `over`: it will not serve any more. `generation` is
+    that of its role's process group, and `whole` says whether no rank of the role is without a worker.
+    """
+
+    address: Address
+    endpoint: str = ""
+    generation: int = 0
+    gone: bool = False
+    over: bool = False
+    whole: bool = True
+
+
 class Peers:
-    """The roles of the job. Thread-safe: the link's thread updates what others read.
+    """The roles of the job and their workers. Thread-safe: the link's thread updates what others read.
 
     `generation` is the one of this worker's own group, which may be behind that of its role until it has formed
-    the next. `welcome` is None without a launcher.
+    the next. `welcome` is None without a launcher. `transport` is the name of that with which workers are called.
     """
 
     def __init__(
@@ -52,14 +69,18 @@ class Peers:
         *,
         welcome: Welcome | None = None,
         link: BlockingStream | None = None,
+        transport: str = "",
     ) -> None:
         self.role, self.rank, self.welcome = role, rank, welcome
         self.config: Mapping[str, Any] = json.loads(welcome.config) if welcome else {}
         self.linked = welcome is not None
         self.generation = roles[role].generation
         self._link, self._pid = link, os.getpid()
+        self._transport = welcome.transport if welcome else transport
         self._roles = dict(roles)
         self._views = {view.name: view for view in welcome.view.roles} if welcome else {}
+        self._found: dict[tuple[str, int], Peer] = {}
+        self._whole: dict[str, bool] = {}
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
@@ -108,6 +129,39 @@ class Peers:
         brief = self.brief(role)
         return brief.count if brief else self.known(role).world_size
 
+    def size(self, role: str) -> int:
+        """How many ranks a role has now. Raises `UsageError` when there is no such role."""
+        return self.known(role).world_size
+
+    def find(self, role: str, rank: int) -> Peer:
+        """The worker that holds a rank now. Raises `UsageError` for a rank that the role never had."""
+        found = self._found
+        peer = found.get((role, rank))
+        if peer is None:
+            # Kept with what was known when the view was read; a view that comes meanwhile has another table.
+            peer = found[role, rank] = self._find(role, rank)
+        return peer
+
+    def _find(self, role: str, rank: int) -> Peer:
+        view = self.view(role)
+        if view is not None and len(view.workers) <= rank < self.count(role):
+            # The role has become smaller since somebody has asked for its ranks.
+            return Peer(Address(role, rank, 0), over=True)
+        worker = self.worker(role, rank)
+        if view is None or worker is None:
+            return Peer(Address(role, rank, 0))
+        whole = self._whole
+        if role not in whole:
+            whole[role] = all(each.phase != "lost" for each in view.workers)
+        return Peer(
+            Address(role, worker.rank, worker.incarnation),
+            worker.addresses.get(self._transport, "") if worker.phase == "serving" else "",
+            view.generation,
+            gone=worker.phase == "lost",
+            over=worker.phase == "ended",
+            whole=whole[role],
+        )
+
     def tell(self, message: Message) -> None:
         """Tell the agent something; without a launcher nobody listens. Raises `ConnectionLost`, and `UsageError` in a
         fork of the worker."""
@@ -154,6 +208,7 @@ class Peers:
         with self._changed:
             self._roles = _infos(view)
             self._views = {role.name: role for role in view.roles}
+            self._found, self._whole = {}, {}
             self._changed.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:

@@ -6,12 +6,11 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import ChannelError, UsageError
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.peers import Peers
@@ -22,60 +21,6 @@ from unirun.wire.handshake import load_token
 
 if TYPE_CHECKING:
     from unirun.roles.transport.rpc_agent import RpcAgent
-
-
-class PeerDirectory:
-    """The agent's view of the job as the directory of calls."""
-
-    def __init__(self, peers: Peers, transport: str) -> None:
-        self._peers, self._transport = peers, transport
-        self._places: dict[tuple[str, int], Place] = {}
-        self._whole: dict[str, bool] = {}
-        peers.when_changed(self._forget)
-
-    def _forget(self) -> None:
-        self._places, self._whole = {}, {}
-
-    def size(self, role: str) -> int:
-        """How many ranks a role has."""
-        return self._peers.known(role).world_size
-
-    def find(self, role: str, rank: int) -> Place:
-        """The worker that holds a rank now."""
-        known = self._places
-        place = known.get((role, rank))
-        if place is None:
-            # Kept with what was known when the view was read; a view that comes meanwhile has another table.
-            place = known[role, rank] = self._find(role, rank)
-        return place
-
-    def _find(self, role: str, rank: int) -> Place:
-        view = self._peers.view(role)
-        if view is not None and len(view.workers) <= rank < self._peers.count(role):
-            # The role has become smaller since somebody has asked for its ranks.
-            return Place(Address(role, rank, 0), over=True)
-        worker = self._peers.worker(role, rank)
-        if worker is None:
-            return Place(Address(role, rank, 0))
-        return Place(
-            Address(role, worker.rank, worker.incarnation),
-            worker.addresses.get(self._transport, "") if worker.phase == "serving" else "",
-            self._peers.known(role).generation,
-            gone=worker.phase == "lost",
-            over=worker.phase == "ended",
-            whole=self._is_whole(role),
-        )
-
-    def _is_whole(self, role: str) -> bool:
-        known = self._whole
-        if role not in known:
-            view = self._peers.view(role)
-            known[role] = view is None or all(worker.phase != "lost" for worker in view.workers)
-        return known[role]
-
-    def when_changed(self, listener: Callable[[], None]) -> None:
-        """After each view."""
-        self._peers.when_changed(listener)
 
 
 class Session:
@@ -145,9 +90,8 @@ class Session:
             if self._caller is None:
                 welcome = self._peers.welcome
                 timeout = welcome.call_timeout if welcome else 0.0
-                directory = PeerDirectory(self._peers, self.transport.name)
                 self._caller = Caller(
-                    self.me, directory, self.transport, call_timeout=timeout, tell=self._peers.tell
+                    self.me, self._peers, self.transport, call_timeout=timeout, tell=self._peers.tell
                 )
                 atexit.register(self._report)
             return self._caller

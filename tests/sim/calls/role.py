@@ -11,9 +11,9 @@ from typing import Any
 from tests.sim.calls.actors import Actor, Clock
 from unirun.errors import ChannelError
 from unirun.roles import trainer_invocation
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
+from unirun.roles.peers import Peer
 from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait
 
 ROLE = "w"
@@ -171,7 +171,7 @@ class Seen:
         """How many ranks it has."""
         return self._role.size
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """The worker that holds a rank."""
         return self._role.seen[rank]
 
@@ -195,10 +195,10 @@ class Role:
         self.losses: list[tuple[int, float]] = []
         """When a rank died that had been called: its next call tells that."""
         self.listeners: list[Callable[[], None]] = []
-        self._views: deque[dict[int, Place]] = deque()
+        self._views: deque[dict[int, Peer]] = deque()
         self._reforming = False
         self.workers = [Worker(self, Address(ROLE, rank, 0)) for rank in range(size)]
-        self.seen = {rank: Place(Address(ROLE, rank, 0)) for rank in range(size)}
+        self.seen = {rank: Peer(Address(ROLE, rank, 0)) for rank in range(size)}
         self._truth = dict(self.seen)
 
     def delay(self) -> float:
@@ -251,7 +251,7 @@ class Role:
             if self._truth[rank].gone:
                 fresh = Address(ROLE, rank, worker.me.incarnation + 1)
                 self.workers[rank] = Worker(self, fresh)
-                self._truth[rank] = Place(fresh)
+                self._truth[rank] = Peer(fresh)
         self._tell(None)
         for worker in self.workers:
             self.clock.after(self.delay(), partial(worker.hear, self.generation))
@@ -260,7 +260,7 @@ class Role:
         """The directory changes, as the caller sees it a moment later; views come in order."""
         if rank is not None:
             place = self._truth[rank]
-            self._truth[rank] = Place(
+            self._truth[rank] = Peer(
                 place.address,
                 changes.get("endpoint", place.endpoint),
                 gone=changes.get("gone", place.gone),
@@ -268,7 +268,7 @@ class Role:
         whole = not any(place.gone for place in self._truth.values())
         self._views.append(
             {
-                r: Place(p.address, p.endpoint, self.generation, gone=p.gone, whole=whole)
+                r: Peer(p.address, p.endpoint, self.generation, gone=p.gone, whole=whole)
                 for r, p in self._truth.items()
             }
         )

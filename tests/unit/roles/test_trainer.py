@@ -11,10 +11,9 @@ from omegaconf import OmegaConf
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, MasterHandle, RoleGroup
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.group import role_group
 from unirun.roles.handle import Identity
-from unirun.roles.peers import Peers, RoleInfo
+from unirun.roles.peers import Peer, Peers, RoleInfo
 from unirun.roles.state import MemoryState
 from unirun.roles.trainer import bind, group_name
 from unirun.roles.transport.inproc import InprocTransport
@@ -28,9 +27,9 @@ class Nobody:
         """Two of each."""
         return 2
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """Nowhere."""
-        return Place(Address(role, rank, 0))
+        return Peer(Address(role, rank, 0))
 
     def when_changed(self, listener: Any) -> None:
         """Never."""

@@ -1,13 +1,13 @@
-"""The calling end: ids, deadlines, what is owed by whom, and what happens when a worker is lost.
+"""The calling end: ids, deadlines, which worker owes an answer, and what happens when a worker is lost.
 
-A call is sent to the worker that holds the rank now; until that serves, it waits. Only the directory, which the job's
-master writes, says who is dead. When a connection breaks, it is made again until the directory says that the worker is
-gone, and the open calls are sent once more with their ids: a worker that lives runs nothing twice and answers with what
-it has kept. When a worker is gone, its calls fail with `WorkerLost`, or, in an idempotent invocation, the whole
-invocation is made again, with the worker that comes in its place.
+A call is sent to the worker that holds the rank now; until that serves, the call waits. Only the job's master says
+who is dead, and `Peers` has its word. When a connection breaks, it is opened again until the worker is known to be
+gone, and the open calls are sent once more with their ids: a worker that lives runs nothing twice and answers with the
+result that it has kept. When a worker is gone, its calls fail with `WorkerLost`. An idempotent call is made again as a
+whole, with the worker that comes in its place.
 
-The calls of one invocation to several workers are joint: they may meet in a collective. They are all sent for one
-generation of the role, and a worker that is in a later one refuses its part.
+A call to several workers is joint: its parts may meet in a collective. They are all sent for one generation of the
+role, and a worker that is in a later one refuses its part.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 from unirun.errors import CallError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
-from unirun.roles.calls.directory import Directory, Place
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import encode_address, refused_for
-from unirun.roles.calls.losses import Losses
-from unirun.roles.calls.peer import Peer
-from unirun.roles.calls.pending import Call, Invoked, Method, called_ranks, lost
-from unirun.roles.calls.policy import ANY, DEFAULT, Invocation
+from unirun.roles.calls.open_call import Method, OpenCall
+from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
 from unirun.roles.calls.refs import InvocationRef
+from unirun.roles.calls.reliable import Part, ReliableChannel
+from unirun.roles.calls.reported_losses import ReportedLosses
 from unirun.roles.calls.service import Deadlines, Service
 from unirun.roles.calls.sharding import rearranged, split
+from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.protocol import Address, Parcel, Transport, own
 from unirun.wire.reports import Calls
@@ -48,16 +48,16 @@ class Caller:
     def __init__(
         self,
         me: Address,
-        directory: Directory,
+        peers: Peers,
         transport: Transport,
         *,
         call_timeout: float,
         tell: Callable[[Calls], None] = lambda calls: None,
         service: Service | None = None,
     ) -> None:
-        """`tell` hears now and then, and when `report` is called, what was called so far. `service` has the clock."""
+        """`tell` gets now and then, and when `report` is called, what was called so far. `service` has the clock."""
         self._me = encode_address(me)
-        self._directory, self._transport, self._call_timeout = directory, transport, call_timeout
+        self._peers, self._transport, self._call_timeout = peers, transport, call_timeout
         self._service = service or Service("unirun-calls")
         self._callbacks = SerialExecutor("unirun-callbacks")
         self._deliver = self._callbacks.submit
@@ -65,23 +65,23 @@ class Caller:
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._order: dict[str, threading.RLock] = defaultdict(threading.RLock)
-        self._peers: dict[Address, Peer] = {}
-        self._parked: dict[tuple[str, int], deque[Call]] = {}
-        self._refused: list[tuple[Call, int]] = []
+        self._channels: dict[Address, ReliableChannel] = {}
+        self._parked: dict[tuple[str, int], deque[Part]] = {}
+        self._refused: list[tuple[OpenCall, int, int]] = []
         self._seqs = itertools.count(1)
-        self._losses = Losses(directory, restarted=me.incarnation > 0)
-        self._deadlines: dict[float, Deadlines[Invoked]] = {}
+        self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
+        self._deadlines: dict[float, Deadlines[OpenCall]] = {}
         self._opened: dict[Address, str] = {}
         self._turn = itertools.count()
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
-        directory.when_changed(lambda: self._service.soon(self._look))
+        peers.when_changed(lambda: self._service.soon(self._look))
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
         """What `invoke` calls; `ranks` come before the target in `options`.
 
         Raises `UsageError` for ranks that there are not.
         """
-        ranks = called_ranks(role, self._directory.size(role), options, ranks)
+        ranks = called_ranks(role, self._peers.size(role), options, ranks)
         seconds = self._call_timeout if options.timeout is None else options.timeout
         with self._lock:
             if seconds not in self._deadlines:
@@ -91,8 +91,6 @@ class Caller:
             name,
             options,
             ranks,
-            workers=tuple(f"{role}:{rank}" for rank in ranks),
-            bare=options.one,
             chooses=options.target == ANY,
             deadlines=self._deadlines[seconds],
             wire=name.encode(),
@@ -105,10 +103,9 @@ class Caller:
 
         Raises `EncodingError` for an argument that cannot be pickled, before anything is sent.
         """
-        options, ranks, workers = method.options, method.ranks, method.workers
+        options, ranks = method.options, method.ranks
         if method.chooses:
             ranks = (self._least_busy(method),)
-            workers = (f"{method.role}:{ranks[0]}",)
         if options.pre_func is not None:
             args, kwargs = rearranged(options.pre_func(*args, **kwargs))
         shares = split(args, kwargs, len(ranks), auto=options.auto_shard)
@@ -117,135 +114,124 @@ class Caller:
         if not options.blocking:
             # The trainer goes on and may change its tensors before they are sent, or sent again.
             parcels = [own(parcel) for parcel in parcels]
-        ref: InvocationRef[Any] = InvocationRef(
-            method.name,
-            workers,
-            bare=method.bare,
-            post=options.post_func,
-            sharding=shares.sharding,
-            deliver=self._deliver,
-        )
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
-        invoked = Invoked(ref, method, parcels, options.retries, self._service.now(), joint=len(ranks) > 1)
-        invoked.calls = [Call(invoked, i, rank) for i, rank in enumerate(ranks)]
-        if options.blocking and len(ranks) == 1:
-            invoked.patience = method.deadlines.seconds
-        method.deadlines.add(invoked)
+        call: InvocationRef[Any]
+        call = InvocationRef(method, ranks, parcels, shares.sharding, self._service.now(), self._deliver)
+        if options.blocking and not call.joint:
+            call.patience = method.deadlines.seconds
+        method.deadlines.add(call)
         if not options.idempotent:
-            invoked.untold = self._losses.tell(method.role, ranks)
-        if invoked.untold:
-            for call in list(invoked.calls):
-                self._settle(call, _gone_since(invoked.untold))
+            call.unreported = self._losses.report(method.role, ranks)
+        if call.unreported:
+            for index in range(len(ranks)):
+                self._settle(call, index, _restarted(call.unreported))
         else:
-            self._send_all(invoked)
-        return ref
+            self._send_all(call)
+        return call
 
     def open_rpc(self, role: str, rank: int) -> tuple[Address, str]:
-        """Let the worker of a rank be called by torch.distributed.rpc: who it is, and the endpoint of its agent. Raises
-        what a call raises."""
-        place = self._directory.find(role, rank)
-        address = place.address
-        if not place.endpoint or address not in self._opened:
+        """Let the worker of a rank be called by torch.distributed.rpc. Returns its address, and the endpoint of its RPC
+        agent. Raises what a call raises."""
+        peer = self._peers.find(role, rank)
+        address = peer.address
+        if not peer.endpoint or address not in self._opened:
             method = self.method(role, OPEN_RPC, replace(DEFAULT, target=rank, idempotent=True, retries=3))
             address, endpoint = self.invoke(method, (), {}).result()
             self._opened[address] = endpoint
         return address, self._opened[address]
 
     def close(self) -> None:
-        """End every channel; open calls are not answered any more."""
+        """Close every channel; open calls are not answered any more."""
         self._service.close()
-        for peer in list(self._peers.values()):
-            peer.close()
+        for channel in list(self._channels.values()):
+            channel.close()
         self._callbacks.close()
 
     def _least_busy(self, method: Method) -> int:
-        """The rank with the fewest open calls of this caller; serving ones first, then who was chosen longest ago."""
+        """The rank with the fewest open calls of this caller; serving ones first, then the one chosen longest ago."""
 
         def busy(rank: int) -> tuple[bool, int, int]:
-            place = self._directory.find(method.role, rank)
-            peer = self._peers.get(place.address)
-            return not place.endpoint, len(peer) if peer else 0, method.turns.get(rank, -1)
+            peer = self._peers.find(method.role, rank)
+            channel = self._channels.get(peer.address)
+            return not peer.endpoint, len(channel) if channel else 0, method.turns.get(rank, -1)
 
         chosen = min(method.ranks, key=busy)
         method.turns[chosen] = next(self._turn)
         return chosen
 
-    def _send_all(self, invoked: Invoked) -> None:
-        """Send every call of an invocation. Joint ones come in one order to all workers of a role."""
-        if not invoked.joint:
-            for call in invoked.calls:
-                call.seq = next(self._seqs)
-                self._send(call)
+    def _send_all(self, call: OpenCall) -> None:
+        """Send every part of a call. Joint calls come in one order to all workers of a role."""
+        if not call.joint:
+            call.seq = next(self._seqs)
+            self._send(call, 0)
             return
-        with self._order[invoked.method.role]:
-            for call in invoked.calls:
-                call.seq = next(self._seqs)
-            for call in list(invoked.calls):
-                self._send(call)
+        with self._order[call.prepared.role]:
+            call.seq = next(self._seqs)
+            for index in range(len(call.ranks)):
+                self._send(call, index)
 
-    def _send(self, call: Call) -> None:
-        """Send a call, or let it wait for its worker, behind those that wait already.
+    def _send(self, call: OpenCall, index: int) -> None:
+        """Send a part, or let it wait for its worker, behind those that wait already.
 
-        A joint call also waits while a rank of the role is without a worker. What workers do alone goes on.
+        A part of a joint call also waits while a rank of the role is without a worker.
         """
-        who = call.invocation.method.role, call.rank
-        place = self._directory.find(*who)
+        who = call.prepared.role, call.ranks[index]
+        peer = self._peers.find(*who)
         # Without the lock: what this thread has sent before either waits by now, or is on its way.
-        if who in self._parked or not _ready(place, call):
+        if who in self._parked or not _ready(peer, call):
             with self._lock:
-                place = self._directory.find(*who)
-                if who in self._parked or not _ready(place, call):
-                    # Another thread will send it, when the one that waits can no longer be told how.
-                    call.invocation.patience = None
-                    self._parked.setdefault(who, deque()).append(call)
+                peer = self._peers.find(*who)
+                if who in self._parked or not _ready(peer, call):
+                    # Another thread will send it, which cannot let this one read the answer.
+                    call.patience = None
+                    self._parked.setdefault(who, deque()).append((call, index))
                     self._service.soon(self._look)
                     return
-        self._send_to(place, call)
+        self._send_to(peer, call, index)
 
-    def _send_to(self, place: Place, call: Call) -> None:
-        invoked, worker = call.invocation, str(place.address)
-        if place.over:
-            self._settle(call, _ended(worker))
+    def _send_to(self, peer: Peer, call: OpenCall, index: int) -> None:
+        if peer.over:
+            self._settle(call, index, _lost(peer.address, peer))
             return
-        generation = self._started(invoked, place)
-        if invoked.untold:
-            self._settle(call, _gone_since(invoked.untold))
+        self._start(call, peer)
+        if call.unreported:
+            self._settle(call, index, _restarted(call.unreported))
             return
-        if invoked.joint and generation != place.generation:
-            self._settle(call, self._outdated(call, place, generation))
+        if call.joint and call.generation != peer.generation:
+            self._settle(call, index, self._outdated(call, peer))
             return
-        self._losses.call(place.address)
-        call.peer = self._peer(place)
-        if not call.peer.send(call, place.generation):
-            self._losses.told(place.address)
-            self._settle(call, lost(worker, "it is gone"))
+        self._losses.called(peer.address)
+        channel = call.channels[index] = self._channel(peer)
+        if not channel.send(call, index):
+            self._losses.reported(peer.address)
+            self._settle(call, index, lost(str(peer.address), "it is gone"))
 
-    def _started(self, invoked: Invoked, place: Place) -> int:
-        """The generation for which the calls of an invocation are sent: that of the first one. Before that is sent, a
-        worker may have died while it waited."""
+    def _start(self, call: OpenCall, peer: Peer) -> None:
+        """Fix the generation for which the parts of a call are sent: that of the first one. Before that is sent, a
+        worker may have died while the call waited."""
         with self._starting:
-            if invoked.generation is None:
-                invoked.generation = place.generation
-                if not invoked.method.options.idempotent:
-                    invoked.untold = self._losses.tell(invoked.method.role, invoked.ranks)
-            return invoked.generation
+            if call.generation < 0:
+                call.generation = peer.generation
+                if not call.prepared.options.idempotent:
+                    call.unreported = self._losses.report(call.prepared.role, call.ranks)
 
-    def _outdated(self, call: Call, place: Place, generation: int) -> WorkerLost:
-        """The error of a joint call that was made for an earlier `generation` than that of `place`: a rank was lost
-        meanwhile. It is told by this."""
-        invoked = call.invocation
-        worker = "" if invoked.retries else self._losses.tell(invoked.method.role, invoked.ranks)
-        reason = f"its role has formed generation {place.generation}, and the call was made for {generation}"
-        return lost(worker or str(place.address), reason)
+    def _outdated(self, call: OpenCall, peer: Peer) -> WorkerLost:
+        """The error of a joint call that was made for an earlier generation than that of `peer`: a rank was lost
+        meanwhile. It reports that loss."""
+        worker = "" if call.retries else self._losses.report(call.prepared.role, call.ranks)
+        reason = (
+            f"its role has formed generation {peer.generation}, and the call was made for {call.generation}"
+        )
+        return lost(worker or str(peer.address), reason)
 
-    def _peer(self, place: Place) -> Peer:
-        address = place.address
-        peer = self._peers.get(address)
-        if peer is None:
-            fresh = Peer(
+    def _channel(self, peer: Peer) -> ReliableChannel:
+        address = peer.address
+        channel = self._channels.get(address)
+        if channel is None:
+            fresh = ReliableChannel(
                 address,
-                place.endpoint,
+                peer.endpoint,
                 me=self._me,
                 transport=self._transport,
                 service=self._service,
@@ -253,146 +239,142 @@ class Caller:
                 failed=self._settle,
             )
             with self._lock:
-                peer = self._peers.setdefault(address, fresh)
-            if self._directory.find(address.role, address.rank) != place:
-                # The directory changed before this peer was there to be lost.
+                channel = self._channels.setdefault(address, fresh)
+            if self._peers.find(address.role, address.rank) != peer:
+                # The worker was lost before this channel was there to be closed.
                 self._service.soon(self._look)
-        return peer
+        return channel
 
-    def _answered(self, call: Call, parcel: Parcel) -> None:
+    def _answered(self, call: OpenCall, index: int, parcel: Parcel) -> None:
         if (generation := refused_for(parcel.head)) is not None:
-            self._service.soon(partial(self._was_refused, call, generation))
+            self._service.soon(partial(self._was_refused, call, index, generation))
             return
-        invoked = call.invocation
-        took = self._service.now() - invoked.began
-        invoked.method.count.add(call.rank, invoked.parcel(call.index).size, parcel.size, took)
-        self._settle(call, parcel)
+        sent = call.parcel(index)
+        if sent is not None:
+            took = self._service.now() - call.began
+            call.prepared.count.add(call.ranks[index], sent.size, parcel.size, took)
+        self._settle(call, index, parcel)
 
-    def _was_refused(self, call: Call, generation: int) -> None:
-        """A worker is in a later `generation` than the one that the call was made for. When the directory knows that
-        one, it tells who was lost."""
-        invoked = call.invocation
-        place = self._directory.find(invoked.method.role, call.rank)
-        if invoked.ref.done():
+    def _was_refused(self, call: OpenCall, index: int, generation: int) -> None:
+        """A worker is in a later `generation` than the one that the call was made for. When `Peers` has heard of that
+        one, it says who was lost."""
+        peer = self._peers.find(call.prepared.role, call.ranks[index])
+        if call.over:
             return
-        if place.generation < generation and not place.over:
-            self._refused.append((call, generation))
+        if peer.generation < generation and not peer.over:
+            self._refused.append((call, index, generation))
         else:
-            self._settle(call, self._outdated(call, place, call.generation))
-
-    def _lose(self, peer: Peer, place: Place) -> None:
-        """The worker is dead, or has ended: what it owes will not come. `place` is what the directory says."""
-        worker = str(peer.address)
-        for call in peer.lose():
-            if not call.invocation.retries:
-                self._losses.told(peer.address)
-            reason = "it died" if place.gone else "it was started again"
-            self._settle(call, _ended(worker) if place.over else lost(worker, reason))
+            self._settle(call, index, self._outdated(call, peer))
 
     def _look(self) -> None:
-        """The directory has changed: send what waited, and give up what waits for the dead."""
+        """`Peers` has changed: send what waited, and give up what waits for the dead."""
         with self._lock:
             waiting = list(self._parked)
-            peers = list(self._peers.values())
-        for peer in peers:
-            place = self._directory.find(peer.address.role, peer.address.rank)
-            if place.address != peer.address or place.gone or place.over:
-                self._lose(peer, place)
-                if place.address != peer.address:
-                    self._peers.pop(peer.address, None)
+            channels = list(self._channels.values())
+        for channel in channels:
+            address = channel.address
+            peer = self._peers.find(address.role, address.rank)
+            if peer.address != address or peer.gone or peer.over:
+                self._lose(channel, peer)
+                if peer.address != address:
+                    self._channels.pop(address, None)
         refused, self._refused = self._refused, []
-        for call, generation in refused:
-            self._was_refused(call, generation)
+        for call, index, generation in refused:
+            self._was_refused(call, index, generation)
         for who in waiting:
             self._send_parked(who)
+
+    def _lose(self, channel: ReliableChannel, peer: Peer) -> None:
+        """The worker is dead, or has ended: its answers will not come. `peer` holds the rank now."""
+        for call, index in channel.lose():
+            if not call.retries:
+                self._losses.reported(channel.address)
+            self._settle(call, index, _lost(channel.address, peer))
 
     def _send_parked(self, who: tuple[str, int]) -> None:
         """Send what waits for one rank, in order; what comes meanwhile queues up behind it."""
         while True:
-            place = self._directory.find(*who)
+            peer = self._peers.find(*who)
             with self._lock:
                 queue = self._parked[who]
-                while queue and queue[0].invocation.ref.done():
+                while queue and queue[0][0].over:
                     queue.popleft()
                 if not queue:
                     del self._parked[who]
                     return
-                if not _ready(place, queue[0]):
+                if not _ready(peer, queue[0][0]):
                     return
-                call = queue.popleft()
-            self._send_to(place, call)
+                call, index = queue.popleft()
+            self._send_to(peer, call, index)
 
-    def _settle(self, call: Call, outcome: Parcel | CallError) -> None:
-        invoked = call.invocation
-        ref = invoked.ref
-        ref.settle(call.index, outcome)
-        if ref.settled:
-            if ref.failed and invoked.retries > 0 and ref.interrupted:
-                self._service.soon(partial(self._again, invoked, invoked.attempt))
+    def _settle(self, call: OpenCall, index: int, outcome: Parcel | CallError) -> None:
+        call.settle(index, outcome)
+        if call.settled:
+            if call.failed and call.retries > 0 and call.interrupted:
+                self._service.soon(partial(self._again, call, call.attempt))
             else:
-                self._finish(invoked)
-        elif ref.failed and not invoked.failing:
-            invoked.failing = True
-            self._fail_later(invoked)
+                self._finish(call)
+        elif call.failed and not call.failing:
+            call.failing = True
+            self._fail_later(call)
 
-    def _fail_later(self, invoked: Invoked) -> None:
-        self._service.at(self._service.now() + ERROR_GRACE, partial(self._fail, invoked, invoked.attempt))
+    def _fail_later(self, call: OpenCall) -> None:
+        self._service.at(self._service.now() + ERROR_GRACE, partial(self._fail, call, call.attempt))
 
-    def _fail(self, invoked: Invoked, attempt: int) -> None:
-        """A moment after the first error. When the call will be made again, all must have left it first."""
-        if attempt != invoked.attempt or (invoked.retries > 0 and invoked.ref.interrupted):
+    def _fail(self, call: OpenCall, attempt: int) -> None:
+        """A moment after the first error. Before a call is made again, all its workers must have left it."""
+        if attempt != call.attempt or (call.retries > 0 and call.interrupted):
             return
-        unreached = (call for call in invoked.calls if call.peer is None or call.peer.mending)
-        if any(not invoked.ref.has(call.index) for call in unreached):
-            # A worker that has not answered cannot be reached: perhaps it is dead, which would be the cause.
-            self._fail_later(invoked)
-            return
-        self._finish(invoked)
+        for index, channel in enumerate(call.channels):
+            if not call.has(index) and (channel is None or channel.reconnecting):
+                # A worker that has not answered cannot be reached: perhaps it is dead, which would be the cause.
+                self._fail_later(call)
+                return
+        self._finish(call)
 
-    def _again(self, invoked: Invoked, attempt: int) -> None:
-        if invoked.ref.done() or attempt != invoked.attempt:
-            return
-        invoked.attempt += 1
-        invoked.retries -= 1
-        invoked.failing = False
-        invoked.generation = None
-        invoked.ref.start_again()
-        for call in invoked.calls:
-            call.peer = None
-        self._send_all(invoked)
+    def _again(self, call: OpenCall, attempt: int) -> None:
+        if not call.over and attempt == call.attempt:
+            call.start_again()
+            self._send_all(call)
 
-    def _finish(self, invoked: Invoked) -> None:
-        invoked.method.deadlines.drop(invoked)
-        self._forget(invoked)
-        invoked.ref.finish()
-        invoked.untie()
+    def _finish(self, call: OpenCall) -> None:
+        call.prepared.deadlines.drop(call)
+        self._forget(call)
+        call.finish()
 
-    def _expire(self, invoked: Invoked) -> None:
-        self._forget(invoked)
-        invoked.ref.expire(invoked.method.deadlines.seconds)
-        invoked.untie()
+    def _expire(self, call: OpenCall) -> None:
+        self._forget(call)
+        call.expire(call.prepared.deadlines.seconds)
 
-    def _forget(self, invoked: Invoked) -> None:
+    def _forget(self, call: OpenCall) -> None:
         """Answers that still come are acked and dropped."""
-        if invoked.ref.settled:
+        if call.settled:
             return
-        for call in invoked.calls:
-            if call.peer is not None:
-                call.peer.forget(call)
+        for channel in call.channels:
+            if channel is not None:
+                channel.forget(call)
 
 
-def _ended(worker: str) -> WorkerLost:
-    return lost(worker, "it has ended", "it takes no calls any more; call other workers")
+def _ready(peer: Peer, call: OpenCall) -> bool:
+    """Whether a part need not wait: its worker serves, or never will again."""
+    return peer.over or (bool(peer.endpoint) and (peer.whole or not call.joint))
 
 
-def _gone_since(worker: str) -> WorkerLost:
+def _lost(address: Address, peer: Peer) -> WorkerLost:
+    """The error of a call whose worker, at `address`, is gone; `peer` holds its rank now."""
+    if peer.over:
+        return lost(str(address), "it has ended", "it takes no calls any more; call other workers")
+    return lost(str(address), "it died" if peer.gone else "it was started again")
+
+
+def _restarted(worker: str) -> WorkerLost:
     return lost(worker, f"{worker} was started again since it was called last, what it held is gone")
 
 
-def _ready(place: Place, call: Call) -> bool:
-    """Whether a call need not wait: its worker serves, or never will again."""
-    if place.over:
-        return True
-    if not place.endpoint:
-        return False
-    return place.whole or not call.invocation.joint
+def lost(worker: str, reason: str, remedy: str = "") -> WorkerLost:
+    """The error of a call whose worker is gone."""
+    return WorkerLost(
+        f"{worker} was lost before it answered: {reason}",
+        remedy or "mark the method idempotent=True to have it called again",
+        worker=worker,
+    )

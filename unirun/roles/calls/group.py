@@ -11,7 +11,7 @@ from unirun.errors import UsageError
 from unirun.graph import spans
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
-from unirun.roles.calls.pending import Method
+from unirun.roles.calls.open_call import Method
 from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, Target, with_options
 from unirun.roles.calls.refs import InvocationRef, wait
 

@@ -226,6 +226,26 @@ def _is_target(value: Any) -> bool:
     return _is_int(value) and value >= 0
 
 
+def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int] | None) -> Sequence[int]:
+    """Which ranks of a role with `size` may be called: `ranks` come before the target in `options`.
+
+    Raises `UsageError` for ranks that there are not.
+    """
+    target = options.target
+    if isinstance(target, int):
+        ranks = (target,)
+    elif not isinstance(target, str):
+        ranks = tuple(target)
+    elif ranks is None:
+        ranks = range(size)
+    if target == RANK0:
+        ranks = ranks[:1]
+    for rank in ranks:
+        if not 0 <= rank < size:
+            raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {size - 1}")
+    return ranks
+
+
 def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
     """What can be called on an object, or an object of a class: its public methods that are not those of `base`."""
     found = {}

@@ -10,10 +10,10 @@ import pytest
 
 from unirun.roles import RoleGroup
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import role_group
 from unirun.roles.calls.policy import invocations
+from unirun.roles.peers import Peer
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Address
 
@@ -23,14 +23,14 @@ Serve = Callable[..., RoleGroup]
 class Fixed:
     """A directory in which nothing changes."""
 
-    def __init__(self, places: list[Place]) -> None:
+    def __init__(self, places: list[Peer]) -> None:
         self._places = places
 
     def size(self, role: str) -> int:
         """As many as there are places."""
         return len(self._places)
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """The place."""
         return self._places[rank]
 
@@ -48,7 +48,7 @@ def serve() -> Iterator[Serve]:
         for rank, target in enumerate(targets):
             me, transport = Address("desk", rank, 0), InprocTransport()
             dispatcher = Dispatcher(target, me, invocations(target))
-            places.append(Place(me, transport.serve(me, dispatcher.handle)))
+            places.append(Peer(me, transport.serve(me, dispatcher.handle)))
             threading.Thread(target=dispatcher.serve, daemon=True).start()
             closing.extend((dispatcher.stop, dispatcher.close, transport.close))
         transport = InprocTransport()

@@ -14,11 +14,11 @@ from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import ERROR_GRACE, Caller
 from unirun.roles.calls.codec import dump
-from unirun.roles.calls.directory import Place
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
+from unirun.roles.peers import Peer
 from unirun.roles.transport.protocol import Address, Channel, Parcel
 
 SOON = 10.0
@@ -35,15 +35,15 @@ class Stale:
     """A directory that has changed, and said so, just after the caller's first look."""
 
     def __init__(self) -> None:
-        self._looks = iter([Place(OLD, "old")])
+        self._looks = iter([Peer(OLD, "old")])
 
     def size(self, role: str) -> int:
         """Of any role."""
         return 1
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """The old place once."""
-        return next(self._looks, Place(NEW, "new", 1))
+        return next(self._looks, Peer(NEW, "new", 1))
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """It does not change again."""
@@ -74,9 +74,9 @@ def test_a_call_to_a_worker_that_was_replaced_meanwhile_fails_at_once() -> None:
 class Still(Stale):
     """A directory that does not change."""
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """Always the same."""
-        return Place(NEW, "there")
+        return Peer(NEW, "there")
 
 
 class Leading(Unreachable):
@@ -145,10 +145,10 @@ class Told(Stale):
     """A directory that says what it is told to."""
 
     def __init__(self) -> None:
-        self.place = Place(OLD, "old")
+        self.place = Peer(OLD, "old")
         self._listeners: list[Callable[[], None]] = []
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """As told."""
         return self.place
 
@@ -156,7 +156,7 @@ class Told(Stale):
         """When it is told something."""
         self._listeners.append(listener)
 
-    def tell(self, place: Place) -> None:
+    def tell(self, place: Peer) -> None:
         """Say this from now on."""
         self.place = place
         for listener in self._listeners:
@@ -172,9 +172,9 @@ class Pair(Told):
         """Two."""
         return 2
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """Always the same."""
-        return Place(Address(role, rank, 0), "here", self.generation)
+        return Peer(Address(role, rank, 0), "here", self.generation)
 
 
 def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:
@@ -275,12 +275,12 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
     method = caller.method("actor", "step", Invocation(blocking=False), [0])
     try:
         first = caller.invoke(method, (), {})
-        directory.tell(Place(OLD, gone=True))
+        directory.tell(Peer(OLD, gone=True))
         with pytest.raises(
             WorkerLost, match="it died; mark the method idempotent=True to have it called again$"
         ):
             first.result(10.0)
-        directory.place = Place(OLD, "old")
+        directory.place = Peer(OLD, "old")
         with pytest.raises(WorkerLost, match="actor:0 was lost before it answered: it is gone; ") as lost:
             caller.invoke(method, (), {}).result(10.0)
         assert lost.value.worker == "actor:0"
@@ -291,15 +291,15 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
 @pytest.mark.parametrize(
     ("now", "reason"),
     [
-        (Place(OLD, gone=True), "it died; mark the method idempotent=True to have it called again"),
-        (Place(OLD, over=True), "it has ended; it takes no calls any more; call other workers"),
+        (Peer(OLD, gone=True), "it died; mark the method idempotent=True to have it called again"),
+        (Peer(OLD, over=True), "it has ended; it takes no calls any more; call other workers"),
         (
-            Place(NEW, "new", 1),
+            Peer(NEW, "new", 1),
             "it was started again; mark the method idempotent=True to have it called again",
         ),
     ],
 )
-def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Place, reason: str) -> None:
+def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Peer, reason: str) -> None:
     directory, post = Told(), Post()
     caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0)
     try:
@@ -322,12 +322,12 @@ class Ordered:
         """Two ranks."""
         return 2
 
-    def find(self, role: str, rank: int) -> Place:
+    def find(self, role: str, rank: int) -> Peer:
         """Where it serves."""
         if rank == 1 and threading.current_thread().name == "first" and not self.between.is_set():
             self.between.set()
             assert self.go_on.wait(SOON)
-        return Place(Address(role, rank, 0), "here")
+        return Peer(Address(role, rank, 0), "here")
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """It does not change."""

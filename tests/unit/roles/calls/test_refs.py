@@ -18,6 +18,8 @@ from unirun.errors import CallError, EncodingError, InvocationTimeout, RemoteTra
 from unirun.roles import InvocationRef, wait
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK
+from unirun.roles.calls.open_call import Method
+from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote import dump_error
 from unirun.roles.transport.protocol import Parcel, own
 
@@ -28,8 +30,10 @@ def ref_of(
     workers: int = 1, *, bare: bool = False, post: Callable[[Any], Any] | None = None
 ) -> InvocationRef[Any]:
     """A call of ``update`` that nobody has answered."""
-    names = tuple(f"actor:{rank}" for rank in range(workers))
-    return InvocationRef("update", names, bare=bare, post=post, sharding={0: "replicate"})
+    nobody: Any = None
+    options = Invocation(target="RANK0" if bare else "ALL", post_func=post)
+    method = Method("actor", "update", options, range(workers), False, nobody, b"update", nobody, {})
+    return InvocationRef(method, range(workers), sharding={0: "replicate"})
 
 
 def answer(value: Any) -> Parcel:

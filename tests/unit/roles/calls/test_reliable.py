@@ -17,7 +17,7 @@ from tests.sim.calls.actors import Clock, FakeService
 from unirun.errors import CallError, ChannelError, EncodingError
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import Request, decode_request, encode_address
-from unirun.roles.calls.peer import LARGE, MAX_RECONNECT, Peer
+from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT, ReliableChannel
 from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
 
 ME, WORKER = Address("trainer", 0, 0), Address("actor", 1, 2)
@@ -78,6 +78,19 @@ class Network:
         raise AssertionError(name)
 
 
+def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"") -> Any:
+    """As much of an `OpenCall` as a channel looks at."""
+    return SimpleNamespace(
+        seq=seq,
+        joint=joint,
+        generation=generation,
+        prepared=SimpleNamespace(wire=b"step"),
+        parcel=lambda index: Parcel(body),
+        patience=None,
+        wait_with=lambda wait: None,
+    )
+
+
 class Calls(RuleBasedStateMachine):
     """A peer, and everything that may happen to it."""
 
@@ -92,17 +105,17 @@ class Calls(RuleBasedStateMachine):
         self.gone = False
         network: Any = self.network
         transport: Transport = network
-        self.peer = Peer(
+        self.channel = ReliableChannel(
             WORKER,
             "there",
             me=encode_address(ME),
             transport=transport,
             service=FakeService(self.clock),
-            answered=lambda call, parcel: self.answers.append((call.seq, parcel.head)),
+            answered=lambda call, index, parcel: self.answers.append((call.seq, parcel.head)),
             failed=self._failed,
         )
 
-    def _failed(self, call: Any, error: CallError) -> None:
+    def _failed(self, call: Any, index: int, error: CallError) -> None:
         assert isinstance(error, EncodingError)
         self.failures.append(call.seq)
 
@@ -126,17 +139,8 @@ class Calls(RuleBasedStateMachine):
     def send(self, joint: bool, generation: int, unsendable: bool) -> None:
         """One call more. The numbers of calls grow, but a call that waited may be sent after a later one."""
         self.seq += 1
-        waits = SimpleNamespace(wait_with=lambda wait: None)
-        body = b"unsendable" if unsendable else str(self.seq).encode()
-        invoked = SimpleNamespace(
-            ref=waits,
-            method=SimpleNamespace(wire=b"step"),
-            parcel=lambda index: Parcel(body),
-            joint=joint,
-            patience=None,
-        )
-        call: Any = SimpleNamespace(seq=self.seq, index=0, generation=0, invocation=invoked)
-        assert self.peer.send(call, generation) is not self.gone
+        call = call_of(self.seq, joint, generation, b"unsendable" if unsendable else str(self.seq).encode())
+        assert self.channel.send(call, 0) is not self.gone
         assert not self.gone or call.seq not in {r.seq for line in self.network.lines for r in line.requests}
         if not self.gone:
             self.open[self.seq] = (call, joint, generation)
@@ -160,7 +164,7 @@ class Calls(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         """The caller does not wait for an answer any more."""
         seq = data.draw(st.sampled_from(sorted(self.open)))
-        self.peer.forget(self.open.pop(seq)[0])
+        self.channel.forget(self.open.pop(seq)[0])
 
     @precondition(lambda self: self.line is not None)
     @rule()
@@ -186,14 +190,14 @@ class Calls(RuleBasedStateMachine):
         if self.line is not None:
             sent = [request.seq for request in self.line.requests if request.method == "step"]
             assert self.open.keys() <= {*sent}, "a call was not sent again"
-        assert not self.peer.mending
+        assert not self.channel.reconnecting
 
     @precondition(lambda self: not self.gone)
     @rule()
     def lose(self) -> None:
         """The worker is dead."""
-        owed = self.peer.lose()
-        assert [call.seq for call in owed] == sorted(self.open), "what it owes, in order"
+        owed = self.channel.lose()
+        assert [call.seq for call, _ in owed] == sorted(self.open), "what it owes, in order"
         self.open.clear()
         self.gone = True
         assert self.line is None, "its channel is closed"
@@ -213,7 +217,7 @@ class Calls(RuleBasedStateMachine):
         acked = [seq for line in self.network.lines for request in line.requests for seq in request.acks]
         due = iter(self.due)
         assert all(seq in due for seq in acked), "an ack without an answer, twice, or out of order"
-        assert len(self.peer) == len(self.open)
+        assert len(self.channel) == len(self.open)
 
     @invariant()
     def calls_that_are_sent_again_keep_their_order(self) -> None:
@@ -226,7 +230,7 @@ class Calls(RuleBasedStateMachine):
         """Everybody can be reached again: what is open is with the worker, and large results are acked."""
         self.network.reachable = True
         self.time_passes()
-        self.peer.close()
+        self.channel.close()
         assert self.line is None
 
 
@@ -236,17 +240,16 @@ TestWhateverHappens.settings = settings(examples(60), stateful_step_count=30)
 
 def calls(*seqs: int) -> list[Any]:
     """Calls that are told apart by their numbers."""
-    found = []
-    for seq in seqs:
-        invoked = SimpleNamespace(
-            ref=None,
-            method=SimpleNamespace(wire=b"step"),
-            parcel=lambda index: Parcel(b""),
-            joint=False,
-            patience=None,
-        )
-        found.append(SimpleNamespace(seq=seq, index=0, generation=0, invocation=invoked))
-    return found
+    return [call_of(seq) for seq in seqs]
+
+
+def test_a_call_that_is_over_before_it_could_be_sent_is_not_open_any_more() -> None:
+    machine = Calls()
+    (call,) = calls(1)
+    call.parcel = lambda index: None
+    machine.channel.send(call, 0)
+    assert not machine.network.lines[0].requests
+    assert len(machine.channel) == 0
 
 
 def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbers() -> None:
@@ -255,7 +258,7 @@ def test_calls_that_came_out_of_order_are_sent_again_in_the_order_of_their_numbe
     seqs = [1, 2, 3, 4, 5]
     random.Random(1).shuffle(seqs)
     for call in calls(*seqs):
-        machine.peer.send(call, 0)
+        machine.channel.send(call, 0)
     first = machine.network.lines[0]
     assert [request.seq for request in first.requests] == seqs
     first.cut()
@@ -267,7 +270,7 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
     machine = Calls()
     machine.network.reachable = False
     (call,) = calls(1)
-    machine.peer.send(call, 0)
+    machine.channel.send(call, 0)
     times = []
     for _ in range(9):
         refused = machine.network.refused
@@ -284,7 +287,7 @@ def test_who_cannot_be_reached_is_tried_again_at_growing_intervals() -> None:
     machine.network.reachable, machine.network.refused = False, 0
     machine.clock.turn()
     before, (call,) = machine.clock.now, calls(2)
-    machine.peer.send(call, 0)
+    machine.channel.send(call, 0)
     while machine.network.refused < 3:
         machine.clock.turn()
     assert machine.clock.now - before == pytest.approx(0.02), "an answer shows that it is well"
@@ -294,8 +297,8 @@ def test_a_call_to_who_cannot_be_reached_waits_for_the_next_try() -> None:
     machine = Calls()
     machine.network.reachable = False
     first, second = calls(1, 2)
-    machine.peer.send(first, 0)
-    machine.peer.send(second, 0)
+    machine.channel.send(first, 0)
+    machine.channel.send(second, 0)
     assert machine.network.refused == 1
     machine.network.reachable = True
     machine.settle()
@@ -305,8 +308,8 @@ def test_a_call_to_who_cannot_be_reached_waits_for_the_next_try() -> None:
 def test_a_large_result_is_acked_at_once() -> None:
     machine = Calls()
     first, second = calls(1, 2)
-    machine.peer.send(first, 0)
-    machine.peer.send(second, 0)
+    machine.channel.send(first, 0)
+    machine.channel.send(second, 0)
     line = machine.network.lines[0]
     line.waiting.pop(1)(Parcel(b"x" * (LARGE - 1)))
     machine.settle()
@@ -320,10 +323,10 @@ def test_a_large_result_is_acked_once() -> None:
     """By the next call, if that comes first."""
     machine = Calls()
     first, second = calls(1, 2)
-    machine.peer.send(first, 0)
+    machine.channel.send(first, 0)
     line = machine.network.lines[0]
     line.waiting.pop(1)(Parcel(b"x" * LARGE))
-    machine.peer.send(second, 0)
+    machine.channel.send(second, 0)
     machine.settle()
     assert [(request.method, request.acks) for request in line.requests] == [("step", ()), ("step", (1,))]
 
@@ -331,10 +334,10 @@ def test_a_large_result_is_acked_once() -> None:
 def test_what_was_closed_is_sent_no_acks() -> None:
     machine = Calls()
     (call,) = calls(1)
-    machine.peer.send(call, 0)
+    machine.channel.send(call, 0)
     (line,) = machine.network.lines
     line.waiting.pop(1)(Parcel(b"x" * LARGE))
-    machine.peer.close()
+    machine.channel.close()
     machine.settle()
     assert machine.network.lines == [line]
     assert len(line.requests) == 1

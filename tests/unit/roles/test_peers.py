@@ -1,4 +1,4 @@
-"""Where the callers of a process look for workers, also when a role has become smaller."""
+"""Where callers find workers, also when a role has become smaller."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.session import PeerDirectory
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
 
 
@@ -26,15 +25,14 @@ def peers() -> Peers:
 
 
 def test_a_rank_that_a_smaller_role_has_no_more_is_over(peers: Peers) -> None:
-    directory = PeerDirectory(peers, "torch")
-    assert directory.size("actor") == 2
-    assert [directory.find("actor", rank).over for rank in range(3)] == [False, False, True]
-    assert directory.find("actor", 1).endpoint == "at 1"
+    assert peers.size("actor") == 2
+    assert [peers.find("actor", rank).over for rank in range(3)] == [False, False, True]
+    assert peers.find("actor", 1).endpoint == "at 1"
 
 
 def test_a_rank_that_never_was_is_a_mistake(peers: Peers) -> None:
     with pytest.raises(UsageError, match="role actor has no rank 3"):
-        PeerDirectory(peers, "torch").find("actor", 3)
+        peers.find("actor", 3)
 
 
 def test_what_a_role_has_had_is_known_to_processes_that_come_later(peers: Peers) -> None:

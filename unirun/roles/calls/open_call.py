@@ -1,0 +1,264 @@
+"""`OpenCall`: one invocation, from its start until its results are taken."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unirun.errors import EncodingError, InvocationTimeout, WorkerLost
+from unirun.roles.calls.codec import load
+from unirun.roles.calls.counting import Count
+from unirun.roles.calls.dispatcher import outcome_of
+from unirun.roles.calls.envelope import INTERRUPTED, OK
+from unirun.roles.calls.policy import Invocation
+from unirun.roles.calls.remote import load_error
+from unirun.roles.calls.service import Deadlines
+from unirun.roles.transport.protocol import Parcel, Wait
+
+if TYPE_CHECKING:
+    from unirun.roles.calls.reliable import ReliableChannel
+
+STATE = threading.RLock()
+"""Guards the outcomes of all calls, for a few instructions each time: a lock for each call would take longer to make
+than to use. Reentrant, as a signal handler or a finalizer that interrupts a thread here may use other calls."""
+
+
+@dataclass(eq=False, slots=True)
+class Method:
+    """A method of some ranks of a role: what is the same in each of its calls.
+
+    When it `chooses`, each call goes to one of `ranks`, else to all; `turns` has for each rank when it was chosen last,
+    as a count. `wire` is the name in bytes.
+    """
+
+    role: str
+    name: str
+    options: Invocation
+    ranks: Sequence[int]
+    chooses: bool
+    deadlines: Deadlines[OpenCall]
+    wire: bytes
+    count: Count
+    turns: dict[int, int]
+
+
+class OpenCall:
+    """What is sent to which ranks, and their outcomes: a worker's answer, or the error because of which there is none.
+
+    For the caller:
+
+    - `parcels`: one for all ranks, or one for each.
+    - `joint`: several workers run it, all in one generation of the role. `generation` is that one, -1 until the first
+      part is sent. A new attempt has a new `seq` and perhaps a later generation.
+    - `channels`: for each rank the channel over which its part was sent.
+    - `unreported`: a worker whose loss this call reports instead of being sent.
+    - `patience`: the seconds for which the calling thread will do nothing but wait for the only part. None once that
+      was sent.
+    - `failing`: whether an error has come, and the call ends soon. `over`: it has ended.
+    """
+
+    __slots__ = (
+        *(
+            "_bad",
+            "_failure",
+            "_gate",
+            "_loaded",
+            "_making",
+            "_outcomes",
+            "_value",
+            "_wait",
+            "_wakes",
+            "_why",
+        ),
+        *(
+            "attempt",
+            "began",
+            "channels",
+            "failing",
+            "generation",
+            "joint",
+            "over",
+            "parcels",
+            "patience",
+            "prepared",
+        ),
+        *("ranks", "retries", "seq", "sharding", "unreported"),
+    )
+
+    def __init__(
+        self,
+        prepared: Method,
+        ranks: Sequence[int],
+        parcels: Sequence[Parcel] = (),
+        sharding: Mapping[int | str, str] | None = None,
+        began: float = 0.0,
+    ) -> None:
+        """`began` is on the clock of the caller's service."""
+        self.prepared, self.ranks, self.parcels, self.began = prepared, ranks, parcels, began
+        self.sharding: Mapping[int | str, str] = sharding or {}
+        self.joint = len(ranks) > 1
+        self.retries = prepared.options.retries
+        self.seq, self.generation, self.attempt = 0, -1, 0
+        self.unreported, self.failing = "", False
+        self.patience: float | None = None
+        self.channels: list[ReliableChannel | None] = [None] * len(ranks)
+        self._outcomes: dict[int, Parcel | BaseException] = {}
+        self._bad = 0
+        self.over = False
+        self._why: Callable[[], BaseException] | None = None
+        # Held until the call is over, by whoever waits first: it is the cheapest wait that Python has.
+        self._gate: threading.Lock | None = None
+        # Results are unpickled once, in the thread that asks first, and not in the one that brings answers.
+        self._making = threading.Lock()
+        self._failure: BaseException | None = None
+        self._loaded: dict[int, Any] = {}
+        self._value: tuple[Any] | None = None
+        self._wait: Wait | None = None
+        self._wakes: list[Callable[[Any], None]] = []
+
+    @property
+    def method(self) -> str:
+        """The name of the method."""
+        return self.prepared.name
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The workers that were called (``actor:2``), in the order of the results."""
+        return tuple(map(self.worker, range(len(self.ranks))))
+
+    def worker(self, index: int) -> str:
+        """The name of one of them."""
+        return f"{self.prepared.role}:{self.ranks[index]}"
+
+    def parcel(self, index: int) -> Parcel | None:
+        """What the worker at `index` is sent; None when the call is over."""
+        parcels = self.parcels
+        return parcels[index if len(parcels) > 1 else 0] if parcels else None
+
+    def wait_with(self, wait: Wait) -> None:
+        """Let the thread that asks for the result call `wait` first, which brings the answer."""
+        self._wait = wait
+
+    def settle(self, index: int, outcome: Parcel | BaseException) -> None:
+        """Take the outcome of one worker."""
+        with STATE:
+            if not self.over:
+                self._outcomes[index] = outcome
+                self._bad += isinstance(outcome, BaseException) or outcome.head[:1] != OK
+
+    def has(self, index: int) -> bool:
+        """Whether there is an outcome of this worker."""
+        return index in self._outcomes
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is an outcome of every worker."""
+        return len(self._outcomes) == len(self.ranks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any outcome is an error."""
+        return self._bad > 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a worker was lost, or an error is the consequence of a loss."""
+        return any(
+            isinstance(o, WorkerLost) or (isinstance(o, Parcel) and o.head[:1] == INTERRUPTED)
+            for o in list(self._outcomes.values())
+        )
+
+    def start_again(self) -> None:
+        """Begin another attempt, without any outcome."""
+        self.attempt += 1
+        self.retries -= 1
+        self.failing, self.generation = False, -1
+        self.channels = [None] * len(self.ranks)
+        with STATE:
+            self._outcomes.clear()
+            self._loaded.clear()
+            self._bad = 0
+
+    def finish(self) -> None:
+        """End the call: the outcomes that are there decide."""
+        self._end(self._error if self.failed else None)
+
+    def expire(self, seconds: float) -> None:
+        """End the call at its deadline."""
+        self._end(lambda: self._timeout(f"within its deadline of {seconds:g} s"))
+
+    def _end(self, failure: Callable[[], BaseException] | None) -> None:
+        with STATE:
+            if self.over:
+                return
+            self._why, self.over, self._wait = failure, True, None
+            wakes, self._wakes = self._wakes, []
+        # A ref that the user keeps holds the results, and not what was sent.
+        self.parcels = ()
+        if self._gate is not None:
+            self._gate.release()
+        for wake in wakes:
+            wake(self)
+
+    def _decide(self) -> None:
+        """Make what `result` returns or raises from now on."""
+        options = self.prepared.options
+        try:
+            if self._why is not None:
+                self._failure = self._why()
+            else:
+                results = [self._load(index) for index in range(len(self.ranks))]
+                value = results[0] if options.one else results
+                self._value = (value if options.post_func is None else options.post_func(value),)
+        except Exception as error:  # noqa: BLE001 - it is raised, now and whenever it is asked for
+            self._failure = error
+        self._why = None
+        self._outcomes.clear()
+        self._loaded.clear()
+
+    def _load(self, index: int) -> Any:
+        """The result of one worker, unpickled once: what is in its memory has one owner."""
+        if index not in self._loaded:
+            outcome = self._outcomes[index]
+            if isinstance(outcome, BaseException):
+                raise outcome
+            try:
+                self._loaded[index] = load(outcome_of(outcome)[1], outcome.buffers)
+            except Exception as error:
+                problem = (
+                    f"the result of {self.method} from {self.worker(index)} cannot be unpickled: {error}"
+                )
+                raise EncodingError(problem, "are its classes known here?") from error
+        return self._loaded[index]
+
+    def _error(self) -> BaseException:
+        """The root cause: a loss before what follows from one, else the first error that came."""
+        ranked: list[tuple[int, BaseException]] = []
+        for outcome in self._outcomes.values():
+            if isinstance(outcome, WorkerLost):
+                ranked.append((0, outcome))
+            elif isinstance(outcome, BaseException):
+                ranked.append((1, outcome))
+            elif outcome.head[:1] != OK:
+                kind, body = outcome_of(outcome)
+                ranked.append((2 if kind == INTERRUPTED else 1, load_error(body, outcome.buffers)))
+        return min(ranked, key=lambda pair: pair[0])[1]
+
+    def _timeout(self, when: str) -> InvocationTimeout:
+        outcomes = dict(self._outcomes)
+        answers = {i: o for i, o in sorted(outcomes.items()) if isinstance(o, Parcel)}
+        missing = tuple(who for index, who in enumerate(self.workers) if index not in answers)
+        results = {}
+        for index, answer in answers.items():
+            if answer.head[:1] == OK:
+                with contextlib.suppress(EncodingError):
+                    results[self.worker(index)] = self._load(index)
+        return InvocationTimeout(
+            f"{self.method} was not answered {when} by {', '.join(missing) or 'nobody'}",
+            "give the method a longer timeout, or see what the workers do: unirun logs",
+            missing=missing,
+            results=results,
+        )

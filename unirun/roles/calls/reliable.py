@@ -1,0 +1,161 @@
+"""`ReliableChannel`: a channel to one worker that is opened again when it breaks, and sends the open calls again."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from unirun.errors import CallError, ChannelError
+from unirun.roles.calls.dispatcher import ACK
+from unirun.roles.calls.envelope import MAX_ACKS, encode_request
+from unirun.roles.calls.open_call import OpenCall
+from unirun.roles.calls.service import Service
+from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
+
+RECONNECT = 0.02
+MAX_RECONNECT = 1.0
+"""Seconds until a broken connection is opened again, the second time and at most; the first time is at once."""
+LARGE = 1 << 20
+"""Bytes from which a result is acked at once: the worker need not keep it until the next call."""
+
+Part = tuple[OpenCall, int]
+"""A call, and the index of the worker in it."""
+
+
+class ReliableChannel:
+    """To one worker's process. It connects with the first call, and again as long as calls are open."""
+
+    def __init__(
+        self,
+        address: Address,
+        endpoint: str,
+        *,
+        me: bytes,
+        transport: Transport,
+        service: Service,
+        answered: Callable[[OpenCall, int, Parcel], None],
+        failed: Callable[[OpenCall, int, CallError], None],
+    ) -> None:
+        """`answered` is called with each answer, in a thread of the transport; `failed`, by `service`, with a call that
+        cannot be sent to any worker. Both get the index of this worker in the call."""
+        self.address, self._endpoint = address, endpoint
+        self._me, self._transport, self._service = me, transport, service
+        self._answered, self._failed = answered, failed
+        # Held while sending. Answers are taken without it, so that the reading thread never waits for a sending one.
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._parts: dict[int, Part] = {}
+        self._acks: deque[int] = deque()
+        self._breaks = 0
+        self._gone = False
+        self.reconnecting = False
+        """Whether the worker cannot be reached now; the next attempt is in a moment."""
+
+    def __len__(self) -> int:
+        """How many calls are open."""
+        return len(self._parts)
+
+    def send(self, call: OpenCall, index: int) -> bool:
+        """Send a call now, or as soon as there is a connection. False, with nothing sent, when the worker is gone."""
+        with self._lock:
+            if self._gone:
+                return False
+            self._parts[call.seq] = call, index
+            if self._channel is not None:
+                self._transmit(self._channel, call.seq, call, index)
+            elif not self.reconnecting:
+                self._connect()
+        return True
+
+    def forget(self, call: OpenCall) -> None:
+        """Do not send a call again; its answer is acked and dropped."""
+        self._parts.pop(call.seq, None)
+
+    def lose(self) -> list[Part]:
+        """The worker is gone: close the connection. Returns the calls that were not answered."""
+        with self._lock:
+            self._gone = True
+            taken = [self._parts.pop(seq, None) for seq in list(self._parts)]
+        self.close()
+        return [part for part in taken if part is not None]
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _connect(self) -> None:
+        """Connect, and send all open calls in the order in which they were sent before; later, if nobody answers."""
+        try:
+            self._channel = self._transport.connect(
+                self.address, self._endpoint, lambda reason: self._service.soon(self._broke)
+            )
+        except ChannelError:
+            self._connect_later()
+            return
+        for seq, (call, index) in sorted(self._parts.items()):
+            self._transmit(self._channel, seq, call, index)
+
+    def _connect_later(self) -> None:
+        self.reconnecting = True
+        delay = min(RECONNECT * 2 ** (self._breaks - 1), MAX_RECONNECT) if self._breaks else 0.0
+        self._breaks = min(self._breaks + 1, 16)
+        self._service.at(self._service.now() + delay, self._reconnect)
+
+    def _broke(self) -> None:
+        """The connection is broken. A worker that lives still has the results that it owes."""
+        with self._lock:
+            self._channel = None
+            if self._parts and not self._gone and not self.reconnecting:
+                self._connect_later()
+
+    def _reconnect(self) -> None:
+        with self._lock:
+            self.reconnecting = False
+            if self._parts and not self._gone and self._channel is None:
+                self._connect()
+
+    def _transmit(self, channel: Channel, seq: int, call: OpenCall, index: int) -> None:
+        parcel = call.parcel(index)
+        if parcel is None:
+            # The call is over.
+            self._parts.pop(seq, None)
+            return
+        head = encode_request(
+            self._me, seq, call.generation, call.joint, self._due_acks(), call.prepared.wire, parcel.head
+        )
+        patience, call.patience = call.patience, None
+        try:
+            wait = channel.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
+        except CallError as error:
+            # It cannot be sent, which says nothing about the worker.
+            self._parts.pop(seq, None)
+            self._service.soon(partial(self._failed, call, index, error))
+            return
+        if wait is not None:
+            call.wait_with(wait)
+
+    def _answer(self, seq: int, parcel: Parcel) -> None:
+        self._breaks = 0
+        self._acks.append(seq)
+        part = self._parts.pop(seq, None)
+        if part is not None:
+            self._answered(*part, parcel)
+        if parcel.size >= LARGE:
+            self._service.soon(self._ack)
+
+    def _ack(self) -> None:
+        with self._lock:
+            if self._acks and self._channel is not None:
+                head = encode_request(self._me, 0, 0, False, self._due_acks(), ACK, b"")
+                self._channel.call(Parcel(head), lambda parcel: None)
+
+    def _due_acks(self) -> list[int]:
+        """The acks that the next request takes along."""
+        if not self._acks:
+            return []
+        return [self._acks.popleft() for _ in range(min(len(self._acks), MAX_ACKS))]
