@@ -38,6 +38,9 @@ from unirun.wire.reports import (
 )
 from unirun.wire.spawning import StoreOpened
 
+QUIET = 1.0
+"""Seconds without a byte after which all has come."""
+
 PATIENCE = 600.0
 """Seconds until all ranks are up."""
 
@@ -66,6 +69,7 @@ class Agent:
         self.say(Join(self.node, 1, self.node, {self.fleet.role: f"{self.node}:29500"}))
         while data := await reader.read(1 << 20):
             self.received += len(data)
+            self.fleet.last = time.monotonic()
             self._buffer += data
             self._take()
 
@@ -136,6 +140,7 @@ class Fleet:
         self.role = role
         self.agents = {node: Agent(self, node) for node in nodes}
         self.up: set[int] = set()
+        self.last = 0.0
 
     def command(self, line: str, path: str, token: Token) -> None:
         """What is to happen next."""
@@ -148,6 +153,11 @@ class Fleet:
                 next(a for a in self.agents.values() if int(rank) in a.ranks).fail(int(rank))
             case ["node", name]:
                 self.agents.pop(name).end()
+
+    async def quiet(self) -> None:
+        """Wait until nothing has come for a while."""
+        while time.monotonic() < self.last + QUIET:
+            await asyncio.sleep(0.05)
 
     async def settled(self, ranks: int) -> None:
         """Wait until all ranks are up, as long as there is patience."""
@@ -166,6 +176,7 @@ async def main(folder: str, file: str) -> None:
     fleet = Fleet(plan["nodes"], plan["role"])
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.strip() == "bytes":
+            await fleet.quiet()
             answer = {"received": max(agent.received for agent in fleet.agents.values())}
         else:
             fleet.command(line, leader.address.removeprefix("unix:"), token)

@@ -87,6 +87,7 @@ def large_costs() -> tuple[float, ...]:
     """Run the large job once; values in the order and the units of `large_job`."""
     with large() as (master, fleet, job):
         settle(fleet, "start", job)
+        ask(fleet, "bytes")
         start = ask(master, "")["processor"]
         settle(fleet, f"worker {LOST_RANK}", job)
         worker = ask(master, "")["longest"]

@@ -8,6 +8,7 @@ from tests.sim.masters import MasterModel
 from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
 from tests.sim.store import FencedStore
+from tests.sim.views import Views, told_view
 from tests.sim.world import Clock, Plan
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.failover.crashes import MOST
@@ -18,10 +19,11 @@ from unirun.job.events import (
     Finish,
     JoinTimedOut,
     RejoinTimedOut,
-    ToAgent,
+    ToAgents,
 )
 from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState
-from unirun.job.transition import VIEW_DELAY, leader
+from unirun.job.transition import VIEW_DELAY
+from unirun.job.views import leader
 from unirun.launcher import events
 from unirun.launcher.state import AgentState
 from unirun.launcher.worker_messages import EXIT_LIMIT
@@ -66,6 +68,7 @@ class Invariants:
     aborted: bool
     masters: list[MasterModel]
     nodes: dict[str, Node]
+    views: Views
     _began: float
     _orders_lost: bool
 
@@ -161,7 +164,7 @@ class Invariants:
 
     def _check_news(self, before: JobState, event: Event, commands: list[Command]) -> None:
         """Who died of itself is told of at once, who was told to end in a moment."""
-        views = [c.message for c in commands if isinstance(c, ToAgent) and isinstance(c.message, View)]
+        views = [c.message for c in commands if isinstance(c, ToAgents) and isinstance(c.message, View)]
         if views:
             self.viewed = self.clock.now
         if not isinstance(event, WorkerExited) or before.phase in JOB_ENDS or before.away:
@@ -173,9 +176,8 @@ class Invariants:
             # It is told with all that its agent takes with it.
             return
         if event.cause in ("own", "doom"):
-            seen = [
-                role.workers[event.worker.rank] for role in views[0].roles if role.name == event.worker.role
-            ]
+            roles = [role for role in views[0].roles if role.name == event.worker.role]
+            seen = [w for role in roles for w in role.workers if w.rank == event.worker.rank]
             lost = [("lost", event.worker.incarnation)]
             assert [(w.phase, w.incarnation) for w in seen] == lost, f"{event} is not told"
         else:
@@ -262,6 +264,8 @@ class Invariants:
         """Check what must hold after a step of an agent's core."""
         self.trace(f"{node.name}: {_brief(event)}")
         state = node.state
+        if isinstance(event, events.Order) and state.view is not before.view and state.view is not None:
+            self.views.seen(node.name, event.epoch, state.view)
         if state.leaving and not before.leaving:
             # A grace period may be what its workers still have.
             soon = DELAYS + (self.plan.spec.shutdown_timeout if self.aborted or state.ending else 0.0)
@@ -282,6 +286,16 @@ class Invariants:
             assert state.leaving or store.ended or store.sent == ready, (
                 "a store waits for a spawner that is ready"
             )
+
+    def _must_know(self) -> None:
+        """When nothing happens any more, every agent and every worker that listens has the latest view."""
+        told = self.state.told
+        if self._hopeless or self.state.phase is not JobPhase.RUNNING or self.state.away or told is None:
+            return
+        if self.state.view_due or self._troubled_since(self.clock.now - 2 * DELAYS):
+            return
+        for name in self.state.agents.keys() - self.state.uninformed:
+            assert self.nodes[name].state.view == told_view(self.state), f"{name} does not know how all stand"
 
     def _must_have_left(self, node: Node, since: float) -> None:
         assert not node.alive or self.troubled >= since, f"the agent of {node.name} does not leave"

@@ -18,7 +18,7 @@ from unirun.failover.abort import abort_step, begin_abort
 from unirun.failover.crashes import crash_of, fatal, read_crashes, reason_of, record_crash, report_of
 from unirun.failover.ending import shutdown_order
 from unirun.failover.takeover import resume
-from unirun.job.events import After, AgentLost, Command, Event, Finish, ToAgent
+from unirun.job.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
 from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.master.lead import TERM_TTL
 from unirun.master.persistence.context import changes, restore, urgent
@@ -29,7 +29,7 @@ from unirun.master.step import step
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
-from unirun.wire.messages import Message, Shutdown
+from unirun.wire.messages import Message, Shutdown, View
 from unirun.wire.reports import Join
 
 GOODBYE = 5.0
@@ -360,10 +360,23 @@ class MasterModel:
                     if node in self.agents:
                         self.stage.trace(f"  {self.number} to {node}: {message}")
                         self.agents[node].send(message)
+                case ToAgents(nodes, message):
+                    self.stage.trace(f"  {self.number} to {', '.join(nodes)}: {message}")
+                    for node in nodes:
+                        if node in self.agents:
+                            self._send_view(node, message)
                 case After(delay, then):
                     self.stage.clock.after(delay, lambda then=then: self.apply(then))  # type: ignore[misc]
                 case Finish():
                     self._finish()
+
+    def _send_view(self, node: str, view: Message) -> None:
+        """Send a view; in some histories one of changes comes twice now and then, at once or later."""
+        rng, agent = self.stage.rng, self.agents[node]
+        changes = isinstance(view, View) and view.since is not None
+        if changes and self.stage.plan.disorder and rng.random() < self.stage.plan.disorder:
+            self.stage.clock.after(rng.choice((0.0, 1.0)), lambda: agent.send(view))
+        agent.send(view)
 
     def _finish(self) -> None:
         assert not self.over, "the job ends twice"

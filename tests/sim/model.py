@@ -16,7 +16,7 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.roles.formation import NEWS, STUCK
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, View
-from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, WorkerError
+from unirun.wire.reports import GroupFormed, GroupMeets, Metrics, Serving, Stuck, ViewWanted, WorkerError
 from unirun.wire.spawning import (
     Forked,
     Kill,
@@ -28,6 +28,7 @@ from unirun.wire.spawning import (
     StoreEnded,
     StoreOpened,
 )
+from unirun.wire.views import updated, whole
 
 if TYPE_CHECKING:
     from tests.sim.node import Led, Node
@@ -51,7 +52,8 @@ class Process:
     """The store in which it waits for its peers: until all are there, or until something wakes it."""
     formed: bool = False
     """Whether it is in a group, of the present generation or an earlier one."""
-    welcome: bool = False
+    view: View | None = None
+    """What it knows of all roles, once it is welcome."""
     serving: bool = False
     failed: float | None = None
     """When its code has failed, while it lives on."""
@@ -252,7 +254,7 @@ class Spawner:
         )
         (own,) = (seen for seen in self.node.state.view.roles if seen.name == role)
         assert own.generation >= process.generation, f"{process.who} is welcomed in the past"
-        process.generation, process.welcome = own.generation, True
+        process.generation, process.view = own.generation, updated(None, whole(self.node.state.view))
         if role in self.node.state.in_place:
             self.world.clock.after(rng.uniform(0.0, 0.5), lambda: self._meet(request.id, process))
         if rng.random() < 0.02:
@@ -299,7 +301,18 @@ class Spawner:
             self.node.apply(events.LinkMessage(number, Serving({"torch": f"{role}{rank}"}, recoverable)))
             self.node.apply(events.LinkMessage(number, Metrics({"loss": 0.5}, self.world.clock.now)))
 
-    def sees(self, number: int, process: Process, view: View) -> None:
+    def told(self, number: int, process: Process, news: View) -> None:
+        """A worker gets a view, which has all that its agent knows or what has changed in that."""
+        view = updated(process.view, news)
+        if view is None:
+            self.world.clock.after(0.001, lambda: self.node.apply(events.LinkMessage(number, ViewWanted())))
+            return
+        process.view = view
+        assert view == self.node.state.view, f"{process.who} does not see what its agent does"
+        if process.who[0] in self.node.state.in_place:
+            self._sees(number, process, view)
+
+    def _sees(self, number: int, process: Process, view: View) -> None:
         """A worker learns of a later generation of its role. What it waits for is cut; if that does not wake it, it is
         reported. One that has served forms the group again, one that has not can only start again."""
         (seen,) = (role for role in view.roles if role.name == process.who[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.sim.model import Spawner, Who, World
+from tests.sim.model import Process, Spawner, Who, World
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
 from unirun.launcher import core, events
@@ -253,10 +253,23 @@ class Node:
             case events.Leave():
                 self.die("it left")
             case events.ToLinks(View() as view):
-                for spawner in self.spawners.values():
-                    for number, process in spawner.processes.items():
-                        if process.alive and process.welcome and process.who[0] in self.state.in_place:
-                            spawner.sees(number, process, view)
+                for spawner, number, process in self._welcome():
+                    if self.world.plan.disorder and self.world.rng.random() < self.world.plan.disorder:
+                        spawner.told(number, process, view)
+                    spawner.told(number, process, view)
+            case events.ToLink(only, View() as view):
+                for spawner, number, process in self._welcome():
+                    if number == only:
+                        spawner.told(number, process, view)
+
+    def _welcome(self) -> list[tuple[Spawner, int, Process]]:
+        """The workers with a link."""
+        return [
+            (spawner, number, process)
+            for spawner in self.spawners.values()
+            for number, process in spawner.processes.items()
+            if process.alive and process.view is not None
+        ]
 
     def _check_kill(self, kill: Kill) -> None:
         """A worker that can outlive its peers is killed for an order, for this agent's end, or for its own fault."""

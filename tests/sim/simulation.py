@@ -15,6 +15,7 @@ from tests.sim.masters import MasterModel
 from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
 from tests.sim.store import Client, FencedStore
+from tests.sim.views import Views
 from tests.sim.world import Clock, make_plan
 from unirun.job.events import (
     Command,
@@ -22,6 +23,7 @@ from unirun.job.events import (
     Finish,
     OwnerLost,
     ToAgent,
+    ToAgents,
 )
 from unirun.job.state import JOB_ENDS, JobState, new_job
 from unirun.job.transition import Transition
@@ -68,6 +70,7 @@ class Simulation(Invariants):
         self.end: JobState | None = None
         self.waived = False
         self.masters: list[MasterModel] = []
+        self.views = Views()
         self.nodes = {name: Node(self, name) for name in self.state.nodes}
 
     # what the model asks for
@@ -189,6 +192,7 @@ class Simulation(Invariants):
         self, epoch: int, before: JobState, event: Event, after: JobState, commands: list[Command]
     ) -> None:
         """Check what must hold after a step of a master's core."""
+        self.views.told(epoch, before, after)
         if epoch < self._epoch:
             # It does not know yet that its term is over: whatever it decides is not written.
             return
@@ -205,7 +209,7 @@ class Simulation(Invariants):
         self._check_reforming(before, event)
         self._watch_promptness(before)
         for command in commands:
-            if isinstance(command, ToAgent):
+            if isinstance(command, ToAgent | ToAgents):
                 self._check_order(before, event, command.message)
         self._check_news(before, event, commands)
 
@@ -243,6 +247,7 @@ class Simulation(Invariants):
         for when, what in self.plan.accidents:
             self.clock.after(when, lambda what=what: self._accident(what))
         self.clock.after(PATIENCE - 1.0, self._must_have_stores)
+        self.clock.after(PATIENCE - 1.0, self._must_know)
         self.clock.after(PATIENCE, self._lose_patience)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(context_store, "MAX_OPERATIONS", self.plan.operations)

@@ -120,6 +120,8 @@ class Plan:
     """Documents in one transaction at most: what is more is written in pieces."""
     skews: dict[str, float] = field(default_factory=dict)
     """Seconds by which the wall clock of each node is off."""
+    disorder: float = 0.0
+    """Chance that a view of changes comes twice."""
     planted: str = ""
     """What has a bug: a class of events, what a master begins with, or its writes."""
 
@@ -239,13 +241,15 @@ def make_plan(seed: int) -> Plan:
     inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
     plan = Plan(spec, placement, inventory, habits, slow, accidents, absent, crashes, unknown)
     # Of these each history has one at most, so that it is not longer than others.
-    match rng.choice((*[""] * 8, "late", "late", "pieces", "pieces", "skew", "skew", "planted")):
+    match rng.choice((*[""] * 8, "late", "late", "pieces", "pieces", "skew", "skew", "planted", "disorder")):
         case "late":
             plan.late, plan.unknown = True, plan.unknown or 0.05
         case "pieces":
             plan.operations = rng.choice((1, 2, 4))
         case "skew":
             plan.skews = {node: rng.choice((-3600.0, -2.0, 0.0, 0.5, 3600.0)) for node in nodes}
+        case "disorder":
+            plan.disorder = 0.2
         case "planted":
             plan.planted = rng.choice(PLANTED)
     return plan

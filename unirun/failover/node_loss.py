@@ -32,7 +32,8 @@ from unirun.job.state import (
     RoleState,
     waiting,
 )
-from unirun.job.transition import Transition, leader
+from unirun.job.transition import Transition
+from unirun.job.views import leader
 from unirun.values import WorkerId
 from unirun.wire.reports import Notice, WorkerExited
 

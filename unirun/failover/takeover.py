@@ -27,7 +27,8 @@ from unirun.job.state import (
     WorkerPhase,
     WorkerState,
 )
-from unirun.job.transition import Transition, leader, output_of
+from unirun.job.transition import Transition, output_of
+from unirun.job.views import leader
 from unirun.values import WorkerId
 from unirun.wire.messages import ExitAck, StopWorkers
 from unirun.wire.reports import Calls, FromWorker, Held, Join, WorkerExited
@@ -42,7 +43,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.phase in JOB_ENDS:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
-    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False)
+    state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False, told=None)
     commands: list[Command] = []
     if state.away or state.phase is not JobPhase.LAUNCHING:
         commands.append(Record("master", "another master goes on with the job"))

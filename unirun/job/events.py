@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from unirun.job.state import Verdict
 from unirun.values import Value
@@ -13,6 +13,7 @@ from unirun.wire.reports import (
     Notice,
     Sample,
     SpawnerReady,
+    ViewWanted,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
@@ -46,6 +47,7 @@ class ViewDue(Value):
 Event = (
     Join
     | SpawnerReady
+    | ViewWanted
     | WorkerStarted
     | WorkerRunning
     | WorkerExited
@@ -67,6 +69,13 @@ class ToAgent(Value):
     """Send `message` to the agent of `node`."""
 
     node: str
+    message: Message
+
+
+class ToAgents(Value):
+    """Send `message` to the agents of all of these nodes."""
+
+    nodes: Collection[str]
     message: Message
 
 
@@ -105,4 +114,4 @@ class After(Value):
     event: Event
 
 
-Command = ToAgent | ToWatchers | Record | Finish | KeepMetrics | After
+Command = ToAgent | ToAgents | ToWatchers | Record | Finish | KeepMetrics | After

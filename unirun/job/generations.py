@@ -14,7 +14,8 @@ from unirun.collocation import Assignment
 from unirun.job.events import ToAgent
 from unirun.job.ranks import Ranks
 from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
-from unirun.job.transition import Transition, endpoint, leader
+from unirun.job.transition import Transition
+from unirun.job.views import endpoint, leader
 from unirun.wire.messages import Member, OpenStore, StartRole
 
 

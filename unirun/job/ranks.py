@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, compress, starmap, zip_longest
+from operator import is_not
 from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
@@ -53,11 +54,11 @@ class Ranks(Sequence["WorkerState"]):
 
     def since(self, before: Ranks) -> Iterator[tuple[WorkerState | None, WorkerState]]:
         """Each worker that is another value than in `before`, with the one that was there, if any."""
-        for old, new in zip_longest(before._blocks, self._blocks, fillvalue=()):
-            if old is not new:
-                for was, now in zip_longest(old, new):
-                    if now is not None and now is not was:
-                        yield was, now
+        pairs = list(zip_longest(before._blocks, self._blocks, fillvalue=()))
+        for old, new in compress(pairs, starmap(is_not, pairs)):
+            for was, now in zip_longest(old, new):
+                if now is not None and now is not was:
+                    yield was, now
 
     def __len__(self) -> int:
         return self._size

@@ -240,6 +240,14 @@ class Owner(Value):
     started: int
 
 
+class Told(Value):
+    """What the agents were told last: the view `number`, of these `roles` with their stores at `endpoints`."""
+
+    number: int
+    roles: Mapping[str, RoleState]
+    endpoints: Mapping[str, str]
+
+
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
@@ -253,6 +261,7 @@ class JobState(Value):
     stops by itself. `view_due`: something has changed that the workers will be told in a moment. `away` are the nodes
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
+    `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on.
     """
 
     spec: JobSpec
@@ -272,6 +281,8 @@ class JobState(Value):
     uid: str = ""
     owner: Owner | None = None
     inventory: Inventory = NOTHING
+    told: Told | None = None
+    uninformed: frozenset[str] = frozenset()
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

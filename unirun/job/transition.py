@@ -5,10 +5,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition
-from unirun.job.events import After, Command, Record, ToAgent, ToWatchers, ViewDue
-from unirun.job.state import JobState, RoleState, WorkerPhase, WorkerState
+from unirun.job.events import After, Command, Record, ToAgent, ToAgents, ToWatchers, ViewDue
+from unirun.job.state import JobState, RoleState, Told, WorkerState
+from unirun.job.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
-from unirun.wire.messages import RoleChanged, RoleView, StopWorkers, View, WorkerOutput, WorkerView
+from unirun.wire.messages import RoleChanged, StopWorkers, View, WorkerOutput
 
 VIEW_DELAY = 0.1
 """Seconds in which news for the workers is gathered, unless somebody waits for it."""
@@ -21,7 +22,6 @@ class Transition:
         self.state = state
         self.now = now
         self.commands: list[Command] = []
-        self._told: View | None = None
 
     def send(self, *commands: Command) -> None:
         """Ask for `commands`, after those that were asked for before."""
@@ -39,18 +39,23 @@ class Transition:
             )
 
     def tell_now(self) -> None:
-        """Every worker learns how all roles stand, unless it has just been told.
+        """Every worker learns what has changed since it was told last; who was told nothing yet learns everything.
 
         As long as nodes are away, nobody knows how their workers stand; what was told before still holds.
         """
-        if not self.state.agents or self.state.away:
+        state = self.state
+        if not state.agents or state.away:
             return
-        self.state = replace(self.state, view_due=False)
-        view = view_of(self.state)
-        if view == self._told:
-            return
-        self._told = view
-        self.send(*(ToAgent(node, view) for node in self.state.agents))
+        told = state.told
+        news = news_of(state, told) if told else ()
+        number = told.number + bool(news) if told else 1
+        uninformed = state.uninformed if told else state.agents.keys()
+        if told and news and (others := tuple(node for node in state.agents if node not in uninformed)):
+            self.send(ToAgents(others, View(news, number, told.number)))
+        if uninformed and (some := tuple(node for node in state.agents if node in uninformed)):
+            self.send(ToAgents(some, whole_view(state, number)))
+        told = Told(number, state.roles, endpoints_of(state))
+        self.state = replace(state, view_due=False, told=told, uninformed=frozenset())
 
     def tell_soon(self) -> None:
         """As `tell_now`, in a moment: more may happen until then."""
@@ -89,47 +94,6 @@ class Transition:
     def record(self, kind: str, text: str) -> None:
         """Write an event."""
         self.send(Record(kind, text))
-
-
-def endpoint(state: JobState, role: str) -> str:
-    """Where the role's store listens: at the node of its rank 0. Empty when that node is not there."""
-    agent = state.agents.get(leader(state, role))
-    return agent.endpoints[role] if agent else ""
-
-
-def leader(state: JobState, role: str) -> str:
-    """The node of the role's rank 0."""
-    return state.placement.of_role(role)[0].node
-
-
-def view_of(state: JobState) -> View:
-    """All roles as workers see them. A generation is there when its store is."""
-    return View(
-        tuple(
-            RoleView(
-                name=role.name,
-                world_size=len(role.workers),
-                generation=role.opened,
-                endpoint=endpoint(state, role.name),
-                phase=role.phase.value,
-                workers=tuple(
-                    WorkerView(worker.rank, worker.incarnation, _seen(worker), dict(worker.addresses))
-                    for worker in role.workers
-                ),
-            )
-            for role in state.roles.values()
-        )
-    )
-
-
-def _seen(worker: WorkerState) -> str:
-    match worker.phase:
-        case WorkerPhase.RUNNING | WorkerPhase.SERVING:
-            return worker.phase.value
-        case WorkerPhase.EXITED:
-            return "ended" if worker.ended_well else "lost"
-        case _:
-            return "starting"
 
 
 def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:

@@ -167,9 +167,9 @@ class Agent:
                 for link in self._links.get(number, ()):
                     link.send(message)
             case events.ToLinks(message):
-                for links in self._links.values():
-                    for link in links:
-                        link.send(message)
+                frame = frame_of(message)
+                for link in (link for links in self._links.values() for link in links):
+                    link.send_frame(frame)
             case events.After(delay, event):
                 asyncio.get_running_loop().call_later(delay, self._apply, event)
             case events.KillGroups(pids):

@@ -58,6 +58,7 @@ from unirun.wire.reports import (
     Cause,
     Notice,
     SpawnerReady,
+    ViewWanted,
     WorkerExited,
     WorkerStarted,
 )
@@ -70,6 +71,7 @@ from unirun.wire.spawning import (
     StoreEnded,
     StoreOpened,
 )
+from unirun.wire.views import updated
 
 LOST_GRACE = 0.4
 """Seconds between TERM and KILL when the command is gone: workers must be gone within one."""
@@ -117,7 +119,10 @@ def _obey(state: AgentState, what: Instruction) -> tuple[AgentState, list[Comman
         case ToWorker():
             return answered(state, what)
         case View():
-            return replace(state, view=what), [ToLinks(what)]
+            view = updated(state.view, what)
+            if view is None:
+                return state, [ToMaster(ViewWanted(state.node))]
+            return replace(state, view=view), [ToLinks(what)]
         case Shutdown(grace, ending):
             state = replace(state, ending=ending or state.ending)
             if grace is None:

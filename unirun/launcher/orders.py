@@ -24,6 +24,7 @@ from unirun.spec import JobSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, RoleBrief, StartRole, View, Welcome
 from unirun.wire.spawning import Borrow, ServeStore
+from unirun.wire.views import whole
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
 """What every spawner imports; ``--preload`` adds to it."""
@@ -134,7 +135,7 @@ def welcome(view: View, spec: JobSpec) -> Welcome:
         for role in spec.roles
     )
     return Welcome(
-        view=view,
+        view=whole(view),
         config=json.dumps(dict(spec.config)),
         name=spec.name,
         roles=tuple(briefs),

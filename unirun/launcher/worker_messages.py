@@ -33,10 +33,12 @@ from unirun.wire.reports import (
     Notice,
     Serving,
     Stuck,
+    ViewWanted,
     WorkerError,
     WorkerRunning,
 )
 from unirun.wire.spawning import Kill
+from unirun.wire.views import whole
 
 ENDING = 5.0
 """Seconds that a process may take to end after its link has. An interpreter closes it before it takes torch apart."""
@@ -70,6 +72,8 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
             return state, [ToMaster(FromWorker(worker.who, event.message))]
         case GroupMeets(generation):
             return state.with_worker(replace(worker, met=max(generation, worker.met))), []
+        case ViewWanted():
+            return state, [ToLink(worker.id, whole(state.view))] if state.view is not None else []
         case Stuck():
             return _end_stuck(state, worker, event.message)
         case Metrics():

@@ -24,6 +24,7 @@ from unirun.job.events import (
     OwnerLost,
     Record,
     ToAgent,
+    ToAgents,
     ToWatchers,
 )
 from unirun.job.state import JOB_ENDS, JobState, Verdict
@@ -38,7 +39,7 @@ from unirun.values import Value
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
 from unirun.wire.asking import Ask
-from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop, View
+from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
 PERSIST_DELAY, MAX_PERSIST_DELAY = 0.02, 1.0
@@ -192,23 +193,19 @@ class Master:
             report(f"unirun-master: the error is not in the store: {away}")
 
     def _carry_out_all(self, commands: list[Command]) -> None:
-        told: View | None = None
-        frame = b""
         for command in commands:
-            if isinstance(command, ToAgent) and isinstance(command.message, View):
-                # Every agent gets it, and it is the longest there is.
-                if command.message is not told:
-                    told, frame = command.message, frame_of(command.message)
-                if command.node in self._agents:
-                    self._agents[command.node].send_frame(frame)
-            else:
-                self._carry_out(command)
+            self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
         match command:
             case ToAgent(node, message):
                 if node in self._agents:
                     self._agents[node].send(message)
+            case ToAgents(nodes, message):
+                frame = frame_of(message)
+                for node in nodes:
+                    if node in self._agents:
+                        self._agents[node].send_frame(frame)
             case ToWatchers(message):
                 self._tell_watchers(message)
             case Record(kind, text):
@@ -221,8 +218,10 @@ class Master:
                 self._over.set()
 
     def _tell_watchers(self, message: Message) -> None:
-        for watcher in self._watchers:
-            watcher.send(message)
+        if self._watchers:
+            frame = frame_of(message)
+            for watcher in self._watchers:
+                watcher.send_frame(frame)
 
     def _end_unwritten(self, verdict: Verdict) -> None:
         """The end of the job cannot be written: agents end what they have, and tell the next master."""

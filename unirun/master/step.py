@@ -47,6 +47,7 @@ from unirun.wire.reports import (
     Notice,
     Serving,
     SpawnerReady,
+    ViewWanted,
     WorkerExited,
     WorkerRunning,
     WorkerStarted,
@@ -80,6 +81,9 @@ def _handle(transition: Transition, event: Event) -> None:
         case SpawnerReady():
             transition.record("spawner", f"{event.node}: torch is imported after {event.seconds:.2f} s")
             transition.send(ToWatchers(Notice(event.node, f"spawner ready in {event.seconds:.1f} s")))
+        case ViewWanted(node):
+            transition.state = replace(transition.state, uninformed=transition.state.uninformed | {node})
+            transition.tell_now()
         case WorkerStarted():
             _started(transition, event)
         case WorkerRunning():
@@ -131,7 +135,10 @@ def _join(transition: Transition, event: Join) -> None:
     if state.given_up(event.node) or (known is not None and not again):
         raise Refused(f"node {event.node} joined twice, or has no place in this job")
     transition.state = replace(
-        state, agents={**state.agents, event.node: bare(event)}, away=state.away - {event.node}
+        state,
+        agents={**state.agents, event.node: bare(event)},
+        away=state.away - {event.node},
+        uninformed=state.uninformed | {event.node},
     )
     transition.record("join", f"{event.node} joined (pid {event.pid})")
     if event.ending is not None and state.verdict is None:

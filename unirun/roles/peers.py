@@ -22,6 +22,8 @@ from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
 from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.reports import ViewWanted
+from unirun.wire.views import updated
 
 WELCOME_TIMEOUT = 30.0
 """Seconds in which the agent must answer."""
@@ -78,7 +80,8 @@ class Peers:
         self._link, self._pid = link, os.getpid()
         self._transport = welcome.transport if welcome else transport
         self._roles = dict(roles)
-        self._views = {view.name: view for view in welcome.view.roles} if welcome else {}
+        self._view = updated(None, welcome.view if welcome else View(())) or View(())
+        self._views = {view.name: view for view in self._view.roles}
         self._found: dict[tuple[str, int], Peer] = {}
         self._whole: dict[str, bool] = {}
         self._changed = threading.Condition()
@@ -203,9 +206,14 @@ class Peers:
             self._answers[answer.number] = answer
             self._changed.notify_all()
 
-    def update(self, view: View) -> None:
-        """Take over what the agent tells."""
+    def update(self, news: View) -> None:
+        """Take over what the agent tells; ask for all of it when something before is missing."""
+        view = updated(self._view, news)
+        if view is None:
+            self.tell(ViewWanted())
+            return
         with self._changed:
+            self._view = view
             self._roles = _infos(view)
             self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}

@@ -95,7 +95,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """The JSON object that `text` is. Raises `FrameError`."""
     try:
         text = text if isinstance(text, str) else text.decode()
-        payload = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_of_64_bits)
+        payload = _DECODER.decode(text)
         if (_ESCAPED.search(text) or not text.isascii()) and as_text(payload) != payload:
             raise ValueError("a text has half of a character")
     except (ValueError, RecursionError) as error:
@@ -121,3 +121,6 @@ def _of_64_bits(text: str) -> int:
     if not -(1 << 63) <= value < 1 << 64:
         raise ValueError("an integer has more than 64 bits")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_of_64_bits)

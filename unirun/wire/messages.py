@@ -1,10 +1,10 @@
 """Every message that crosses a stream, as a frozen value; `unirun.wire.codec` has their form in JSON.
 
 ============  =======================================================================
-agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample
+agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving GroupFormed Metrics Calls Ask)
 master→agent  Appointed OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
-worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError
+worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop
 master→CLI    WorkerOutput RoleChanged Notice Ended
@@ -14,6 +14,8 @@ spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notic
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import Answer, Ask, ToWorker
@@ -30,6 +32,7 @@ from unirun.wire.reports import (
     Serving,
     SpawnerReady,
     Stuck,
+    ViewWanted,
     WorkerError,
     WorkerExited,
     WorkerRunning,
@@ -118,11 +121,11 @@ class WorkerView(Value):
     rank: int
     incarnation: int
     phase: str
-    addresses: dict[str, str]
+    addresses: Mapping[str, str]
 
 
 class RoleView(Value):
-    """What every worker may know of a role; `workers` in rank order."""
+    """What every worker may know of a role; `workers` in rank order. In a view of changes it has those that changed."""
 
     name: str
     world_size: int
@@ -133,9 +136,14 @@ class RoleView(Value):
 
 
 class View(Value, tag=True):
-    """All roles as they stand now."""
+    """All roles as they stand now; or, unless `since` is None, what has changed since the view of that number.
+
+    A master numbers its views one by one; `unirun.wire.views` puts them together.
+    """
 
     roles: tuple[RoleView, ...]
+    number: int = 0
+    since: int | None = None
 
 
 class Shutdown(Value, tag=True):
@@ -234,6 +242,7 @@ class Ended(Value, tag=True):
 Message = (
     Join
     | SpawnerReady
+    | ViewWanted
     | WorkerStarted
     | WorkerRunning
     | Serving

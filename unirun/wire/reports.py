@@ -20,6 +20,15 @@ class SpawnerReady(Value, tag=True):
     seconds: float
 
 
+class ViewWanted(Value, tag=True):
+    """What was told last does not follow on what was told before: a whole view is needed.
+
+    `node` is that of the agent that asks; a worker, which asks its agent, leaves it empty.
+    """
+
+    node: str = ""
+
+
 class WorkerStarted(Value, tag=True):
     """A worker has a process."""
 

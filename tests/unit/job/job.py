@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from tests.sim.views import told_view
 from unirun.collocation import Assignment, Inventory, Placement, place
 from unirun.graph import declared
 from unirun.job.events import (
@@ -12,6 +13,7 @@ from unirun.job.events import (
     Finish,
     Record,
     ToAgent,
+    ToAgents,
     ToWatchers,
 )
 from unirun.job.state import new_job
@@ -19,9 +21,10 @@ from unirun.job.ties import ties_of
 from unirun.master.step import step
 from unirun.spec import Entry, EntryKind, JobSpec, RoleSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, StopWorkers
+from unirun.wire.messages import OpenStore, StopWorkers, View
 from unirun.wire.reports import Cause, Join, WorkerError, WorkerExited, WorkerRunning, WorkerStarted
 from unirun.wire.spawning import StoreOpened
+from unirun.wire.views import updated
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
 
@@ -74,6 +77,7 @@ class Job:
             inventory=inventory or Inventory(()),
         )
         self.commands: list[Command] = []
+        self.seen: dict[str, View] = {}
 
     def on(self, *events: Event) -> Job:
         """Apply `events`; a store that is ordered for a later generation opens, unless the test does that."""
@@ -83,6 +87,8 @@ class Job:
             self.now += 0.1
             self.state, commands = step(self.state, pending.pop(0), self.now)
             self.state.check()
+            commands = [each for command in commands for each in self.received(command)]
+            self.check_views()
             self.commands += commands
             assert all(c.node in self.state.nodes for c in commands if isinstance(c, ToAgent))
             orders = [c.message for c in commands if isinstance(c, ToAgent)]
@@ -90,6 +96,23 @@ class Job:
                 opened = [StoreOpened(o.role, o.generation) for o in orders if isinstance(o, OpenStore)]
                 pending = [*(each for each in opened if each.generation > 0), *pending]
         return self
+
+    def received(self, command: Command) -> list[Command]:
+        """A command as the nodes see it: each its own, and the whole view that it has after changes."""
+        if not isinstance(command, ToAgents):
+            return [command]
+        for node in command.nodes:
+            if isinstance(command.message, View):
+                view = updated(self.seen.get(node), command.message)
+                assert view is not None, f"{node} is told changes of a view that it does not have"
+                self.seen[node] = view
+        return [ToAgent(node, self.seen[node]) for node in command.nodes]
+
+    def check_views(self) -> None:
+        """Changes, put together, give the view that was told last."""
+        if self.state.told is not None:
+            for node in self.state.agents.keys() - self.state.uninformed:
+                assert self.seen[node] == told_view(self.state)
 
     def launched(self) -> Job:
         return self.on(*(self.join(node) for node in self.state.nodes))

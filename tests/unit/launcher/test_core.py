@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.launcher.agent import KILL, OTHER, TERM, TORCH, Agent, launch, spawn, store, worker
 from unirun.errors import Refused
@@ -20,13 +21,14 @@ from unirun.launcher.events import (
     StartSpawner,
     StillEnding,
     StillWithoutLink,
+    ToLink,
     ToLinks,
     ToMaster,
     ToSpawner,
 )
 from unirun.launcher.worker_messages import ENDING
 from unirun.values import WorkerId
-from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View
+from unirun.wire.messages import Hello, Message, RoleView, Shutdown, StopWorkers, View, WorkerView
 from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
@@ -34,6 +36,7 @@ from unirun.wire.reports import (
     Notice,
     Serving,
     SpawnerReady,
+    ViewWanted,
     WorkerError,
     WorkerExited,
     WorkerRunning,
@@ -189,11 +192,42 @@ class TestAWorker:
         assert "a spawner speaks of worker 9, which is not there" in agent.told(Notice)[0].text
 
 
-def test_a_view_is_kept_and_passed_on() -> None:
+def test_a_view_is_kept_with_all_workers_and_passed_on_as_it_came() -> None:
     view = View((RoleView("actor", 2, 0, "127.0.0.1:1", "running", ()),))
     agent = Agent().on(view)
     assert agent.commands == [ToLinks(view)]
-    assert agent.state.view == view
+    (actor,) = agent.state.view.roles
+    assert actor.workers == (WorkerView(0, 0, "starting", {}), WorkerView(1, 0, "starting", {}))
+
+
+def test_changes_of_a_view_are_put_together_and_passed_on_as_they_came() -> None:
+    agent = Agent().on(View((RoleView("actor", 2, 0, "a:1", "starting", ()),), 4))
+    lost = View((RoleView("actor", 2, 1, "a:1", "reforming", (WorkerView(1, 0, "lost", {}),)),), 5, 4)
+    assert agent.on(lost).commands == [ToLinks(lost)]
+    (actor,) = agent.state.view.roles
+    assert (actor.generation, actor.phase) == (1, "reforming")
+    assert actor.workers == (WorkerView(0, 0, "starting", {}), WorkerView(1, 0, "lost", {}))
+
+
+@pytest.mark.parametrize("since", [2, 4, 5], ids=["of one before", "of one that was lost", "come twice"])
+def test_changes_of_another_view_are_not_taken_and_a_whole_view_is_asked_for(since: int) -> None:
+    role = RoleView("actor", 2, 0, "a:1", "running", ())
+    agent = Agent().on(View((role,), 3))
+    before = agent.state
+    assert agent.on(View((replace(role, phase="starting"),), since + 1, since)).commands == [
+        ToMaster(ViewWanted("n0"))
+    ]
+    assert agent.state == before
+    again = View((replace(role, phase="starting"),), 6)
+    assert agent.on(again).commands == [ToLinks(again)]
+
+
+def test_a_worker_that_has_missed_something_gets_a_whole_view_of_its_agent() -> None:
+    workers = (WorkerView(0, 0, "starting", {}), WorkerView(1, 1, "serving", {"socket": "a"}))
+    view = View((RoleView("actor", 2, 0, "a:1", "running", workers),), 3)
+    agent = Agent().alive().on(view, LinkMessage(2, ViewWanted()))
+    (told,) = [c for c in agent.commands if isinstance(c, ToLink)]
+    assert told == ToLink(2, replace(view, roles=(replace(view.roles[0], workers=workers[1:]),)))
 
 
 def test_a_spawner_that_talks_nonsense_is_refused() -> None:

@@ -208,20 +208,20 @@ class Step:
 
     def check_views(self) -> None:
         """What workers may know of each other is told to all of them, now or in a moment."""
-        views = [(node, order) for node, order in self.orders if isinstance(order, View)]
-        nodes = [*self.after.agents]
-        assert [node for node, _ in views] == nodes * (len(views) // max(len(nodes), 1))
-        later = [c for c in self.commands if isinstance(c, After)]
+        views = {node: order for node, order in self.orders if isinstance(order, View)}
+        nodes, true = self.after.agents.keys(), view_of(self.after)
+        assert views.keys() <= nodes
+        later = [c for c in self.commands if isinstance(c, After) and c.event == ViewDue()]
         if self.after.view_due:
             assert later == [After(VIEW_DELAY, ViewDue())] or (self.before.view_due and later == [])
-        elif views:
-            told, true = views[-1][1], view_of(self.after)
-            assert all(view is told for _, view in views[-len(nodes) :])
+            return
+        for told in views.values():
             assert known_of(told) == known_of(true)
             # What a lost node means for its roles is decided after its ranks were told to be lost.
-            assert told == true or isinstance(self.event, AgentLost)
-        elif nodes and self.before.agents == self.after.agents and self.after.phase not in JOB_ENDS:
-            assert known_of(view_of(self.before)) == known_of(view_of(self.after)), "nobody is told"
+            assert told.roles == true.roles or isinstance(self.event, AgentLost)
+        if self.before.agents.keys() == nodes and self.after.phase not in JOB_ENDS and not self.after.away:
+            same = known_of(view_of(self.before)) == known_of(true)
+            assert same or views.keys() == nodes, "not everybody is told"
 
     def check_watchers(self) -> None:
         """Who follows the job hears how far roles are, and what was decided."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from unirun.errors import UsageError
 from unirun.roles.peers import Peers, RoleInfo
+from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.reports import ViewWanted
 
 
 def role(ranks: int, generation: int) -> RoleView:
@@ -37,3 +41,18 @@ def test_a_rank_that_never_was_is_a_mistake(peers: Peers) -> None:
 
 def test_what_a_role_has_had_is_known_to_processes_that_come_later(peers: Peers) -> None:
     assert (peers.count("actor"), peers.known("actor").world_size) == (3, 2)
+
+
+def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_something_is_missing() -> None:
+    ours, agents = socket.socketpair()
+    with BlockingStream(ours) as link, BlockingStream(agents) as agent:
+        welcome = Welcome(View((role(3, 0),), 4), "{}", "job", (), (), 60.0, "torch")
+        peers = Peers("actor", 0, {"actor": RoleInfo("actor", 3, 0)}, welcome=welcome, link=link)
+        lost = RoleView("actor", 3, 1, "h:1", "reforming", (WorkerView(1, 0, "lost", {}),))
+        peers.update(View((lost,), 5, 4))
+        assert [w.phase for w in peers.view("actor").workers] == ["serving", "lost", "serving"]
+        assert peers.known("actor").generation == 1
+        peers.update(View((), 7, 6))
+        assert agent.receive(5.0) == ViewWanted()
+        peers.update(View((role(2, 2),), 7))
+        assert len(peers.view("actor").workers) == peers.known("actor").generation == 2

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from msgspec import convert, to_builtins
@@ -66,7 +67,7 @@ _LETTERS: dict[WorkerPhase, str] = {
     WorkerPhase.SERVING: "c",
     WorkerPhase.EXITED: "e",
 }
-_OF_JOB = (
+_fields_of_job = attrgetter(
     *("uid", "phase", "started", "ended", "logs", "placement"),
     *("asked_to_stop", "forgotten", "verdict", "owner"),
 )
@@ -90,8 +91,7 @@ def urgent(before: JobState, after: JobState) -> bool:
 
 def _is_same_job(before: JobState, after: JobState) -> bool:
     # After most events all of it is the same values.
-    same = all(getattr(before, name) is getattr(after, name) for name in _OF_JOB)
-    return same or _of_job(before) == _of_job(after)
+    return _fields_of_job(before) == _fields_of_job(after) or _of_job(before) == _of_job(after)
 
 
 def _decided(role: RoleState) -> tuple[Any, ...]:

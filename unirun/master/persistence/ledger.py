@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from unirun.job.events import Command, ToAgent
+from unirun.job.events import Command, ToAgent, ToAgents
 from unirun.job.state import JobState
 from unirun.master.persistence.context import urgent
 from unirun.wire.messages import Shutdown, StopWorkers
@@ -59,4 +59,4 @@ class Ledger:
         agents are ended. Nothing is started."""
         waiting = [command for _, commands in self._steps for command in commands]
         self._steps.clear()
-        return [c for c in waiting if not isinstance(c, ToAgent) or isinstance(c.message, _ENDS)]
+        return [c for c in waiting if not isinstance(c, ToAgent | ToAgents) or isinstance(c.message, _ENDS)]

@@ -22,7 +22,7 @@ def kept(state: JobState) -> JobState:
         )
         for name, role in state.roles.items()
     }
-    return replace(state, roles=roles, view_due=False, away=frozenset())
+    return replace(state, roles=roles, view_due=False, away=frozenset(), told=None, uninformed=frozenset())
 
 
 def applied(documents: Documents, news: dict[str, str | None]) -> Documents:

@@ -1,0 +1,78 @@
+"""What the workers are told of all roles: everything, or what has changed since they were told last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from unirun.job.state import JobState, RoleState, Told, WorkerPhase, WorkerState
+from unirun.wire.messages import RoleView, View, WorkerView
+from unirun.wire.views import FIRST
+
+
+def whole_view(state: JobState, number: int) -> View:
+    """All roles as workers see them, without workers that stand as at the beginning.
+
+    The generation of a role is that whose store is there.
+    """
+    roles = (
+        _role_view(role, endpoint(state, name), [worker for worker in role.workers if _seen(worker) != FIRST])
+        for name, role in state.roles.items()
+    )
+    return View(tuple(roles), number)
+
+
+def news_of(state: JobState, told: Told) -> tuple[RoleView, ...]:
+    """The roles that workers see otherwise than when they were `told`, each with the workers that have changed."""
+    endpoints = endpoints_of(state)
+    found = []
+    for name, role in state.roles.items():
+        before = told.roles[name]
+        if before is role and told.endpoints[name] == endpoints[name]:
+            continue
+        pairs = role.workers.since(before.workers)
+        changed = [now for was, now in pairs if was is None or _seen(was) != _seen(now)]
+        if changed or _head(before, told.endpoints[name]) != _head(role, endpoints[name]):
+            found.append(_role_view(role, endpoints[name], changed))
+    return tuple(found)
+
+
+def endpoints_of(state: JobState) -> Mapping[str, str]:
+    """Where the store of each role listens."""
+    return {name: endpoint(state, name) for name in state.roles}
+
+
+def endpoint(state: JobState, role: str) -> str:
+    """Where the role's store listens: at the node of its rank 0. Empty when that node is not there."""
+    agent = state.agents.get(leader(state, role))
+    return agent.endpoints[role] if agent else ""
+
+
+def leader(state: JobState, role: str) -> str:
+    """The node of the role's rank 0."""
+    return state.placement.of_role(role)[0].node
+
+
+def _role_view(role: RoleState, endpoint: str, workers: Iterable[WorkerState]) -> RoleView:
+    return RoleView(
+        role.name,
+        *_head(role, endpoint),
+        workers=tuple(WorkerView(worker.rank, *_seen(worker)) for worker in workers),
+    )
+
+
+def _head(role: RoleState, endpoint: str) -> tuple[int, int, str, str]:
+    return len(role.workers), role.opened, endpoint, role.phase.value
+
+
+def _seen(worker: WorkerState) -> tuple[int, str, Mapping[str, str]]:
+    return worker.incarnation, _phase(worker), worker.addresses
+
+
+def _phase(worker: WorkerState) -> str:
+    match worker.phase:
+        case WorkerPhase.RUNNING | WorkerPhase.SERVING:
+            return worker.phase.value
+        case WorkerPhase.EXITED:
+            return "ended" if worker.ended_well else "lost"
+        case _:
+            return "starting"
