@@ -308,4 +308,9 @@ class Refused(UnirunError):
 
 
 class IllegalTransition(UnirunError):
-    """A state machine was given an event that its state does not allow. This is a bug in unirun."""
+    """A state machine was given an event that its state does not allow. This is a bug in unirun.
+
+    `cause` is the id of the last event in the job's event log that led here; empty when there is none.
+    """
+
+    cause = ""

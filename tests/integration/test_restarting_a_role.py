@@ -90,6 +90,11 @@ class TestARestart:
         assert decision in result.err
         assert unirun.events("decision") == [decision]
         assert unirun.events("restart") == ["role default starts as generation 1"]
+        story = unirun("events", "--story", "default:0").out.splitlines()
+        chain = [line[12:] for line in story if "exit code 3" in line or "restart:" in line]
+        assert [line.lstrip().partition(":")[0] for line in chain] == ["exit", "decision", "restart"]
+        depths = [len(line) - len(line.lstrip()) for line in chain]
+        assert depths == sorted(set(depths)), "each follows from the one before"
 
     def test_gives_a_group_that_works_again_in_a_loop_of_five(self, unirun: Unirun, script: Script) -> None:
         train = script(

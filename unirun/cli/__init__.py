@@ -12,7 +12,7 @@ from unirun.launcher.foreground.terminal import drop_output, prepare_streams, sa
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-SUBCOMMANDS = ("plan", "graph", "status", "logs", "stop", "ls", "gc", "warm", "completion")
+SUBCOMMANDS = ("plan", "graph", "status", "logs", "events", "stop", "ls", "gc", "warm", "completion")
 
 
 def main(argv: list[str] | None = None) -> None:

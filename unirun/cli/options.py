@@ -34,7 +34,7 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun graph …         show who calls whom, start nothing
        unirun status [JOB]    how a job stands          unirun ls      all jobs
        unirun logs [JOB]      what its workers wrote    unirun stop    end a job
-       unirun gc [JOB…]       clear jobs that are over
+       unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over
        unirun warm [stop]     keep torch imported between jobs
        unirun completion bash|zsh"""
 

@@ -18,9 +18,7 @@ from unirun.job.events import (
     Event,
     Finish,
     OwnerLost,
-    Record,
     RejoinTimedOut,
-    ToAgent,
     ToWatchers,
 )
 from unirun.job.failures import Exit
@@ -34,6 +32,7 @@ from unirun.job.state import (
     RoleState,
     Verdict,
 )
+from unirun.job.transition import Transition
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import Join, Notice, WorkerExited
 
@@ -54,42 +53,45 @@ def begin_abort(state: JobState, verdict: Verdict, now: float) -> tuple[JobState
     state = replace(
         state, phase=JobPhase.STOPPING, verdict=verdict, roles=roles, agents=agents, away=away, view_due=False
     )
-    commands: list[Command] = [
-        Record("stopping", verdict.reason),
-        ToWatchers(Notice("master", verdict.reason)),
-        After(REJOIN_TIMEOUT, RejoinTimedOut()),
-    ]
-    return _ended_if_over(state, now, commands)
+    transition = Transition(state, now)
+    transition.record("stopping", verdict.reason)
+    transition.state = replace(transition.state, cause=transition.cause)
+    transition.send(ToWatchers(Notice("master", verdict.reason)), After(REJOIN_TIMEOUT, RejoinTimedOut()))
+    return _ended_if_over(transition)
 
 
 def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:
     """The state after `event`, and what is to be done. The job ends when no agent is left."""
     if state.phase in JOB_ENDS:
         return state, []
-    commands: list[Command] = []
+    transition = Transition(state, now)
+    transition.cause = state.cause
     grace = state.spec.shutdown_timeout
     match event:
         case Join(node):
-            state = replace(state, agents={**state.agents, node: bare(event)}, away=state.away - {node})
+            agents = {**state.agents, node: bare(event)}
+            transition.state = replace(state, agents=agents, away=state.away - {node})
             late = AgentLost(node, "it has not ended in time")
-            commands += [ToAgent(node, Shutdown(grace)), After(grace + REJOIN_TIMEOUT, late)]
+            transition.order(node, Shutdown(grace))
+            transition.send(After(grace + REJOIN_TIMEOUT, late))
         case AgentLost(node, reason):
-            state = _without(state, node)
-            commands.append(Record("agent_lost", f"{node}: {reason}"))
+            transition.state = _without(state, node)
+            transition.record("agent_lost", f"{node}: {reason}", node)
         case RejoinTimedOut():
             for node in state.away:
-                state = _without(state, node)
+                transition.state = _without(transition.state, node)
         case WorkerExited():
-            state = _with_exit(state, event)
+            transition.state = _with_exit(state, event)
         case Stop() | OwnerLost():
             # As ever, the first wish to end a job that ends by itself changes nothing, unless it has no patience.
             patient = isinstance(event, Stop) and event.grace is None and not state.asked_to_stop
-            state = replace(state, asked_to_stop=True)
-            if not patient:
-                commands += [ToAgent(node, Shutdown()) for node in state.agents if node not in state.away]
+            transition.state = replace(state, asked_to_stop=True)
+            for node in () if patient else sorted(state.agents.keys() - state.away):
+                transition.order(node, Shutdown())
         case Notice():
-            commands += [Record("notice", f"{event.source}: {event.text}"), ToWatchers(event)]
-    return _ended_if_over(state, now, commands)
+            transition.record("notice", f"{event.source}: {event.text}", event.source)
+            transition.send(ToWatchers(event))
+    return _ended_if_over(transition)
 
 
 def _without(state: JobState, node: str) -> JobState:
@@ -110,19 +112,22 @@ def _with_exit(state: JobState, event: WorkerExited) -> JobState:
     return state
 
 
-def _ended_if_over(state: JobState, now: float, commands: list[Command]) -> tuple[JobState, list[Command]]:
+def _ended_if_over(transition: Transition) -> tuple[JobState, list[Command]]:
+    state = transition.state
     verdict = state.verdict
     if state.agents or state.away or verdict is None:
-        return state, commands
+        return transition.done()
     roles = {
         name: role
         if role.phase in ROLE_ENDS
         else replace(_killed(role, state.nodes), phase=RolePhase.STOPPED)
         for name, role in state.roles.items()
     }
-    state = replace(state, phase=verdict.phase, roles=roles, ended=now)
-    end = Record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
-    return state, [*commands, end, Finish(verdict)]
+    transition.state = replace(state, phase=verdict.phase, roles=roles, ended=transition.now)
+    transition.cause = state.cause
+    transition.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
+    transition.send(Finish(verdict))
+    return transition.done()
 
 
 def _killed(role: RoleState, nodes: Collection[str]) -> RoleState:

@@ -44,7 +44,8 @@ class Crash(Value):
     """The end of the master of term `epoch` by an exception, `lasted` seconds after the beginning of the term.
 
     `cause` tells one exception from another: its class and where it was raised. `message` is its last line. `story` are
-    the latest events; the last one could not be handled.
+    the latest events; the last one could not be handled. `causes` are the entries of
+    the event log that led to an illegal transition, the earliest first.
     """
 
     epoch: int
@@ -53,10 +54,13 @@ class Crash(Value):
     message: str
     story: tuple[str, ...]
     traceback: str
+    causes: tuple[str, ...] = ()
 
 
-def crash_of(error: BaseException, epoch: int, lasted: float, events: Iterable[object]) -> Crash:
-    """The crash of a master by `error`, after `events`, the last `STORY` or fewer."""
+def crash_of(
+    error: BaseException, epoch: int, lasted: float, events: Iterable[object], causes: Iterable[str] = ()
+) -> Crash:
+    """The crash of a master by `error`, after `events`, the last `STORY` or fewer; `causes` are those of the state."""
     return Crash(
         epoch=epoch,
         lasted=lasted,
@@ -64,6 +68,7 @@ def crash_of(error: BaseException, epoch: int, lasted: float, events: Iterable[o
         message="".join(traceback.format_exception_only(error)).strip()[:_WORDS],
         story=tuple(repr(event)[:_WORDS] for event in events),
         traceback="".join(traceback.format_exception(error))[-_TRACE:],
+        causes=tuple(text[:_WORDS] for text in causes),
     )
 
 
@@ -105,6 +110,8 @@ def report_of(crash: Crash, log: str) -> str:
     lines = [f"job failed: {reason_of(crash)}", f"the event that could not be handled: {last}"]
     if before:
         lines += ["before it:", *(f"  {event}" for event in before)]
+    if crash.causes:
+        lines += ["the state follows from:", *(f"  {cause}" for cause in crash.causes)]
     lines += [f"  {line}" for line in crash.traceback.rstrip().splitlines()]
     lines.append(f"  log: {log}")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ def advance(transition: Transition, role: RoleState) -> None:
     if role.phase in ROLE_WORKS:
         if role.has_done_its_work:
             transition.put(replace(role, phase=RolePhase.SUCCEEDED))
-            transition.record("role", f"role {role.name} succeeded")
+            transition.record("role", f"role {role.name} succeeded", role.name)
         else:
             settle(transition, role)
         return
@@ -60,7 +60,7 @@ def settle(transition: Transition, role: RoleState) -> None:
     """Take over `role`, which runs as soon as all of its ranks do."""
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
         role = replace(role, phase=RolePhase.RUNNING)
-        transition.record("running", f"role {role.name}: all {len(role.workers)} ranks run")
+        transition.record("running", f"role {role.name}: all {len(role.workers)} ranks run", role.name)
         transition.tell_soon()
     transition.put(role)
 
@@ -69,6 +69,7 @@ def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float
     """Stop every role; the job ends with `verdict` when the last worker is gone."""
     transition.state = replace(transition.state, phase=JobPhase.STOPPING, verdict=verdict)
     transition.record("stopping", verdict.reason)
+    transition.state = replace(transition.state, cause=transition.cause)
     grace = transition.state.spec.shutdown_timeout if grace is None else grace
     for role in list(transition.state.roles.values()):
         if role.phase in ROLE_ENDS:
@@ -119,5 +120,6 @@ def end_if_over(transition: Transition) -> None:
         report = failure_report(verdict.reason, diagnosis)
         verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.cause.log}/error.json")
     transition.state = replace(state, phase=verdict.phase, verdict=verdict, ended=transition.now)
+    transition.cause = state.cause
     transition.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
     transition.send(Finish(verdict))

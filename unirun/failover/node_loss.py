@@ -47,7 +47,7 @@ def nodes_lost(transition: Transition, nodes: Mapping[str, str]) -> None:
     if not nodes:
         return
     for node, why in nodes.items():
-        transition.record("agent_lost", f"{node}: {why}")
+        transition.record("agent_lost", f"{node}: {why}", node, *_workers_on(transition.state, node))
     before = transition.state
     reason = _reason(nodes)
     failures = _fall(transition, nodes, reason)
@@ -154,21 +154,22 @@ def _go_on(
         role.name: why_all_restart(role, before.placement, placement)
         for role in transition.state.roles.values()
     }
-    told = [decision.reason for decision in decisions.values()]
-    told += [f"{whole[name]}, so all of them start again" for name in decisions if whole[name]]
+    told = [(name, decision.reason) for name, decision in decisions.items()]
+    told += [(name, f"{whole[name]}, so all of them start again") for name in decisions if whole[name]]
     for name, why in whole.items():
         if why and name not in decisions:
             ranks = range(len(transition.state.roles[name].workers))
             decisions[name] = _decide(transition.state, name, ranks, f"{reason}; {why}", together=True)
-            told.append(decisions[name].reason)
+            told.append((name, decisions[name].reason))
     if _ends(transition, decisions, by_failure=bool(failures)):
         return
     transition.state = replace(transition.state, placement=placement)
-    _tell(transition, before.placement, gone, told, reason)
+    lost, causes = transition.cause, _tell(transition, before.placement, gone, told, reason)
     moved = [name for name in decisions if whole[name]]
     if waits := consequences(unit_of(transition.state, [*missing, *moved])):
         transition.record("affected", waits)
     for name, role in list(transition.state.roles.items()):
+        transition.cause = causes.get(name, lost)
         if name in decisions:
             action = "restart_role" if whole[name] else decisions[name].action
             restart(transition, role, replace(decisions[name], action=action))
@@ -251,12 +252,27 @@ def _go_on_without_decision(transition: Transition, before: JobState, role: Role
 
 
 def _tell(
-    transition: Transition, before: Placement, gone: Collection[str], decisions: Sequence[str], reason: str
-) -> None:
-    """Who follows the job, and the log of events, hear what was decided."""
-    for text in decisions or [f"{reason}; the job goes on without it, as nobody was there"]:
-        transition.record("decision", text)
+    transition: Transition,
+    before: Placement,
+    gone: Collection[str],
+    decisions: Sequence[tuple[str, str]],
+    reason: str,
+) -> dict[str, str]:
+    """Who follows the job, and the event log, hear what was decided about each role. Returns the events of that."""
+    lost, events = transition.cause, {}
+    for name, text in decisions or [("", f"{reason}; the job goes on without it, as nobody was there")]:
+        transition.cause = lost
+        transition.record("decision", text, *filter(None, [name]))
         transition.send(ToWatchers(Notice(_named(gone), text)))
-    for text in moves(before, transition.state.placement):
-        transition.record("move", text)
+        events[name] = transition.cause
+    for who, text in moves(before, transition.state.placement):
+        transition.cause = events.get(who.partition(":")[0], lost)
+        transition.record("move", text, who)
         transition.send(ToWatchers(Notice("placement", text)))
+    return events
+
+
+def _workers_on(state: JobState, node: str) -> list[str]:
+    """The workers that live on `node`: ``actor:0-3``."""
+    here = {role.name: [w.rank for w in role.live if w.node == node] for role in state.roles.values()}
+    return [f"{name}:{spans(ranks)}" for name, ranks in here.items() if ranks]

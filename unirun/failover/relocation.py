@@ -61,14 +61,17 @@ def why_all_restart(role: RoleState, before: Placement, after: Placement) -> str
     return f"{role.name}:{spans(moving)} make room for others" if moving else ""
 
 
-def moves(before: Placement, after: Placement) -> list[str]:
-    """Who goes where, ranks of one role with one way together."""
+def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
+    """Who goes where, and that in words; ranks of one role with one way together."""
     ways: dict[tuple[str, str, str], list[int]] = {}
     for name in dict.fromkeys(place.role for place in after.assignments):
         for old, new in zip(before.of_role(name), after.of_role(name), strict=False):
             if old.node != new.node:
                 ways.setdefault((name, old.node, new.node), []).append(new.rank)
-    return [f"{role}:{spans(ranks)} from {old} to {new}" for (role, old, new), ranks in ways.items()]
+    return [
+        (f"{role}:{spans(ranks)}", f"{role}:{spans(ranks)} from {old} to {new}")
+        for (role, old, new), ranks in ways.items()
+    ]
 
 
 def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from unirun.failover.ending import advance
-from unirun.job.events import After, Command, JoinTimedOut, Record, RejoinTimedOut, ToAgent, ToWatchers
+from unirun.job.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
 from unirun.job.failures import Exit
 from unirun.job.generations import complete, order_store
 from unirun.job.ranks import Ranks
@@ -44,17 +44,17 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
     state = replace(state, roles=roles, away=frozenset(state.agents), view_due=False, told=None)
-    commands: list[Command] = []
+    transition = Transition(state, now)
     if state.away or state.phase is not JobPhase.LAUNCHING:
-        commands.append(Record("master", "another master goes on with the job"))
+        transition.record("master", "another master goes on with the job")
     if state.away:
-        commands.append(After(REJOIN_TIMEOUT, RejoinTimedOut()))
+        transition.send(After(REJOIN_TIMEOUT, RejoinTimedOut()))
     if state.phase is JobPhase.LAUNCHING:
         # Nobody could join while there was no master; and the clock may have been set meanwhile.
         limit = state.spec.join_timeout
         left = min(state.started + limit - now, limit)
-        commands.append(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
-    return state, commands
+        transition.send(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
+    return transition.done()
 
 
 def _unseen(role: RoleState) -> RoleState:
@@ -97,7 +97,7 @@ def take_up(
         if each.exit is None:
             continue
         if transition.find(each.worker) is None:
-            transition.send(ToAgent(event.node, ExitAck(each.worker)))
+            transition.order(event.node, ExitAck(each.worker))
         else:
             yield each.exit
     stores = {store.role: store for store in event.stores}

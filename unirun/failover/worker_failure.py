@@ -9,7 +9,7 @@ from unirun.failover.blast_radius import consequences, unit_of
 from unirun.failover.ending import advance, form_anew
 from unirun.failover.policy import Decision, Loss, decide
 from unirun.failover.restart import end_job, history_of, restart
-from unirun.job.events import ToAgent, ToWatchers
+from unirun.job.events import ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import clear_the_way
 from unirun.job.state import (
@@ -28,20 +28,22 @@ from unirun.wire.spawning import StoreEnded
 def exited(transition: Transition, event: WorkerExited) -> None:
     """A worker has ended: well, as it was told, or of itself. Its agent may forget it once that is in the store."""
     if _leaves_with_its_agent(transition, event):
-        transition.record("exit", f"{event.worker} has ended, as its agent leaves")
+        transition.record("exit", f"{event.worker} has ended, as its agent leaves", str(event.worker))
         return
     found = transition.find(event.worker)
     obstructs = found is not None and transition.state.misplaced(*found)
     rank = event.worker.rank
     for known in transition.role(event.worker.role).workers[rank : rank + 1]:
-        transition.send(ToAgent(known.node, ExitAck(event.worker)))
+        transition.order(known.node, ExitAck(event.worker))
     if found is None:
         return
     role, worker = found
     end = Exit(event.code, event.signal)
     works = role.phase in ROLE_WORKS
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
-    transition.record("exit", text)
+    if event.cause != "own" or role.phase not in ROLE_WORKS:
+        transition.cause = role.cause
+    transition.record("exit", text, str(event.worker))
     role = role.with_worker(worker.ended(end))
     if works and event.cause == "order":
         raise IllegalTransition(f"{text}, by an order that no master has written")
@@ -118,7 +120,7 @@ def _carry_out(
     transition: Transition, role: RoleState, decision: Decision, code: int, *, source: str
 ) -> None:
     """Do and tell what was decided about something that befell `source`, a part of `role`."""
-    transition.record("decision", decision.reason)
+    transition.record("decision", decision.reason, source)
     if decision.action == "end_job":
         end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
         return
@@ -126,7 +128,7 @@ def _carry_out(
     # Of many that die at once, what follows from the first is told.
     failed = role.name if decision.action == "restart_role" else source
     if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(transition.state, [failed]))):
-        transition.record("affected", waiting)
+        transition.record("affected", waiting, source)
     restart(transition, role, decision)
 
 
@@ -140,7 +142,9 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
     role = transition.role(event.role)
     if event.generation != role.generation:
         return
-    transition.record("store", f"the store of role {role.name}, generation {role.generation}: {event.reason}")
+    transition.record(
+        "store", f"the store of role {role.name}, generation {role.generation}: {event.reason}", role.name
+    )
     in_place = role.restart == "process" and role.phase in ROLE_WORKS
     if in_place and role.phase is RolePhase.RUNNING:
         if any(worker.ended_well for worker in role.workers):
@@ -148,7 +152,7 @@ def store_ended(transition: Transition, event: StoreEnded) -> None:
         reason = (
             f"role {role.name} forms generation {role.generation + 1}, as its store is gone: {event.reason}"
         )
-        transition.record("decision", reason)
+        transition.record("decision", reason, role.name)
         transition.send(ToWatchers(Notice(role.name, reason)))
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
     elif in_place or (role.phase is RolePhase.RESTARTING and not role.living):

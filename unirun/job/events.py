@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from unirun.graph import spans
 from unirun.job.state import Verdict
 from unirun.values import Value
-from unirun.wire.messages import Message, Stop
+from unirun.wire.messages import Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (
     FromWorker,
     Join,
     Notice,
-    Sample,
     SpawnerReady,
     ViewWanted,
     WorkerExited,
@@ -55,7 +55,6 @@ Event = (
     | StoreOpened
     | StoreEnded
     | Notice
-    | Sample
     | Stop
     | AgentLost
     | OwnerLost
@@ -66,10 +65,11 @@ Event = (
 
 
 class ToAgent(Value):
-    """Send `message` to the agent of `node`."""
+    """Send `message` to the agent of `node`. `cause` is the id of the event that it follows from."""
 
     node: str
     message: Message
+    cause: str = ""
 
 
 class ToAgents(Value):
@@ -86,10 +86,13 @@ class ToWatchers(Value):
 
 
 class Record(Value):
-    """Write an event: what happened, what was decided, and why."""
+    """Write to the event log what happened or was decided (see `unirun.observe.events.LoggedEvent`)."""
 
     kind: str
     text: str
+    id: str = ""
+    cause: str = ""
+    about: tuple[str, ...] = ()
 
 
 class Finish(Value):
@@ -115,3 +118,19 @@ class After(Value):
 
 
 Command = ToAgent | ToAgents | ToWatchers | Record | Finish | KeepMetrics | After
+
+
+def order_text(node: str, message: Message) -> tuple[str, ...] | None:
+    """What an order to the agent of `node` says in words, and whom it is about; None for a message that is no order."""
+    match message:
+        case OpenStore(role, generation):
+            return f"{node} serves the store of role {role}, generation {generation}", role
+        case StartRole(role=role, generation=generation, members=members):
+            who = f"{role}:{spans([member.rank for member in members])}"
+            return f"{node} starts {who} in generation {generation}", who
+        case StopWorkers(role, ranks, signum, grace):
+            who = f"{role}:{spans(ranks)}"
+            return f"{node} ends {who} with signal {signum}, and SIGKILL after {grace:g} s", who
+        case Shutdown():
+            return (f"{node} ends its workers and leaves",)
+    return None

@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from unirun.collocation import Assignment
-from unirun.job.events import ToAgent
 from unirun.job.ranks import Ranks
 from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
 from unirun.job.transition import Transition
@@ -36,6 +35,8 @@ def form_if_all_are_there(transition: Transition) -> None:
     waits = bool(state.away) or len(state.agents) < len(state.placement.nodes)
     if not waits and state.agents.keys() >= set(state.placement.nodes):
         transition.state = replace(state, phase=JobPhase.RUNNING)
+        nodes = ", ".join(state.placement.nodes) if len(state.placement.nodes) <= 4 else "all nodes"
+        transition.record("start", f"every role starts, as {nodes} joined", *state.roles)
         form_first(transition)
 
 
@@ -53,7 +54,7 @@ def opened(transition: Transition, role: RoleState) -> None:
         # Of a role that has become smaller, those that are not needed have ended by now.
         places = transition.state.placement.of_role(role.name)
         role = replace(role, phase=RolePhase.STARTING, workers=Ranks(role.workers[: len(places)]))
-        transition.record("restart", f"role {role.name} starts as generation {role.generation}")
+        transition.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
     # A rank that has ended well is needed once more: the others wait for it. Unless it has formed this generation: that
     # may be known before the store is known to be there.
     _complete(transition, role, [w for w in role.workers if not w.live and w.generation < role.generation])
@@ -79,8 +80,9 @@ def complete(transition: Transition, role: RoleState) -> None:
 
 def _complete(transition: Transition, role: RoleState, newcomers: Sequence[WorkerState]) -> None:
     if newcomers and role.phase is RolePhase.REFORMING:
-        names = ", ".join(f"{role.name}:{worker.rank}" for worker in newcomers)
-        transition.record("restart", f"{names} joins generation {role.generation} of role {role.name}")
+        names = [f"{role.name}:{worker.rank}" for worker in newcomers]
+        joins = f"joins generation {role.generation} of role {role.name}"
+        transition.record("restart", f"{', '.join(names)} {joins}", *names)
     places = transition.state.placement.of_role(role.name)
     for worker in newcomers:
         incarnation = 0 if worker.phase is WorkerPhase.WAITING else worker.incarnation + 1
@@ -114,7 +116,7 @@ def clear_the_way(transition: Transition) -> None:
 
 def order_store(transition: Transition, role: RoleState) -> None:
     """Order the store of the generation that is decided."""
-    transition.send(ToAgent(leader(transition.state, role.name), OpenStore(role.name, role.generation)))
+    transition.order(leader(transition.state, role.name), OpenStore(role.name, role.generation))
 
 
 def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> None:
@@ -149,4 +151,4 @@ def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> N
             members=members,
             mask=transition.state.placement.masks.get(role.name, ""),
         )
-        transition.send(ToAgent(node, order))
+        transition.order(node, order)

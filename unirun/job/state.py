@@ -131,7 +131,7 @@ class RoleState(Value):
     """One role; `workers` is in rank order, and counts them.
 
     `generation` is what is decided, `opened` the last one whose store is there: workers learn of a generation only
-    when they can meet in its store.
+    when they can meet in its store. `cause` is the id of the event that its phase and generation follow from.
     """
 
     name: str
@@ -142,6 +142,7 @@ class RoleState(Value):
     generation: int = 0
     opened: int = 0
     restarts: int = 0
+    cause: str = ""
 
     @property
     def live(self) -> tuple[WorkerState, ...]:
@@ -262,6 +263,8 @@ class JobState(Value):
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on.
+    `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
+    that the end of the job follows from.
     """
 
     spec: JobSpec
@@ -283,6 +286,9 @@ class JobState(Value):
     inventory: Inventory = NOTHING
     told: Told | None = None
     uninformed: frozenset[str] = frozenset()
+    epoch: int = 0
+    recorded: int = 0
+    cause: str = ""
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""

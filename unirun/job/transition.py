@@ -9,19 +9,33 @@ from unirun.job.events import After, Command, Record, ToAgent, ToAgents, ToWatch
 from unirun.job.state import JobState, RoleState, Told, WorkerState
 from unirun.job.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
-from unirun.wire.messages import RoleChanged, StopWorkers, View, WorkerOutput
+from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, WorkerOutput
 
 VIEW_DELAY = 0.1
 """Seconds in which news for the workers is gathered, unless somebody waits for it."""
 
 
+CAUSES = frozenset({"start", "exit", "agent_lost", "store", "stop", "decision", "restart", "stopping"})
+"""The kinds of events that others follow from."""
+
+
 class Transition:
-    """The state so far and the commands collected."""
+    """The state so far and the commands collected.
+
+    `cause` is the id of the event that what comes next follows from. A role and the job keep the id of the event that
+    has brought them into their phase: what their workers and agents say later follows from that.
+    """
 
     def __init__(self, state: JobState, now: float) -> None:
         self.state = state
         self.now = now
         self.commands: list[Command] = []
+        self.cause = ""
+        self._recorded = state.recorded
+
+    def done(self) -> tuple[JobState, list[Command]]:
+        """The state after this step, and what is to be done."""
+        return replace(self.state, recorded=self._recorded), self.commands
 
     def send(self, *commands: Command) -> None:
         """Ask for `commands`, after those that were asked for before."""
@@ -30,6 +44,8 @@ class Transition:
     def put(self, role: RoleState) -> None:
         """Take over a role as it is now; who follows the job is told how far it is."""
         before = self.state.roles[role.name]
+        turned = (before.phase, before.generation) != (role.phase, role.generation)
+        role = replace(role, cause=self.cause if turned and self.cause else before.cause)
         self.state = self.state.with_role(role)
         if (before.phase, before.running, before.generation) != (role.phase, role.running, role.generation):
             self.send(
@@ -69,7 +85,11 @@ class Transition:
         for worker in role.live:
             ranks.setdefault(worker.node, []).append(worker.rank)
         for node, there in ranks.items():
-            self.send(ToAgent(node, StopWorkers(role.name, tuple(there), int(signum), grace)))
+            self.order(node, StopWorkers(role.name, tuple(there), int(signum), grace))
+
+    def order(self, node: str, message: Message) -> None:
+        """Ask an agent for something that follows from the present cause."""
+        self.send(ToAgent(node, message, self.cause))
 
     def role(self, name: str) -> RoleState:
         """The role called `name`."""
@@ -91,9 +111,13 @@ class Transition:
             raise IllegalTransition(f"{who} has no incarnation {incarnation} yet")
         return (found, worker) if incarnation == worker.incarnation and worker.live else None
 
-    def record(self, kind: str, text: str) -> None:
-        """Write an event."""
-        self.send(Record(kind, text))
+    def record(self, kind: str, text: str, *about: str) -> None:
+        """Write an event about these workers, roles and nodes to the event log."""
+        self._recorded += 1
+        event = f"{self.state.epoch}-{self._recorded}"
+        self.send(Record(kind, text, event, self.cause, about))
+        if kind in CAUSES:
+            self.cause = event
 
 
 def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from unirun.errors import Refused, StoreError, WireError
+from msgspec.structs import replace
+
+from unirun.errors import IllegalTransition, Refused, StoreError, WireError
 from unirun.failover.crashes import STORY, Crash, crash_of
 from unirun.failover.ending import shutdown_order
 from unirun.job.events import (
@@ -26,12 +28,13 @@ from unirun.job.events import (
     ToAgent,
     ToAgents,
     ToWatchers,
+    order_text,
 )
 from unirun.job.state import JOB_ENDS, JobState, Verdict
 from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
 from unirun.master.status_views import farewell, present, status_of
-from unirun.observe import EventLog, MetricsLog, write_status
+from unirun.observe import EventLog, MetricsLog, led_to, write_status
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.reporting import report
@@ -80,9 +83,9 @@ class Master:
         self._job, self._listener = job, listener
         self._core, self._record_crash = core, record_crash
         self._token = load_token(job.token)
-        self._log = EventLog(job.events)
+        self._log = EventLog(job.events, term.epoch)
         self._metrics = MetricsLog(job.metrics)
-        self._state = state
+        self._state = replace(state, epoch=term.epoch, recorded=0)
         self._unaware = set(state.agents) if state.phase in JOB_ENDS else set()
         self._writer = Writer(
             state, term, contexts, self._carry_out_all, self._store_changed, self._end_unwritten
@@ -153,9 +156,6 @@ class Master:
         if self._error is not None:
             # The term is over. The story ends with the event that could not be handled.
             return True
-        if isinstance(event, Sample):
-            self._memory.update(event.memory)
-            self._cpu.update(event.cpu)
         self._story.append(event)
         try:
             self._take(lambda: self._core.step(self._state, event, time.time()))
@@ -182,7 +182,8 @@ class Master:
 
     async def _crash(self, error: Exception) -> None:
         """This master ends by an error of its own. Written before its streams end and the next one comes."""
-        crash = crash_of(error, self._term.epoch, time.monotonic() - self._began, self._story)
+        causes = led_to(self._job.events, error.cause) if isinstance(error, IllegalTransition) else ()
+        crash = crash_of(error, self._term.epoch, time.monotonic() - self._began, self._story, causes)
         text = f"an error in the master of term {crash.epoch}: {crash.cause}: {crash.message}"
         report(f"unirun-master: {text}\n{crash.traceback}")
         self._log.write("master", text, traceback=crash.traceback, story=crash.story)
@@ -198,9 +199,12 @@ class Master:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case ToAgent(node, message):
+            case ToAgent(node, message, cause):
                 if node in self._agents:
                     self._agents[node].send(message)
+                if (told := order_text(node, message)) is not None:
+                    text, *about = told
+                    self._log.write("order", text, cause=cause, about=(*about, node))
             case ToAgents(nodes, message):
                 frame = frame_of(message)
                 for node in nodes:
@@ -208,8 +212,8 @@ class Master:
                         self._agents[node].send_frame(frame)
             case ToWatchers(message):
                 self._tell_watchers(message)
-            case Record(kind, text):
-                self._log.write(kind, text)
+            case Record(kind, text, number, cause, about):
+                self._log.write(kind, text, id=number, cause=cause, about=about)
             case KeepMetrics(role, rank, when, values):
                 self._metrics.write(role, rank, when, values)
             case After(delay, event):
@@ -327,7 +331,11 @@ class Master:
                 message = await stream.receive()
                 if too_late:
                     continue
-                if isinstance(message, FromWorker) and isinstance(message.message, Ask):
+                if isinstance(message, Sample):
+                    self._memory.update(message.memory)
+                    self._cpu.update(message.cpu)
+                    self._persist_soon()
+                elif isinstance(message, FromWorker) and isinstance(message.message, Ask):
                     self._writer.ask(message.worker, message.message, stream.send)
                 elif isinstance(message, Event):
                     self._apply(message)

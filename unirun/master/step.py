@@ -6,7 +6,7 @@ import signal
 
 from msgspec.structs import replace
 
-from unirun.errors import EXIT_RENDEZVOUS, Refused
+from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.ending import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.node_loss import begin_without, nodes_lost
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
@@ -61,25 +61,30 @@ OWNER_LOST_GRACE = 0.4
 def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:
     """The state after `event` at time `now` (seconds since the epoch), and what is to be done.
 
-    A `Sample` changes nothing: it is for the status alone.
-
     Raises `Refused` for what a peer has sent that cannot be, and may be dropped; `IllegalTransition` for any other
     event that cannot happen in `state`.
     """
     if state.phase in JOB_ENDS:
         return state, []
     transition = Transition(state, now)
-    _handle(transition, event)
-    end_if_over(transition)
-    return transition.state, transition.commands
+    try:
+        _handle(transition, event)
+        end_if_over(transition)
+    except IllegalTransition as error:
+        error.cause = transition.cause
+        raise
+    return transition.done()
 
 
 def _handle(transition: Transition, event: Event) -> None:
+    transition.cause = _cause(transition.state, event)
     match event:
         case Join():
             _join(transition, event)
         case SpawnerReady():
-            transition.record("spawner", f"{event.node}: torch is imported after {event.seconds:.2f} s")
+            transition.record(
+                "spawner", f"{event.node}: torch is imported after {event.seconds:.2f} s", event.node
+            )
             transition.send(ToWatchers(Notice(event.node, f"spawner ready in {event.seconds:.1f} s")))
         case ViewWanted(node):
             transition.state = replace(transition.state, uninformed=transition.state.uninformed | {node})
@@ -97,7 +102,7 @@ def _handle(transition: Transition, event: Event) -> None:
         case StoreEnded():
             store_ended(transition, event)
         case Notice():
-            transition.record("notice", f"{event.source}: {event.text}")
+            transition.record("notice", f"{event.source}: {event.text}", event.source)
             transition.send(ToWatchers(event))
         case Stop():
             _stop(transition, event)
@@ -112,6 +117,18 @@ def _handle(transition: Transition, event: Event) -> None:
         case ViewDue():
             if transition.state.view_due:
                 transition.tell_now()
+
+
+def _cause(state: JobState, event: Event) -> str:
+    """The event that `event` follows from: what has brought its role into the present generation; empty for others."""
+    match event:
+        case StoreOpened():
+            name = event.role
+        case WorkerStarted() | WorkerRunning() | FromWorker():
+            name = event.worker.role
+        case _:
+            return ""
+    return state.roles[name].cause if name in state.roles else ""
 
 
 def _said(
@@ -140,7 +157,7 @@ def _join(transition: Transition, event: Join) -> None:
         away=state.away - {event.node},
         uninformed=state.uninformed | {event.node},
     )
-    transition.record("join", f"{event.node} joined (pid {event.pid})")
+    transition.record("join", f"{event.node} joined (pid {event.pid})", event.node)
     if event.ending is not None and state.verdict is None:
         end_as_told(transition, event.ending)
     if transition.state.phase is JobPhase.LAUNCHING:
@@ -205,7 +222,7 @@ def _formed(transition: Transition, who: WorkerId, event: GroupFormed) -> None:
     # Its word may overtake that of the agent that has the store.
     _refuse_later(role, event.generation)
     if event.generation > worker.generation:
-        transition.record("formed", f"{who} is in generation {event.generation}")
+        transition.record("formed", f"{who} is in generation {event.generation}", str(who))
         settle(transition, role.with_worker(replace(worker, generation=event.generation)))
 
 

@@ -1,6 +1,6 @@
 """What happened and how things stand: the event log, the metrics and the status of jobs."""
 
-from unirun.observe.events import EventLog, read_events
+from unirun.observe.events import EventLog, led_to, read_events
 from unirun.observe.index import read_index
 from unirun.observe.metrics import MetricsLog, read_metrics
 from unirun.observe.status import (
@@ -26,6 +26,7 @@ __all__ = [
     "RoleStatus",
     "Summary",
     "WorkerStatus",
+    "led_to",
     "read_events",
     "read_index",
     "read_metrics",

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.unit.failover.losses import gone, nodes
 from tests.unit.failover.takeover import TWO
-from tests.unit.job.job import Job
+from tests.unit.job.job import Job, plain
 from unirun.errors import EXIT_FAILURE
 from unirun.failover.abort import abort_step, begin_abort
 from unirun.failover.takeover import REJOIN_TIMEOUT
@@ -63,21 +63,21 @@ def exits(state: JobState) -> list[str]:
 
 def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
     ending = Ending(Job({"actor": 2}).running())
-    assert ending.commands == [
+    assert plain(ending.commands) == [
         Record("stopping", "a bug"),
         ToWatchers(Notice("master", "a bug")),
         After(REJOIN_TIMEOUT, RejoinTimedOut()),
     ]
     assert (ending.state.phase, ending.state.roles["actor"].phase) == (JobPhase.STOPPING, RolePhase.STOPPING)
     assert (ending.state.away, ending.state.view_due) == ({"n0"}, False)
-    assert ending.join() == [
+    assert plain(ending.join()) == [
         ToAgent("n0", Shutdown(GRACE)),
         After(GRACE + REJOIN_TIMEOUT, AgentLost("n0", "it has not ended in time")),
     ]
     assert (ending.state.away, list(ending.state.agents)) == (frozenset(), ["n0"])
     ending.on(WorkerExited(WorkerId("actor", 0, 0), 201.0, 0, None, "leaving", 15))
     assert ending.end is None
-    assert ending.on(AgentLost("n0", "it left")) == [
+    assert plain(ending.on(AgentLost("n0", "it left"))) == [
         Record("agent_lost", "n0: it left"),
         Record("end", "failed: a bug (exit code 1)"),
         Finish(VERDICT),
@@ -147,7 +147,7 @@ def test_its_verdict_takes_the_place_of_any_other() -> None:
 def test_what_agents_say_of_others_is_passed_on() -> None:
     ending = Ending(Job({"actor": 1}).running())
     notice = Notice("actor:0", "is slow")
-    assert ending.on(notice) == [Record("notice", "actor:0: is slow"), ToWatchers(notice)]
+    assert plain(ending.on(notice)) == [Record("notice", "actor:0: is slow"), ToWatchers(notice)]
 
 
 def test_who_is_not_there_is_told_nothing_and_was_wished_the_same() -> None:
@@ -155,7 +155,7 @@ def test_who_is_not_there_is_told_nothing_and_was_wished_the_same() -> None:
     ending = Ending(Job({"actor": 2}, nodes=TWO).running())
     ending.join("n0")
     ending.on(Stop(signal.SIGINT, "got SIGINT"))
-    assert ending.on(Stop(signal.SIGINT, "got SIGINT")) == [ToAgent("n0", Shutdown())]
+    assert plain(ending.on(Stop(signal.SIGINT, "got SIGINT"))) == [ToAgent("n0", Shutdown())]
 
 
 def test_nodes_that_were_given_up_are_not_waited_for_and_roles_that_have_ended_stay_so() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, take_over
-from tests.unit.job.job import KILL, TERM, Job
+from tests.unit.job.job import KILL, TERM, Job, plain
 from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition, Refused
 from unirun.failover.ending import shutdown_order
@@ -48,7 +48,7 @@ class TestTakingOver:
 
     def test_is_recorded_and_gives_the_nodes_their_time(self) -> None:
         job = Job({"actor": 1}).running()
-        assert take_over(job) == [
+        assert plain(take_over(job)) == [
             Record("master", "another master goes on with the job"),
             After(REJOIN_TIMEOUT, RejoinTimedOut()),
         ]

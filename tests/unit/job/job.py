@@ -188,3 +188,15 @@ class Job:
 
     def phases(self) -> dict[str, str]:
         return {name: role.phase.value for name, role in self.state.roles.items()}
+
+
+def plain(commands: list[Command]) -> list[Command]:
+    """The commands without the events that they follow from."""
+    return [
+        Record(c.kind, c.text)
+        if isinstance(c, Record)
+        else ToAgent(c.node, c.message)
+        if isinstance(c, ToAgent)
+        else c
+        for c in commands
+    ]

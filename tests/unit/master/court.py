@@ -95,7 +95,7 @@ class Court:
 
     def events(self, kind: str) -> list[str]:
         """What the log of events has."""
-        return [event["text"] for event in read_events(self.job.events) if event["kind"] == kind]
+        return [event.text for event in read_events(self.job.events) if event.kind == kind]
 
 
 async def until(stream: Stream, kind: type[Message]) -> list[Message]:

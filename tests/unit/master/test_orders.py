@@ -54,7 +54,7 @@ WORDS = {
 
 KINDS = {
     *("join", "formed", "store", "stop", "agent_lost", "notice", "running", "role", "restart"),
-    *("exit", "decision", "affected", "move", "stopping", "end"),
+    *("start", "exit", "decision", "affected", "move", "stopping", "end"),
 }
 """What events of the log are called by who reads them."""
 

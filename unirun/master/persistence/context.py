@@ -181,7 +181,7 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
     hold(len(rows) == sum(head[4] for head in heads.values()), "ranks")
     at = 0
     for role in spec.roles:
-        phase, generation, opened, restarts, count, elsewhere = heads[role.name]
+        phase, generation, opened, restarts, count, elsewhere, cause = heads[role.name]
         here = placement.of_role(role.name)
         hold([place.rank for place in here] == list(range(len(here))) and 0 < len(here) <= count, "placement")
         where = {place.rank: (place.node, place.own) for place in here}
@@ -193,7 +193,15 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         workers = Ranks(_with_calls(role.name, worker, documents) for worker in placed)
         at += count
         roles[role.name] = RoleState(
-            role.name, role.entry.kind, role.restart, workers, RolePhase(phase), generation, opened, restarts
+            role.name,
+            role.entry.kind,
+            role.restart,
+            workers,
+            RolePhase(phase),
+            generation,
+            opened,
+            restarts,
+            cause=cause,
         )
     agents = [convert(row, Join) for block in numbered("nodes", documents) for row in json.loads(block)]
     return JobState(
@@ -211,6 +219,7 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         forgotten=job["forgotten"],
         uid=job["uid"],
         owner=convert(job["owner"], Owner | None),
+        cause=job["cause"],
         inventory=read_inventory(documents),
     )
 
@@ -228,6 +237,7 @@ def _of_job(state: JobState) -> dict[str, Any]:
         "forgotten": state.forgotten,
         "verdict": to_builtins(state.verdict),
         "owner": to_builtins(state.owner),
+        "cause": state.cause,
     }
 
 
@@ -240,6 +250,7 @@ def _heads(state: JobState) -> dict[str, list[Any]]:
             role.restarts,
             len(role.workers),
             _elsewhere(state, role),
+            role.cause,
         ]
         for name, role in state.roles.items()
     }

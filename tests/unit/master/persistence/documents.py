@@ -22,7 +22,16 @@ def kept(state: JobState) -> JobState:
         )
         for name, role in state.roles.items()
     }
-    return replace(state, roles=roles, view_due=False, away=frozenset(), told=None, uninformed=frozenset())
+    return replace(
+        state,
+        roles=roles,
+        view_due=False,
+        away=frozenset(),
+        told=None,
+        uninformed=frozenset(),
+        recorded=0,
+        epoch=0,
+    )
 
 
 def applied(documents: Documents, news: dict[str, str | None]) -> Documents:

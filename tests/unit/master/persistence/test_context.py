@@ -216,8 +216,8 @@ class TestDocumentsThatAreRefused:
     @pytest.mark.parametrize(
         ("name", "from_", "to", "what"),
         [
-            ("roles", ",2,{}]", ",3,{}]", "ranks"),
-            ("roles", ",1,{}]", ",0,{}]", "ranks"),
+            ("roles", ",2,{},", ",3,{},", "ranks"),
+            ("roles", ",1,{},", ",0,{},", "ranks"),
             ("placement/rollout/0", "[[0,", "[[1,", "placement"),
             ("placement/actor/0", ',[1,"n0"', ',[2,"n0"', "placement"),
             ("failures/1", '"first":8', '"first":9', "failures"),
