@@ -1,6 +1,6 @@
-"""How a job ends that no master can lead: every agent is told to end its workers and to leave; nothing else is decided.
+"""How a job ends after its masters have crashed repeatedly: agents are told to end their workers and to leave.
 
-Takes the place of `resume` and `step`, one of which has raised repeatedly. It only looks at which agents are there.
+Replaces `resume` and `step`, one of which has raised repeatedly. The only state that it uses is which agents are left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KILLED = Exit(signal=signal.SIGKILL)
 
 
 def begin_abort(state: JobState, verdict: Verdict, now: float) -> tuple[JobState, list[Command]]:
-    """Take over the `state` that another master has left, to end the job with `verdict`."""
+    """Take over the `state` of the master before, to end the job with `verdict`."""
     if state.phase in JOB_ENDS:
         return state, []
     known = state.nodes if state.phase is JobPhase.LAUNCHING else tuple(state.agents)
@@ -83,7 +83,7 @@ def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, lis
         case WorkerExited():
             transition.state = _with_exit(state, event)
         case Stop() | OwnerLost():
-            # As ever, the first wish to end a job that ends by itself changes nothing, unless it has no patience.
+            # As in `step`, the first request to stop a job that is ending changes nothing unless it has a grace period.
             patient = isinstance(event, Stop) and event.grace is None and not state.asked_to_stop
             transition.state = replace(state, asked_to_stop=True)
             for node in () if patient else sorted(state.agents.keys() - state.away):
@@ -95,14 +95,14 @@ def abort_step(state: JobState, event: Event, now: float) -> tuple[JobState, lis
 
 
 def _without(state: JobState, node: str) -> JobState:
-    """An agent is gone, and its workers are with it."""
+    """The state after an agent and its workers are gone."""
     roles = {name: _killed(role, (node,)) for name, role in state.roles.items()}
     agents = {name: agent for name, agent in state.agents.items() if name != node}
     return replace(state, roles=roles, agents=agents, away=state.away - {node})
 
 
 def _with_exit(state: JobState, event: WorkerExited) -> JobState:
-    """A worker's end, where it is one that is known of; else its agent's end tells."""
+    """The state after a worker has ended. An unknown worker changes nothing."""
     name, rank, incarnation = event.worker
     role = state.roles.get(name)
     for worker in role.workers[rank : rank + 1] if role is not None and rank >= 0 else ():
@@ -131,6 +131,6 @@ def _ended_if_over(transition: Transition) -> tuple[JobState, list[Command]]:
 
 
 def _killed(role: RoleState, nodes: Collection[str]) -> RoleState:
-    """The role when whoever lives of it on `nodes` is gone."""
+    """The role after its workers on `nodes` were killed."""
     workers = Ranks(w.ended(_KILLED) if w.live and w.node in nodes else w for w in role.workers)
     return replace(role, workers=workers)

@@ -11,7 +11,7 @@ from unirun.job.state import ROLE_WORKS, JobState, RolePhase
 
 
 def learned(state: JobState) -> tuple[LearnedEdge, ...]:
-    """The calls between roles that were seen so far."""
+    """The calls between roles that were observed so far."""
     callers = (
         Caller(role.name, worker.rank, added(worker.called, worker.calls))
         for role in state.roles.values()
@@ -22,22 +22,22 @@ def learned(state: JobState) -> tuple[LearnedEdge, ...]:
 
 
 def unit_of(state: JobState, failed: Sequence[str]) -> tuple[Affected, ...]:
-    """Who is affected when `failed` fail, roles or single ranks: the unit of failover."""
+    """The roles and ranks that are affected when `failed` (roles or single ranks) fail."""
     return affected(seen_graph(state), failed)
 
 
 def consequences(unit: Sequence[Affected]) -> str:
-    """What others feel while those that have failed are away, in words; empty when nobody does."""
+    """Which callers and callees wait while the failed ranks are away, in words; empty when none does."""
     return "; ".join(f"{each} {each.reason}" for each in unit if each.side in ("upstream", "downstream"))
 
 
 def seen_graph(state: JobState) -> Graph:
-    """The job's graph: besides the edges that the spec has, those count that were seen."""
+    """The job's graph: the edges of the spec and those that were observed."""
     graph = declared(state.spec)
     edges = {(edge.source, edge.target, edge.invocation): edge for edge in graph.edges}
     for seen in learned(state):
         edge = seen.edge
-        # What was seen says more than that a trainer may call everybody, and less than the spec.
+        # An observed edge replaces the default edge from the trainer to every role, but not one of the spec.
         if not state.spec.edges:
             edges.pop((edge.source, edge.target, ""), None)
         edges.setdefault((edge.source, edge.target, edge.invocation), edge)
@@ -45,7 +45,7 @@ def seen_graph(state: JobState) -> Graph:
 
 
 def waiting(state: JobState) -> tuple[str, ...]:
-    """Who can do nothing now, in words: those that wait for ranks which are being started again."""
+    """The callers that are blocked because ranks are being restarted, in words."""
     missing = [
         f"{role.name}:{worker.rank}"
         for role in state.roles.values()

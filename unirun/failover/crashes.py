@@ -1,4 +1,4 @@
-"""Masters that were ended by an exception of their own: the store has how often, and by which.
+"""Masters that were ended by an exception of their own: the store has how many, and which exceptions.
 
 Agents tell the next master again what no master has written. An event that raises would therefore end one master after
 another. When the same exception has ended `MOST` of them, or any exceptions `IN_ALL` of them, the next one does not

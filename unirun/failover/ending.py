@@ -22,7 +22,7 @@ from unirun.wire.reports import Ending
 
 
 def advance(transition: Transition, role: RoleState) -> None:
-    """What follows when a worker of `role` has ended and that was no new failure."""
+    """Advance `role` after a worker ended without a new failure."""
     if role.phase in ROLE_WORKS:
         if role.has_done_its_work:
             transition.put(replace(role, phase=RolePhase.SUCCEEDED))
@@ -41,9 +41,9 @@ def advance(transition: Transition, role: RoleState) -> None:
 
 
 def form_anew(transition: Transition, role: RoleState) -> None:
-    """Form the next generation of `role`; end the job when some of its ranks have no place for that.
+    """Form the next generation of `role`; end the job when some of its ranks have no place.
 
-    Those had done their work when their node was lost, and there was no room for them elsewhere.
+    That is so for ranks that had succeeded before their node was lost, when they did not fit on another node.
     """
     places = transition.state.placement.of_role(role.name)
     lost = [place.rank for place in places if place.node in transition.state.placement.lost]
@@ -57,7 +57,7 @@ def form_anew(transition: Transition, role: RoleState) -> None:
 
 
 def settle(transition: Transition, role: RoleState) -> None:
-    """Take over `role`, which runs as soon as all of its ranks do."""
+    """Put `role`; it is running as soon as all of its ranks are."""
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
         role = replace(role, phase=RolePhase.RUNNING)
         transition.record("running", f"role {role.name}: all {len(role.workers)} ranks run", role.name)
@@ -81,17 +81,17 @@ def stop_all(transition: Transition, verdict: Verdict, signum: int, grace: float
 
 
 def shutdown_order(state: JobState, verdict: Verdict) -> Shutdown:
-    """What agents are told when the job ends with a verdict that cannot be written: they end what they have, and tell
-    the next master."""
+    """The order to end workers when the verdict cannot be written to the store. Agents tell the verdict to the next
+    master."""
     ending = Ending(verdict.phase.value, verdict.code, verdict.reason, verdict.by_failure)
     return Shutdown(state.spec.shutdown_timeout, ending)
 
 
 def end_as_told(transition: Transition, ending: Ending) -> None:
-    """End the job as an earlier master has decided that could not write it."""
+    """End the job with the verdict of an earlier master, which could not write it."""
     verdict = Verdict(JobPhase(ending.phase), ending.code, ending.reason, ending.by_failure)
     if verdict.phase is JobPhase.SUCCEEDED:
-        # It has seen them succeed, and agents that have left since can tell of nobody.
+        # That master saw them succeed; agents that have left since cannot report it again.
         for name in transition.state.spec.primary:
             role = transition.state.roles[name]
             workers = Ranks(w.ended(Exit(code=0)) for w in role.workers)
@@ -100,7 +100,7 @@ def end_as_told(transition: Transition, ending: Ending) -> None:
 
 
 def end_if_over(transition: Transition) -> None:
-    """Stop the job when its primary roles have succeeded; end it when it stops and nobody lives."""
+    """Stop the job when its primary roles have succeeded; end it when it is stopping and no worker is left."""
     state = transition.state
     if state.phase is JobPhase.RUNNING and all(
         state.roles[name].phase is RolePhase.SUCCEEDED for name in state.spec.primary

@@ -1,4 +1,4 @@
-"""What follows when nodes are gone: their ranks are placed anew, those that need not move stay where they are.
+"""What follows when nodes are lost: their ranks are placed again; ranks that need not move stay where they are.
 
 The unit of that is what the graph calls affected (`unirun.graph.affected`): ranks that failed are started elsewhere;
 their peers form the next generation with them, in place or started again, as their role's level says; who calls them or
@@ -42,7 +42,7 @@ KILLED = 128 + signal.SIGKILL
 
 
 def nodes_lost(transition: Transition, nodes: Mapping[str, str]) -> None:
-    """`nodes`, each with the reason, are gone. Workers never outlive their agent, so those of them are gone too."""
+    """Handle the loss of `nodes` (node → reason). Workers never outlive their agent, so theirs are lost too."""
     nodes = {node: why for node, why in nodes.items() if not transition.state.given_up(node)}
     if not nodes:
         return
@@ -66,7 +66,7 @@ def nodes_lost(transition: Transition, nodes: Mapping[str, str]) -> None:
 
 
 def begin_without(transition: Transition, gone: Collection[str], reason: str) -> bool:
-    """Begin on the nodes that have joined, without `gone`, which have not. False when there is no room for that."""
+    """Start the job on the nodes that have joined, without `gone`. Returns False when the ranks do not fit there."""
     state = _without(transition.state, gone)
     if not state.without(gone):
         return False
@@ -80,7 +80,7 @@ def begin_without(transition: Transition, gone: Collection[str], reason: str) ->
 
 
 def _without(state: JobState, gone: Collection[str]) -> JobState:
-    """`gone` are given up: should their agents come back, they are sent away."""
+    """The state without the nodes `gone`: their agents are refused should they come back."""
     return replace(
         state,
         agents={node: agent for node, agent in state.agents.items() if node not in gone},
@@ -100,13 +100,13 @@ def _reason(nodes: Mapping[str, str]) -> str:
 
 
 def _named(nodes: Collection[str]) -> str:
-    """``n1, n2``; of many nodes the first and how many."""
+    """``n1, n2``; for more than three nodes the first one and a count."""
     some = list(nodes)
     return ", ".join(some) if len(some) <= 3 else f"{some[0]} and {len(some) - 1} other nodes"
 
 
 def _fall(transition: Transition, nodes: Collection[str], reason: str) -> list[Failure]:
-    """End the workers of `nodes`, and say so of each."""
+    """Mark the workers of `nodes` as killed. Returns their failures."""
     killed = Exit(signal=signal.SIGKILL)
     failures: list[Failure] = []
     for role in list(transition.state.roles.values()):
@@ -178,7 +178,7 @@ def _go_on(
 
 
 def _begin(transition: Transition, placement: Placement, gone: Collection[str], reason: str) -> None:
-    """Nothing has started yet, so there is nothing to start again."""
+    """Take over the new placement of a job that has not started yet."""
     before = transition.state
     roles = {
         name: replace(role, workers=waiting(placement, name)) if role.phase is RolePhase.WAITING else role
@@ -190,9 +190,9 @@ def _begin(transition: Transition, placement: Placement, gone: Collection[str], 
 
 
 def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterator[tuple[str, int]]:
-    """The ranks whose role needs a restart for them: they are gone, or the store is in which the others meet.
+    """The ranks whose loss costs their role a restart: lost workers, or all of a node that had the role's store.
 
-    A role that is about to form another generation, and has met in none since, starts them with that.
+    A role that is already about to form a generation starts them with it.
     """
     for name, role in after.roles.items():
         if role.phase not in ROLE_WORKS or role.opened < role.generation:
@@ -205,8 +205,8 @@ def _missing(before: JobState, after: JobState, gone: Collection[str]) -> Iterat
 
 
 def _loses_its_store(before: JobState, role: RoleState, gone: Collection[str]) -> bool:
-    """Whether those that live on cannot meet any more. Where somebody has done its work, nobody needs to who can go on
-    without that (as in `failing.store_ended`)."""
+    """Whether the survivors have lost the store in which they meet. Where a rank has succeeded and workers restart
+    alone, they do not need it (as in `worker_failure.store_ended`)."""
     if leader(before, role.name) not in gone:
         return False
     return bool(role.living) and not (
@@ -223,7 +223,7 @@ def _decide(
     elsewhere: bool = False,
     together: bool = False,
 ) -> Decision:
-    """The decision when `ranks` of a role are gone or have to go. Recoverable they are when all have said so."""
+    """The decision when `ranks` of a role are lost or have to leave. They are recoverable when all have said so."""
     role = state.roles[name]
     said = {role.workers[rank].recoverable for rank in ranks}
     recoverable = False if False in said else None if None in said else True
@@ -232,7 +232,7 @@ def _decide(
 
 
 def _ends(transition: Transition, decisions: Mapping[str, Decision], *, by_failure: bool) -> bool:
-    """End the job when that was decided."""
+    """End the job if one of the decisions says so. Returns whether it did."""
     for decision in decisions.values():
         if decision.action == "end_job":
             end_job(transition, decision, KILLED, by_failure=by_failure)
@@ -245,7 +245,7 @@ def _go_on_without_decision(transition: Transition, before: JobState, role: Role
     if role.generation > role.opened:
         moved = leader(before, role.name) != leader(transition.state, role.name)
         if moved or obstructed(before, before.roles[role.name]):
-            # It was ordered where nobody is any more, or there when somebody was in the way who is gone.
+            # Its store was ordered on a lost node, or had to wait for a misplaced worker that is gone now.
             order_store(transition, role)
     elif before.roles[role.name].living and role.phase not in ROLE_WORKS:
         advance(transition, role)
@@ -258,7 +258,7 @@ def _tell(
     decisions: Sequence[tuple[str, str]],
     reason: str,
 ) -> dict[str, str]:
-    """Who follows the job, and the event log, hear what was decided about each role. Returns the events of that."""
+    """Report what was decided about each role. Returns the ids of these events by role."""
     lost, events = transition.cause, {}
     for name, text in decisions or [("", f"{reason}; the job goes on without it, as nobody was there")]:
         transition.cause = lost

@@ -1,4 +1,4 @@
-"""Which errors would come again however often a worker is started."""
+"""Which errors are permanent: a restart of the worker would raise them again."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from unirun.spec import RoleSpec
 def place_without(state: JobState, gone: Collection[str]) -> Placement:
     """The next placement, without the nodes `gone`. Raises `PlacementError`.
 
-    Where nobody has a place on them who has still something to do, it is the same: those who have done their work there
-    are placed anew only if that costs nobody anything.
+    When every rank that was placed there has succeeded, the placement stays the same unless those ranks can be placed
+    again without moving any other.
     """
     same = replace(state.placement, spares=tuple(name for name in state.placement.spares if name not in gone))
     here = [
@@ -52,7 +52,7 @@ def place_without(state: JobState, gone: Collection[str]) -> Placement:
 def why_all_restart(role: RoleState, before: Placement, after: Placement) -> str:
     """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not."""
     if role.phase not in ROLE_WORKS:
-        # It has ended, or all of them are told to end anyhow.
+        # The role has ended, or all of its workers were told to end.
         return ""
     old, new = before.of_role(role.name), after.of_role(role.name)
     if len(new) != len(old):
@@ -62,7 +62,7 @@ def why_all_restart(role: RoleState, before: Placement, after: Placement) -> str
 
 
 def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
-    """Who goes where, and that in words; ranks of one role with one way together."""
+    """The moves as (who, text); ranks of one role with the same source and target are one move."""
     ways: dict[tuple[str, str, str], list[int]] = {}
     for name in dict.fromkeys(place.role for place in after.assignments):
         for old, new in zip(before.of_role(name), after.of_role(name), strict=False):
@@ -75,7 +75,7 @@ def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
 
 
 def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:
-    """Whether `worker` has ended well, and will not be started again for a generation that is decided."""
+    """Whether `worker` has succeeded and is not needed for a generation that is already decided."""
     formed = role.opened == role.generation or worker.generation == role.generation
     return worker.ended_well and formed and role.phase is not RolePhase.RESTARTING
 
@@ -96,10 +96,10 @@ def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
 
 
 def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
-    """The role with as many ranks as it has now, and the fewest that it can go on with.
+    """The spec of a role with its current number of ranks, and the least that it can go on with.
 
-    It never gets back what it has lost of its ranks: those that are there have its work by now. Workloads keep their
-    number once they run, as their callers hold on to it.
+    A role that has shrunk does not grow again: the remaining ranks have taken over the work. Workloads keep their
+    number once they run, because callers rely on it.
     """
     count = len(state.placement.of_role(role.name))
     fixed = role.restart == "process" and state.phase is not JobPhase.LAUNCHING
@@ -107,8 +107,10 @@ def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
 
 
 def _kept(state: JobState, found: Placement) -> list[Assignment]:
-    """What `found` says; of roles that have ended, where they were. Who stays has the same assignment as before, which
-    is seen at once when that is written."""
+    """The assignments of `found`, and for roles that have ended those before.
+
+    An unchanged assignment is the same object, which makes writing the differences cheap.
+    """
     places: list[Assignment] = []
     for role in state.roles.values():
         before = state.placement.of_role(role.name)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from unirun.errors import EXIT_BUDGET
 from unirun.failover.ending import advance, form_anew, stop_all
 from unirun.failover.policy import Budget, Decision, History
-from unirun.job.generations import join
+from unirun.job.generations import start_missing
 from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.job.transition import Transition
 
@@ -23,7 +23,7 @@ def history_of(state: JobState, role: RoleState) -> History:
 def restart(transition: Transition, role: RoleState, decision: Decision) -> None:
     """Restart the whole `role`, or start its lost ranks again, as was decided."""
     if decision.action == "join":
-        join(transition, role)
+        start_missing(transition, role)
         return
     role = replace(role, restarts=role.restarts + 1)
     if decision.action == "restart_worker":

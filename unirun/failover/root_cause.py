@@ -1,4 +1,4 @@
-"""Which of several failures was the cause.
+"""Which of several failures is the root cause.
 
 The first in time is, with one correction: a process that is killed drops its connections, and its peers
 may raise an error about that before the kill itself is seen. A failure whose own words say that a peer

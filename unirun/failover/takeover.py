@@ -1,4 +1,4 @@
-"""How a master that comes in another's place goes on: with what is in the store, and what the agents hold.
+"""How a new master takes over: it loads the job context from the store and hears from the agents what they hold.
 
 The store has every decision, but not whether the orders that followed from it have arrived; the agents know that,
 and how their workers stand. Whatever is due at a node is ordered again when it joins: an agent does nothing twice.
@@ -35,11 +35,11 @@ from unirun.wire.reports import Calls, FromWorker, Held, Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 REJOIN_TIMEOUT = 15.0
-"""Seconds in which every agent must have found a new master."""
+"""Seconds within which every agent must join a new master."""
 
 
 def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
-    """The `state` that another master has left, as this one takes it over, and what is to be done."""
+    """The `state` of the master before, as this one takes it over, and the commands that follow."""
     if state.phase in JOB_ENDS:
         return state, []
     roles = {name: _unseen(role) for name, role in state.roles.items()}
@@ -50,7 +50,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
     if state.away:
         transition.send(After(REJOIN_TIMEOUT, RejoinTimedOut()))
     if state.phase is JobPhase.LAUNCHING:
-        # Nobody could join while there was no master; and the clock may have been set meanwhile.
+        # No agent could join while there was no master; and the clock may have been set in the meantime.
         limit = state.spec.join_timeout
         left = min(state.started + limit - now, limit)
         transition.send(After(max(left, min(REJOIN_TIMEOUT, limit)), JoinTimedOut()))
@@ -58,7 +58,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
 
 
 def _unseen(role: RoleState) -> RoleState:
-    """Of who lives only the order is known: how far it has come is for its agent to tell."""
+    """The role with what the store knows of live workers: the order to start them. Their agents tell the rest."""
     workers = Ranks(
         WorkerState(
             w.rank,
@@ -80,14 +80,14 @@ def _unseen(role: RoleState) -> RoleState:
 
 
 def bare(event: Join) -> Join:
-    """What is kept of an agent: what it holds changes from now on."""
+    """The part of `Join` that is kept. What the agent holds changes from now on."""
     return replace(event, workers=(), stores=(), ending=None)
 
 
 def take_up(
     transition: Transition, event: Join
 ) -> Iterator[FromWorker | WorkerExited | StoreOpened | StoreEnded]:
-    """Take over how a node stands and order what is due there. Yields what it has to tell besides."""
+    """Merge what an agent holds into the state and order what is missing there. Yields the events that it reports."""
     for role in list(transition.state.roles.values()):
         _take_up_role(transition, role, event)
     for each in event.workers:
@@ -112,11 +112,11 @@ def take_up(
 
 
 def all_back(transition: Transition) -> None:
-    """No node is away any more: tell the workers how all stand, and start who is to be started."""
+    """Every node has joined the new master: send the view and start the missing workers."""
     transition.tell_now()
     for role in list(transition.state.roles.values()):
         if role.generation > role.opened:
-            # Perhaps it is there, and that came too early to be of use: its agent says so again.
+            # `StoreOpened` may have come while nodes were away, and was ignored: the agent repeats it.
             order_store(transition, role)
         elif role.phase in ROLE_WORKS and any(not w.live and not w.ended_well for w in role.workers):
             complete(transition, role)
@@ -163,7 +163,7 @@ def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
 
 
 def _never_started(worker: WorkerState) -> WorkerState:
-    """The order to start it was lost with the master that gave it: its rank stands as before that."""
+    """The worker whose start order was lost with the old master: its rank is as before that order."""
     if worker.incarnation == 0:
         return WorkerState(worker.rank, worker.node, own=worker.own)
     end = Exit(signal=signal.SIGTERM)

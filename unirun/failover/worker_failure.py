@@ -26,7 +26,7 @@ from unirun.wire.spawning import StoreEnded
 
 
 def exited(transition: Transition, event: WorkerExited) -> None:
-    """A worker has ended: well, as it was told, or of itself. Its agent may forget it once that is in the store."""
+    """Handle the end of a worker: success, an exit on request, or a failure. It is acknowledged once it is stored."""
     if _leaves_with_its_agent(transition, event):
         transition.record("exit", f"{event.worker} has ended, as its agent leaves", str(event.worker))
         return
@@ -48,7 +48,7 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     if works and event.cause == "order":
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":
-        # The agent has ended it; why is told next (AgentLost or OwnerLost).
+        # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
         role = replace(role, phase=RolePhase.STOPPING)
     transition.put(role)
     if obstructs:
@@ -69,15 +69,15 @@ def exited(transition: Transition, event: WorkerExited) -> None:
 
 
 def _leaves_with_its_agent(transition: Transition, event: WorkerExited) -> bool:
-    """Whether what follows is decided when the agent is gone, for all of its workers at once: they may go on elsewhere.
-    However well this one has taken it that it was ended, its work is not done."""
+    """Whether the worker was ended because its agent leaves. What follows is decided once for all workers of the node,
+    when the agent is gone. A clean exit on request is not success."""
     found = transition.find(event.worker)
     works = found is not None and found[0].phase in ROLE_WORKS
     return works and event.cause == "leaving" and len(transition.state.nodes) > 1
 
 
 def _obeyed(event: WorkerExited) -> bool:
-    """Whether the end is what the signal that was sent to it does, and no failure of its own."""
+    """Whether the worker ended because of the signal that it was sent, and not by a failure of its own."""
     if event.sent is None:
         return False
     return event.error is None or event.signal == event.sent or event.code == 128 + event.sent
@@ -86,7 +86,7 @@ def _obeyed(event: WorkerExited) -> bool:
 def failure_of(
     state: JobState, role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit
 ) -> Failure:
-    """What is kept of a failure."""
+    """The record of a failure."""
     error = event.error
     return Failure(
         worker=event.worker,
@@ -103,7 +103,7 @@ def failure_of(
 
 
 def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) -> Loss:
-    """What `role` has lost with `worker`, as that was before it ended."""
+    """The loss of `worker` (its state before it ended) for the policy."""
     in_past = max(worker.generation, event.met) < role.generation
     return Loss(
         f"{event.worker} ended with {end}",
@@ -119,13 +119,13 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
 def _carry_out(
     transition: Transition, role: RoleState, decision: Decision, code: int, *, source: str
 ) -> None:
-    """Do and tell what was decided about something that befell `source`, a part of `role`."""
+    """Report and carry out the decision about `source`, which is `role` or one of its ranks."""
     transition.record("decision", decision.reason, source)
     if decision.action == "end_job":
         end_job(transition, decision, code, by_failure=code == EXIT_FAILURE)
         return
     transition.send(ToWatchers(Notice(source, decision.reason)))
-    # Of many that die at once, what follows from the first is told.
+    # When many fail at once, only the consequences of the first one are reported.
     failed = role.name if decision.action == "restart_role" else source
     if role.phase is RolePhase.RUNNING and (waiting := consequences(unit_of(transition.state, [failed]))):
         transition.record("affected", waiting, source)
@@ -133,11 +133,12 @@ def _carry_out(
 
 
 def store_ended(transition: Transition, event: StoreEnded) -> None:
-    """The store of a role is gone.
+    """Handle the end of a role's rendezvous store.
 
-    Workers that are restarted together are killed by their agent, which fails the role; here that is only told of.
-    Workers that live on meet in another store, unless some have done their work, without whom they could not; those
-    go on as they are. A store that ends before they have met spends a restart.
+    In a role that restarts as a whole, the agent kills the workers, and their exits fail the role; here the end is only
+    recorded. Where workers restart alone, they form a new generation in a new store, except when some ranks have
+    succeeded: the others could not form it without them, and keep their group. A store that ends before the workers
+    have met costs a restart.
     """
     role = transition.role(event.role)
     if event.generation != role.generation:

@@ -1,7 +1,8 @@
-"""How a generation of a role comes about: its store first, then those who have no process, then all are told.
+"""How a generation of a role is formed: first its rendezvous store, then the missing workers, then the view of all.
 
-For the first generation the orders go out together: the listening socket is there before its store, so who comes
-early waits in its queue. Later the socket may still have a store that is about to be killed; nobody must meet there.
+For the first generation all orders are sent together: the listening socket exists before its store, so early
+connections wait in its backlog. Later the socket may still belong to a store that is about to be killed; no worker may
+connect to that one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def form_first(transition: Transition) -> None:
 
 
 def form_if_all_are_there(transition: Transition) -> None:
-    """Begin, as soon as every node that has ranks has joined, and every one that had joined an earlier master."""
+    """Start the job once every node with ranks has joined, and every node that had joined an earlier master."""
     state = transition.state
     waits = bool(state.away) or len(state.agents) < len(state.placement.nodes)
     if not waits and state.agents.keys() >= set(state.placement.nodes):
@@ -41,29 +42,29 @@ def form_if_all_are_there(transition: Transition) -> None:
 
 
 def form_next(transition: Transition, role: RoleState) -> None:
-    """Order the store of the next generation; `opened` goes on."""
+    """Order the store of the next generation; `opened` continues when it is there."""
     role = replace(role, generation=role.generation + 1)
     transition.put(role)
     order_store(transition, role)
 
 
 def opened(transition: Transition, role: RoleState) -> None:
-    """The store of the present generation is there: start who has no process, and tell everybody."""
+    """The store of the current generation is there: start the missing workers and send the view."""
     role = replace(role, opened=role.generation)
     if role.phase is RolePhase.RESTARTING:
-        # Of a role that has become smaller, those that are not needed have ended by now.
+        # The role may have shrunk; the surplus workers have ended by now.
         places = transition.state.placement.of_role(role.name)
         role = replace(role, phase=RolePhase.STARTING, workers=Ranks(role.workers[: len(places)]))
         transition.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
-    # A rank that has ended well is needed once more: the others wait for it. Unless it has formed this generation: that
-    # may be known before the store is known to be there.
+    # A rank that had succeeded is started again, because the others wait for it; except when it was in this generation
+    # already: `WorkerFormed` may arrive before `StoreOpened`.
     _complete(transition, role, [w for w in role.workers if not w.live and w.generation < role.generation])
 
 
-def join(transition: Transition, role: RoleState) -> None:
-    """Start who has no process for the generation that is being formed, now or when its store is there.
+def start_missing(transition: Transition, role: RoleState) -> None:
+    """Start the missing workers of the generation that is being formed, now or when its store is there.
 
-    As long as nodes are away, nobody is told of anything, and so nobody is started (`resuming.all_back`).
+    While nodes are away after a takeover, no view is sent and no worker is started (`takeover.all_back`).
     """
     transition.put(role)
     if role.opened == role.generation and not transition.state.away:
@@ -72,7 +73,7 @@ def join(transition: Transition, role: RoleState) -> None:
 
 
 def complete(transition: Transition, role: RoleState) -> None:
-    """Start who is missing in the generation whose store is there."""
+    """Start the missing workers of a generation whose store is there."""
     _complete(
         transition, role, [worker for worker in role.workers if not worker.live and not worker.ended_well]
     )
@@ -94,7 +95,7 @@ def _complete(transition: Transition, role: RoleState, newcomers: Sequence[Worke
 
 
 def obstructed(state: JobState, role: RoleState) -> bool:
-    """Whether somebody who has to go lives on where ranks of `role` are to be started: two would have one device."""
+    """Whether a worker that has to leave still runs where ranks of `role` are to start: both would use one device."""
     if not state.placement.lost:
         return False
     places = state.placement.of_role(role.name)
@@ -107,7 +108,7 @@ def obstructed(state: JobState, role: RoleState) -> bool:
 
 
 def clear_the_way(transition: Transition) -> None:
-    """Somebody who had to go is gone: who has waited for that may begin, when its store says again that it is there."""
+    """A misplaced worker has ended: roles that waited for its slot ask for their store again."""
     for role in list(transition.state.roles.values()):
         forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
         if forms and role.generation > role.opened and not obstructed(transition.state, role):
@@ -115,7 +116,7 @@ def clear_the_way(transition: Transition) -> None:
 
 
 def order_store(transition: Transition, role: RoleState) -> None:
-    """Order the store of the generation that is decided."""
+    """Order the store of the role's current generation."""
     transition.order(leader(transition.state, role.name), OpenStore(role.name, role.generation))
 
 

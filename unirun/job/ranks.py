@@ -53,7 +53,7 @@ class Ranks(Sequence["WorkerState"]):
         return changed
 
     def since(self, before: Ranks) -> Iterator[tuple[WorkerState | None, WorkerState]]:
-        """Each worker that is another value than in `before`, with the one that was there, if any."""
+        """Each worker that differs from the one in `before`, with that one, None if there was none."""
         pairs = list(zip_longest(before._blocks, self._blocks, fillvalue=()))
         for old, new in compress(pairs, starmap(is_not, pairs)):
             for was, now in zip_longest(old, new):

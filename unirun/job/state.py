@@ -62,7 +62,7 @@ class WorkerPhase(StrEnum):
 JOB_ENDS = (JobPhase.SUCCEEDED, JobPhase.FAILED, JobPhase.STOPPED)
 ROLE_ENDS = (RolePhase.SUCCEEDED, RolePhase.FAILED, RolePhase.STOPPED)
 ROLE_WORKS = (RolePhase.STARTING, RolePhase.RUNNING, RolePhase.REFORMING)
-"""The phases in which the workers of a role shall live: the end of one is news."""
+"""The phases in which the workers of a role are meant to run: the end of one has to be handled."""
 
 
 NOT_LIVE = (WorkerPhase.WAITING, WorkerPhase.EXITED)
@@ -102,7 +102,7 @@ class WorkerState(Value):
 
     @property
     def standing(self) -> Standing:
-        """That by which it is counted."""
+        """The key under which it is counted."""
         return self.phase, self.generation, self.ended_well
 
     @property
@@ -111,11 +111,11 @@ class WorkerState(Value):
         return self.exit is not None and self.exit.ok
 
     def ended(self, end: Exit) -> WorkerState:
-        """The worker when its process is gone."""
+        """The worker after its process has ended."""
         return replace(self, phase=WorkerPhase.EXITED, exit=end, addresses={})
 
     def ordered(self, incarnation: int, generation: int, node: str, own: tuple[str, ...]) -> WorkerState:
-        """The worker that is started at this rank: of the one before nothing is left but what it has called."""
+        """The next worker at this rank. It inherits only the call counts of the one before."""
         return WorkerState(
             self.rank,
             node,
@@ -163,13 +163,13 @@ class RoleState(Value):
 
     @property
     def running(self) -> int:
-        """How many workers are as far as they shall come, or have ended well."""
+        """How many workers are up or have succeeded."""
         counts = self.workers.standings.items()
         return sum(count for (phase, _, well), count in counts if well or self._is_up(phase))
 
     @property
     def settled(self) -> bool:
-        """Whether every rank is up and in the present generation, or has ended well."""
+        """Whether every rank is up and in the current generation, or has succeeded."""
         return self.opened == self.generation and all(
             well or (self._is_up(phase) and generation == self.generation)
             for phase, generation, well in self.workers.standings
@@ -177,11 +177,11 @@ class RoleState(Value):
 
     @property
     def has_done_its_work(self) -> bool:
-        """Whether every rank has ended well."""
+        """Whether every rank has succeeded."""
         return all(well for _, _, well in self.workers.standings)
 
     def up(self, worker: WorkerState) -> bool:
-        """Whether `worker` is in the user's code, and, when that is what it is for, takes calls."""
+        """Whether `worker` is in the user's code and, if it is a workload, takes calls."""
         return self._is_up(worker.phase)
 
     def _is_up(self, phase: WorkerPhase) -> bool:
@@ -192,7 +192,7 @@ class RoleState(Value):
         return replace(self, workers=self.workers.with_one(worker.rank, worker))
 
     def check(self, max_restarts: int) -> None:
-        """Raise `IllegalTransition` unless the state is one that can be."""
+        """Raise `IllegalTransition` when an invariant does not hold."""
 
         def hold(true: bool, otherwise: str) -> None:
             if not true:
@@ -234,7 +234,7 @@ class Verdict(Value):
 
 
 class Owner(Value):
-    """The process that the job must not outlive, on `host`; `started` tells it from a later one with its `pid`."""
+    """The process on `host` that the job must not outlive. Its start time `started` guards against a reused `pid`."""
 
     host: str
     pid: int
@@ -242,7 +242,7 @@ class Owner(Value):
 
 
 class Told(Value):
-    """What the agents were told last: the view `number`, of these `roles` with their stores at `endpoints`."""
+    """The last view that agents were sent: its `number`, the `roles` then, and the `endpoints` of their stores."""
 
     number: int
     roles: Mapping[str, RoleState]
@@ -252,7 +252,7 @@ class Told(Value):
 NOTHING = Inventory(())
 
 KEPT_FAILURES = 256
-"""Failures that are remembered; the log of events has them all."""
+"""How many failures are kept in the state; the event log has all of them."""
 
 
 class JobState(Value):
@@ -295,7 +295,7 @@ class JobState(Value):
         return replace(self, roles={**self.roles, role.name: role})
 
     def with_failures(self, *failures: Failure) -> JobState:
-        """This state with more failures; of their words it keeps what tells most."""
+        """This state with more failures; their texts are cut to a limit (`failures.brief`)."""
         every = (*self.failures, *map(brief, failures))
         return replace(
             self,
@@ -309,15 +309,15 @@ class JobState(Value):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes that have, shall have or had an agent."""
+        """The nodes that have an agent, had one, or are expected to have one."""
         return self.inventory.names or self.placement.nodes
 
     def given_up(self, node: str) -> bool:
-        """Whether the job goes on without `node`, or never wanted it."""
+        """Whether `node` is lost, or was never a part of the job."""
         return node in self.placement.lost or node not in self.nodes
 
     def without(self, gone: Collection[str]) -> tuple[str, ...]:
-        """The nodes that are left for ranks when `gone` are lost: with an agent, or, at first, to be waited for."""
+        """The nodes that can have ranks without `gone`: with an agent, or expected while the job launches."""
         coming = self.phase is JobPhase.LAUNCHING
         return tuple(
             node
@@ -326,7 +326,7 @@ class JobState(Value):
         )
 
     def misplaced(self, role: RoleState, worker: WorkerState) -> bool:
-        """Whether a worker lives where the placement does not have its rank (any more)."""
+        """Whether a worker runs at another node or slot than the placement has for its rank."""
         places = self.placement.of_role(role.name)
         if not worker.live:
             return False
@@ -345,7 +345,7 @@ class JobState(Value):
         return any(role.living for role in self.roles.values())
 
     def check(self) -> None:
-        """Raise `IllegalTransition` unless the state is one that can be."""
+        """Raise `IllegalTransition` when an invariant does not hold."""
         for role in self.roles.values():
             role.check(self.role_spec(role.name).max_restarts)
         if self.phase in JOB_ENDS and (self.live or self.verdict is None or self.ended is None):
@@ -362,7 +362,7 @@ def new_job(
     owner: Owner | None = None,
     inventory: Inventory = NOTHING,
 ) -> JobState:
-    """The state of a job before anything happened."""
+    """The state of a job before its first event."""
     roles = {
         role.name: RoleState(role.name, role.entry.kind, role.restart, waiting(placement, role.name))
         for role in spec.roles
@@ -371,5 +371,5 @@ def new_job(
 
 
 def waiting(placement: Placement, role: str) -> Ranks:
-    """The ranks of a role of which none was started."""
+    """The ranks of a role before any of them was started."""
     return Ranks(WorkerState(place.rank, place.node, own=place.own) for place in placement.of_role(role))

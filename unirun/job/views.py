@@ -1,4 +1,4 @@
-"""What the workers are told of all roles: everything, or what has changed since they were told last."""
+"""The view of all roles that workers get: the whole of it, or the changes since the last one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unirun.wire.views import FIRST
 
 
 def whole_view(state: JobState, number: int) -> View:
-    """All roles as workers see them, without workers that stand as at the beginning.
+    """The whole view. Workers that are as at the start of the job are left out.
 
     The generation of a role is that whose store is there.
     """
@@ -22,7 +22,7 @@ def whole_view(state: JobState, number: int) -> View:
 
 
 def news_of(state: JobState, told: Told) -> tuple[RoleView, ...]:
-    """The roles that workers see otherwise than when they were `told`, each with the workers that have changed."""
+    """The roles that have changed since the view `told`, each with the workers that have changed."""
     endpoints = endpoints_of(state)
     found = []
     for name, role in state.roles.items():

@@ -1,4 +1,4 @@
-"""The answers to what workers ask of the store."""
+"""Answers the requests of workers to the store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ MAX_DIGITS = 18
 
 
 def answer(contexts: ContextStore, worker: WorkerId, ask: Ask) -> Answer:
-    """Do what a worker wants. Doing it once more gives the same. Raises `StoreError`.
+    """Carry out what a worker asks of the store. It is idempotent. Raises `StoreError`.
 
-    What no store could do is the worker's to hear: a master that failed of it would leave it to the next one.
+    A request that no store could carry out is answered with the problem: a master that raised would leave the same
+    request to the next one.
     """
     try:
         return _answer(contexts, worker, ask)
     except ValueError as error:
-        # Nothing of it was sent: a text that is none, or a key that no store takes.
+        # Nothing was sent to the store: the text is not UTF-8, or the key is not allowed.
         return Answer(ask.number, problem=f"{ask.wish} cannot be done: {error}")
 
 

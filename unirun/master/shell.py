@@ -53,7 +53,7 @@ GOODBYE = 5.0
 
 
 class Core(Value):
-    """What decides: how a job is taken over, and what follows from an event.
+    """The functions that decide: how a job is taken over, and what follows from an event.
 
     `writes_first`: what is decided is in the store before it is done.
     """
@@ -129,7 +129,7 @@ class Master:
                 if (error := self._error or self._writer.error) is not None:
                     await self._crash(error)
                 elif not self._writer.deposed:
-                    # As long as it leads: who does not know of the end has to find it.
+                    # While it still leads, so that peers that do not know of the end can find it.
                     await self._say_goodbye()
         finally:
             server.close()
@@ -154,7 +154,7 @@ class Master:
     def _apply(self, event: Event) -> bool:
         """Take a step for `event`. False when it was refused."""
         if self._error is not None:
-            # The term is over. The story ends with the event that could not be handled.
+            # The term is over. The recorded events end with the one that could not be handled.
             return True
         self._story.append(event)
         try:
@@ -268,8 +268,8 @@ class Master:
         self._persist_took = (self._persist_took[1], time.monotonic() - began)
 
     def _another_writes(self) -> bool:
-        """Whether another master has told how the job stands since this one did: it does not know yet, but its own
-        term is over."""
+        """Whether another master has written the status since this one did: then the term of this one is over, though
+        it has not been told yet."""
         return self._persisted != 0 and _written_at(self._job.state) != self._persisted
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -316,11 +316,11 @@ class Master:
         self._agents[join.node] = stream
         self._unaware.discard(join.node)
         reason = "its stream ended"
-        # It was given up, or does not know yet that the job is over.
+        # The node was given up, or the agent does not know yet that the job is over.
         too_late = self._state.phase in JOB_ENDS or self._state.given_up(join.node)
         try:
             if not too_late and not self._apply(join):
-                # There is another agent of this node. Only closing the stream, it would come back.
+                # The node has another agent. If only the stream were closed, this one would connect again.
                 del self._agents[join.node]
                 too_late = True
             if too_late:
@@ -342,7 +342,7 @@ class Master:
         except WireError as error:
             reason = str(error)
         finally:
-            # It may have come back on another stream before the end of this one was seen.
+            # The agent may have connected again before the end of this stream was seen.
             if self._agents.get(join.node) is stream:
                 del self._agents[join.node]
                 self._apply(AgentLost(join.node, reason))

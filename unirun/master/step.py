@@ -181,7 +181,7 @@ def _started(transition: Transition, event: WorkerStarted) -> None:
     if found is None:
         return
     role, worker = found
-    # Its hello comes on another stream and may have overtaken this.
+    # `Hello` comes on another stream and may have arrived before.
     phase = WorkerPhase.ALIVE if worker.phase is WorkerPhase.STARTING else worker.phase
     transition.put(role.with_worker(replace(worker, phase=phase, pid=event.pid)))
     transition.send(ToWatchers(output_of(transition.state, role.name, worker.rank)))
@@ -219,7 +219,7 @@ def _formed(transition: Transition, who: WorkerId, event: GroupFormed) -> None:
     if found is None:
         return
     role, worker = found
-    # Its word may overtake that of the agent that has the store.
+    # It may arrive before the `StoreOpened` of the agent that serves the store.
     _refuse_later(role, event.generation)
     if event.generation > worker.generation:
         transition.record("formed", f"{who} is in generation {event.generation}", str(who))
@@ -227,7 +227,7 @@ def _formed(transition: Transition, who: WorkerId, event: GroupFormed) -> None:
 
 
 def _refuse_later(role: RoleState, generation: int) -> None:
-    """No worker is in a generation that no master has decided."""
+    """Refuse a generation that no master has decided."""
     if generation > role.generation:
         raise Refused(f"{role.name} has no generation {generation} yet")
 
@@ -241,7 +241,7 @@ def _metrics(transition: Transition, who: WorkerId, event: Metrics) -> None:
 
 
 def _calls(transition: Transition, who: WorkerId, event: Calls) -> None:
-    """What came last holds all that came before. A worker that is gone may have said it as its last word."""
+    """Counts are cumulative. A worker that has ended may have sent them last."""
     role = transition.role(who.role)
     worker = role.workers[who.rank] if 0 <= who.rank < len(role.workers) else None
     if worker is not None and worker.incarnation == who.incarnation:
@@ -251,7 +251,7 @@ def _calls(transition: Transition, who: WorkerId, event: Calls) -> None:
 def _store_opened(transition: Transition, event: StoreOpened) -> None:
     role = transition.role(event.role)
     awaited = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING) and not transition.state.away
-    # Where somebody is in the way, it is asked for again when that one is gone.
+    # While a misplaced worker is in the way the event is ignored; the store is asked for again when that one is gone.
     if (
         awaited
         and event.generation == role.generation > role.opened
@@ -269,8 +269,8 @@ def _stop(transition: Transition, event: Stop) -> None:
     transition.record("stop", event.reason)
     again, transition.state = transition.state.asked_to_stop, replace(transition.state, asked_to_stop=True)
     if transition.state.phase is JobPhase.STOPPING:
-        # A second request means "now": whatever grace is left is over. The first one may find a job that ends by
-        # itself, and has something to add only when it has less patience.
+        # A second request means "now": it ends the grace period. A first request for a job that is ending by itself
+        # counts only when it has a grace period of its own.
         for role in transition.state.roles.values():
             if again:
                 transition.stop(role, signal.SIGKILL, 0.0)
@@ -293,7 +293,7 @@ def _join_timed_out(transition: Transition) -> None:
     state = transition.state
     here = state.agents.keys() - state.away
     if state.phase is JobPhase.RUNNING:
-        # Nodes that are held back and have not come are nodes that are not there.
+        # Spare nodes that have not joined are lost.
         late = [node for node in state.nodes if node not in state.agents]
         nodes_lost(transition, dict.fromkeys(late, f"it did not join within {state.spec.join_timeout:g} s"))
     if state.phase is not JobPhase.LAUNCHING:
