@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 from tests.sim.masters import MasterModel
-from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
+from tests.sim.processes import Process, StoreModel
 from tests.sim.store import FencedStore
 from tests.sim.views import Views, told_view
 from tests.sim.world import Clock, Plan

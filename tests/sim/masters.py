@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable
-from typing import Protocol
 
-from tests.sim.node import Node
-from tests.sim.store import RUN, Client, Killed
-from tests.sim.world import Clock, Pipe, Plan, Planted
+from tests.sim.stage import Stage
+from tests.sim.store import RUN, Killed
+from tests.sim.world import Pipe, Planted
 from tests.unit.master.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
 from unirun.failover.abort import abort_step, begin_abort
@@ -28,52 +26,10 @@ from unirun.master.persistence.writer import END_PATIENCE, STOP_PATIENCE
 from unirun.master.step import step
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
-from unirun.rendezvous.store.memory import MemoryStore
 from unirun.wire.messages import Message, Shutdown, View
 from unirun.wire.reports import Join
 
 GOODBYE = 5.0
-
-
-class Stage(Protocol):
-    """What masters need of the simulation."""
-
-    clock: Clock
-    rng: random.Random
-    plan: Plan
-    store: MemoryStore
-    nodes: dict[str, Node]
-    waived: bool
-    """Whether a job has ended without that being written."""
-
-    def client(self) -> Client:
-        """A way to the store for a new process."""
-
-    def first_state(self) -> JobState:
-        """The state of the job before anything happened."""
-
-    def wall(self, node: str) -> float:
-        """The wall clock of a node."""
-
-    def trace(self, text: str) -> None:
-        """Note something for a failing seed."""
-
-    def stepped(
-        self, epoch: int, before: JobState, event: Event, after: JobState, commands: list[Command]
-    ) -> None:
-        """Check what must hold after a step of a master's core."""
-
-    def kept(self, state: JobState) -> None:
-        """A master has written `state`."""
-
-    def carried_out(self, master: MasterModel, command: Command) -> None:
-        """A master does something."""
-
-    def hit_bug(self) -> None:
-        """An error of its own ends a master."""
-
-    def aborting(self, epoch: int, state: JobState) -> None:
-        """A master ends a job that none can lead."""
 
 
 class MasterModel:

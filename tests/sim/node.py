@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.sim.model import Process, Spawner, Who, World
+from tests.sim.model import Spawner, World
+from tests.sim.processes import Process, Who
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
 from unirun.launcher import core, events

@@ -12,8 +12,8 @@ import pytest
 
 from tests.sim.invariants import Invariants
 from tests.sim.masters import MasterModel
-from tests.sim.model import Process, StoreModel
 from tests.sim.node import Node
+from tests.sim.processes import Process, StoreModel
 from tests.sim.store import Client, FencedStore
 from tests.sim.views import Views
 from tests.sim.world import Clock, make_plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.failover.workloads import reformed, seen, serving, up, workload
 from tests.unit.job.job import KILL, TERM, Job
 from unirun.errors import EXIT_BUDGET, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.job.events import After, KeepMetrics, ToAgent, ViewDue
@@ -11,52 +12,9 @@ from unirun.job.state import JobPhase, RolePhase, WorkerPhase
 from unirun.job.transition import VIEW_DELAY
 from unirun.master.status_views import status_of
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, RoleView, StartRole, StopWorkers, View, WorkerView
+from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View, WorkerView
 from unirun.wire.reports import FromWorker, GroupFormed, Metrics, Notice, Serving, WorkerError, WorkerRunning
 from unirun.wire.spawning import StoreEnded, StoreOpened
-
-
-def workload(count: int = 4, restarts: int = 3, **more: object) -> Job:
-    """A role ``actor`` that serves calls, and a trainer, which is primary."""
-    return Job(
-        {"actor": count, "trainer": 1},
-        kinds={"actor": "workload", "trainer": "trainer"},
-        restarts={"actor": restarts, "trainer": restarts},
-        primary=("trainer",),
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def up(job: Job, role: str = "actor", *, recoverable: bool = True) -> Job:
-    """Every worker of `role` that lives runs and serves."""
-    for worker in job.state.roles[role].live:
-        who = role, worker.rank, worker.incarnation
-        job.on(
-            WorkerRunning(WorkerId(*who), worker.generation),
-            FromWorker(WorkerId(*who), Serving({"socket": f"{role}{worker.rank}"}, recoverable)),
-        )
-    return job
-
-
-def serving(**more: object) -> Job:
-    return up(up(workload(**more).running()), "trainer")  # type: ignore[arg-type]
-
-
-def reformed(job: Job) -> Job:
-    """Whoever was started for an earlier generation has formed the present one, and all serve."""
-    role = job.state.roles["actor"]
-    for worker in role.live:
-        if worker.generation < role.generation:
-            job.on(
-                FromWorker(WorkerId("actor", worker.rank, worker.incarnation), GroupFormed(role.generation))
-            )
-    return up(job)
-
-
-def seen(job: Job, role: str = "actor") -> RoleView:
-    """What workers were told last about `role`."""
-    (found,) = (each for each in job.orders(View)[-1].roles if each.name == role)
-    return found
 
 
 class TestADeath:
