@@ -27,7 +27,7 @@ from benchmarks.suites.rpc import BARS as CALL_BARS
 from benchmarks.suites.rpc import figure, foreign, rounds
 from unirun.collocation import Device, Inventory, Node, place
 from unirun.job.state import new_job
-from unirun.master.persistence.context import changes
+from unirun.master.persistence.context import changed_documents
 from unirun.observe import read_status
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.jobdir import create_job
@@ -132,7 +132,7 @@ def large() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], JobD
         spec = JobSpec("large", "large", (role,), ("rollout",), join_timeout=120.0, spares=SPARES)
         spec, placement = place(spec, inventory)
         state = new_job(spec, placement, started=time.time(), logs="/logs", inventory=inventory, uid=job.uid)
-        job.write_first_context(changes(None, state))
+        job.write_first_context(changed_documents(None, state))
         plan = home / "plan.json"
         plan.write_text(json.dumps({"nodes": nodes, "role": role.name, "ranks": role.count}))
         for module, *more in (("benchmarks.clocked",), ("benchmarks.fleet", str(plan))):

@@ -29,7 +29,7 @@ from benchmarks.job import UNIRUN, Job, Launcher, environment, started
 from unirun.collocation import Assignment, Placement
 from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, RolePhase, WorkerPhase, new_job
-from unirun.master.persistence.context import changes
+from unirun.master.persistence.context import changed_documents
 from unirun.master.persistence.context_store import ContextStore, load
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign, leader_of
@@ -132,7 +132,7 @@ def large_context() -> float:
         ContextStore(store, "large", term).create(state)
         loaded = load(store, "large")
         seconds = time.monotonic() - began
-        if loaded is None or changes(None, loaded) != changes(None, state):
+        if loaded is None or changed_documents(None, loaded) != changed_documents(None, state):
             raise BenchmarkError("what was loaded is not what was written")
         return seconds
     finally:
@@ -149,7 +149,7 @@ def crowd_costs() -> tuple[float, float]:
     try:
         job, lock = create_job("crowd", new_token())
         os.close(lock)
-        job.write_first_context(changes(None, replace(_large_job(AGENTS, 1), uid=job.uid)))
+        job.write_first_context(changed_documents(None, replace(_large_job(AGENTS, 1), uid=job.uid)))
         env = environment(home)
         command = (sys.executable, "-m", "unirun.master", str(job.path), "0")
         master = subprocess.Popen(command, env=env, text=True)

@@ -27,7 +27,7 @@ from unirun.job.views import leader
 from unirun.launcher import events
 from unirun.launcher.state import AgentState
 from unirun.launcher.worker_messages import EXIT_LIMIT
-from unirun.master.persistence.context import changes, restore
+from unirun.master.persistence.context import changed_documents, restore
 from unirun.master.persistence.context_store import read_context
 from unirun.wire.messages import Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
@@ -322,7 +322,7 @@ class Invariants:
     def _check_history(self) -> None:
         """What was changed, one after the other, gives what is there."""
         there: dict[str, str] = {}
-        changed = self.store.watch("", 0).changes(0.0)
+        changed = self.store.watch("", 0).changed_documents(0.0)
         assert isinstance(changed, tuple)
         for change in changed:
             if change.kind == "put":
@@ -332,7 +332,9 @@ class Invariants:
         assert there == {item.key: item.value for item in self.store.get_prefix("").items}
         if self.end is not None:
             end = restore(read_context(self.store, "sim"))
-            assert changes(self.end, end) == {} or changes(None, self.end) == changes(None, end)
+            assert changed_documents(self.end, end) == {} or changed_documents(
+                None, self.end
+            ) == changed_documents(None, end)
 
     def _check_verdict(self, finish: Finish) -> None:
         phase, code = finish.verdict.phase, finish.verdict.code

@@ -19,7 +19,7 @@ from unirun.failover.takeover import resume
 from unirun.job.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
 from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict
 from unirun.master.lead import TERM_TTL
-from unirun.master.persistence.context import changes, restore, urgent
+from unirun.master.persistence.context import changed_documents, restore, urgent
 from unirun.master.persistence.context_store import ContextStore, read_context
 from unirun.master.persistence.ledger import Ledger
 from unirun.master.persistence.writer import END_PATIENCE, STOP_PATIENCE
@@ -279,7 +279,7 @@ class MasterModel:
             self.stage.clock.after(0.4, lambda: self._awake(lambda: self._write(target)))
             return
         self.stage.trace(f"master {self.number} has written")
-        if changes(self.ledger.kept, target):
+        if changed_documents(self.ledger.kept, target):
             self._check_kept(target)
         self._crash("after a write", 0.02)
         if not self.alive:

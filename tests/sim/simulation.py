@@ -29,7 +29,7 @@ from unirun.job.state import JOB_ENDS, JobState, new_job
 from unirun.job.transition import Transition
 from unirun.launcher import events
 from unirun.master.persistence import context_store
-from unirun.master.persistence.context import changes
+from unirun.master.persistence.context import changed_documents
 from unirun.wire.messages import Stop
 from unirun.wire.reports import Join
 from unirun.wire.spawning import StoreOpened
@@ -216,7 +216,7 @@ class Simulation(Invariants):
     def kept(self, state: JobState) -> None:
         """A master has written `state`."""
         if self.end is not None:
-            assert changes(self.end, state) == {}, "a job that has ended is written again"
+            assert changed_documents(self.end, state) == {}, "a job that has ended is written again"
         if state.phase in JOB_ENDS:
             self.end = state
 

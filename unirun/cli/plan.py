@@ -31,7 +31,7 @@ from unirun.rendezvous.jobdir import job_at
 from unirun.spec import JobSpec, RoleSpec
 from unirun.spec.read import nearest
 from unirun.values import Value
-from unirun.wire.messages import Member, StartRole
+from unirun.wire.messages import StartRole, StartWorker
 
 
 def main(argv: list[str]) -> int:
@@ -146,7 +146,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
         there = Counter(place.node for place in places)
         group_ranks = {node: number for number, node in enumerate(there)}
         for place in places:
-            member = Member(place.rank, place.local_rank, 0, place.devices, place.cpus, place.share)
+            member = StartWorker(place.rank, place.local_rank, 0, place.devices, place.cpus, place.share)
             order = StartRole(
                 role=role.name,
                 generation=0,

@@ -16,7 +16,7 @@ from unirun.job.ranks import Ranks
 from unirun.job.state import JobPhase, JobState, RolePhase, RoleState, WorkerPhase, WorkerState
 from unirun.job.transition import Transition
 from unirun.job.views import endpoint, leader
-from unirun.wire.messages import Member, OpenStore, StartRole
+from unirun.wire.messages import OpenStore, StartRole, StartWorker
 
 
 def form_first(transition: Transition) -> None:
@@ -127,7 +127,7 @@ def _start(transition: Transition, role: RoleState, ranks: Collection[int]) -> N
     address, wanted = endpoint(transition.state, role.name), frozenset(ranks)
     for group_rank, (node, here) in enumerate(nodes.items()):
         members = tuple(
-            Member(
+            StartWorker(
                 place.rank,
                 place.local_rank,
                 role.workers[place.rank].incarnation,

@@ -13,7 +13,7 @@ from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec, RoleSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import Member, StartRole
+from unirun.wire.messages import StartRole, StartWorker
 from unirun.wire.spawning import Spawn
 
 # fmt: off
@@ -100,7 +100,7 @@ def threads_of(role: RoleSpec) -> int:
 
 
 def worker_env(
-    spec: JobSpec, order: StartRole, member: Member, job: JobDir, node: str, inherited: Mapping[str, str]
+    spec: JobSpec, order: StartRole, member: StartWorker, job: JobDir, node: str, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """The whole environment of one worker."""
     role = spec.role(order.role)
@@ -154,7 +154,7 @@ def spawn_request(
     number: int,
     spec: JobSpec,
     order: StartRole,
-    member: Member,
+    member: StartWorker,
     job: JobDir,
     node: str,
     cwd: str,

@@ -17,7 +17,7 @@ from unirun.launcher.local import Processes, first_words, start_processes
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
-from unirun.master.persistence.context import changes
+from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.rendezvous import JobDir, create_job, started_at
@@ -177,5 +177,5 @@ def _write_first_state(job: JobDir, planned: PlannedJob, inventory: Inventory, d
         uid=job.uid,
         owner=None if detach else Owner(socket.gethostname(), pid, started_at(pid)),
     )
-    job.write_first_context(changes(None, state))
+    job.write_first_context(changed_documents(None, state))
     write_status(job, status_of(state, {}, {}))

@@ -53,7 +53,7 @@ from unirun.wire.spawning import (
 )
 
 
-class Member(Value):
+class StartWorker(Value):
     """One worker to be started. `devices` are the indices that its mask shows, None to leave the mask; `share` is its
     part of each of its devices."""
 
@@ -98,7 +98,7 @@ class StartRole(Value, tag=True):
     group_rank: int
     group_world_size: int
     endpoint: str
-    members: tuple[Member, ...]
+    members: tuple[StartWorker, ...]
     mask: str = ""
 
 

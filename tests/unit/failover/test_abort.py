@@ -25,7 +25,7 @@ from unirun.job.events import (
     ToWatchers,
 )
 from unirun.job.state import JOB_ENDS, JobPhase, JobState, RolePhase, Verdict, WorkerPhase
-from unirun.master.persistence.context import changes, restore
+from unirun.master.persistence.context import changed_documents, restore
 from unirun.values import WorkerId
 from unirun.wire.messages import Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Metrics, Notice, WorkerExited
@@ -85,7 +85,9 @@ def test_agents_are_told_to_end_what_they_have_and_then_it_is_over() -> None:
     assert (ending.state.phase, ending.state.ended) == (JobPhase.FAILED, 201.0)
     assert ending.state.roles["actor"].phase is RolePhase.STOPPED
     assert exits(ending.state) == ["exit code 0", "killed by SIGKILL"]
-    documents = {name: text for name, text in changes(None, ending.state).items() if text is not None}
+    documents = {
+        name: text for name, text in changed_documents(None, ending.state).items() if text is not None
+    }
     assert restore(documents).verdict == VERDICT
 
 

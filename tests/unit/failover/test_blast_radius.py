@@ -12,7 +12,7 @@ from tests.unit.job.job import KILL, Job
 from unirun.errors import IllegalTransition
 from unirun.failover.takeover import resume
 from unirun.job.state import JobState
-from unirun.master.persistence.context import changes, observations, restore, urgent
+from unirun.master.persistence.context import changed_documents, observations, restore, urgent
 from unirun.master.status_views import status_of
 from unirun.observe import JobStatus
 from unirun.values import WorkerId
@@ -100,7 +100,7 @@ class TestCalls:
 
 
 def written(state: JobState) -> dict[str, str]:
-    documents = changes(None, state) | observations(None, state)
+    documents = changed_documents(None, state) | observations(None, state)
     return {name: text for name, text in documents.items() if text is not None}
 
 
@@ -114,7 +114,7 @@ class TestTheStore:
         early = job().on(calls(TRAIN))
         kept = written(early.state)
         late = early.exits("trainer", 0, by=KILL).state
-        documents = {**kept, **{name: text for name, text in changes(None, late).items() if text}}
+        documents = {**kept, **{name: text for name, text in changed_documents(None, late).items() if text}}
         assert [each[3] for each in seen(restore(documents))] == [20]
 
     def test_gets_only_what_is_new(self) -> None:

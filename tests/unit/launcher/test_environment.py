@@ -19,7 +19,7 @@ from unirun.launcher.environment import (
 )
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire.messages import Member, StartRole
+from unirun.wire.messages import StartRole, StartWorker
 
 JOB = JobDir(Path("/jobs/run-1"))
 
@@ -43,11 +43,11 @@ ORDER = StartRole(
     members=(),
     mask="CUDA_VISIBLE_DEVICES",
 )
-MEMBER = Member(rank=3, local_rank=1, incarnation=2)
+MEMBER = StartWorker(rank=3, local_rank=1, incarnation=2)
 
 
 def env_of(
-    job: JobSpec, member: Member = MEMBER, order: StartRole = ORDER, **inherited: str
+    job: JobSpec, member: StartWorker = MEMBER, order: StartRole = ORDER, **inherited: str
 ) -> dict[str, str]:
     return worker_env(job, order, member, JOB, "n1", inherited)
 
@@ -140,7 +140,7 @@ def test_loopback_is_recognised(addr: str, local: bool) -> None:
 
 
 class TestTheDeviceMask:
-    MASKED = Member(3, 1, 2, devices=("4", "5"))
+    MASKED = StartWorker(3, 1, 2, devices=("4", "5"))
 
     def test_is_set_when_devices_are_handed_out(self) -> None:
         assert env_of(spec(), self.MASKED)["CUDA_VISIBLE_DEVICES"] == "4,5"
@@ -220,13 +220,13 @@ class TestARequest:
 
     def test_takes_the_roles_own_directory_and_processors(self) -> None:
         role = RoleSpec("actor", 1, Entry("program", "ls"), cwd="/own", start_method="exec")
-        member = Member(0, 0, 0, cpus=(1, 2))
+        member = StartWorker(0, 0, 0, cpus=(1, 2))
         request = spawn_request(7, spec(roles=(role,)), ORDER, member, JOB, "n1", "/", {})
         assert (request.cwd, request.fresh, request.cpus) == ("/own", True, (1, 2))
 
 
 class TestAShareOfADevice:
-    SHARED = Member(3, 1, 2, ("0",), share=0.25)
+    SHARED = StartWorker(3, 1, 2, ("0",), share=0.25)
 
     def test_is_told_to_the_worker(self) -> None:
         assert env_of(spec(), self.SHARED)["UNIRUN_DEVICE_SHARE"] == "0.25"

@@ -11,7 +11,7 @@ from unirun.launcher.environment import FRESH
 from unirun.launcher.orders import PRELOAD, Orders
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire.messages import Member, StartRole
+from unirun.wire.messages import StartRole, StartWorker
 
 STDIN = 7
 
@@ -27,7 +27,7 @@ def orders(*counts: int, stdin: str | None = None, given: int | None = STDIN) ->
 
 
 def readers(which: Orders, role: str, count: int) -> list[int | None]:
-    members = tuple(Member(rank=rank, local_rank=rank, incarnation=0) for rank in range(count))
+    members = tuple(StartWorker(rank=rank, local_rank=rank, incarnation=0) for rank in range(count))
     order = StartRole(role, 0, 0, count, count, 0, 1, "127.0.0.1:1", members, "")
     return [worker.request.stdin for worker in which.launch(order).workers]
 
@@ -73,6 +73,6 @@ def test_workers_of_another_interpreter_are_not_forked() -> None:
     roles = (RoleSpec("actor", 1, Entry("script", "a.py")),)
     spec = JobSpec("job", "run-1", roles, ("actor",))
     which = Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {"PYTHON_EXEC": "/opt/python"})
-    order = StartRole("actor", 0, 0, 1, 1, 0, 1, "127.0.0.1:1", (Member(0, 0, 0),), "")
+    order = StartRole("actor", 0, 0, 1, 1, 0, 1, "127.0.0.1:1", (StartWorker(0, 0, 0),), "")
     (worker,) = which.launch(order).workers
     assert (worker.spawner, worker.request.fresh) == (FRESH, True)

@@ -28,11 +28,11 @@ from unirun.job.state import JOB_ENDS, ROLE_WORKS, JobState, RoleState, WorkerPh
 from unirun.job.transition import VIEW_DELAY
 from unirun.wire.messages import (
     ExitAck,
-    Member,
     OpenStore,
     RoleChanged,
     RoleView,
     StartRole,
+    StartWorker,
     Stop,
     StopWorkers,
     View,
@@ -131,7 +131,7 @@ class Step:
         nodes = list(dict.fromkeys(place.node for place in places))
         here = [place for place in places if place.node == node]
         members = [
-            Member(p.rank, p.local_rank, role.workers[p.rank].incarnation, p.devices, p.cpus, p.share)
+            StartWorker(p.rank, p.local_rank, role.workers[p.rank].incarnation, p.devices, p.cpus, p.share)
             for p in here
             if (name, p.rank, role.workers[p.rank].incarnation) in self.fresh
         ]

@@ -109,7 +109,7 @@ def _turned(before: RoleState, after: RoleState) -> bool:
     return any(was is None or decided(was) != decided(now) for was, now in changed)
 
 
-def changes(before: JobState | None, after: JobState) -> Changes:
+def changed_documents(before: JobState | None, after: JobState) -> Changes:
     """The documents of `after` that differ from those of `before` (None: there are none yet); None to delete one."""
     found: Changes = {}
     if before is None:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
 from unirun.job.state import JobState
-from unirun.master.persistence.context import changes, observations, restore
+from unirun.master.persistence.context import changed_documents, observations, restore
 from unirun.master.persistence.documents import Changes
 from unirun.master.status_views import summary_of
 from unirun.rendezvous.election import Term
@@ -114,7 +114,7 @@ class ContextStore:
 
     def create(self, state: JobState) -> None:
         """Write the state of a new job, in place of one of the same id."""
-        documents = _of_context(changes(None, state))
+        documents = _of_context(changed_documents(None, state))
         job = documents.pop(f"{CONTEXT}job")
         gone = (*(f"{self._prefix}{part}" for part in (CONTEXT, STATES, VERSIONS)), crashes_key(self._run_id))
         self._write({}, deletes=gone)
@@ -136,11 +136,11 @@ class ContextStore:
     def write(self, before: JobState, after: JobState) -> None:
         """Bring the store from `before` to `after`: for whoever reads, all of it at once. Raises `Fenced` when another
         leads, `StoreError`."""
-        self._write_whole(_of_context(changes(before, after)), after)
+        self._write_whole(_of_context(changed_documents(before, after)), after)
 
     def note(self, before: JobState, noted: JobState | None, after: JobState) -> None:
         """The same, with what is only of use to readers, who have had that of `noted`."""
-        documents, more = changes(before, after), observations(noted, after)
+        documents, more = changed_documents(before, after), observations(noted, after)
         if len(_parts(_of_context(documents | more))) == 1:
             self._write_whole(_of_context(documents | more), after)
             return

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Placement
 from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, new_job
-from unirun.master.persistence.context import changes
+from unirun.master.persistence.context import changed_documents
 from unirun.spec import Entry, JobSpec, RoleSpec
 
 Documents = dict[str, str]
@@ -40,7 +40,7 @@ def applied(documents: Documents, news: dict[str, str | None]) -> Documents:
 
 
 def written(state: JobState) -> Documents:
-    return applied({}, changes(None, state))
+    return applied({}, changed_documents(None, state))
 
 
 def many(ranks: int, nodes: int, roles: int = 1, cpus: tuple[int, ...] | None = None) -> JobState:

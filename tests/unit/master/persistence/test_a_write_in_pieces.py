@@ -17,7 +17,7 @@ from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, WorkerPhase
 from unirun.master.persistence import context as context_module
 from unirun.master.persistence import context_store as store_module
-from unirun.master.persistence.context import changes
+from unirun.master.persistence.context import changed_documents
 from unirun.master.persistence.context_store import (
     load,
 )
@@ -64,7 +64,7 @@ class TestAWriteInPieces:
         assert seen == [seen[0]] * turn + [seen[turn]] * (len(seen) - turn)
         assert seen[0] == kept(before)
         assert load(store, RUN) == kept(after)
-        assert set(names(store)) == {f"context/{name}" for name in changes(None, after)}, (
+        assert set(names(store)) == {f"context/{name}" for name in changed_documents(None, after)}, (
             "nothing is left over"
         )
 

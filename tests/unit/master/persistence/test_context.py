@@ -19,7 +19,7 @@ from unirun.errors import StoreRefused
 from unirun.failover.takeover import resume
 from unirun.job.events import Event, JoinTimedOut, ViewDue
 from unirun.job.state import JobState
-from unirun.master.persistence.context import SCHEMA, changes, restore, urgent
+from unirun.master.persistence.context import SCHEMA, changed_documents, restore, urgent
 from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
@@ -49,7 +49,7 @@ def test_what_is_written_step_by_step_is_what_is_written_at_once(seed: int) -> N
     states = Walk(seed).states(120)
     documents = written(states[0])
     for before, after in pairwise(states):
-        documents = applied(documents, changes(before, after))
+        documents = applied(documents, changed_documents(before, after))
         assert documents == written(after)
 
 
@@ -60,7 +60,7 @@ def test_steps_may_be_left_out(seed: int, data: st.DataObject) -> None:
     chosen = sorted(data.draw(st.sets(st.integers(1, len(states) - 1), max_size=10)))
     documents, before = written(states[0]), states[0]
     for number in chosen:
-        documents = applied(documents, changes(before, states[number]))
+        documents = applied(documents, changed_documents(before, states[number]))
         before = states[number]
     assert restore(documents) == kept(before)
 

@@ -10,7 +10,7 @@ from tests.unit.master.persistence.documents import applied, kept, many, written
 from unirun.job.events import Event
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobState, WorkerPhase
-from unirun.master.persistence.context import changes, observations, observed, restore
+from unirun.master.persistence.context import changed_documents, observations, observed, restore
 from unirun.master.step import step
 from unirun.values import WorkerId
 from unirun.wire.reports import (
@@ -46,7 +46,7 @@ def big() -> JobState:
 
 class TestTenThousandRanks:
     def test_are_in_documents_of_moderate_size(self, big: JobState) -> None:
-        assert largest(changes(None, big)) < MOST
+        assert largest(changed_documents(None, big)) < MOST
         assert largest(observations(None, big)) < MOST
         assert restore(written(big)) == kept(big)
 
@@ -63,20 +63,20 @@ class TestTenThousandRanks:
         state = big
         for event, most in events:
             after, _ = step(state, event, 4.0)
-            news = changes(state, after)
+            news = changed_documents(state, after)
             assert len(news) <= most, event
             assert largest(news) < MOST
             state = after
-        assert changes(state, state) == {}
+        assert changed_documents(state, state) == {}
 
     def test_that_are_bound_to_many_processors_are_in_small_documents_too(self) -> None:
         state = many(1000, 10, cpus=tuple(range(384)))
-        assert largest(changes(None, state)) < MOST
+        assert largest(changed_documents(None, state)) < MOST
         assert restore(written(state)) == kept(state)
 
     def test_of_many_roles_have_small_documents_of_nodes(self) -> None:
         state = joined(many(600, 3, roles=200))
-        assert largest(changes(None, state)) < MOST
+        assert largest(changed_documents(None, state)) < MOST
         assert restore(written(state)) == kept(state)
 
 
@@ -86,7 +86,7 @@ def test_a_block_of_failures_is_small_whatever_they_say() -> None:
     for _ in range(16):
         job.exits("actor", 0, 1, error=WorkerError(flood, flood, job.now), note=flood)
     assert len(job.state.failures) == 16
-    assert largest(changes(None, job.state)) < 256 * 1024
+    assert largest(changed_documents(None, job.state)) < 256 * 1024
     assert restore(written(job.state)) == kept(job.state)
 
 
@@ -96,7 +96,7 @@ def test_failures_that_are_forgotten_leave_no_document_behind() -> None:
     for number in range(700):
         failure = Failure(WorkerId("actor", 0, number), 0, "n0", float(number), Exit(code=1))
         after = state.with_failures(failure)
-        news = changes(state, after)
+        news = changed_documents(state, after)
         assert len([name for name, text in news.items() if text is not None]) <= 2
         documents, state = applied(documents, news), after
         blocks = [name for name in documents if name.startswith("failures/")]
@@ -111,7 +111,7 @@ def test_many_failures_at_once_may_follow_few() -> None:
     for size in (3, 300, 1, 600, 8):
         more = [Failure(WorkerId("actor", 0, n), 0, "n0", 1.0, Exit(code=1)) for n in range(size)]
         after = state.with_failures(*more)
-        documents, state = applied(documents, changes(state, after)), after
+        documents, state = applied(documents, changed_documents(state, after)), after
         assert restore(documents) == kept(state)
         assert len([name for name in documents if name.startswith("failures/")]) <= 33
 

@@ -21,7 +21,7 @@ from unirun.job.failures import Exit, Failure
 from unirun.job.ranks import Ranks
 from unirun.job.state import JobState, WorkerPhase
 from unirun.master.persistence import context_store as store_module
-from unirun.master.persistence.context import changes, observations, observed, restore
+from unirun.master.persistence.context import changed_documents, observations, observed, restore
 from unirun.master.persistence.context_store import (
     MAX_BYTES,
     MAX_OPERATIONS,
@@ -50,7 +50,7 @@ class TestANewContext:
         first.note(many(600, 1), None, old)
         assert len(read_context(store, RUN)) > 10
         contexts(store, deposing=1).create(job.state)
-        assert read_context(store, RUN) == applied({}, changes(None, job.state))
+        assert read_context(store, RUN) == applied({}, changed_documents(None, job.state))
 
     def test_touches_no_job_whose_id_begins_alike(self, store: UnsteadyStore, job: Job) -> None:
         other = Job({"actor": 2}).running()
@@ -249,7 +249,7 @@ class TestAStoreThatFails:
 
                 until_done(write, 100)
         store.reads.clear()
-        assert read_context(store, RUN) == applied({}, changes(None, states[-1]))
+        assert read_context(store, RUN) == applied({}, changed_documents(None, states[-1]))
 
     def test_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
         self, store: UnsteadyStore, job: Job
@@ -334,5 +334,5 @@ def test_a_context_of_somebody_else_is_refused(store: UnsteadyStore) -> None:
 
 
 def test_observations_are_no_part_of_what_is_restored(store: UnsteadyStore, job: Job) -> None:
-    documents = applied({}, changes(None, job.state))
+    documents = applied({}, changed_documents(None, job.state))
     assert restore({**documents, **applied({}, observations(None, job.state))}) == restore(documents)
