@@ -13,11 +13,11 @@ from tests.sim.world import Clock, Plan
 from unirun.errors import EXIT_BUDGET, EXIT_FAILURE, EXIT_PLACEMENT, EXIT_RENDEZVOUS
 from unirun.failover.crashes import MOST
 from unirun.job.events import (
-    AgentLost,
     Command,
     Event,
     Finish,
     JoinTimedOut,
+    LossesDue,
     RejoinTimedOut,
     ToAgents,
 )
@@ -33,7 +33,7 @@ from unirun.wire.messages import Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
-LOSSES = AgentLost | JoinTimedOut | RejoinTimedOut
+LOSSES = LossesDue | JoinTimedOut | RejoinTimedOut
 """The events by which nodes are given up."""
 
 DEAD = (RolePhase.FAILED, RolePhase.STOPPED)
@@ -136,7 +136,7 @@ class Invariants:
                 assert not nowhere, f"{name}:{nowhere} have no place"
                 gone = {*state.placement.lost} - {*before.placement.lost}
                 was = before.placement.of_role(name)
-                told = isinstance(event, AgentLost) and before.phase is JobPhase.RUNNING
+                told = isinstance(event, LossesDue) and before.phase is JobPhase.RUNNING
                 # Its store may have been there though nobody of it lived there any more.
                 if gone and told and was == places and leader(before, name) not in gone:
                     assert not any(worker.node in gone for worker in before.roles[name].live)

@@ -171,7 +171,8 @@ class MasterModel:
     def _join(self, join: Join, pipe: Pipe) -> None:
         self.agents[join.node] = pipe
         self.sent_away.discard(join.node)
-        if self.state.phase in JOB_ENDS or self.state.given_up(join.node):
+        lost = self.state.given_up(join.node) or join.node in self.state.losses
+        if self.state.phase in JOB_ENDS or lost:
             self.sent_away.add(join.node)
             pipe.send(Shutdown())
             return

@@ -21,7 +21,7 @@ from unirun.failover.relocation import moves, place_without, why_all_restart
 from unirun.failover.restart import end_job, history_of, restart
 from unirun.failover.worker_failure import failure_of
 from unirun.graph import spans
-from unirun.job.events import ToWatchers
+from unirun.job.events import After, LossesDue, ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import form_if_all_are_there, obstructed, order_store
 from unirun.job.state import (
@@ -37,8 +37,18 @@ from unirun.job.views import leader
 from unirun.values import WorkerId
 from unirun.wire.reports import Notice, WorkerExited
 
+LOSS_DELAY = 0.005
+"""Seconds in which the losses of agents are gathered into one decision."""
+
 KILLED = 128 + signal.SIGKILL
 """The exit code of a job whose nodes are gone."""
+
+
+def agent_lost(transition: Transition, node: str, reason: str) -> None:
+    """The agent of `node` is gone. When a rack loses its power, many are: one decision is made for all of them."""
+    if not transition.state.losses:
+        transition.send(After(LOSS_DELAY, LossesDue()))
+    transition.state = replace(transition.state, losses={**transition.state.losses, node: reason})
 
 
 def nodes_lost(transition: Transition, nodes: Mapping[str, str]) -> None:

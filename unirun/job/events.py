@@ -28,6 +28,10 @@ class AgentLost(Value):
     reason: str
 
 
+class LossesDue(Value):
+    """Agents have been lost a moment ago: whoever else was lost with them is known by now."""
+
+
 class OwnerLost(Value):
     """The CLI that the job belongs to has died."""
 
@@ -57,6 +61,7 @@ Event = (
     | Notice
     | Stop
     | AgentLost
+    | LossesDue
     | OwnerLost
     | JoinTimedOut
     | RejoinTimedOut

@@ -262,7 +262,8 @@ class JobState(Value):
     stops by itself. `view_due`: something has changed that the workers will be told in a moment. `away` are the nodes
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
-    `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on.
+    `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
+    of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
     that the end of the job follows from.
     """
@@ -286,6 +287,7 @@ class JobState(Value):
     inventory: Inventory = NOTHING
     told: Told | None = None
     uninformed: frozenset[str] = frozenset()
+    losses: Mapping[str, str] = field(default_factory=dict)
     epoch: int = 0
     recorded: int = 0
     cause: str = ""

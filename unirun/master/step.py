@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
 from unirun.failover.ending import end_as_told, end_if_over, settle, stop_all
-from unirun.failover.node_loss import begin_without, nodes_lost
+from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
 from unirun.failover.worker_failure import exited, store_ended
 from unirun.graph import sound
@@ -18,6 +18,7 @@ from unirun.job.events import (
     Event,
     JoinTimedOut,
     KeepMetrics,
+    LossesDue,
     OwnerLost,
     RejoinTimedOut,
     ToWatchers,
@@ -109,7 +110,10 @@ def _handle(transition: Transition, event: Event) -> None:
         case OwnerLost():
             _stop(transition, Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE))
         case AgentLost(node, reason):
-            nodes_lost(transition, {node: reason})
+            agent_lost(transition, node, reason)
+        case LossesDue():
+            losses, transition.state = transition.state.losses, replace(transition.state, losses={})
+            nodes_lost(transition, losses)
         case JoinTimedOut():
             _join_timed_out(transition)
         case RejoinTimedOut():
@@ -149,7 +153,7 @@ def _join(transition: Transition, event: Join) -> None:
     state = transition.state
     known = state.agents.get(event.node)
     again = known is not None and (event.node in state.away or known.pid == event.pid)
-    if state.given_up(event.node) or (known is not None and not again):
+    if state.given_up(event.node) or event.node in state.losses or (known is not None and not again):
         raise Refused(f"node {event.node} joined twice, or has no place in this job")
     transition.state = replace(
         state,

@@ -9,15 +9,49 @@ from tests.unit.failover.takeover import join, take_over
 from tests.unit.job.job import TERM, Job
 from tests.unit.master.persistence.documents import kept, written
 from unirun.collocation import Device, Inventory, Node
-from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
-from unirun.job.events import RejoinTimedOut
+from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition, Refused
+from unirun.failover.node_loss import LOSS_DELAY
+from unirun.job.events import After, LossesDue, RejoinTimedOut
 from unirun.job.state import JobPhase, RolePhase
 from unirun.master.persistence.context import restore
 from unirun.master.status_views import status_of
+from unirun.master.step import step
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, StartRole, StopWorkers, View
 from unirun.wire.reports import FromWorker, GroupFormed, Notice, Serving
 from unirun.wire.spawning import StoreOpened
+
+
+class TestNodesThatAreLostWithinAMoment:
+    """A rack that loses its power is one loss, however many streams end one after the other."""
+
+    def test_are_one_decision_and_one_restart(self) -> None:
+        job = scripts(of=4).running()
+        job.losses_apart = False
+        job.on(gone("n0"), gone("n1"))
+        assert job.state.roles["actor"].restarts == 1
+        assert job.records.count("decision: ") == 1
+        assert job.state.placement.lost == ("n0", "n1")
+        assert {failure.node for failure in job.state.failures} == {"n0", "n1"}
+
+    def test_are_waited_for_once(self) -> None:
+        state, commands = step(scripts(of=4).running().state, gone("n0"), 1.0)
+        assert commands == [After(LOSS_DELAY, LossesDue())]
+        state, commands = step(state, gone("n1"), 1.0)
+        assert commands == []
+        assert state.losses.keys() == {"n0", "n1"}
+
+    def test_are_not_taken_back_meanwhile(self) -> None:
+        job = scripts(of=4).running()
+        state, _ = step(job.state, gone("n1"), 1.0)
+        with pytest.raises(Refused, match="node n1 joined twice, or has no place in this job"):
+            step(state, job.join("n1"), 1.0)
+
+    def test_are_missed_by_the_next_master_if_this_one_dies_first(self) -> None:
+        job = scripts(of=4).running()
+        job.state, _ = step(job.state, gone("n1"), 1.0)
+        take_over(job)
+        assert (job.state.losses, "n1" in job.state.away) == ({}, True)
 
 
 class TestARoleOfScripts:

@@ -8,9 +8,11 @@ from tests.sim.views import told_view
 from unirun.collocation import Assignment, Inventory, Placement, place
 from unirun.graph import declared
 from unirun.job.events import (
+    After,
     Command,
     Event,
     Finish,
+    LossesDue,
     Record,
     ToAgent,
     ToAgents,
@@ -47,6 +49,7 @@ class Job:
     ) -> None:
         kinds = kinds or {}
         self.stores_open = stores_open
+        self.losses_apart = True
         limits = restarts or {}
         roles = tuple(
             RoleSpec(
@@ -92,6 +95,8 @@ class Job:
             self.commands += commands
             assert all(c.node in self.state.nodes for c in commands if isinstance(c, ToAgent))
             orders = [c.message for c in commands if isinstance(c, ToAgent)]
+            if any(isinstance(c, After) and c.event == LossesDue() for c in commands):
+                pending = [LossesDue(), *pending] if self.losses_apart else [*pending, LossesDue()]
             if self.stores_open:
                 opened = [StoreOpened(o.role, o.generation) for o in orders if isinstance(o, OpenStore)]
                 pending = [*(each for each in opened if each.generation > 0), *pending]

@@ -31,6 +31,7 @@ def kept(state: JobState) -> JobState:
         uninformed=frozenset(),
         recorded=0,
         epoch=0,
+        losses={},
     )
 
 
