@@ -1,7 +1,7 @@
 """What the control plane costs in a large job, and in a small one at rest.
 
 The master of 10 000 ranks is the real one with its streams, its ledger and its status; only its agents are made up
-(`benchmarks.fleet`). What it takes is counted in processor time, which others on the machine hardly change.
+(`benchmarks.fleet`). What it takes is counted in processor time, in units of `benchmarks.calibration`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from statistics import median
 
 import psutil
 
+from benchmarks.calibration import bar, calibrate
 from benchmarks.encodings import agent_encodings
-from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, measured, say
+from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, measured, ratio, say
 from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.rpc import BARS as CALL_BARS
 from benchmarks.suites.rpc import figure, foreign, rounds
@@ -34,10 +35,10 @@ from unirun.rendezvous.jobdir import create_job
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire import new_token
 
-START = Bar("10 000 ranks start: processor time of the master", "s", 5.0)
-WORKER_STEP = Bar("10 000 ranks, one worker restarted: longest step of the master", "ms", 20.0)
+START = bar("10 000 ranks start: processor time of the master", 5.0)
+WORKER_STEP = bar("10 000 ranks, one worker restarted: longest step of the master", 0.020)
 WORKER_BYTES = Bar("10 000 ranks, one worker restarted: bytes sent to each agent", "bytes", 2000)
-NODE_STEP = Bar("10 000 ranks, one node of 8 lost: longest step of the master", "ms", 300.0)
+NODE_STEP = bar("10 000 ranks, one node of 8 lost: longest step of the master", 0.300)
 ENCODINGS = Bar("messages to all 8 workers of a node: encodings", "encodings", 1)
 IDLE = Bar("8 idle workers of a job that makes calls: share of a core", "%", 2.0)
 BLOCKING = next(bar for transport, what, _, bar in CALL_BARS if (transport, what) == ("socket", "blocking"))
@@ -65,50 +66,55 @@ def figures(runs: int) -> list[Figure]:
 
 def large_job(runs: int) -> list[Figure]:
     """The figures of a job of 10 000 ranks."""
-    bars = (START, WORKER_STEP, WORKER_BYTES, NODE_STEP)
     say(START.name)
     found: list[tuple[float, ...]] = []
+    units: list[float] = []
     busy: list[float] = []
     fault = ""
     try:
         while len(found) < runs:
             busy.append(load_of_others())
+            before = calibrate(time.process_time)
             found.append(large_costs())
+            units.append((before + calibrate(time.process_time)) / 2)
     except BenchmarkError as error:
         fault = str(error)
-    columns = list(zip(*found, strict=True)) or [()] * len(bars)
+    start, worker, received, node = list(zip(*found, strict=True)) or [()] * 4
+    others = median(busy)
+    whole = median(received) if received else None
+    peer = "pure Python"
     return [
-        Figure(bar, median(own) if own else None, runs, bar.unit, own, fault=fault, busy=median(busy))
-        for bar, own in zip(bars, columns, strict=True)
+        Figure(START, ratio(start, units), runs, "s", start, peer, tuple(units), fault, others),
+        Figure(WORKER_STEP, ratio(worker, units), runs, "s", worker, peer, tuple(units), fault, others),
+        Figure(WORKER_BYTES, whole, runs, "bytes", received, fault=fault, busy=others),
+        Figure(NODE_STEP, ratio(node, units), runs, "s", node, peer, tuple(units), fault, others),
     ]
 
 
 def large_costs() -> tuple[float, ...]:
-    """Run the large job once; values in the order and the units of `large_job`."""
+    """Run the large job once: the values of the figures, in seconds and bytes, in the order of `large_job`."""
     with large() as (master, fleet, job):
-        settle(fleet, "start", job)
+        settle(fleet, "start", job, restarts=0)
         ask(fleet, "bytes")
         start = ask(master, "")["processor"]
-        settle(fleet, f"worker {LOST_RANK}", job)
+        settle(fleet, f"worker {LOST_RANK}", job, restarts=1)
         worker = ask(master, "")["longest"]
         received = ask(fleet, "bytes")["received"]
-        settle(fleet, f"node {LOST_NODE}", job)
+        settle(fleet, f"node {LOST_NODE}", job, restarts=2)
         node = ask(master, "")["longest"]
-        restarts = read_status(job).roles[0].restarts
-        if restarts != 2:
-            raise BenchmarkError(f"the role has {restarts} restarts")
-        return start, 1000 * worker, received, 1000 * node
+        return start, worker, received, node
 
 
-def settle(fleet: subprocess.Popen[str], command: str, job: JobDir) -> None:
+def settle(fleet: subprocess.Popen[str], command: str, job: JobDir, *, restarts: int) -> None:
     """Let something happen, and wait until all ranks run again and the master has no more to say."""
     if ask(fleet, command)["up"] != NODES * PER_NODE:
         raise BenchmarkError(f"not all ranks are up after {command!r}")
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        time.sleep(1.5)
+        time.sleep(1.0)
         role = read_status(job).roles[0]
-        if role.phase == "running" and {worker.generation for worker in role.workers} == {role.generation}:
+        formed = {worker.generation for worker in role.workers} == {role.generation}
+        if role.phase == "running" and role.restarts == restarts and formed:
             return
     raise BenchmarkError(f"the role is {role.phase} after {command!r}")
 

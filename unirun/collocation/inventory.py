@@ -57,7 +57,7 @@ class Node(Value):
     numa: tuple[NumaNode, ...] = ()
 
 
-class Inventory(Value, dict=True):
+class Inventory(Value, dict=True, gc=True):
     """All nodes of a job."""
 
     nodes: tuple[Node, ...]

@@ -35,7 +35,7 @@ class Assignment(Value):
     numa: int = -1
 
 
-class Placement(Value, dict=True):
+class Placement(Value, dict=True, gc=True):
     """Every rank of a job with its place; `note` says in words what was decided, and why.
 
     `spares` are nodes held back, `excluded` those that the job shall not use, and `lost` those that it had, in the

@@ -11,8 +11,8 @@ from unirun.job.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, WorkerOutput
 
-VIEW_DELAY = 0.1
-"""Seconds in which news for the workers is gathered, unless somebody waits for it."""
+VIEW_DELAY, VIEW_DELAY_PER_AGENT = 0.1, 0.0002
+"""Seconds in which news for the workers is gathered, unless somebody waits for it: at least, and for each agent."""
 
 
 CAUSES = frozenset({"start", "exit", "agent_lost", "store", "stop", "decision", "restart", "stopping"})
@@ -77,7 +77,8 @@ class Transition:
         """As `tell_now`, in a moment: more may happen until then."""
         if not self.state.view_due:
             self.state = replace(self.state, view_due=True)
-            self.send(After(VIEW_DELAY, ViewDue()))
+            delay = max(VIEW_DELAY, VIEW_DELAY_PER_AGENT * len(self.state.agents))
+            self.send(After(delay, ViewDue()))
 
     def stop(self, role: RoleState, signum: int, grace: float) -> None:
         """Order the end of all that lives of `role`."""

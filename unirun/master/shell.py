@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -33,8 +32,9 @@ from unirun.job.events import (
 from unirun.job.state import JOB_ENDS, JobState, Verdict
 from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
+from unirun.master.status_file import StatusFile
 from unirun.master.status_views import farewell, present, status_of
-from unirun.observe import EventLog, MetricsLog, led_to, write_status
+from unirun.observe import EventLog, JobStatus, MetricsLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.reporting import report
@@ -44,9 +44,6 @@ from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
-
-PERSIST_DELAY, MAX_PERSIST_DELAY = 0.02, 1.0
-"""Seconds in which changes are gathered into one writing of the status: ten times what that takes, within these."""
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
@@ -103,9 +100,7 @@ class Master:
         self._told_trouble = False
         self._memory: dict[str, int] = {}
         self._cpu: dict[str, float] = {}
-        self._dirty = False
-        self._persist_took = (0.0, 0.0)
-        self._persisted = 0
+        self._status_file = StatusFile(job, self._status, lambda problem: self._log.write("error", problem))
 
     async def run(self, agents: Mapping[str, int]) -> None:
         """Lead the job to its end, or until another master does.
@@ -121,7 +116,7 @@ class Master:
         self._take(lambda: self._core.begin(self._state, time.time()))
         if self._state.phase in JOB_ENDS:
             self._over.set()
-        self._persist()
+        await self._status_file.write()
         server = await asyncio.start_unix_server(self._serve, sock=self._listener, backlog=BACKLOG)
         try:
             async with self._writer.working(self._over):
@@ -133,7 +128,7 @@ class Master:
                     await self._say_goodbye()
         finally:
             server.close()
-            self._persist()
+            await self._status_file.write()
             self._log.close()
             self._metrics.close()
             for watch in watches:
@@ -178,7 +173,7 @@ class Master:
             self._writer.deposed = True
             self._over.set()
             return
-        self._persist_soon()
+        self._status_file.write_soon()
 
     async def _crash(self, error: Exception) -> None:
         """This master ends by an error of its own. Written before its streams end and the next one comes."""
@@ -238,39 +233,20 @@ class Master:
         if bool(trouble) != self._told_trouble:
             self._told_trouble = bool(trouble)
             self._tell_watchers(Notice("store", trouble or "it is back"))
-        self._persist_soon()
+        self._status_file.write_soon()
 
-    def _persist_soon(self) -> None:
-        if not self._dirty:
-            self._dirty = True
-            # The shorter of the last two: a disk that stalls once must not delay the next status.
-            delay = min(max(PERSIST_DELAY, 10 * min(self._persist_took)), MAX_PERSIST_DELAY)
-            asyncio.get_running_loop().call_later(delay, self._persist)
-
-    def _persist(self) -> None:
-        self._dirty = False
-        if self._writer.deposed or self._another_writes():
-            return
-        began = time.monotonic()
-        status = status_of(
+    def _status(self) -> Callable[[], JobStatus] | None:
+        """What makes the status as it is now, for another thread."""
+        if self._writer.deposed:
+            return None
+        return partial(
+            status_of,
             self._writer.certain,
-            self._memory,
-            self._cpu,
+            dict(self._memory),
+            dict(self._cpu),
             epoch=self._term.epoch,
             trouble=self._writer.trouble,
         )
-        try:
-            write_status(self._job, status)
-        except OSError as error:
-            # A full disk must not end a job that can go on; the next change tries again.
-            self._log.write("error", f"the state cannot be written: {error}")
-        self._persisted = _written_at(self._job.state)
-        self._persist_took = (self._persist_took[1], time.monotonic() - began)
-
-    def _another_writes(self) -> bool:
-        """Whether another master has written the status since this one did: then the term of this one is over, though
-        it has not been told yet."""
-        return self._persisted != 0 and _written_at(self._job.state) != self._persisted
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -334,7 +310,7 @@ class Master:
                 if isinstance(message, Sample):
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)
-                    self._persist_soon()
+                    self._status_file.write_soon()
                 elif isinstance(message, FromWorker) and isinstance(message.message, Ask):
                     self._writer.ask(message.worker, message.message, stream.send)
                 elif isinstance(message, Event):
@@ -375,7 +351,7 @@ class Master:
 
         A master that has found the job ended waits for those who do not know it yet.
         """
-        self._persist()
+        await self._status_file.write()
         for agent in self._agents.values():
             agent.send(Shutdown())
         for watcher in self._watchers:
@@ -386,11 +362,3 @@ class Master:
                 await asyncio.wait(set(self._tasks), timeout=left)
             else:
                 await asyncio.sleep(0.01)
-
-
-def _written_at(path: Path) -> int:
-    """When a file was written, in nanoseconds; 0 when it is not there."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -1,0 +1,86 @@
+"""The file with the status of a job: written at most every so often, and by a thread, so that no event waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from unirun.observe import JobStatus, write_status
+from unirun.rendezvous import JobDir
+from unirun.reporting import report_error
+
+DELAY, MAX_DELAY = 0.02, 1.0
+"""Seconds in which changes are gathered into one writing: ten times what that takes, within these."""
+
+
+class StatusFile:
+    """Of one master. `snapshot` gives what makes the status of this moment, None when nothing is to be written any
+    more; `failed` is told why it could not be written."""
+
+    def __init__(
+        self,
+        job: JobDir,
+        snapshot: Callable[[], Callable[[], JobStatus] | None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._job, self._snapshot, self._failed = job, snapshot, failed
+        self._one_by_one = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._due = False
+        self._took = (0.0, 0.0)
+        self._written = 0
+
+    def write_soon(self) -> None:
+        """Write it in a moment: more may change until then."""
+        if not self._due:
+            self._due = True
+            # The shorter of the last two: a disk that stalls once must not delay the next status.
+            delay = min(max(DELAY, 10 * min(self._took)), MAX_DELAY)
+            asyncio.get_running_loop().call_later(delay, self._begin)
+
+    async def write(self) -> None:
+        """Write it now."""
+        async with self._one_by_one:
+            self._due = False
+            status = self._snapshot()
+            if status is None or self._another_writes():
+                return
+            began = time.monotonic()
+            problem = await asyncio.to_thread(self._replace, status)
+            if problem:
+                # A full disk must not end a job that can go on; the next change tries again.
+                self._failed(problem)
+            self._written = _written_at(self._job.state)
+            self._took = (self._took[1], time.monotonic() - began)
+
+    def _begin(self) -> None:
+        task = asyncio.ensure_future(self.write())
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            report_error(error)
+
+    def _replace(self, status: Callable[[], JobStatus]) -> str:
+        try:
+            write_status(self._job, status())
+        except OSError as error:
+            return f"the state cannot be written: {error}"
+        return ""
+
+    def _another_writes(self) -> bool:
+        """Whether another master has written the status since this one did: then the term of this one is over, though
+        it has not been told yet."""
+        return self._written != 0 and _written_at(self._job.state) != self._written
+
+
+def _written_at(path: Path) -> int:
+    """When a file was written, in nanoseconds; 0 when it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
