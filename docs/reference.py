@@ -68,16 +68,18 @@ SECTIONS = {
     ],
 }
 
-OTHER_NAMES = {"JobBuilder": "DLJobBuilder", "Trainer": "BaseTrainer", "Workload": "BaseWorkload"}
+OTHER_NAMES = {"JobBuilder": "DLJobBuilder", "Workload": "BaseWorkload"}
 
 OWN_USE = {
     "Context": {"peers", "session"},
-    "InvocationRef": {"wake_with", "forget_wake", "wait_with", "settle", "settled", "has", "interrupted"}
-    | {"failed", "start_again", "finish", "expire"},
+    "InvocationRef": {"wake_with", "forget_wake"},
     "JobHandle": {"await_start"},
     "MasterHandle": {"identity"},
 }
 """Members without an underscore that are not for users."""
+
+OWN_BASES = {"OpenCall"}
+"""Bases of which nothing is for users but what the docstring of the class says."""
 
 SHARED = {"RLJobBuilder": "DLJobBuilder", "WorkloadBuilder": "DLJobBuilder"}
 """Classes whose methods are those of another one, and some more."""
@@ -165,6 +167,7 @@ def _wrapped(signature: str) -> str:
 
 def _prune(target: Class) -> None:
     """Leave what is for users, once."""
+    target.bases = [base for base in target.bases if str(base) not in OWN_BASES]
     for member in OWN_USE.get(target.name, ()):
         del target.members[member]
     if target.name in MADE_BY_UNIRUN:

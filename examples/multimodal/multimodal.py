@@ -139,7 +139,7 @@ class Brain(Stage):
         return int((logits.argmax(-1) == self.labels[indices]).sum())
 
 
-class MultimodalTrainer(unirun.Trainer):
+class MultimodalTrainer(unirun.BaseTrainer):
     """Trains with either modality alone and with both, and compares."""
 
     def init(self) -> None:

@@ -73,7 +73,7 @@ class Learner(unirun.Workload):
         return self.scores[t]
 
 
-class OnlineTrainer(unirun.Trainer):
+class OnlineTrainer(unirun.BaseTrainer):
     """Moves the stream through the roles. It may die as well: what was scored is kept."""
 
     def init(self) -> None:

@@ -168,7 +168,7 @@ class Rollout(unirun.Workload):
         return greedy_returns(self.network, seeds)
 
 
-class PPOTrainer(unirun.Trainer):
+class PPOTrainer(unirun.BaseTrainer):
     """Trains each seed in turn. The job fails when one of them misses the bar."""
 
     def init(self) -> None:

@@ -67,7 +67,7 @@ class Model(unirun.Workload):
         return int((model(images).argmax(-1) == labels).sum())
 
 
-class SFTTrainer(unirun.Trainer):
+class SFTTrainer(unirun.BaseTrainer):
     """Pre-trains on 0 to 4, fine-tunes on 5 to 9 alone, and again with some old images among the new ones."""
 
     def init(self) -> None:

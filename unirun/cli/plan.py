@@ -180,6 +180,7 @@ def command_of(role: RoleSpec) -> str:
         "script": [Path(sys.executable).name, entry.target],
         "module": [Path(sys.executable).name, "-m", entry.target],
         "program": [entry.target],
+        "function": ["function", entry.target],
         "workload": ["workload", entry.target],
         "trainer": ["trainer", entry.target],
     }[entry.kind]

@@ -14,11 +14,11 @@ from unirun.graph.instances import (
     sources_of,
     targets_of,
 )
-from unirun.graph.jobs import declared
+from unirun.graph.jobs import declared, graph_of
 from unirun.graph.learn import Caller, LearnedEdge, added, learn, sound
 from unirun.graph.parts import Affected, affected, spans, tight_parts, weights
-from unirun.graph.read import from_edges, read_edges
-from unirun.graph.values import Direction, Edge, Graph, Kind, Role
+from unirun.graph.values import Graph, Role
+from unirun.spec.edges import Direction, Edge, Kind
 
 __all__ = [
     "Affected",
@@ -35,12 +35,11 @@ __all__ = [
     "affected",
     "declared",
     "faults",
-    "from_edges",
+    "graph_of",
     "instance_edges",
     "instances",
     "learn",
     "pair_count",
-    "read_edges",
     "sound",
     "sources_of",
     "spans",

@@ -15,7 +15,8 @@ from math import isfinite
 from msgspec.structs import replace
 
 from unirun.errors import Fault
-from unirun.graph.values import DIRECTIONS, KINDS, Edge, Graph
+from unirun.graph.values import Graph
+from unirun.spec.edges import DIRECTIONS, KINDS, Edge
 from unirun.spec.read import nearest
 
 

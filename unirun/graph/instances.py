@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unirun.graph.values import Edge, Graph
+from unirun.graph.values import Graph
+from unirun.spec.edges import Edge
 from unirun.values import Value
 
 

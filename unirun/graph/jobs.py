@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from unirun.graph.read import from_edges
-from unirun.graph.values import Graph
+from collections.abc import Iterable, Mapping
+
+from msgspec.structs import replace
+
+from unirun.errors import SpecError
+from unirun.graph.checks import faults
+from unirun.graph.values import Graph, Role
 from unirun.spec import JobSpec
+from unirun.spec.edges import Edge, Kind
 
 
 def declared(spec: JobSpec) -> Graph:
     """The roles of `spec` and its edges; without any, a trainer calls each role of workloads. Raises `SpecError`."""
-    edges = [*spec.edges]
+    edges = spec.edges
     if not edges:
         trainers = (role.name for role in spec.roles if role.entry.kind == "trainer")
         workloads = [role.name for role in spec.roles if role.entry.kind == "workload"]
-        edges = [{"from": trainer, "to": workload} for trainer in trainers for workload in workloads]
-    return from_edges({role.name: role.count for role in spec.roles}, edges)
+        edges = tuple(Edge(trainer, workload, kind="") for trainer in trainers for workload in workloads)
+    return graph_of({role.name: role.count for role in spec.roles}, edges)
+
+
+def graph_of(counts: Mapping[str, int], edges: Iterable[Edge]) -> Graph:
+    """The graph of the roles in `counts`, with every fault of it as a `SpecError`.
+
+    An edge without a kind is ``one_to_one`` between equal counts, ``scatter`` from one rank, ``gather`` to one rank,
+    and else ``all_to_all``.
+    """
+    roles = tuple(Role(name, count) for name, count in counts.items())
+    graph = Graph(roles, tuple(replace(e, kind=e.kind or _usual_kind(counts, e)) for e in edges))
+    if found := faults(graph):
+        raise SpecError(found)
+    return graph
+
+
+def _usual_kind(counts: Mapping[str, int], edge: Edge) -> Kind:
+    sources, targets = counts.get(edge.source, 1), counts.get(edge.target, 1)
+    if sources == targets:
+        return "one_to_one"
+    if sources == 1:
+        return "scatter"
+    return "gather" if targets == 1 else "all_to_all"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from unirun.graph.values import Direction, Edge, Kind
+from unirun.spec.edges import Direction, Edge, Kind
 from unirun.values import Value
 from unirun.wire.reports import CallCount, Span
 

@@ -7,7 +7,8 @@ from itertools import groupby
 from typing import Literal
 
 from unirun.graph.instances import sources_of, targets_of
-from unirun.graph.values import Edge, Graph
+from unirun.graph.values import Graph
+from unirun.spec.edges import Edge
 from unirun.values import Value
 
 Side = Literal["failed", "peer", "upstream", "downstream"]

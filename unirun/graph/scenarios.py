@@ -5,7 +5,8 @@ Weights are bytes per step. A model of 7 billion parameters has 14 GB in bfloat1
 
 from __future__ import annotations
 
-from unirun.graph.values import Edge, Graph, Role
+from unirun.graph.values import Graph, Role
+from unirun.spec.edges import Edge
 
 _WEIGHTS = 14e9
 

@@ -13,7 +13,8 @@ from html import escape
 from unirun.graph.layout import Layout, Pair, Point, heights, layout
 from unirun.graph.states import look
 from unirun.graph.text import NO_STATES, edge_line, printable, vertex_lines
-from unirun.graph.values import Edge, Graph, Role
+from unirun.graph.values import Graph, Role
+from unirun.spec.edges import Edge
 from unirun.values import Value
 
 FONT = 13.0

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from unirun.graph.states import PLAIN, look
-from unirun.graph.values import Edge, Graph, Role
+from unirun.graph.values import Graph, Role
 from unirun.sizes import show_size
+from unirun.spec.edges import Edge
 
 NO_STATES: Mapping[str, str] = {}
 

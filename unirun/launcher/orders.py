@@ -32,8 +32,8 @@ PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocess
 PRELOAD_CALLS = ("unirun.roles.host",)
 """What spawners import besides when some role serves or makes calls."""
 
-CALLS = ("workload", "trainer")
-"""The kinds of entries that serve or make calls."""
+CALLS = ("workload", "trainer", "function")
+"""The kinds of entries that `unirun.roles.host` runs: they serve or make calls, or may."""
 
 
 class Orders:

@@ -66,8 +66,8 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     try:
         if kind == "module":
             _run_module(target, args)
-        elif kind in ("workload", "trainer"):
-            _run_module("unirun.roles", (kind, target))
+        elif kind in ("workload", "trainer", "function"):
+            _run_module("unirun.roles", (kind, target, *args))
         else:
             _run_script(target, args)
         return

@@ -8,7 +8,7 @@ from unirun.roles.context import Context, Member, init, rpc_name
 from unirun.roles.handle import MasterHandle
 from unirun.roles.inprocess import run_in_process
 from unirun.roles.serving import serve
-from unirun.roles.trainer import BaseTrainer, Trainer
+from unirun.roles.trainer import BaseTrainer
 from unirun.roles.workload import BaseWorkload, Workload
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Member",
     "RemoteMethod",
     "RoleGroup",
-    "Trainer",
     "WorkerHandle",
     "Workload",
     "init",

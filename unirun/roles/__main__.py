@@ -1,4 +1,4 @@
-"""``python -m unirun.roles workload pkg.mod:Class``, as a worker's bootstrap runs it."""
+"""``python -m unirun.roles KIND pkg.mod:name [ARG…]``, as a worker's bootstrap runs it."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 
 from unirun.roles.host import main
 
-main(sys.argv[1], sys.argv[2])
+main(sys.argv[1], sys.argv[2], tuple(sys.argv[3:]))

@@ -1,11 +1,13 @@
-"""The main program of a worker that is a workload or a trainer."""
+"""The main program of a worker that is a workload, a trainer or a function."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -28,24 +30,60 @@ from unirun.wire.reports import Serving
 Made = TypeVar("Made")
 
 
-def main(kind: str, target: str) -> None:
-    """Be the workload or the trainer that `target`, ``pkg.mod:Class``, is."""
-    context = init()
-    if kind == "trainer":
-        run_trainer(context, load_class(target, BaseTrainer))
+def main(kind: str, target: str, args: Sequence[str] = ()) -> None:
+    """Be the workload, the trainer or the function that `target`, ``pkg.mod:name``, is. A function finds `args` in
+    ``sys.argv``."""
+    if kind == "function":
+        sys.argv = [target, *args]
+        run_function(target)
+    elif kind == "trainer":
+        run_trainer(init(), load_class(target, BaseTrainer))
     else:
-        serve_workload(context, load_class(target, BaseWorkload))
+        serve_workload(init(), load_class(target, BaseWorkload))
 
 
-def load_class(target: str, base: type) -> type[Any]:
-    """The class that ``pkg.mod:Class`` names. Raises `UsageError` when it is not derived from `base`."""
+def run_function(target: str) -> None:
+    """Call a function without arguments, or with the worker's `Context` if it has a parameter for that.
+
+    Raises `UsageError` when it is none, or takes anything else.
+    """
+    function = _load(target)
+    if not callable(function) or isinstance(function, type):
+        raise UsageError(
+            f"{target} is no function", "name one that is defined at the top level of its module"
+        )
+    if inspect.iscoroutinefunction(function):
+        raise UsageError(f"{target} is async", "write def main(): asyncio.run(…)")
+    parameters = inspect.signature(function).parameters.values()
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in _VARIADIC]
+    if len(needed) > 1 or any(each.kind is each.KEYWORD_ONLY for each in needed):
+        names = ", ".join(each.name for each in needed)
+        raise UsageError(f"{target} takes {names}", "write def main() or def main(ctx)")
+    if needed:
+        function(init())
+    else:
+        function()
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _load(target: str) -> Any:
+    """What ``pkg.mod:name`` names. Raises `UsageError` when the module has no such name."""
     module, _, name = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"{target}: {found.__name__} has no {part!r}", "name a class that is there")
+            raise UsageError(f"{target}: {found.__name__} has no {part!r}", "name one that is there")
         found = getattr(found, part)
+    return found
+
+
+def load_class(target: str, base: type) -> type[Any]:
+    """The class that ``pkg.mod:Class`` names. Raises `UsageError` when it is not derived from `base`."""
+    found = _load(target)
     if not (isinstance(found, type) and issubclass(found, base)):
+        name = target.partition(":")[2]
         raise UsageError(
             f"{target} is not derived from {base.__name__}", f"write class {name}({base.__name__})"
         )

@@ -108,9 +108,6 @@ class BaseTrainer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-Trainer = BaseTrainer
-
-
 def group_name(role: str) -> str:
     """``udf_1`` → ``RG_UDF_1``"""
     return f"RG_{re.sub(r'[^A-Za-z0-9_]', '_', role).upper()}"

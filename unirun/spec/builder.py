@@ -27,15 +27,15 @@ CALLS_OF_GROUPS = {
 DL_TYPES = ("PRE", "SFT", "RL", "MULTIMODAL")
 
 
-class ClassDraft(Value):
-    """A class as it was named: a module and a class in it."""
+class EntryDraft(Value):
+    """A class or a function as it was named: a module and a name in it."""
 
     module: Any
     name: Any
 
     @property
     def target(self) -> str:
-        """``pkg.mod:Class``."""
+        """``pkg.mod:name``."""
         return f"{self.module}:{self.name}"
 
 
@@ -43,7 +43,8 @@ class WorkloadDraft(Value):
     """A role as far as it was described; None is what was not said."""
 
     role: str
-    entry: ClassDraft
+    entry: EntryDraft
+    kind: Literal["workload", "function"] = "workload"
     total: Any = None
     per_node: Any = None
     env: Any = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Draft(Value):
     device_per_node: Any = None
     config: Any = None
     env: Any = field(default_factory=dict)
-    trainer: ClassDraft | None = None
+    trainer: EntryDraft | None = None
     workloads: tuple[WorkloadDraft, ...] = ()
     collocations: tuple[tuple[Any, ...], ...] = ()
     collocate_all: bool = False
@@ -74,14 +75,14 @@ class Draft(Value):
 
 
 class Loaded(Value):
-    """What importing a class has shown: its ``__unirun_kind__``, or why it could not be imported."""
+    """What importing a name has shown: that it is a function, the ``__unirun_kind__`` of a class, or an error."""
 
-    kind: Literal["workload", "trainer", ""] = ""
+    kind: Literal["workload", "trainer", "function", ""] = ""
     error: str = ""
 
 
 def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
-    """The job file that `draft` stands for; `loaded` tells of each of its classes, by target.
+    """The job file that `draft` stands for; `loaded` tells of each class and function, by target.
 
     Raises `SpecError` with everything that is wrong.
     """
@@ -125,7 +126,7 @@ def _role(workload: WorkloadDraft) -> dict[str, Any]:
     return {
         "count": workload.total,
         "per_node": workload.per_node,
-        "workload": workload.entry.target,
+        workload.kind: workload.entry.target,
         "env": workload.env,
         "auto_visible_device": workload.auto_visible_device,
         **workload.places,
@@ -178,15 +179,17 @@ def _job_faults(draft: Draft) -> list[Fault]:
 
 
 def _trainer_faults(draft: Draft, loaded: Mapping[str, Loaded]) -> list[Fault]:
-    """There is a trainer in every type of job: without one, nobody calls the workloads."""
+    """Every type of job has a trainer, unless it has functions only: without one, nobody calls the workloads."""
     if draft.trainer is None:
+        if draft.workloads and all(workload.kind == "function" for workload in draft.workloads):
+            return []
         return [
             Fault("trainer", "there is none, so nobody calls the workloads", "call .trainer(module, class)")
         ]
     return _class_faults(TRAINER, "trainer", draft.trainer, loaded)
 
 
-def _class_faults(where: str, kind: str, entry: ClassDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+def _class_faults(where: str, kind: str, entry: EntryDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
     wanted = {"workload": "BaseWorkload", "trainer": "BaseTrainer"}
     for field_name, value in (("module", entry.module), ("class", entry.name)):
         if not isinstance(value, str) or not value:
@@ -204,9 +207,29 @@ def _class_faults(where: str, kind: str, entry: ClassDraft, loaded: Mapping[str,
     return []
 
 
+def _function_faults(where: str, entry: EntryDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
+    where, remedy = f"{where}.function", "define it with def at the top level of a module"
+    if not (isinstance(entry.module, str) and isinstance(entry.name, str) and entry.module and entry.name):
+        problem = f"expected a function or module:function, found {shown(entry.name)}"
+        return [Fault(where, problem, remedy)]
+    if "<lambda>" in entry.name:
+        return [Fault(where, f"{entry.target} is a lambda, which workers cannot import", remedy)]
+    if "<locals>" in entry.name or "." in entry.name:
+        return [Fault(where, f"{entry.target} is a local function or a method", remedy)]
+    found = loaded[entry.target]
+    if found.error:
+        return [Fault(where, f"{entry.target} cannot be imported: {found.error}", "correct the name")]
+    if found.kind != "function":
+        return [Fault(where, f"{entry.target} is no function", "call .workload for a class")]
+    return []
+
+
 def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str, Loaded]) -> list[Fault]:
     role, total, per_node = workload.role, workload.total, workload.per_node
-    faults = _class_faults(role, "workload", workload.entry, loaded)
+    if workload.kind == "function":
+        faults = _function_faults(role, workload.entry, loaded)
+    else:
+        faults = _class_faults(role, "workload", workload.entry, loaded)
     faults += _number_fault(f"{role}.total", total, "total(1)")
     faults += _number_fault(f"{role}.per_node", per_node, "per_node(1)")
     if _is_number(total) and _is_number(per_node) and _is_number(draft.node_num):
@@ -296,7 +319,7 @@ def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> l
         found = []
         for fault in error.faults:
             where = fault.where
-            if where.endswith((".workload", ".class")) or (
+            if where.endswith((".workload", ".function", ".class")) or (
                 not mapping["roles"] and where.startswith("roles")
             ):
                 continue

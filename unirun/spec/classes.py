@@ -1,4 +1,5 @@
-"""Whether a class ``pkg.mod:Class`` is there, told from files alone: the user's code is read, never run.
+"""Whether a class ``pkg.mod:Class`` or a function ``pkg.mod:name`` is there, told from files alone: the user's code is
+read, never run.
 
 Where a module is, the finders of the import system say; they run nothing of a module that is not imported. What
 cannot be told from the source (an extension, a star import, a module ``__getattr__``) is taken on trust.
@@ -12,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from typing import Any
+from typing import Any, Literal
 
 from unirun.values import Value
 
@@ -28,15 +29,19 @@ class Missing(Value):
     remedy: str
 
 
-def missing_class(target: str, folders: Sequence[str]) -> Missing | None:
-    """Why the class `target` (``pkg.mod:Class``) cannot be there; None when it is, or may be.
+Kind = Literal["class", "function"]
+
+
+def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Missing | None:
+    """Why the class or function `target` (``pkg.mod:name``) cannot be there; None when it is, or may be.
 
     `folders` are searched like ``sys.path``, before it.
     """
     module, colon, name = target.partition(":")
-    if not colon or module.endswith(".py") or not _is_class_name(module, name):
-        remedy = _likely(target) or "name the module, a colon, the class"
-        return Missing(f"{target!r} is not of the form pkg.mod:Class", remedy)
+    if not colon or module.endswith(".py") or not _is_name(module, name):
+        remedy = _likely(target) or f"name the module, a colon, the {kind}"
+        form = "pkg.mod:Class" if kind == "class" else "pkg.mod:function"
+        return Missing(f"{target!r} is not of the form {form}", remedy)
     found = _find(module, folders)
     if isinstance(found, Missing):
         return found
@@ -46,10 +51,10 @@ def missing_class(target: str, folders: Sequence[str]) -> Missing | None:
         )
     if not isinstance(found.loader, SourceFileLoader):
         return None
-    return _look_into(found.origin, module, name)
+    return _look_into(found.origin, module, name, kind)
 
 
-def _is_class_name(module: str, name: str) -> bool:
+def _is_name(module: str, name: str) -> bool:
     return all(part.isidentifier() for part in (*module.split("."), name))
 
 
@@ -58,7 +63,7 @@ def _likely(target: str) -> str:
     module, _, name = target.removesuffix(".py").rpartition(":" if ":" in target else ".")
     module = module.removesuffix(".py").strip("./").replace("/", ".")
     likely = f"{module}:{name}"
-    return f"did you mean {likely!r}?" if _is_class_name(module, name) and likely != target else ""
+    return f"did you mean {likely!r}?" if _is_name(module, name) and likely != target else ""
 
 
 def _find(module: str, folders: Sequence[str]) -> ModuleSpec | Missing:
@@ -112,7 +117,7 @@ def _nearest(word: str, words: Sequence[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def _look_into(path: str, module: str, name: str) -> Missing | None:
+def _look_into(path: str, module: str, name: str, kind: Kind) -> Missing | None:
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
@@ -125,17 +130,19 @@ def _look_into(path: str, module: str, name: str) -> Missing | None:
         text = error.msg if isinstance(error, SyntaxError) else error
         return Missing(f"{path}{line} is no Python: {text}", "correct it first")
     bound: dict[str, set[str]] = {}
-    for each, kind in _bindings(tree):
-        bound.setdefault(each, set()).add(kind)
+    for each, binding in _bindings(tree):
+        bound.setdefault(each, set()).add(binding)
     if "*" in bound or "__getattr__" in bound:
         return None
     if name not in bound:
-        classes = [each for each, kinds in bound.items() if "class" in kinds]
-        known = f"its classes: {', '.join(classes)}" if classes else "it has no classes"
-        near = _nearest(name, classes) or _nearest(name, [*bound])
-        return Missing(f"module {module} ({path}) has no class {name!r}", near or known)
-    if bound[name] == {"function"}:
-        return Missing(f"{name!r} in module {module} ({path}) is a function", "name a class")
+        alike = [each for each, kinds in bound.items() if kind in kinds]
+        plural = "classes" if kind == "class" else "functions"
+        known = f"its {plural}: {', '.join(alike)}" if alike else f"it has no {plural}"
+        near = _nearest(name, alike) or _nearest(name, [*bound])
+        return Missing(f"module {module} ({path}) has no {kind} {name!r}", near or known)
+    other = "function" if kind == "class" else "class"
+    if bound[name] == {other}:
+        return Missing(f"{name!r} in module {module} ({path}) is a {other}", f"name a {kind}")
     return None
 
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from unirun.spec.classes import ELSEWHERE, Missing, missing_class
+from unirun.spec.classes import ELSEWHERE, Kind, Missing, missing_name
 from unirun.spec.job import Entry
 
 _NO_SCRIPTS = {
@@ -33,8 +33,9 @@ def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> 
             return _module(entry.target)
         case "program":
             return _program(entry.target, Path(cwd or ".", entry.target))
-        case _:
-            return missing_class(entry.target, [cwd or ".", *python_path])
+        case kind:
+            what: Kind = "function" if kind == "function" else "class"
+            return missing_name(entry.target, what, [cwd or ".", *python_path])
 
 
 def _script(name: str, path: Path) -> Missing | None:

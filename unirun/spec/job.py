@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from msgspec import convert, field, to_builtins
 
+from unirun.spec.edges import Edge
 from unirun.values import Value
 
-EntryKind = Literal["script", "module", "program", "workload", "trainer"]
+EntryKind = Literal["script", "module", "program", "function", "workload", "trainer"]
 Restart = Literal["role", "process"]
 Transport = Literal["torch", "socket"]
 StartMethod = Literal["fork", "exec"]
@@ -22,6 +23,7 @@ class Entry(Value):
     """What every process of a role runs.
 
     ``script``: a Python file. ``module``: as ``python -m``. ``program``: executed as it is.
+    ``function``: ``pkg.mod:name``, which is called without an argument or with the worker's `Context`.
     ``workload``: a class ``pkg.mod:Class`` that serves calls; ``trainer``: one that makes them.
     """
 
@@ -112,7 +114,7 @@ class JobSpec(Value):
     isolations: tuple[tuple[str, ...], ...] = ()
     spares: int = 0
     exclude_nodes: tuple[str, ...] = ()
-    edges: tuple[Any, ...] = ()
+    edges: tuple[Edge, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "socket"
     stdin: str | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from unirun.errors import SpecError
 from unirun.names import RUN_ID_RULE, id_stem, is_run_id
+from unirun.spec.edges import read_edges
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
 from unirun.spec.read import Reader, nearest, shown
 from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
@@ -102,7 +103,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
         **groups,
         "spares": read.integer(data.get("spares"), "spares", 0, 0),
         "exclude_nodes": _node_names(read, data.get("exclude_nodes")),
-        "edges": _edges(read, data.get("edges")),
+        "edges": read_edges(read, data.get("edges")),
         "call_timeout": read.seconds(data.get("call_timeout"), "call_timeout", 1800.0, 0.001),
         "transport": read.choice(data.get("transport"), "transport", ("socket", "torch"), "socket"),
         "stdin": _stdin(read, data.get("stdin"), roles),
@@ -144,16 +145,6 @@ def _node_names(read: Reader, value: Any) -> tuple[str, ...]:
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}", name):
             read.fault("exclude_nodes", f"{name!r} is no name of a node", "name each one: [node3, node7]")
     return names
-
-
-def _edges(read: Reader, value: Any) -> tuple[Any, ...]:
-    """As they stand: what they mean is for `unirun.graph` to say."""
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(edge, str | Mapping) for edge in value):
-        read.fault("edges", f"expected a list of edges, found {shown(value)}", "write ['trainer -> actor']")
-        return ()
-    return tuple(dict(edge) if isinstance(edge, Mapping) else edge for edge in value)
 
 
 def _config(read: Reader, value: Any) -> dict[str, Any]:

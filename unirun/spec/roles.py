@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
 TRAINER = "trainer"
 """The name of the role that a job's ``trainer`` makes."""
 
-ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "workload")
+ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
 JOB_WIDE_KEYS = (*ENTRY_KINDS, "args", "env", "cwd", "max_restarts", "start_method")
 """What a role takes from the job when it does not say it itself."""
 
@@ -243,5 +243,5 @@ def _python_path(env: Mapping[str, str], job: Mapping[str, Any]) -> list[str]:
 def _check_target(read: Reader, entry: Entry, where: str, cwd: str | None, python_path: list[str]) -> None:
     missing = missing_entry(entry, cwd, python_path)
     if missing is not None:
-        key = {"workload": ".workload", "trainer": ".class"}.get(entry.kind, "")
+        key = {"workload": ".workload", "trainer": ".class", "function": ".function"}.get(entry.kind, "")
         read.fault(f"{where}{key}", missing.problem, missing.remedy)

@@ -19,8 +19,8 @@ No call checks anything: `build` does, and tells everything that is wrong at onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,9 +29,9 @@ from unirun.collocation.numa import told_topology
 from unirun.errors import Fault, PlacementError, SpecError
 from unirun.launcher.planned import plan
 from unirun.spec import parse_job
-from unirun.spec.builder import ClassDraft, Draft, WorkloadDraft, job_mapping
+from unirun.spec.builder import Draft, EntryDraft, WorkloadDraft, job_mapping
 from unirun.train.job import Job
-from unirun.train.loading import importable, load_class
+from unirun.train.loading import entry_of, importable, load
 
 J = TypeVar("J")
 
@@ -75,13 +75,25 @@ class _JobMethods(Generic[J]):
 
     def trainer(self, module_name: str, class_name: str) -> J:
         """The class that calls the workloads, a `BaseTrainer`. The job ends when it does. Required."""
-        return self._say(trainer=ClassDraft(importable(module_name), class_name))
+        return self._say(trainer=EntryDraft(importable(module_name), class_name))
 
     def workload(self, role_name: str, module_name: str, class_name: str) -> WorkloadBuilder[J]:
         """A role, and the class of its workers, a `BaseWorkload`. At least one is required."""
         return WorkloadBuilder(
-            self._described, self._job, role_name, ClassDraft(importable(module_name), class_name)
+            self._described, self._job, role_name, EntryDraft(importable(module_name), class_name)
         )
+
+    def function(self, role_name: str, function: Callable[..., Any] | str) -> WorkloadBuilder[J]:
+        """A role whose workers call a function: ``def main(): …``, or ``def main(ctx): …`` with the worker's `Context`.
+
+        `function` is the object or ``"pkg.mod:main"``. Workers import it, so it is defined at the top level of a
+        module; `build` refuses a lambda and a local function. What it returns is ignored. Such a role restarts as a
+        script does, and a job with functions only needs no trainer::
+
+            job = DLJobBuilder().dl_type("PRE").node_num(1).device_per_node(8).config({})
+            job = job.function("train", pretrain.main).total(8).per_node(8).build()
+        """
+        return WorkloadBuilder(self._described, self._job, role_name, entry_of(function), "function")
 
     def with_collocation(self, *roles: str) -> J:
         """These roles share devices: one rank of each on every device. Names in upper or lower case."""
@@ -136,7 +148,7 @@ class _JobMethods(Generic[J]):
         return self._say(edges=(*self._described.draft.edges, edge))
 
     def transport(self, name: str) -> J:
-        """How calls travel: ``torch`` (the default) or ``socket``."""
+        """What carries calls: ``socket`` (the default) or ``torch``, torch.distributed.rpc."""
         return self._say(transport=name)
 
     def call_timeout(self, seconds: float) -> J:
@@ -144,11 +156,14 @@ class _JobMethods(Generic[J]):
         return self._say(call_timeout=seconds)
 
     def build(self) -> Job:
-        """Import the classes, check everything, and return the job. Raises `SpecError` with all faults at once."""
+        """Import the classes and functions, check everything, and return the job.
+
+        Raises `SpecError` with all faults at once.
+        """
         draft = self._described.draft
         drafts = [workload.entry for workload in draft.workloads]
         drafts += [draft.trainer] if draft.trainer is not None else []
-        loaded = {entry.target: load_class(entry.module, entry.name) for entry in drafts}
+        loaded = {entry.target: load(entry.module, entry.name) for entry in drafts}
         mapping = job_mapping(draft, loaded)
         _check_places(mapping, draft.node_num, draft.device_per_node)
         return Job(mapping, draft.node_num)
@@ -157,12 +172,19 @@ class _JobMethods(Generic[J]):
 class WorkloadBuilder(_JobMethods[J]):
     """Describes one workload. It has the methods of the job's builder too, which return that builder."""
 
-    def __init__(self, described: _Described, job: J, role: str, entry: ClassDraft) -> None:
+    def __init__(
+        self,
+        described: _Described,
+        job: J,
+        role: str,
+        entry: EntryDraft,
+        kind: Literal["workload", "function"] = "workload",
+    ) -> None:
         self._described, self._job = described, job
         self._place = len(described.draft.workloads)
         # What is no text cannot be a name; `build` tells.
         name = role if isinstance(role, str) else f"{role!r} (no text)"
-        workloads = (*described.draft.workloads, WorkloadDraft(name, entry))
+        workloads = (*described.draft.workloads, WorkloadDraft(name, entry, kind))
         described.draft = replace(described.draft, workloads=workloads)
 
     def _own(self, **more: Any) -> None:
@@ -227,8 +249,12 @@ class _RLMethods(_JobMethods["RLJobBuilder"]):
 
     def workload(self, role_name: str, module_name: str, class_name: str) -> RLWorkloadBuilder:
         """A role with a name of its own."""
-        entry = ClassDraft(importable(module_name), class_name)
+        entry = EntryDraft(importable(module_name), class_name)
         return RLWorkloadBuilder(self._described, self._job, role_name, entry)
+
+    def function(self, role_name: str, function: Callable[..., Any] | str) -> RLWorkloadBuilder:
+        """A role whose workers call a function, see `DLJobBuilder.function`."""
+        return RLWorkloadBuilder(self._described, self._job, role_name, entry_of(function), "function")
 
     def actor(self, module_name: str, class_name: str) -> RLWorkloadBuilder:
         """The role ``actor``. Required."""

@@ -74,13 +74,19 @@ def _planned(mapping: Mapping[str, Any], job_name: str | None) -> PlannedJob:
     """The job with an id and its places on this host. Raises `SpecError`, `PlacementError`."""
     refuse_extremes("config", mapping)
     inventory = local_inventory()
-    stem = job_name or str(mapping["trainer"]).partition(":")[0]
+    stem = job_name or _first_module(mapping)
     spec = parse_job(
         mapping,
         count_slots=lambda kind: count_slots(kind, inventory),
         run_id=f"{id_stem(stem)}-{secrets.token_hex(3)}",
     )
     return plan(spec, inventory, local_topology)
+
+
+def _first_module(mapping: Mapping[str, Any]) -> str:
+    """The module of the trainer, or of the first role's function."""
+    function = next((role["function"] for role in mapping["roles"].values() if "function" in role), "job")
+    return str(mapping.get("trainer", function)).partition(":")[0]
 
 
 def _command(*options: str) -> list[str]:

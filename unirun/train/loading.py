@@ -1,4 +1,4 @@
-"""Classes that a job names: whether this process can import them, and whether workers will."""
+"""Classes and functions that a job names: whether this process can import them, and whether workers will."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unirun.spec.builder import Loaded
+from unirun.spec.builder import EntryDraft, Loaded
 
 
 def importable(module: Any) -> Any:
@@ -29,8 +29,17 @@ def importable(module: Any) -> Any:
     return Path(file).stem if file else module
 
 
-def load_class(module: Any, name: Any) -> Loaded:
-    """What importing the class `name` of `module` shows."""
+def entry_of(function: Any) -> EntryDraft:
+    """A function as it is named: the object, or ``pkg.mod:name``."""
+    if isinstance(function, str):
+        module, _, attribute = function.partition(":")
+        return EntryDraft(importable(module), attribute)
+    name = getattr(function, "__qualname__", function)
+    return EntryDraft(importable(getattr(function, "__module__", None)), name)
+
+
+def load(module: Any, name: Any) -> Loaded:
+    """What importing the class or function `name` of `module` shows."""
     if not all(isinstance(part, str) and part for part in (module, name)):
         return Loaded(error="it has no name")
     try:
@@ -40,11 +49,11 @@ def load_class(module: Any, name: Any) -> Loaded:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the user's code; whatever it raises is told
         return Loaded(error=f"{type(error).__name__}: {error}")
     if found is None:
-        classes = [each for each, value in vars(home).items() if isinstance(value, type)]
-        close = difflib.get_close_matches(name, classes, n=1)
+        names = [each for each, value in vars(home).items() if callable(value)]
+        close = difflib.get_close_matches(name, names, n=1)
         return Loaded(error=f"{module} has no {name!r}" + (f", did you mean {close[0]!r}?" if close else ""))
     if not isinstance(found, type):
-        return Loaded(error="it is no class")
+        return Loaded("function") if callable(found) else Loaded(error="it is neither a class nor a function")
     match getattr(found, "__unirun_kind__", ""):
         case "workload":
             return Loaded("workload")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from unirun.graph import Edge, Graph, Role, faults
-from unirun.graph.values import DIRECTIONS, KINDS
+from unirun.spec.edges import DIRECTIONS, KINDS
 
 NAMES = [*"abcdef"]
 

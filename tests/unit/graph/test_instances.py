@@ -19,7 +19,7 @@ from unirun.graph import (
     sources_of,
     targets_of,
 )
-from unirun.graph.values import KINDS, Kind
+from unirun.spec.edges import KINDS, Kind
 
 
 def pairs(kind: Kind, sources: int, targets: int) -> str:

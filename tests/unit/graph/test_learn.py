@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.graph import Caller, Edge, Graph, Role, added, from_edges, learn, sound, without_circles
+from unirun.graph import Caller, Edge, Graph, Role, added, graph_of, learn, sound, without_circles
 from unirun.graph.text import yaml
+from unirun.spec.edges import read_edges
+from unirun.spec.read import Reader
 from unirun.spec.yaml import load_job_file
 from unirun.wire.reports import CallCount, Span
 
@@ -186,7 +188,7 @@ def test_what_is_learned_can_be_written_into_a_job_file(
     # Calls in a circle that each wait for the next are what a job cannot declare.
     graph = without_circles(Graph(tuple(Role(name, count) for name, count in RANKS.items()), edges))
     file.write_text(yaml(graph))
-    again = from_edges(RANKS, load_job_file(str(file), ())["edges"])
+    again = graph_of(RANKS, read_edges(Reader(), load_job_file(str(file), ())["edges"]))
     assert again.edges == tuple(replace(edge, weight=float(round(edge.weight))) for edge in graph.edges)
     assert [replace(edge, asynchronous=False) for edge in graph.edges] == [
         replace(edge, asynchronous=False) for edge in edges

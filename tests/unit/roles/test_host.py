@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, BaseWorkload
-from unirun.roles.host import _keep, load_class, make
+from unirun.roles.host import _keep, load_class, make, run_function
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ class TestAClass:
     @pytest.mark.parametrize(
         ("name", "says"),
         [
-            ("Actr", "play_of_hosts has no 'Actr'; name a class that is there"),
+            ("Actr", "play_of_hosts has no 'Actr'; name one that is there"),
             ("Other", "is not derived from BaseWorkload; write class Other"),
             ("made", "is not derived from BaseWorkload"),
         ],
@@ -39,6 +41,52 @@ class TestAClass:
     def test_that_is_none_is_a_wrong_use(self, module: str, name: str, says: str) -> None:
         with pytest.raises(UsageError, match=says):
             load_class(f"{module}:{name}", BaseWorkload)
+
+
+FUNCTIONS = """
+ran = []
+def plain(): ran.append("plain")
+def with_default(steps=3): ran.append(steps)
+def wants(ctx): ran.append(ctx.role)
+def two(ctx, steps): ...
+def named(*, steps): ...
+async def later(): ...
+class Actor: ...
+def fails(): raise KeyError("mine")
+"""
+
+
+class TestAFunction:
+    @pytest.fixture
+    def module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        """With functions that note that they ran."""
+        (tmp_path / "play_of_functions.py").write_text(FUNCTIONS)
+        monkeypatch.syspath_prepend(tmp_path)
+        yield "play_of_functions"
+        sys.modules.pop("play_of_functions", None)
+
+    @pytest.mark.parametrize(("name", "ran"), [("plain", "plain"), ("with_default", 3), ("wants", "default")])
+    def test_is_called_alone_or_with_the_context(self, module: str, name: str, ran: object) -> None:
+        run_function(f"{module}:{name}")
+        assert sys.modules[module].ran == [ran]
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("two", "two takes ctx, steps; write def main\\(\\) or def main\\(ctx\\)"),
+            ("named", "named takes steps; write def main"),
+            ("later", r"later is async; write def main\(\): asyncio.run"),
+            ("Actor", "Actor is no function; name one that is defined at the top level"),
+            ("plane", "play_of_functions has no 'plane'"),
+        ],
+    )
+    def test_that_cannot_be_called_so_is_a_wrong_use(self, module: str, name: str, says: str) -> None:
+        with pytest.raises(UsageError, match=says):
+            run_function(f"{module}:{name}")
+
+    def test_raises_its_own_errors(self, module: str) -> None:
+        with pytest.raises(KeyError, match="mine"):
+            run_function(f"{module}:fails")
 
 
 class Bare(BaseWorkload):

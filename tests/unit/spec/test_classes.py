@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.properties import examples
-from unirun.spec.classes import missing_class
+from unirun.spec.classes import missing_name
 
 BOMB = "raise SystemExit('this was imported')\n"
 
@@ -50,7 +50,7 @@ def write(folder: Path, **files: str) -> None:
 )
 def test_whatever_binds_the_name_will_do(tmp_path: Path, binding: str) -> None:
     write(tmp_path, bomb=BOMB + binding)
-    assert missing_class("bomb:Actor", [str(tmp_path)]) is None
+    assert missing_name("bomb:Actor", "class", [str(tmp_path)]) is None
     assert "bomb" not in sys.modules
 
 
@@ -67,7 +67,7 @@ def test_whatever_binds_the_name_will_do(tmp_path: Path, binding: str) -> None:
 )
 def test_what_is_bound_elsewhere_will_not(tmp_path: Path, text: str) -> None:
     write(tmp_path, ppo=text)
-    found = missing_class("ppo:Actor", [str(tmp_path)])
+    found = missing_name("ppo:Actor", "class", [str(tmp_path)])
     assert found is not None
     assert "has no class 'Actor'" in found.problem
 
@@ -98,32 +98,53 @@ def test_what_is_not_there_is_told_with_a_remedy(
     write(tmp_path, ppo="class Actor: ...\ndef make(): ...", pkg__mod="class Actor: ...", broken="class (")
     (tmp_path / "bytes.py").write_bytes(b"\0")
     (tmp_path / "folder").mkdir()
-    found = missing_class(target, [str(tmp_path)])
+    found = missing_name(target, "class", [str(tmp_path)])
     assert found is not None
     assert any(each.format(tmp=tmp_path) in found.problem for each in problem.split("|")), found
     assert remedy.format(tmp=tmp_path) in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("target", "problem", "remedy"),
+    [
+        ("ppo:main", "", ""),
+        ("ppo:mian", "module ppo ({tmp}/ppo.py) has no function 'mian'", "did you mean 'main'?"),
+        ("ppo:Unlike", "has no function 'Unlike'", "its functions: main"),
+        ("ppo:Actor", "'Actor' in module ppo ({tmp}/ppo.py) is a class", "name a function"),
+        ("ppo", "'ppo' is not of the form pkg.mod:function", "name the module, a colon, the function"),
+    ],
+)
+def test_a_function_is_looked_for_like_a_class(
+    tmp_path: Path, target: str, problem: str, remedy: str
+) -> None:
+    write(tmp_path, ppo="class Actor: ...\ndef main(): ...")
+    found = missing_name(target, "function", [str(tmp_path)])
+    assert (found is None) == (not problem)
+    if found is not None:
+        assert problem.format(tmp=tmp_path) in found.problem
+        assert remedy in found.remedy
+
+
 def test_a_class_of_a_package_is_in_its_init(tmp_path: Path) -> None:
     write(tmp_path, pkg__mod="class Inner: ...")
     (tmp_path / "pkg" / "__init__.py").write_text("class Outer: ...")
-    assert missing_class("pkg:Outer", [str(tmp_path)]) is None
-    assert missing_class("pkg.mod:Inner", [str(tmp_path)]) is None
-    assert missing_class("pkg:Inner", [str(tmp_path)]) is not None
+    assert missing_name("pkg:Outer", "class", [str(tmp_path)]) is None
+    assert missing_name("pkg.mod:Inner", "class", [str(tmp_path)]) is None
+    assert missing_name("pkg:Inner", "class", [str(tmp_path)]) is not None
 
 
 def test_a_module_of_a_namespace_package_is_found(tmp_path: Path) -> None:
     (tmp_path / "space").mkdir()
     (tmp_path / "space" / "mod.py").write_text("class Actor: ...")
-    assert missing_class("space.mod:Actor", [str(tmp_path)]) is None
-    assert missing_class("space.mod:Actr", [str(tmp_path)]) is not None
+    assert missing_name("space.mod:Actor", "class", [str(tmp_path)]) is None
+    assert missing_name("space.mod:Actr", "class", [str(tmp_path)]) is not None
 
 
 def test_what_has_no_source_is_taken_on_trust(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
         archive.writestr("zipped.py", "class Actor: ...")
-    assert missing_class("zipped:Anything", [str(tmp_path / "code.zip")]) is None
-    assert missing_class("math:Anything", [str(tmp_path)]) is None
+    assert missing_name("zipped:Anything", "class", [str(tmp_path / "code.zip")]) is None
+    assert missing_name("math:Anything", "class", [str(tmp_path)]) is None
 
 
 def test_the_first_folder_wins_over_sys_path(tmp_path: Path) -> None:
@@ -131,9 +152,9 @@ def test_the_first_folder_wins_over_sys_path(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     write(tmp_path / "other", ppo="class Rollout: ...")
     folders = [str(tmp_path / "other"), str(tmp_path)]
-    assert missing_class("ppo:Rollout", folders) is None
-    assert missing_class("ppo:Actor", folders) is not None
-    assert missing_class("json:JSONDecoder", folders) is None
+    assert missing_name("ppo:Rollout", "class", folders) is None
+    assert missing_name("ppo:Actor", "class", folders) is not None
+    assert missing_name("json:JSONDecoder", "class", folders) is None
 
 
 @examples(150)
@@ -144,5 +165,5 @@ def test_the_first_folder_wins_over_sys_path(tmp_path: Path) -> None:
 def test_any_target_and_any_source_give_an_answer(tmp_path: Path, target: str, text: str) -> None:
     (tmp_path / "a.py").write_text(text)
     for each in (target, "a:A"):
-        found = missing_class(each, [str(tmp_path)])
+        found = missing_name(each, "class", [str(tmp_path)])
         assert found is None or found.problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,28 @@ def test_a_node_has_as_many_devices_as_its_ranks_need() -> None:
 
 def test_a_role_alone_is_collocated_with_nobody() -> None:
     assert whole().with_collocation_all().build().spec.collocations == ()
+
+
+class TestAFunction:
+    def test_is_the_entry_of_a_role_beside_workloads(self) -> None:
+        builder = whole()
+        builder.function("data", "algo:make").total(1).per_node(1).env({"A": "1"})
+        role = builder.build().spec.role("data")
+        assert (role.entry, role.count, role.env) == (Entry("function", "algo:make"), 1, {"A": "1"})
+        assert (role.restart, role.max_restarts) == ("role", 0), "as of a script"
+
+    def test_may_be_given_as_an_object_and_needs_no_trainer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(".")
+        algo = importlib.import_module("algo")
+        builder = DLJobBuilder().dl_type("PRE").node_num(1).device_per_node(2).config({})
+        spec = builder.function("train", algo.make).total(2).per_node(2).build().spec
+        assert [role.entry for role in spec.roles] == [Entry("function", "algo:make")]
+        assert spec.primary == ("train",)
+
+    def test_goes_on_with_the_roles_of_reinforcement_learning(self) -> None:
+        builder = RLJobBuilder().node_num().device_per_node().config({}).trainer("algo", "PPOTrainer")
+        builder.function("data", "algo:make").total(1).per_node(1).actor("algo", "Actor").total(1).per_node(1)
+        assert [role.name for role in builder.build().spec.roles] == ["data", "actor", "trainer"]
 
 
 class TestPlaces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,24 @@ def second(total: Any = 2, per_node: Any = 2, role: Any = "rollout", name: str =
     return lambda b: b.workload(role, "algo", name).total(total).per_node(per_node)
 
 
+def function(entry: Any) -> Change:
+    return lambda b: b.function("data", entry).total(1).per_node(1)
+
+
+def local() -> Callable[[], None]:
+    def main() -> None: ...
+
+    return main
+
+
 RULES: list[tuple[str, Change, str, str, str]] = [
+    ("a lambda", function(lambda: 1), "data.function", "<lambda> is a lambda, which workers", "with def"),
+    ("a local function", function(local()), "data.function", "main is a local function or", "top level"),
+    ("a method", function(DLJobBuilder.build), "data.function", "_JobMethods.build is a local", "def"),
+    ("a function without a name", function(partial(local)), "data.function", "expected a func", "with def"),
+    ("a function's module alone", function("algo"), "data.function", "expected a function", "with def"),
+    ("an unknown function", function("algo:mak"), "data.function", "did you mean 'make'?", "correct"),
+    ("a class for a function", function("algo:Plain"), "data.function", "is no function", ".workload"),
     ("a type that is none", lambda b: b.dl_type("PPO"), "dl_type", "found 'PPO'", "MULTIMODAL"),
     ("a type in lower case", lambda b: b.dl_type("rl"), "dl_type", "found 'rl'", "did you mean 'RL'?"),
     ("a type that is no text", lambda b: b.dl_type(3), "dl_type", "found 3", "known"),
@@ -94,7 +112,13 @@ RULES: list[tuple[str, Change, str, str, str]] = [
         "has no 'Acto', did you mean 'Actor'?",
         "",
     ),
-    ("a class that is none", second(name="make"), "rollout.class", "it is no class", "correct"),
+    (
+        "a class that is none",
+        second(name="make"),
+        "rollout.class",
+        "is no workload, it is a function",
+        "derive",
+    ),
     (
         "a class of another kind",
         second(name="Plain"),
