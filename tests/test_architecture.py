@@ -46,14 +46,22 @@ MASTER_SHELLS = frozenset(
 """Streams, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""
 
 MAY_PICKLE = frozenset(
-    {"unirun.roles.calls.codec", "unirun.roles.calls.remote", "unirun.roles.host", "unirun.train.handle"}
+    {
+        "unirun.roles.calls.codec",
+        "unirun.roles.calls.remote_errors",
+        "unirun.roles.worker_main",
+        "unirun.train.handle",
+    }
 )
 """What users send each other. unirun's own messages and files are JSON."""
 
 MAY_READ_YAML = frozenset(
     {
         f"unirun.{name}"
-        for name in ("spec.yaml", *(f"roles.{n}" for n in ("host", "inprocess", "trainer", "workload")))
+        for name in (
+            "spec.yaml",
+            *(f"roles.{n}" for n in ("worker_main", "inprocess", "trainer", "workload")),
+        )
     }
 )
 

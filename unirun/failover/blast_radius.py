@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from unirun.graph import Affected, Caller, Graph, LearnedEdge, added, affected, declared, learn
+from unirun.graph import Affected, Graph, LearnedEdge, ProcessCalls, added, affected, declared, learn
 from unirun.job.state import ROLE_WORKS, JobState, RolePhase
 
 
 def learned(state: JobState) -> tuple[LearnedEdge, ...]:
     """The calls between roles that were observed so far."""
     callers = (
-        Caller(role.name, worker.rank, added(worker.called, worker.calls))
+        ProcessCalls(role.name, worker.rank, added(worker.called, worker.calls))
         for role in state.roles.values()
         for worker in role.workers
         if worker.calls or worker.called

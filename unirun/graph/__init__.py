@@ -15,14 +15,13 @@ from unirun.graph.instances import (
     targets_of,
 )
 from unirun.graph.jobs import declared, graph_of
-from unirun.graph.learn import Caller, LearnedEdge, added, learn, sound
+from unirun.graph.learn import LearnedEdge, ProcessCalls, added, learn, sound
 from unirun.graph.parts import Affected, affected, spans, tight_parts, weights
 from unirun.graph.values import Graph, Role
 from unirun.spec.edges import Direction, Edge, Kind
 
 __all__ = [
     "Affected",
-    "Caller",
     "Direction",
     "Edge",
     "Graph",
@@ -30,6 +29,7 @@ __all__ = [
     "InstanceEdge",
     "Kind",
     "LearnedEdge",
+    "ProcessCalls",
     "Role",
     "added",
     "affected",

@@ -27,7 +27,7 @@ MOST_COUNTS, MOST_SPANS, MOST_LETTERS = 100, 16, 200
 it calls: of more methods those that move most, of more spans one from the first to the last."""
 
 
-class Caller(NamedTuple):
+class ProcessCalls(NamedTuple):
     """One rank and what it has called."""
 
     role: str
@@ -73,7 +73,7 @@ def added(one: Counts, other: Counts) -> Counts:
 
 
 def learn(
-    callers: Iterable[Caller], ranks: Mapping[str, int], *, steps: int | None = None
+    callers: Iterable[ProcessCalls], ranks: Mapping[str, int], *, steps: int | None = None
 ) -> tuple[LearnedEdge, ...]:
     """The edges that were seen: one for each method that one role calls of another, in the order of `ranks`.
 

@@ -29,11 +29,11 @@ from unirun.wire.views import whole
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
 """What every spawner imports; ``--preload`` adds to it."""
 
-PRELOAD_CALLS = ("unirun.roles.host",)
+PRELOAD_CALLS = ("unirun.roles.worker_main",)
 """What spawners import besides when some role serves or makes calls."""
 
 CALLS = ("workload", "trainer", "function")
-"""The kinds of entries that `unirun.roles.host` runs: they serve or make calls, or may."""
+"""The kinds of entries that `unirun.roles.worker_main` runs: they serve or make calls, or may."""
 
 
 class Orders:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from unirun.roles.host import main
+from unirun.roles.worker_main import main
 
 main(sys.argv[1], sys.argv[2], tuple(sys.argv[3:]))

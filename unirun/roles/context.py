@@ -1,7 +1,7 @@
-"""``unirun.init()``: who this worker is, who the others are, and process groups across roles.
+"""``unirun.init()``: the role and rank of this worker, the other roles, and process groups across roles.
 
-The same call works under torchrun and under plain ``python script.py``: then there is one role, with the ranks
-that the environment tells, or one rank. So a script can be debugged without any launcher.
+It also works under torchrun and under plain ``python script.py``: then there is one role, with the ranks of the
+environment's variables or with one rank. So a script can be debugged without any launcher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unirun.roles.calls.group import RoleGroup
 
 GROUP_TIMEOUT = timedelta(minutes=30)
-"""As torch's default for a process group."""
+"""torch's default for a process group."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,11 +39,18 @@ class Member:
 
 
 class Context:
-    """What a worker knows of its job. `init` returns it; there is one per process."""
+    """This worker and the roles of its job. `init` returns it; there is one per process.
+
+    ::
+
+        ctx = unirun.init()
+        both = ctx.group("actor", "rollout")  # called by every worker of both roles
+        torch.distributed.broadcast(weights, src=0, group=both)  # from actor:0, its rank 0
+    """
 
     def __init__(self, environ: Mapping[str, str], peers: Peers) -> None:
         self.peers = peers
-        """The roles as the agent tells them; for unirun's own use, like `session`."""
+        """The roles as the agent reports them. For unirun's own use, like `session`."""
         self.session = Session(peers, environ)
         """The calls of this process."""
         self._forge = GroupForge(peers)

@@ -19,30 +19,29 @@ from unirun.roles.process_groups import process_groups
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
-"""Seconds in which the news of a loss must come that explains why a group could not be formed, or a collective
-failed."""
+"""Seconds in which the view with a loss must arrive that explains why forming a group, or a collective, failed."""
 STUCK = 1.0
-"""Seconds after which a worker that still waits in a group of the past is killed."""
+"""Seconds after which a worker that still waits in a group of an earlier generation is killed."""
 CONNECT_TIMEOUT = timedelta(milliseconds=500)
 """For one attempt to connect to a store; more attempts follow."""
 KEY_TIMEOUT = timedelta(seconds=10)
 """For the first key of a store, which its process sets when it starts."""
 SAMPLE = 0.1
-"""Seconds between two looks at where the main thread is."""
+"""Seconds between two checks of where the main thread is."""
 
 _WAITS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/rendezvous.py",
     "unirun/roles/process_groups.py",
 )
-"""Where the innermost Python frame is while a thread waits for a process group or its store."""
+"""Files of the innermost Python frame while a thread waits for a process group or its store."""
 
 
 class Formation:
-    """Keeps the default process group of this worker's role at the generation that the master has ordered.
+    """Keeps the default process group of this worker at the generation that the master has ordered.
 
-    The main thread forms groups (`enter`, `follow`). The link's thread calls `news` after each view; what the main
-    thread waits for in a generation that is over then fails, wherever it waits.
+    The main thread forms groups (`enter`, `follow`). The link's thread calls `news` after each view: if there is a
+    later generation, every wait of the main thread in the earlier one fails.
     """
 
     def __init__(self, peers: Peers, formed: Callable[[int], None]) -> None:
@@ -64,7 +63,7 @@ class Formation:
         return self._wanted() > self._peers.generation
 
     def news(self) -> None:
-        """The roles have changed. Nothing may wait in a generation that is over."""
+        """Take a new view: end every wait in a generation that is over."""
         if not self.outdated:
             return
         self._groups.end_outdated()
@@ -83,8 +82,8 @@ class Formation:
         try:
             setup()
         except Exception as error:
-            # The exit of this worker must not overtake the news of the loss that caused it: it would be taken for
-            # a failure of its own.
+            # Wait for the view with the loss that caused this error. If this worker exited before, the master would
+            # count a failure of its own.
             if _in_a_group(error):
                 self._changes(self._peers.generation)
             raise
@@ -92,7 +91,7 @@ class Formation:
         self.follow()
 
     def catch_up(self, generation: int) -> None:
-        """Be at `generation`, of which a caller has heard first; the agent's word is on its way."""
+        """Form the group of `generation`, of which a caller has heard before this worker's agent."""
         deadline = time.monotonic() + NEWS
         while self._wanted() < generation and time.monotonic() < deadline:
             self._peers.wait(deadline - time.monotonic())
@@ -113,7 +112,7 @@ class Formation:
             self._announce()
 
     def _announce(self) -> None:
-        """The group is formed: the user's part of it, then the agent hears of it."""
+        """The group is formed: call `formed`, then tell the agent."""
         generation = self._peers.generation
         try:
             self._formed(generation)
@@ -139,8 +138,8 @@ class Formation:
         made = self._groups.default
         if made is None:
             return
-        # A failed attempt counts as a group, and the count is the name under which the ranks meet: a rank that has
-        # failed once would wait for the others where they do not come.
+        # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
+        # wait for the others under another name.
         _c10d()._world.group_count = 0
         dist: Any = importlib.import_module("torch.distributed")
         # The prefix is the one that new ranks get from ``env://``.
@@ -157,7 +156,7 @@ class Formation:
     def _connect(self, address: str, port: int, timeout: timedelta) -> Any:
         """A client of the role's store. Raises torch's `DistError`.
 
-        With its usual timeout a client whose connection breaks sleeps for seconds before it tries again.
+        Each attempt has a short timeout: torch sleeps for seconds before it reconnects within one attempt.
         """
         dist: Any = importlib.import_module("torch.distributed")
         deadline = time.monotonic() + timeout.total_seconds()
@@ -172,7 +171,7 @@ class Formation:
                 return store
 
     def _begin(self, store: Any) -> Callable[[], bool]:
-        """The ranks of a group meet in `store`. Returns what tells whether its generation is over."""
+        """Called before a group is formed in `store`. Returns a function that tells whether its generation is over."""
         generation = self._peers.generation = max(self._peers.generation, self._generation_of(store))
         if generation != self._told:
             # Before anything is written to the store.
@@ -181,9 +180,9 @@ class Formation:
         return lambda: self._wanted() > generation
 
     def _generation_of(self, store: Any) -> int:
-        """The generation whose store this is; 0 for one that is not the role's.
+        """The generation of a store; 0 for a store that is not the role's.
 
-        All generations of a role have one address, so a worker that connects late for one may meet in the next.
+        All generations of a role use one address, so a worker that connects late may meet the next generation.
         Raises torch's `DistError` when the store is gone.
         """
         distributed: Any = importlib.import_module("torch.distributed")
@@ -193,7 +192,7 @@ class Formation:
             return 0
         endpoint = self._peers.known(self._peers.role).endpoint
         if endpoint and (store.host, store.port) == split_endpoint(endpoint):
-            # A store takes connections a moment before it has this key.
+            # A store accepts connections a moment before it has this key.
             store.wait([GENERATION_KEY], KEY_TIMEOUT)
         return int(store.get(GENERATION_KEY)) if store.check([GENERATION_KEY]) else 0
 
@@ -208,10 +207,10 @@ class Formation:
         return self._wanted() > generation
 
     def _watch(self) -> None:
-        """Tell the agent if the main thread does not leave one and the same wait in a group for `STUCK` seconds.
+        """Tell the agent if the main thread stays in the same wait in a group for `STUCK` seconds.
 
-        What can be woken has been by then; what is left, like the constructor of an NCCL communicator, ends with
-        the process only.
+        All waits that can be interrupted have failed by then. Others, like the constructor of an NCCL communicator, end
+        with the process only.
         """
         try:
             began, waits = time.monotonic(), _main_wait()
@@ -241,12 +240,12 @@ def _main_frame() -> FrameType | None:
 
 
 def _main_wait() -> tuple[int, int] | None:
-    """Which call into a process group or its store the main thread is in; None when it is in none."""
+    """The call into a process group or its store in which the main thread is; None if it is in none."""
     frame = _main_frame()
     if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
         return None
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_WAITS[-1]):
-        # The store's part of a wait has a frame of its own for each slice of it.
+        # Each slice of a wait in a store has a frame of its own.
         frame = frame.f_back
     return id(frame), frame.f_lasti
 

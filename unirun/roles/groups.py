@@ -1,8 +1,8 @@
 """Process groups across roles.
 
-The members meet in the store of the first role that is named, under a prefix with the generation of every role
-in it. A role that is restarted has another generation, so no key of an earlier group is ever read, and members
-that hold different views wait in different places until their agents have told them the same.
+The members meet in the rendezvous store of the first role that is named, under a prefix with the generations of all
+roles. A restarted role has another generation, so no key of an earlier group is read. Members with different views of
+the generations wait under different prefixes until their agents have sent them the same view.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 LOOK = 0.02
-"""Seconds between two looks into the store while members are missing; news from the agent come at once."""
+"""Seconds between two reads of the store while members are missing."""
 STORE_TIMEOUT = timedelta(seconds=2)
 """For one attempt to connect to a store; more attempts follow."""
 
@@ -45,7 +45,7 @@ class _Group:
 
     @property
     def intact(self) -> bool:
-        """Whether all its connections stand, as far as they are known."""
+        """Whether all its known connections are established."""
         return all(group.intact() for group in self.gloo)
 
 
@@ -77,7 +77,7 @@ class GroupForge:
             except GroupError:
                 if self._infos(roles) == infos:
                     raise
-                # A member was started again while the group was being formed; the next one has another place.
+                # A member was started again meanwhile; the next group has another prefix.
                 continue
             self._groups[roles, backend] = formed
             return formed.pg
@@ -91,11 +91,11 @@ class GroupForge:
         return _Group(infos, backend, pg, tuple(made))
 
     def _end_outdated(self) -> None:
-        """Called when the agent has told something new: wake whatever waits in a group of the past."""
+        """Called after each view: end groups of earlier generations, so that threads that wait in them fail."""
         end_outdated()
         for group in list(self._groups.values()):
             if self._outdated(group.infos) and "nccl" in group.backend:
-                # NCCL has connections of other kinds too, and a call that ends all of them.
+                # NCCL has other connections than sockets; `abort` ends all of them.
                 threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
 
     def _outdated(self, infos: tuple[RoleInfo, ...]) -> bool:
@@ -161,7 +161,7 @@ class GroupForge:
                 store = store or self._arrive(infos, backend)
 
     def _arrive(self, infos: tuple[RoleInfo, ...], backend: str) -> Store | None:
-        """Say in the store that this member is there; None when the store is just being replaced."""
+        """Write into the store that this member is there. None if the store is being replaced."""
         try:
             store: Store = dist().PrefixStore(f"unirun/{_name(infos, backend)}", self._store(infos))
             store.set(f"here/{self._rank(infos)}", "1")
@@ -273,8 +273,8 @@ def _build(rank: int, size: int, name: str, store: Store, backend: str, timeout:
 class _OwnRanks(dict[int, int]):
     """The ranks of a group, each its own global rank, and the right answer for ``get_rank(group)``.
 
-    torch looks there for the rank that this process has in the default group, which means another member here
-    (without this, rollout:0 would be told the rank of actor:0). That one question is told by who asks it.
+    torch looks up the rank of this process in the default group there, which is another member here: rollout:0 would
+    get the rank of actor:0. This lookup is recognised by the calling function.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -289,5 +289,5 @@ class _OwnRanks(dict[int, int]):
 
 
 def _forget(pg: ProcessGroup) -> None:
-    """Take a broken group out of torch's books; nothing is waited for."""
+    """Remove a broken group from torch's registry without waiting."""
     c10d()._abort_process_group(pg)

@@ -1,4 +1,4 @@
-"""`MasterHandle`: what a workload or a trainer can ask of the job and tell it."""
+"""`MasterHandle`: the job's services for a workload or a trainer."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ class MasterHandle:
         self._peers, self._state = peers, state
 
     def job_info(self) -> dict[str, Any]:
-        """A dict with the job's ``name`` and its ``roles``, and for each of them ``world_size``, ``generation``,
-        ``phase``,
-        ``kind`` (``script``, ``workload``, ``trainer``) and ``target``, the class."""
+        """A dict with the job's ``name`` and its ``roles``.
+
+        For each role it has ``world_size``, ``generation``, ``phase``, ``kind`` (``script``, ``function``,
+        ``workload``, ``trainer``, …) and ``target``, the class or file.
+        """
         welcome = self._peers.welcome
         roles = {}
         for name, info in self._peers.roles().items():
@@ -58,7 +60,8 @@ class MasterHandle:
         return {"name": welcome.name if welcome else "", "roles": roles}
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Report figures, by name. ``unirun status`` shows the latest; the job's ``metrics.jsonl`` keeps all.
+        """Report figures by name: ``report({"loss": 0.1})``. ``unirun status`` shows the latest of each, and the job's
+        ``metrics.jsonl`` has all of them.
 
         Raises `UsageError` for a value that is not a number, `ConnectionLost` if this node's agent is gone.
         """

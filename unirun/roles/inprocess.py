@@ -1,4 +1,4 @@
-"""`run_in_process`: a job of workloads and a trainer in threads of this process, for notebooks and debuggers."""
+"""`run_in_process`: workloads and a trainer as threads of this process, for notebooks and debuggers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_in_process(
     Arguments and results are copied as in a real job. There are no process groups (torch has one per process), no
     restarts, and no environment per role. Raises what `setup`, `init` or `fit` raises.
     """
-    players: list[_Player] = []
+    workers_here: list[_InprocWorker] = []
     infos = {role: RoleInfo(role, count, 0) for role, (_, count) in workloads.items()}
     infos["trainer"] = RoleInfo("trainer", 1, 0)
     settings = OmegaConf.create(dict(config or {}))
@@ -50,9 +50,11 @@ def run_in_process(
         for role, (kind, count) in workloads.items():
             workers = []
             for rank in range(count):
-                player = _Player(kind(_handle(role, rank, count, infos), settings), Address(role, rank, 0))
-                players.append(player)
-                workers.append(WorkerView(rank, 0, "serving", {transport.name: player.start()}))
+                worker = _InprocWorker(
+                    kind(_handle(role, rank, count, infos), settings), Address(role, rank, 0)
+                )
+                workers_here.append(worker)
+                workers.append(WorkerView(rank, 0, "serving", {transport.name: worker.start()}))
             views.append(RoleView(role, count, 0, "", "running", tuple(workers)))
         peers.update(View(tuple(views)))
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
@@ -62,8 +64,8 @@ def run_in_process(
         made.init()
         return made.fit()
     finally:
-        for player in players:
-            player.stop()
+        for worker in workers_here:
+            worker.stop()
         caller.close()
         transport.close()
 
@@ -77,7 +79,7 @@ def _handle(role: str, rank: int, size: int, infos: Mapping[str, RoleInfo]) -> M
     return MasterHandle(identity, Peers(role, rank, infos), MemoryState())
 
 
-class _Player:
+class _InprocWorker:
     """A workload and the thread that serves it."""
 
     def __init__(self, workload: BaseWorkload, me: Address) -> None:
@@ -87,14 +89,14 @@ class _Player:
         self._thread = threading.Thread(target=self._dispatcher.serve, name=str(me), daemon=True)
 
     def start(self) -> str:
-        """Set it up here, then serve; returns the endpoint."""
+        """Run `setup` in this thread, then serve in the worker's own. Returns the endpoint."""
         self._workload.setup()
         self._workload.on_generation(0)
         self._thread.start()
         return self._transport.serve(self.me, self._dispatcher.handle)
 
     def stop(self) -> None:
-        """Tear it down; a call that still runs is not waited for."""
+        """Stop serving and run `teardown`. A call that still runs is not waited for."""
         self._dispatcher.stop()
         self._dispatcher.close()
         self._transport.close()

@@ -1,4 +1,4 @@
-"""What a worker knows of the other roles, kept up to date by its agent."""
+"""`Peers`: the table of the job's roles and workers in each worker, which the agent keeps up to date."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Peers:
         self._answers: dict[int, Answer] = {}
 
     def roles(self) -> Mapping[str, RoleInfo]:
-        """All roles as they stand now."""
+        """All roles as they are now."""
         with self._changed:
             return MappingProxyType(self._roles)
 
@@ -102,18 +102,19 @@ class Peers:
         return found
 
     def view(self, role: str) -> RoleView | None:
-        """All that is known of a role and its workers now; None without a launcher."""
+        """The latest view of a role and its workers; None without a launcher."""
         self.known(role)
         with self._changed:
             return self._views.get(role)
 
     def views(self) -> tuple[RoleView, ...]:
-        """The same of every role."""
+        """The latest view of every role."""
         with self._changed:
             return tuple(self._views.values())
 
     def worker(self, role: str, rank: int) -> WorkerView | None:
-        """All that is known of a worker now; None without a launcher. Raises `UsageError` for one there is not."""
+        """The latest view of a worker; None without a launcher. Raises `UsageError` for a rank that the role has
+        not."""
         view = self.view(role)
         if view is None:
             return None
@@ -166,7 +167,7 @@ class Peers:
         )
 
     def tell(self, message: Message) -> None:
-        """Tell the agent something; without a launcher nobody listens. Raises `ConnectionLost`, and `UsageError` in a
+        """Send `message` to the agent; without a launcher, do nothing. Raises `ConnectionLost`, and `UsageError` in a
         fork of the worker."""
         if self._link is not None:
             self._own(self._link).send(message)
@@ -174,13 +175,14 @@ class Peers:
     def _own(self, link: BlockingStream) -> BlockingStream:
         if self._pid != os.getpid():
             raise UsageError(
-                "the agent listens to the worker's own process, this is a fork of it", "tell it from there"
+                "the connection to the agent belongs to the worker's own process, this is a fork of it",
+                "use it there",
             )
         return link
 
     def ask(self, wish: Wish, name: str = "", data: str = "", *, timeout: float) -> str | None:
-        """Ask the master, whoever leads meanwhile. Raises `JobError` for what it cannot do, `StoreAway` when there is
-        no answer within `timeout` seconds, `ConnectionLost`."""
+        """Ask the master that leads now, or the next one. Raises `JobError` if it cannot do it, `StoreAway` if there
+        is no answer within `timeout` seconds, `ConnectionLost`."""
         if self._link is None:
             raise UsageError(
                 f"{wish} asks the job's master, and this process has none", "start it with unirun"
@@ -201,7 +203,7 @@ class Peers:
         return answer.data
 
     def answered(self, answer: Answer) -> None:
-        """Take over what the agent has passed on."""
+        """Take the answer of the master, which the agent has passed on."""
         with self._changed:
             self._answers[answer.number] = answer
             self._changed.notify_all()
@@ -234,7 +236,7 @@ class Peers:
 
 
 def lone_peers(environ: Mapping[str, str]) -> Peers:
-    """Without unirun: one role, as torchrun's variables say, or one rank."""
+    """Without unirun: one role with the ranks of torchrun's variables, or with one rank."""
     role = environ.get("ROLE_NAME", "default")
     size = int(environ.get("WORLD_SIZE", "1"))
     generation = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -243,7 +245,7 @@ def lone_peers(environ: Mapping[str, str]) -> Peers:
 
 
 def linked_peers(environ: Mapping[str, str]) -> Peers:
-    """Under unirun: what the agent tells, now and later. Raises `WireError` or `RendezvousError`."""
+    """Under unirun: what the agent sends, from now on in a thread. Raises `WireError` or `RendezvousError`."""
     link = open_link(environ)
     welcome = link.receive(timeout=WELCOME_TIMEOUT)
     while isinstance(welcome, View):
@@ -254,7 +256,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     peers = Peers(role, rank, _infos(welcome.view), welcome=welcome, link=link)
     for message in link.buffered():
         _take(peers, message)
-    # Taken before the script goes on, which may close what it does not know.
+    # Read before the script runs, which may close these descriptors.
     agent = _agent_handle(link.socket)
     watched = {n: _file_behind(n) for n in (agent, link.socket.fileno()) if n is not None}
     thread = threading.Thread(
@@ -277,7 +279,7 @@ def _take(peers: Peers, message: Message) -> None:
 
 
 def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapping[int, str]) -> None:
-    """Take updates until the link ends. When the agent itself is gone, so is this worker: no orphan survives."""
+    """Take updates until the link ends. When the agent's process has ended, end this worker: no orphan survives."""
     if agent is None:
         _end()
         return
@@ -287,8 +289,8 @@ def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapp
     while True:
         ready = {handle for handle, _ in poll.poll()}
         if any(_file_behind(number) != watched[number] for number in ready):
-            # The script has closed what is not its own, as daemons do; others may stand at these numbers now.
-            # What is left is the parent-death signal.
+            # The script has closed these descriptors, as daemons do, and their numbers may be other files now.
+            # The parent-death signal still ends this worker.
             return
         if agent in ready:
             _end()
@@ -297,12 +299,12 @@ def _listen(link: BlockingStream, peers: Peers, agent: int | None, watched: Mapp
             for message in link.drain():
                 _take(peers, message)
         except WireError:
-            # The script may have closed the link; only the agent's own end matters from here on.
+            # The script may have closed the link. From now on only the end of the agent's process is watched.
             poll.unregister(link.socket)
 
 
 def _file_behind(number: int) -> str:
-    """What the kernel calls the open file; empty when there is none."""
+    """The kernel's name of an open file; empty if the descriptor is closed."""
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
@@ -310,7 +312,7 @@ def _file_behind(number: int) -> str:
 
 
 def _agent_handle(sock: socket.socket) -> int | None:
-    """A handle on the agent's process, as the kernel knows it; None when it is gone."""
+    """A pidfd of the agent's process; None if it has ended."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid: int = struct.unpack("3i", raw)[0]
     try:

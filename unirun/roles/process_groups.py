@@ -1,15 +1,14 @@
-"""The process groups of this process: how the default one was made, which sockets gloo's have, and how to end them.
+"""The process groups of this process: how the default one was made, the sockets of gloo groups, and how to end them.
 
 gloo has no call that ends a group (`ProcessGroup.abort` does nothing for it, torch 2.13). A rank that waits for a dead
-peer, or for a survivor that has given up, waits until the group's timeout of half an hour. `GlooGroup.end` wakes it
-wherever it waits:
+peer, or for a survivor that has left, waits until the group's timeout of half an hour. `GlooGroup.end` ends the wait:
 
-- for an address in the rendezvous store: the store that the group was given looks at `ended`;
+- for an address in the rendezvous store: the store of the group checks `ended`;
 - in a collective, or for an answer of a peer: the group's sockets are shut down;
-- for a peer that is to connect and never does: `end` connects in its place, and closes.
+- for a peer that never connects: `end` connects in its place, and closes the connection.
 
-The group's sockets are known exactly. Each rank publishes where it listens, and every connection of the group has such
-an address at one end. So the constructor of `ProcessGroupGloo` is given a store that notes what is published.
+The group's sockets are known exactly: each rank publishes the address on which it listens, and every connection of the
+group has such an address at one end. So `ProcessGroupGloo` is constructed with a store that records these addresses.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 from unirun.errors import GroupError
 
 SLICE = 0.2
-"""Seconds of each wait in a store, between two looks at `GlooGroup.ended`."""
+"""Seconds of each wait in a store, between two checks of `GlooGroup.ended`."""
 KNOCK_TIMEOUT = 1.0
 """Seconds for a connection to this process's own listening socket."""
 
@@ -46,8 +45,8 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a rank puts into the store: where it listens, and the number with which each peer, in rank order,
-    announces itself there."""
+    """The value that a rank writes into the store: the address on which it listens, and the number that each peer, in
+    rank order, sends first when it connects."""
 
     address: Address
     numbers: tuple[int, ...]
@@ -81,7 +80,7 @@ def parse_published(value: bytes) -> Published:
 
 
 class GlooGroup:
-    """One gloo group of this process. `over` tells whether it belongs to the past."""
+    """One gloo group of this process. `over` tells whether its generation is over."""
 
     def __init__(self, size: int, over: Callable[[], bool]) -> None:
         self.over = over
@@ -91,15 +90,15 @@ class GlooGroup:
         self._peers: set[Address] = set()
         self._sockets: dict[int, int] = {}
         self.store: Any = None
-        """Held as long as the group: gloo reads it again when it connects lazily, and does not keep it alive."""
+        """Held as long as the group, as gloo uses it for lazy connections and does not keep a reference."""
 
     def published(self, value: bytes) -> None:
-        """This rank's own word in the store."""
+        """Record the value that this rank writes into the store."""
         with contextlib.suppress(ValueError):
             self._own = parse_published(value)
 
     def found(self, value: bytes) -> None:
-        """A word of some rank, this one's perhaps."""
+        """Record a value that is read from the store, perhaps this rank's own."""
         with contextlib.suppress(ValueError):
             self._peers.add(parse_published(value).address)
 
@@ -111,7 +110,7 @@ class GlooGroup:
         self.formed = True
 
     def intact(self) -> bool:
-        """Whether all connections that it was formed with still stand."""
+        """Whether all connections with which it was formed are still established."""
         return not self.ended and all(
             _inode(number) == inode and _established(number) for number, inode in self._sockets.items()
         )
@@ -122,7 +121,7 @@ class GlooGroup:
         return any(_inode(number) == inode for number, inode in self._sockets.items())
 
     def end(self) -> None:
-        """Let everything fail that waits in this group, in this process and in its peers. Safe to call twice."""
+        """Let all waits in this group fail, in this process and in its peers. Safe to call twice."""
         self.ended = True
         for number, inode in self._find().items():
             if _inode(number) == inode:
@@ -133,7 +132,8 @@ class GlooGroup:
                 _knock(self._own.address, number)
 
     def _find(self) -> dict[int, int]:
-        """The connections of the group that are open now: descriptors with their inodes, as a number is used again."""
+        """The open connections of the group: descriptors with their inodes, as the number of a closed one may be used
+        again."""
         found = {}
         own = self._own.address if self._own else None
         peers = self._peers - {own}
@@ -147,7 +147,7 @@ class GlooGroup:
 
 @dataclass(frozen=True, slots=True)
 class DefaultGroup:
-    """With what the user's code has made the default process group."""
+    """The arguments with which the user's code made the default process group."""
 
     backend: str
     timeout: timedelta
@@ -155,22 +155,22 @@ class DefaultGroup:
 
 
 class ProcessGroups:
-    """The process groups that this process makes; of gloo's those that are being formed or stand."""
+    """Watches the process groups that this process makes; holds the gloo groups that are being formed or are open."""
 
     def __init__(self) -> None:
         self.begin: Callable[[Any], Callable[[], bool]] = lambda store: lambda: False
-        """Called with the store in which the ranks of a new group meet, of whatever backend. Returns what tells, at any
-        time, whether that group belongs to the past."""
+        """Called with the store of a new group of any backend. Returns a function that tells whether the group's
+        generation is over."""
         self.default: DefaultGroup | None = None
-        """The latest one; None when there was none."""
+        """The arguments of the latest default group; None if there was none."""
         self._groups: list[GlooGroup] = []
         self._lock = threading.Lock()
         self._mine = threading.local()
 
     @contextlib.contextmanager
     def forming(self, over: Callable[[], bool]) -> Iterator[list[GlooGroup]]:
-        """Groups that this thread makes in the block belong to the past when `over` says so. Yields the list of those
-        that were formed."""
+        """Groups that this thread makes in the block end when `over` returns True. Yields the list of those that were
+        formed."""
         made: list[GlooGroup] = []
         before, self._mine.block = self._block, (over, made)
         try:
@@ -183,7 +183,7 @@ class ProcessGroups:
         return getattr(self._mine, "block", None)
 
     def end_outdated(self) -> None:
-        """End the groups that belong to the past. From any thread."""
+        """End the groups whose generation is over. May be called from any thread."""
         with self._lock:
             groups = list(self._groups)
         for group in groups:
@@ -191,23 +191,23 @@ class ProcessGroups:
                 group.end()
 
     def end_all(self) -> None:
-        """End every group, and forget it."""
+        """End and forget every group."""
         with self._lock:
             groups, self._groups = self._groups, []
         for group in groups:
             group.end()
 
     def meeting(self, store: Any) -> contextlib.AbstractContextManager[Any]:
-        """Around torch's making of a group whose ranks meet in `store`."""
+        """A context in which torch makes a group with `store`."""
         return contextlib.nullcontext() if self._block else self.forming(self.begin(store))
 
     @contextlib.contextmanager
     def building(self, store: Any, size: int) -> Iterator[Any]:
-        """Around the constructor of a gloo group, which is to be given the store that this yields.
-        Raises `GroupError` when the group was ended meanwhile."""
+        """A context for the constructor of a gloo group; yields the store to be given to it. Raises `GroupError` if
+        the group was ended meanwhile."""
         block = self._block
         if block is None:
-            # Not made by torch.distributed itself: its owner looks after it.
+            # Not made by torch.distributed; its owner manages it.
             yield store
             return
         over, made = block
@@ -216,7 +216,7 @@ class ProcessGroups:
             self._groups = [each for each in self._groups if each.open or not each.formed]
             self._groups.append(group)
         try:
-            # The news may have come before the group was in the list.
+            # A view may have come before the group was in the list.
             self.end_outdated()
             group.store = _watched_store(store, group)
             yield group.store
@@ -232,9 +232,9 @@ _known: ProcessGroups | None = None
 
 
 def process_groups() -> ProcessGroups:
-    """The process groups that this process makes after the first call of this. Imports torch.
+    """The groups that this process makes after the first call of this function. Imports torch.
 
-    torch has no hook there. So two functions of it are wrapped: the one by which `torch.distributed` makes any group,
+    torch has no hook for this, so two functions are wrapped: the one with which `torch.distributed` makes any group,
     and the constructor of gloo groups.
     """
     global _known
@@ -248,7 +248,7 @@ def process_groups() -> ProcessGroups:
 
 
 def end_outdated() -> None:
-    """End the known groups that belong to the past."""
+    """End the known groups whose generation is over."""
     if _known is not None:
         _known.end_outdated()
 
@@ -274,7 +274,7 @@ def _wrapped_constructor(groups: ProcessGroups, construct: Callable[..., None]) 
 
 
 def _watched_store(store: Any, group: GlooGroup) -> Any:
-    """`store`, which notes what the ranks publish and ends its waits when the group is ended."""
+    """A store over `store` that records the addresses of the ranks, and whose waits fail when the group is ended."""
     distributed: Any = importlib.import_module("torch.distributed")
 
     class Watched(distributed.Store):  # type: ignore[misc]
@@ -325,7 +325,7 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
 
 
 def _knock(address: Address, number: int) -> None:
-    """Connect as the peer that announces itself with `number`, and close."""
+    """Connect as the peer that sends `number` first, and close the connection."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(KNOCK_TIMEOUT)
@@ -350,18 +350,18 @@ def _inode(number: int) -> int | None:
 
 
 _borrowing = threading.RLock()
-"""Held while this process has a second descriptor of a socket, and while it lists its descriptors."""
+"""Held while this process has a duplicate descriptor of a socket, and while it lists its descriptors."""
 
 
 @contextlib.contextmanager
 def _borrowed(number: int) -> Iterator[socket.socket]:
-    """The socket behind a descriptor that belongs to somebody else, who may close it meanwhile."""
+    """A duplicate of a socket that is owned by other code, which may close it meanwhile."""
     with _borrowing, socket.socket(fileno=os.dup(number)) as sock:
         yield sock
 
 
 def _ends(number: int) -> tuple[Address | None, Address | None]:
-    """The local and the remote address of a TCP connection; None for what is none, or has none."""
+    """The local and the remote address of a TCP connection; None for other descriptors."""
     try:
         with _borrowed(number) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:

@@ -1,4 +1,4 @@
-"""`unirun.serve`: a script exports an object, and the others call it."""
+"""`unirun.serve`: a script serves an object, whose methods other roles call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Server:
         self._dispatcher, self._thread = dispatcher, thread
 
     def close(self) -> None:
-        """Take no more calls; the present one is waited for."""
+        """Stop serving. The current call is waited for."""
         self._dispatcher.stop()
         self._thread.join()
         self._dispatcher.close()
@@ -77,8 +77,8 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
 
 
 def _serve_beside(dispatcher: Dispatcher, peers: Peers) -> None:
-    """Serve in this thread. A process that others cannot call any more must not go on as if they could, and a method
-    that ends the program ends it, as SIGTERM does."""
+    """Serve in this thread. If nobody can connect to this process any more, it ends with an error. SystemExit in a
+    method ends the program, as SIGTERM does."""
     try:
         dispatcher.serve()
     except SystemExit:
@@ -92,7 +92,7 @@ def _serve_beside(dispatcher: Dispatcher, peers: Peers) -> None:
 
 
 def callers_are_gone(peers: Peers) -> bool:
-    """Whether every worker that does not serve calls has ended well, and there was one."""
+    """Whether there are workers that do not serve calls, and all of them have exited with code 0."""
     silent = [
         worker
         for role in peers.views()

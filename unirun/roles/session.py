@@ -1,4 +1,4 @@
-"""The calls of one process: its transport, what it calls with, and where the others are."""
+"""`Session`: the transport, the caller and the role groups of one process, made at their first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One per process; what costs something is made when it is first used."""
+    """One per process. Its parts are made when they are first used."""
 
     def __init__(self, peers: Peers, environ: Mapping[str, str]) -> None:
         self._peers, self._environ = peers, environ
@@ -38,7 +38,7 @@ class Session:
 
     @property
     def transport(self) -> Transport:
-        """How this process calls and is called. Raises `UsageError` without a launcher."""
+        """The transport of this process. Raises `UsageError` without a launcher, and in a fork of the worker."""
         with self._lock:
             if self._pid != os.getpid():
                 raise UsageError(
@@ -68,7 +68,7 @@ class Session:
 
         with self._lock:
             if self._agent is None:
-                # By the numbers that all processes of the job know, whenever they were started.
+                # torch wants a number for each worker, the same in all processes.
                 bases, total = {}, 0
                 for role in self._peers.roles():
                     bases[role], total = total, total + self._peers.count(role)
@@ -85,7 +85,7 @@ class Session:
 
     @property
     def caller(self) -> Caller:
-        """What this process calls with."""
+        """The `Caller` of this process."""
         with self._lock:
             if self._caller is None:
                 welcome = self._peers.welcome
@@ -97,7 +97,7 @@ class Session:
             return self._caller
 
     def _report(self) -> None:
-        """At the end of this process; a fork of it has called nothing."""
+        """Report the last calls at the exit of this process, and not at that of a fork."""
         if self._caller is not None and self._pid == os.getpid():
             self._caller.report()
 
@@ -110,8 +110,8 @@ class Session:
             return self._groups[role]
 
     def _methods(self, role: str) -> Mapping[str, Invocation] | None:
-        """The methods of a role's workloads when the module of their class is imported here already: then no worker
-        has to be asked, and the first call need not wait for one."""
+        """The methods of a role's workload class if its module is imported here already. Then the first call need not
+        wait until a worker can be asked."""
         brief = self._peers.brief(role)
         if brief is None or brief.kind != "workload":
             return None
@@ -122,9 +122,9 @@ class Session:
         return invocations(found, BaseWorkload) if isinstance(found, type) else None
 
     def rpc_name(self, role: str, rank: int) -> str:
-        """The name of a rank's worker in torch.distributed.rpc; both ends have an agent from now on."""
+        """The name of a rank's worker in torch.distributed.rpc. Starts the RPC agents of both processes."""
         address, endpoint = self.caller.open_rpc(role, rank)
         try:
             return self._rpc_agent().known(address, endpoint)
         except RuntimeError as error:
-            raise ChannelError(f"{address} cannot be joined: {error}") from error
+            raise ChannelError(f"{address} cannot be reached: {error}") from error

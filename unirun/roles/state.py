@@ -1,4 +1,4 @@
-"""What workers keep beyond their own end: bytes by worker, in the job's store."""
+"""State that a worker saves for its next incarnation: bytes for each rank, in the job's store."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ from unirun.errors import UsageError
 from unirun.roles.peers import Peers
 
 MAX_STATE = 8 << 20
-"""Bytes that one rank may keep."""
+"""Bytes that one rank may save."""
 
 PATIENCE = 120.0
-"""Seconds in which a master must have answered; a store that is away for a moment delays it."""
+"""Seconds in which the master must answer. It is long as the store may be unavailable for a while."""
 
 
 class StateStore(Protocol):
-    """Keeps the last bytes that were saved."""
+    """Holds the bytes that were saved last."""
 
     def save(self, state: bytes) -> None:
-        """Keep `state`. When it returns, a later incarnation finds it; when it is interrupted, the one before."""
+        """Save `state`. When this has returned, later incarnations load it; if it is interrupted, they load the one
+        before."""
 
     def load(self) -> bytes | None:
-        """What was saved last; None when nothing was."""
+        """The bytes that were saved last; None if there are none."""
 
 
 class MemoryState:
-    """Keeps it as long as the process lives: without a launcher there is nothing that outlives it."""
+    """Holds the state in memory: without a launcher nothing outlives the process."""
 
     def __init__(self) -> None:
         self._state: bytes | None = None
 
     def save(self, state: bytes) -> None:
-        """Keep a copy."""
+        """Save a copy."""
         self._state = bytes(state)
 
     def load(self) -> bytes | None:
-        """The copy."""
+        """The copy, or None."""
         return self._state
 
 
 class StoredState:
-    """In the job's store, by way of the master. It lives as long as the job's context."""
+    """Holds the state in the job's store, through the master, as long as the job's context exists."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     def save(self, state: bytes) -> None:
-        """Returns when it is in the store. Raises `UsageError` for one that is too large, `StoreAway`, `JobError`."""
+        """Returns when `state` is in the store. Raises `UsageError` if it is too large, `StoreAway`, `JobError`."""
         if len(state) > MAX_STATE:
             raise UsageError(
                 f"save_state got {len(state)} bytes, and {MAX_STATE} is the most",
@@ -58,7 +59,7 @@ class StoredState:
         self._peers.ask("save_state", data=base64.b64encode(state).decode(), timeout=PATIENCE)
 
     def load(self) -> bytes | None:
-        """From the store. Raises `StoreAway`, `JobError`."""
+        """The bytes in the store, or None. Raises `StoreAway`, `JobError`."""
         data = self._peers.ask("load_state", timeout=PATIENCE)
         return None if data is None else base64.b64decode(data)
 
@@ -69,5 +70,5 @@ def job_folder(environ: Mapping[str, str]) -> Path | None:
 
 
 def state_of(peers: Peers) -> StateStore:
-    """Where the worker that holds a rank keeps its state."""
+    """The state store of this worker."""
     return StoredState(peers) if peers.linked else MemoryState()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from unirun.roles.calls.service import Service
+from unirun.roles.calls.scheduler import Scheduler
 
 
 class Killed(BaseException):
@@ -38,7 +38,7 @@ class Clock:
         return True
 
 
-class FakeService(Service):
+class FakeScheduler(Scheduler):
     """The thread of a caller, as actions of the clock."""
 
     def __init__(self, clock: Clock) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.calls.actors import Actor, Clock, FakeService
+from tests.sim.calls.actors import Actor, Clock, FakeScheduler
 from tests.sim.calls.role import ROLE, Desk, Role, Seen
 from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
@@ -38,7 +38,7 @@ class History:
             Seen(self.role),
             self.role,
             call_timeout=CALL_TIMEOUT,
-            service=FakeService(self.clock),
+            scheduler=FakeScheduler(self.clock),
         )
         self.group = role_group(self.caller, ROLE, self.role.size, invocations(Desk))
         self.told: dict[int, float] = {}

@@ -15,7 +15,7 @@ from pipeline import pipelined
 from unirun import InvocationRef
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.envelope import ERROR, OK
-from unirun.roles.calls.remote import dump_error
+from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Parcel
 
 SOON = 10.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from unirun.graph import Caller, Edge, Graph, Role, added, graph_of, learn, sound, without_circles
+from unirun.graph import Edge, Graph, ProcessCalls, Role, added, graph_of, learn, sound, without_circles
 from unirun.graph.text import yaml
 from unirun.spec.edges import read_edges
 from unirun.spec.read import Reader
@@ -37,16 +37,16 @@ def called(
     return CallCount(role, method, calls, calls * size, calls * back, 0.1 * calls, spans, asynchronous, split)
 
 
-def callers(pairs: list[tuple[int, int]], target: str = "b", *, split: bool = False) -> list[Caller]:
+def callers(pairs: list[tuple[int, int]], target: str = "b", *, split: bool = False) -> list[ProcessCalls]:
     """Ranks of ``a`` that call ranks of `target`."""
     sources = sorted({source for source, _ in pairs})
     return [
-        Caller("a", source, (called(target, [t for s, t in pairs if s == source], split=split),))
+        ProcessCalls("a", source, (called(target, [t for s, t in pairs if s == source], split=split),))
         for source in sources
     ]
 
 
-def learned(seen: list[Caller], ranks: dict[str, int] = RANKS) -> Edge:
+def learned(seen: list[ProcessCalls], ranks: dict[str, int] = RANKS) -> Edge:
     (found,) = learn(seen, ranks)
     return found.edge
 
@@ -76,19 +76,19 @@ def test_the_kind_is_seen_from_who_calls_whom(
     [(100, 0, "forward"), (100, 11, "forward"), (100, 20, "both"), (1, 100, "back"), (0, 0, "forward")],
 )
 def test_the_direction_is_where_the_bytes_go(there: int, back: int, direction: str) -> None:
-    seen = [Caller("a", 0, (called("b", [0], size=there, back=back),))]
+    seen = [ProcessCalls("a", 0, (called("b", [0], size=there, back=back),))]
     assert learned(seen).direction == direction
 
 
 def test_the_weight_is_in_bytes_per_step_of_all_ranks() -> None:
-    seen = [Caller("a", 0, (called("b", [0, 1], size=200, back=50, steps=7),))]
+    seen = [ProcessCalls("a", 0, (called("b", [0, 1], size=200, back=50, steps=7),))]
     assert learned(seen).weight == 500
     assert learn(seen, RANKS, steps=14)[0].edge.weight == 250
 
 
 def test_a_method_that_is_called_often_weighs_what_it_moves_in_a_step() -> None:
     often = called("c", [0], "g", steps=50)
-    seen = [Caller("a", 0, (called("b", [0], steps=5), called("b", [0], "h", steps=5), often))]
+    seen = [ProcessCalls("a", 0, (called("b", [0], steps=5), called("b", [0], "h", steps=5), often))]
     assert [(each.edge.invocation, each.edge.weight) for each in learn(seen, RANKS)] == [
         ("f", 100),
         ("h", 100),
@@ -113,13 +113,13 @@ def test_figures_are_those_of_all_ranks() -> None:
 
 
 def test_calls_that_nobody_waits_for_are_asynchronous() -> None:
-    cast = Caller("a", 0, (called("b", [0], asynchronous=True),))
+    cast = ProcessCalls("a", 0, (called("b", [0], asynchronous=True),))
     assert learned([cast]).asynchronous
-    assert not learned([cast, Caller("a", 1, (called("b", [0]),))]).asynchronous
+    assert not learned([cast, ProcessCalls("a", 1, (called("b", [0]),))]).asynchronous
 
 
 def test_a_role_that_calls_itself_has_no_edge() -> None:
-    assert learn([Caller("a", 0, (called("a", [1]),))], RANKS) == ()
+    assert learn([ProcessCalls("a", 0, (called("a", [1]),))], RANKS) == ()
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,13 @@ COUNT = st.builds(
 )
 CALLERS = st.dictionaries(
     st.tuples(st.sampled_from("abc"), st.integers(0, 2)), st.lists(COUNT, max_size=4).map(tuple), max_size=6
-).map(lambda found: [Caller(role, rank, sound(counts, RANKS)) for (role, rank), counts in found.items()])
+).map(
+    lambda found: [ProcessCalls(role, rank, sound(counts, RANKS)) for (role, rank), counts in found.items()]
+)
 
 
 @given(CALLERS, st.integers())
-def test_what_is_learned_is_a_graph_whatever_came_first(seen: list[Caller], seed: int) -> None:
+def test_what_is_learned_is_a_graph_whatever_came_first(seen: list[ProcessCalls], seed: int) -> None:
     shuffled = Random(seed).sample(seen, len(seen))
     found = learn(seen, RANKS)
     assert [replace(each, seconds=0.0) for each in learn(shuffled, RANKS)] == [
@@ -181,7 +183,7 @@ def test_what_is_learned_is_a_graph_whatever_came_first(seen: list[Caller], seed
 
 @given(seen=CALLERS)
 def test_what_is_learned_can_be_written_into_a_job_file(
-    seen: list[Caller], tmp_path_factory: pytest.TempPathFactory
+    seen: list[ProcessCalls], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     edges = tuple(each.edge for each in learn(seen, RANKS))
     file = tmp_path_factory.mktemp("learned") / "job.yaml"

@@ -30,7 +30,7 @@ from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.reliable import Part, ReliableChannel
 from unirun.roles.calls.reported_losses import ReportedLosses
-from unirun.roles.calls.service import Deadlines, Service
+from unirun.roles.calls.scheduler import Deadlines, Scheduler
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.executor import SerialExecutor
@@ -53,15 +53,15 @@ class Caller:
         *,
         call_timeout: float,
         tell: Callable[[Calls], None] = lambda calls: None,
-        service: Service | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
-        """`tell` gets now and then, and when `report` is called, what was called so far. `service` has the clock."""
+        """`tell` gets now and then, and when `report` is called, what was called so far. `scheduler` has the clock."""
         self._me = encode_address(me)
         self._peers, self._transport, self._call_timeout = peers, transport, call_timeout
-        self._service = service or Service("unirun-calls")
+        self._scheduler = scheduler or Scheduler("unirun-calls")
         self._callbacks = SerialExecutor("unirun-callbacks")
         self._deliver = self._callbacks.submit
-        self._book = CallBook(self._service, tell)
+        self._book = CallBook(self._scheduler, tell)
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._order: dict[str, threading.RLock] = defaultdict(threading.RLock)
@@ -74,7 +74,7 @@ class Caller:
         self._opened: dict[Address, str] = {}
         self._turn = itertools.count()
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
-        peers.when_changed(lambda: self._service.soon(self._look))
+        peers.when_changed(lambda: self._scheduler.soon(self._look))
 
     def method(self, role: str, name: str, options: Invocation, ranks: Sequence[int] | None = None) -> Method:
         """What `invoke` calls; `ranks` come before the target in `options`.
@@ -85,7 +85,7 @@ class Caller:
         seconds = self._call_timeout if options.timeout is None else options.timeout
         with self._lock:
             if seconds not in self._deadlines:
-                self._deadlines[seconds] = Deadlines(seconds, self._service, self._expire)
+                self._deadlines[seconds] = Deadlines(seconds, self._scheduler, self._expire)
         return Method(
             role,
             name,
@@ -117,7 +117,7 @@ class Caller:
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
         call: InvocationRef[Any]
-        call = InvocationRef(method, ranks, parcels, shares.sharding, self._service.now(), self._deliver)
+        call = InvocationRef(method, ranks, parcels, shares.sharding, self._scheduler.now(), self._deliver)
         if options.blocking and not call.joint:
             call.patience = method.deadlines.seconds
         method.deadlines.add(call)
@@ -143,7 +143,7 @@ class Caller:
 
     def close(self) -> None:
         """Close every channel; open calls are not answered any more."""
-        self._service.close()
+        self._scheduler.close()
         for channel in list(self._channels.values()):
             channel.close()
         self._callbacks.close()
@@ -186,7 +186,7 @@ class Caller:
                     # Another thread will send it, which cannot let this one read the answer.
                     call.patience = None
                     self._parked.setdefault(who, deque()).append((call, index))
-                    self._service.soon(self._look)
+                    self._scheduler.soon(self._look)
                     return
         self._send_to(peer, call, index)
 
@@ -234,7 +234,7 @@ class Caller:
                 peer.endpoint,
                 me=self._me,
                 transport=self._transport,
-                service=self._service,
+                scheduler=self._scheduler,
                 answered=self._answered,
                 failed=self._settle,
             )
@@ -242,16 +242,16 @@ class Caller:
                 channel = self._channels.setdefault(address, fresh)
             if self._peers.find(address.role, address.rank) != peer:
                 # The worker was lost before this channel was there to be closed.
-                self._service.soon(self._look)
+                self._scheduler.soon(self._look)
         return channel
 
     def _answered(self, call: OpenCall, index: int, parcel: Parcel) -> None:
         if (generation := refused_for(parcel.head)) is not None:
-            self._service.soon(partial(self._was_refused, call, index, generation))
+            self._scheduler.soon(partial(self._was_refused, call, index, generation))
             return
         sent = call.parcel(index)
         if sent is not None:
-            took = self._service.now() - call.began
+            took = self._scheduler.now() - call.began
             call.prepared.count.add(call.ranks[index], sent.size, parcel.size, took)
         self._settle(call, index, parcel)
 
@@ -311,7 +311,7 @@ class Caller:
         call.settle(index, outcome)
         if call.settled:
             if call.failed and call.retries > 0 and call.interrupted:
-                self._service.soon(partial(self._again, call, call.attempt))
+                self._scheduler.soon(partial(self._again, call, call.attempt))
             else:
                 self._finish(call)
         elif call.failed and not call.failing:
@@ -319,7 +319,7 @@ class Caller:
             self._fail_later(call)
 
     def _fail_later(self, call: OpenCall) -> None:
-        self._service.at(self._service.now() + ERROR_GRACE, partial(self._fail, call, call.attempt))
+        self._scheduler.at(self._scheduler.now() + ERROR_GRACE, partial(self._fail, call, call.attempt))
 
     def _fail(self, call: OpenCall, attempt: int) -> None:
         """A moment after the first error. Before a call is made again, all its workers must have left it."""

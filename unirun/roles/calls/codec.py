@@ -1,7 +1,7 @@
-"""Values to parcels and back: pickle protocol 5, with the memory of tensors and arrays beside it.
+"""Pickling of values with protocol 5: the memory of tensors and arrays is not copied into the pickle.
 
-A tensor sends its elements and nothing else of its storage. What is on a GPU travels through host memory and
-arrives on the receiver's current device. Classes and functions of ``__main__`` and lambdas go by value
+Of a tensor only its elements are sent, not the rest of its storage. A tensor on a GPU is copied through host memory to
+the current device of the receiver. Classes and functions of ``__main__`` and lambdas go by value
 (cloudpickle); everything else by name, as pickle does.
 """
 
@@ -20,14 +20,14 @@ from unirun.roles.transport.frames import MAX_HEAD as MAX_FRAME_HEAD
 from unirun.roles.transport.protocol import writable
 
 INLINE = 512
-"""Tensors up to this many bytes stand in the pickle itself: a buffer of their own costs more."""
+"""Bytes up to which a tensor is part of the pickle itself, which costs less than a separate buffer."""
 
 MAX_HEAD = MAX_FRAME_HEAD - (1 << 24)
-"""Bytes that a pickle may have beside its buffers; the rest is for what stands before it."""
+"""Bytes that a pickle may have without its buffers. The rest of a frame's head is for the header of the request."""
 
 
 class _ByValue(Exception):
-    """Something in the value must be pickled by value."""
+    """Raised when something in the value has to be pickled by value."""
 
 
 class _Pickler(pickle.Pickler):
@@ -50,7 +50,7 @@ _FUNCTION = type(lambda: None)
 
 
 def dump(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
-    """`value` pickled, and its buffers. Raises `EncodingError` that names `what` when it cannot be."""
+    """Pickle `value`. Returns the pickle and its buffers. Raises `EncodingError`, which names `what`."""
     head, buffers = (pickle.dumps(value, 5), ()) if _is_plain(value) else _dump_any(value, what)
     if len(head) > MAX_HEAD:
         problem = (
@@ -64,7 +64,7 @@ def _dump_any(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
     try:
         return _dump(_Pickler, value)
     except Exception:  # noqa: BLE001 - classes raise what they like when they are pickled
-        # Objects that have no name to be found by, or that are no plain data.
+        # Objects that pickle cannot find by name; cloudpickle sends them by value.
         pass
     try:
         return _dump(_CloudPickler, value)
@@ -74,7 +74,7 @@ def _dump_any(value: Any, what: str) -> tuple[bytes, tuple[memoryview, ...]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is ``(args, kwargs)`` with nothing in it that needs more than pickle: most calls have little."""
+    """Whether `value` is ``(args, {})`` with simple arguments only, for which plain pickle is enough and fastest."""
     return (
         type(value) is tuple
         and len(value) == 2
@@ -96,7 +96,7 @@ def _dump(kind: Callable[..., Any], value: Any) -> tuple[bytes, tuple[memoryview
 
 
 def load(head: bytes | memoryview, buffers: tuple[memoryview, ...]) -> Any:
-    """The inverse of `dump`. Raises whatever unpickling raises."""
+    """The inverse of `dump`. Raises what unpickling raises."""
     return pickle.loads(head, buffers=buffers)  # noqa: S301 - peers have proved the job's token
 
 

@@ -1,6 +1,6 @@
-"""What this process has called, counted: the job's graph as it is (`unirun.graph.learn`).
+"""Counts of the calls that this process makes, from which the job's graph is learned (`unirun.graph.learn`).
 
-A count is told to the agent with all that it has been since the process began, so a report may be lost and come twice.
+A report has the totals since the process started, so it may be lost or arrive twice.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import threading
 from collections.abc import Callable, Iterable
 
 from unirun.errors import WireError
-from unirun.roles.calls.service import Service
+from unirun.roles.calls.scheduler import Scheduler
 from unirun.wire.reports import CallCount, Calls, Span
 
 FIRST, SELDOM = 1.0, 60.0
-"""Seconds from a call to the report of it, at first and at most; each time twice as many. What a job calls is soon
-known, and ten thousand workers that all call must not keep a master busy with it."""
+"""Seconds from a call to the report of it: the first time, and at most; they double each time. So the graph is known
+soon, and the reports of ten thousand callers do not load the master."""
 
 MAX_COUNTS = 100
-"""In a report: of more methods, those that have moved most."""
+"""Methods in a report; of more, those with the most bytes."""
 
 MAX_SPANS = 16
-"""Of ranks in a count; of more, one from the first to the last."""
+"""Ranges of ranks in a count; if there are more, one range from the first rank to the last."""
 
 
 class Count:
@@ -31,9 +31,9 @@ class Count:
 
     def __init__(self, what: tuple[str, str, bool], news: Callable[[], None]) -> None:
         self.what = what
-        """The role, the method, and whether nobody waits for it."""
+        """The role, the method, and whether the call is asynchronous."""
         self.split = False
-        """Whether workers got different arguments in one call."""
+        """Whether the workers of one call got different arguments."""
         self._news = news
         self._lock = threading.Lock()
         self._calls = self._bytes = self._returned = 0
@@ -41,7 +41,7 @@ class Count:
         self._ranks: set[int] = set()
 
     def add(self, rank: int, sent: int, returned: int, seconds: float) -> None:
-        """A call was answered: bytes there and back, and how long that took."""
+        """Add a call that was answered: bytes sent and returned, and the seconds from its start to the answer."""
         with self._lock:
             self._calls += 1
             self._bytes += sent
@@ -51,7 +51,7 @@ class Count:
         self._news()
 
     def value(self) -> CallCount:
-        """As it stands now."""
+        """The totals so far."""
         role, method, asynchronous = self.what
         with self._lock:
             return CallCount(
@@ -61,25 +61,25 @@ class Count:
                 bytes=self._bytes,
                 returned=self._returned,
                 seconds=self._seconds,
-                ranks=spans(self._ranks),
+                ranks=rank_ranges(self._ranks),
                 asynchronous=asynchronous,
                 split=self.split,
             )
 
 
 class CallBook:
-    """All counts of one process."""
+    """The counts of one process."""
 
-    def __init__(self, service: Service, tell: Callable[[Calls], None]) -> None:
-        """`tell` may raise `WireError`, and is called in the thread of `service` or of `report`."""
-        self._service, self._tell = service, tell
+    def __init__(self, scheduler: Scheduler, tell: Callable[[Calls], None]) -> None:
+        """`tell` may raise `WireError`, and is called in the thread of `scheduler` or of `report`."""
+        self._scheduler, self._tell = scheduler, tell
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._counts: dict[tuple[str, str, bool], Count] = {}
         self._delay = FIRST
         self._due = False
 
     def count(self, role: str, method: str, *, asynchronous: bool) -> Count:
-        """That of one method."""
+        """The count of one method."""
         what = role, method, asynchronous
         with self._lock:
             if what not in self._counts:
@@ -87,8 +87,8 @@ class CallBook:
             return self._counts[what]
 
     def report(self) -> None:
-        """Tell how all counts stand, if any is new."""
-        # One after the other: what is told last holds all that was told before.
+        """Report all counts, if any has changed."""
+        # One report at a time: the last one must have the highest totals.
         with self._telling:
             self._report()
 
@@ -97,26 +97,26 @@ class CallBook:
             return
         self._due = False
         with self._lock:
-            # What unirun itself asks of workers has a name that no user's method has.
+            # Methods with two underscores are unirun's own.
             mine = [count for what, count in self._counts.items() if not what[1].startswith("__")]
         counts = [each for count in mine if (each := count.value()).calls]
         counts.sort(key=lambda each: each.bytes + each.returned, reverse=True)
-        # An agent that is gone takes this process with it: there is nobody left to tell.
+        # Without its agent this process ends, too.
         with contextlib.suppress(WireError):
             self._tell(Calls(tuple(counts[:MAX_COUNTS])))
 
     def _news(self) -> None:
         if not self._due:
             self._due = True
-            self._service.at(self._service.now() + self._delay, self._in_time)
+            self._scheduler.at(self._scheduler.now() + self._delay, self._in_time)
 
     def _in_time(self) -> None:
         self._delay = min(2 * self._delay, SELDOM)
         self.report()
 
 
-def spans(ranks: Iterable[int]) -> tuple[Span, ...]:
-    """`ranks` as runs of consecutive ones, ascending; one for all when there are more than `MAX_SPANS`."""
+def rank_ranges(ranks: Iterable[int]) -> tuple[Span, ...]:
+    """`ranks` as ascending ranges of consecutive ranks; one range for all if there are more than `MAX_SPANS`."""
     found: list[list[int]] = []
     for rank in sorted(ranks):
         if found and rank == found[-1][1] + 1:

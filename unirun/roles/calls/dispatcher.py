@@ -1,4 +1,5 @@
-"""The called end: runs each call once, in the main thread or beside it, and keeps the result until it is acked."""
+"""The serving end: runs each call at most once, in the main thread or in another one, and keeps the result until it is
+acked."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from unirun.errors import CallError, EncodingError, FrameError, UnirunError
 from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote import dump_error
+from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.protocol import Address, Inbox, Parcel, Reply, own
 
@@ -26,7 +27,7 @@ OPEN_RPC = "__open_rpc__"
 """Asks the process to let itself be called by torch.distributed.rpc."""
 
 ACK = b"__ack__"
-"""Asks for nothing; its acks are what it is for."""
+"""The method of a request that only carries acks."""
 
 _ACK = ACK.decode()
 
@@ -42,8 +43,8 @@ class _Run:
 
 
 @dataclass(eq=False, slots=True)
-class _Caller:
-    """What is kept for the process that calls as some ``role:rank``: the latest, those before it are dead."""
+class _CallerState:
+    """What is kept for the process that holds a calling rank; `incarnation` is the latest one that has called."""
 
     incarnation: int
     runs: dict[int, _Run] = field(default_factory=dict)
@@ -72,16 +73,17 @@ class Dispatcher:
         inbox: Inbox | None = None,
         open_rpc: Callable[[], Any] | None = None,
     ) -> None:
-        """`generations` is asked, in the serving thread, to be at the generation that a call wants, before it is run.
+        """Before a call is run, `generations` catches up with the call's generation, in the serving thread.
 
-        `inbox` is where that thread waits, the transport's best. `open_rpc` answers `OPEN_RPC`, in a thread of its own.
+        `inbox` is the queue of the serving thread; a transport has one that suits it. `open_rpc` answers `OPEN_RPC`, in
+        a thread of its own.
         """
         self._generations = generations
         self._open_rpc = open_rpc
         self._target, self._me, self._methods = target, me, dict(methods)
         self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
-        self._callers: dict[tuple[str, int], _Caller] = {}
+        self._callers: dict[tuple[str, int], _CallerState] = {}
         self._inbox = queue.SimpleQueue() if inbox is None else inbox
         self._first: list[Callable[[], None]] = []
         self._stopped = False
@@ -92,11 +94,11 @@ class Dispatcher:
 
     @property
     def kept(self) -> int:
-        """How many calls there are whose result is not acked: running, waiting or kept for their caller."""
+        """The number of calls whose result is not acked: waiting, running, or done."""
         return sum(len(caller.runs) for caller in list(self._callers.values()))
 
     def handle(self, parcel: Parcel, reply: Reply) -> None:
-        """Take a request from a transport. One that was seen before is not run again: it gets the same answer."""
+        """Take a request from a transport. A request that came before is not run again and gets the same answer."""
         try:
             request = decode_request(parcel.head)
         except FrameError as error:
@@ -105,7 +107,7 @@ class Dispatcher:
         with self._lock:
             caller = self._caller(request.caller)
             if caller.incarnation > request.caller.incarnation:
-                # It was on its way when its caller died; the one that has come in its place decides what runs.
+                # Its caller has died meanwhile, and a later incarnation has called.
                 return
             for seq in request.acks:
                 caller.runs.pop(seq, None)
@@ -122,12 +124,12 @@ class Dispatcher:
         else:
             self._route(run)
 
-    def _caller(self, address: Address) -> _Caller:
-        """Whoever calls; one that was started again has no use for what was kept before."""
+    def _caller(self, address: Address) -> _CallerState:
+        """The state of a calling rank; what was kept for an earlier incarnation is dropped."""
         role, rank, incarnation = address
         caller = self._callers.get((role, rank))
         if caller is None or caller.incarnation < incarnation:
-            caller = self._callers[role, rank] = _Caller(incarnation)
+            caller = self._callers[role, rank] = _CallerState(incarnation)
         return caller
 
     def _route(self, run: _Run) -> None:
@@ -138,7 +140,7 @@ class Dispatcher:
         elif name == DESCRIBE:
             self._answer(run, lambda: self._methods)
         elif name == OPEN_RPC and self._open_rpc is not None:
-            # In a thread, as the main thread may be in a long call.
+            # In a thread, as the main thread may be busy with a long call.
             self._pool(OPEN_RPC, 1).submit(self._answer, run, self._open_rpc)
         elif (options := self._methods.get(name)) is None:
             there = ", ".join(sorted(self._methods)) or "none"
@@ -152,15 +154,18 @@ class Dispatcher:
             self._inbox.put(run)
 
     def _answer(self, run: _Run, answer: Callable[[], Any]) -> None:
-        """Answer what is asked of the process, not of the target."""
+        """Answer a request to the process, not to the target."""
         try:
             outcome = self._encoded(answer(), run.request.method)
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for an answer
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             outcome = self._error(error)
         self._finish(run, outcome)
 
     def serve(self) -> None:
-        """Run calls in this thread, one at a time, until `stop`. What a method raises beyond `Exception` comes out."""
+        """Run calls in this thread, one at a time, until `stop`.
+
+        Exceptions of a method that are not `Exception`, like SystemExit, are raised here.
+        """
         while not self._stopped:
             run = self._inbox.get()
             while self._first:
@@ -171,18 +176,18 @@ class Dispatcher:
                 self._run(run)
 
     def run_first(self, action: Callable[[], None]) -> None:
-        """Let the serving thread do `action` before the next call. Calls that fail from now on were disturbed."""
+        """Run `action` in the serving thread before the next call. Calls that run now and fail are `INTERRUPTED`."""
         self._disturbed += 1
         self._first.append(action)
         self._inbox.put(None)
 
     def stop(self) -> None:
-        """Make `serve` return after the present call."""
+        """Make `serve` return after the current call."""
         self._stopped = True
         self._inbox.put(None)
 
     def close(self) -> None:
-        """End the threads beside the main one; calls that run there are not waited for."""
+        """End the other threads. Calls that run there are not waited for."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
@@ -190,8 +195,8 @@ class Dispatcher:
             await_end(self._looping)
 
     def _refused(self, run: _Run) -> bool:
-        """Refuse a joint call that was made for an earlier generation than this worker's: those who were to run it with
-        this one never will."""
+        """Refuse a joint call that was made for an earlier generation: the other workers of that generation do not
+        run it any more."""
         if self._generations is None or not run.request.joint:
             return False
         generation = self._generations.generation
@@ -201,30 +206,30 @@ class Dispatcher:
         return True
 
     def _run(self, run: _Run) -> None:
-        """What a method raises beyond `Exception` comes out: it is the end of this program."""
+        """Run a call. SystemExit and its like are raised: they end this program."""
         if self._refused(run):
             return
         before = self._disturbed
         try:
             args, kwargs = self._arguments(run)
             result = getattr(self._target, run.request.method)(*args, **kwargs)
-            # The arguments are gone before the answer: their memory goes back to the caller with it.
+            # Free the arguments before the answer is sent, so that the caller can use their memory again.
             del args, kwargs
             outcome = self._encoded(result, run.request.method)
-        except Exception as error:  # noqa: BLE001 - whatever a method raises is the caller's
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             outcome = self._error(error, disturbed=self._disturbed != before)
             _clear_frames(error)
         self._finish(run, outcome)
 
     def _run_beside(self, run: _Run) -> None:
-        """The same in a thread of a pool, which cannot end the program."""
+        """The same in a thread of a pool, from which an exception cannot end the program."""
         try:
             self._run(run)
-        except BaseException as leave:  # noqa: BLE001 - nobody looks at what ends a thread
+        except BaseException as leave:  # noqa: BLE001 - it ends the program, not the thread
             self._leave(leave)
 
     def _leave(self, leave: BaseException) -> None:
-        """Let the serving thread raise what ends the program; its callers hear of the worker's end."""
+        """Raise `leave` in the serving thread, which ends the program."""
 
         def raise_it() -> None:
             raise leave
@@ -240,9 +245,9 @@ class Dispatcher:
             outcome = self._encoded(
                 await getattr(self._target, run.request.method)(*args, **kwargs), run.request.method
             )
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - somebody waits for an answer
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the caller gets it
             outcome = self._error(error, disturbed=self._disturbed != before)
-        except BaseException as leave:  # noqa: BLE001 - it would end in the future that nobody looks at
+        except BaseException as leave:  # noqa: BLE001 - it ends the program, not the task
             self._leave(leave)
             return
         self._finish(run, outcome)
@@ -274,7 +279,7 @@ class Dispatcher:
             try:
                 reply(outcome)
             except UnirunError as error:
-                # Nothing was sent; who asks again is to get this, too.
+                # Nothing was sent. A caller that asks again gets this error, too.
                 run.outcome = outcome = self._error(error)
                 reply(outcome)
 
@@ -295,7 +300,7 @@ _NONE = Parcel(OK + dump(None, "None")[0])
 
 
 def _clear_frames(error: BaseException) -> None:
-    """An exception's frames hold the arguments; it has been sent, so nothing needs them any more."""
+    """Drop the frames of an exception that was sent: they hold the arguments of the call."""
     error.__traceback__ = None
 
 

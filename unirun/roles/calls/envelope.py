@@ -1,6 +1,6 @@
-"""What stands on a request and on an answer, in bytes.
+"""The headers of requests and answers, in bytes.
 
-A request can be routed, and told from one that was seen before, without unpickling what the user sends::
+A request can be routed, and recognised when it comes again, without unpickling its arguments::
 
     seq(8) generation(4) joint(1) acks(2) caller(2) method(2) | acks, 8 each | caller | method | pickled (args, kwargs)
 
@@ -28,10 +28,10 @@ MAX_ACKS = 0xFFFF
 
 
 class Request(NamedTuple):
-    """One call as a worker sees it. `caller` and `seq` are the same when it is sent again.
+    """One call as a worker gets it. `caller` and `seq` identify it, also when it is sent again.
 
-    `generation` is the one of the worker's role that the caller knows of: an earlier group has lost a member.
-    `joint`: other workers of the role are to run the same call, in that generation and in no other.
+    `generation` is that of the worker's role as the caller knows it. `joint`: other workers of the role run the same
+    call, all in that generation.
     """
 
     caller: Address
@@ -75,7 +75,7 @@ def encode_refusal(generation: int) -> bytes:
 
 
 def refused_for(answer: bytes) -> int | None:
-    """The generation of the worker that has refused a call; None for another answer."""
+    """The generation of a worker that has refused a call; None for any other answer."""
     return _GENERATION.unpack_from(answer, 1)[0] if answer[:1] == REFUSED else None
 
 

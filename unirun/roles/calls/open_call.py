@@ -14,8 +14,8 @@ from unirun.roles.calls.counting import Count
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote import load_error
-from unirun.roles.calls.service import Deadlines
+from unirun.roles.calls.remote_errors import load_error
+from unirun.roles.calls.scheduler import Deadlines
 from unirun.roles.transport.protocol import Parcel, Wait
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class OpenCall:
         sharding: Mapping[int | str, str] | None = None,
         began: float = 0.0,
     ) -> None:
-        """`began` is on the clock of the caller's service."""
+        """`began` is on the clock of the caller's scheduler."""
         self.prepared, self.ranks, self.parcels, self.began = prepared, ranks, parcels, began
         self.sharding: Mapping[int | str, str] = sharding or {}
         self.joint = len(ranks) > 1

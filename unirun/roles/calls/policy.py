@@ -62,7 +62,7 @@ _OF_A_CALL = ("timeout", "target", "auto_shard", "pre_func", "post_func", "idemp
 """What the calling process carries out, besides whether it waits."""
 
 DEFAULT = Invocation()
-"""For public methods without a decorator."""
+"""The options of public methods that are not decorated."""
 
 
 @overload
@@ -247,7 +247,10 @@ def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int]
 
 
 def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
-    """What can be called on an object, or an object of a class: its public methods that are not those of `base`."""
+    """The public methods of an object or a class, without those of `base`, and their options.
+
+    Raises `UsageError` for a method called ``role``, an attribute of every role group.
+    """
     found = {}
     kind = target if isinstance(target, type) else type(target)
     for name in dir(kind):

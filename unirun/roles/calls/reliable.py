@@ -11,7 +11,7 @@ from unirun.errors import CallError, ChannelError
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import MAX_ACKS, encode_request
 from unirun.roles.calls.open_call import OpenCall
-from unirun.roles.calls.service import Service
+from unirun.roles.calls.scheduler import Scheduler
 from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
 
 RECONNECT = 0.02
@@ -34,14 +34,14 @@ class ReliableChannel:
         *,
         me: bytes,
         transport: Transport,
-        service: Service,
+        scheduler: Scheduler,
         answered: Callable[[OpenCall, int, Parcel], None],
         failed: Callable[[OpenCall, int, CallError], None],
     ) -> None:
-        """`answered` is called with each answer, in a thread of the transport; `failed`, by `service`, with a call that
-        cannot be sent to any worker. Both get the index of this worker in the call."""
+        """`answered` is called with each answer, in a thread of the transport; `failed`, by `scheduler`, with a call
+        that cannot be sent to any worker. Both get the index of this worker in the call."""
         self.address, self._endpoint = address, endpoint
-        self._me, self._transport, self._service = me, transport, service
+        self._me, self._transport, self._scheduler = me, transport, scheduler
         self._answered, self._failed = answered, failed
         # Held while sending. Answers are taken without it, so that the reading thread never waits for a sending one.
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class ReliableChannel:
         """Connect, and send all open calls in the order in which they were sent before; later, if nobody answers."""
         try:
             self._channel = self._transport.connect(
-                self.address, self._endpoint, lambda reason: self._service.soon(self._broke)
+                self.address, self._endpoint, lambda reason: self._scheduler.soon(self._broke)
             )
         except ChannelError:
             self._connect_later()
@@ -104,7 +104,7 @@ class ReliableChannel:
         self.reconnecting = True
         delay = min(RECONNECT * 2 ** (self._breaks - 1), MAX_RECONNECT) if self._breaks else 0.0
         self._breaks = min(self._breaks + 1, 16)
-        self._service.at(self._service.now() + delay, self._reconnect)
+        self._scheduler.at(self._scheduler.now() + delay, self._reconnect)
 
     def _broke(self) -> None:
         """The connection is broken. A worker that lives still has the results that it owes."""
@@ -134,7 +134,7 @@ class ReliableChannel:
         except CallError as error:
             # It cannot be sent, which says nothing about the worker.
             self._parts.pop(seq, None)
-            self._service.soon(partial(self._failed, call, index, error))
+            self._scheduler.soon(partial(self._failed, call, index, error))
             return
         if wait is not None:
             call.wait_with(wait)
@@ -146,7 +146,7 @@ class ReliableChannel:
         if part is not None:
             self._answered(*part, parcel)
         if parcel.size >= LARGE:
-            self._service.soon(self._ack)
+            self._scheduler.soon(self._ack)
 
     def _ack(self) -> None:
         with self._lock:

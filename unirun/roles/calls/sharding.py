@@ -1,4 +1,4 @@
-"""How the arguments of one call are given to several workers. Pure functions."""
+"""How the arguments of one call are split over several workers. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class _Marked(Generic[T]):
 
 
 class Sharded(_Marked[T]):
-    """An argument that is to be split."""
+    """An argument that `shard` has marked."""
 
 
 class Replicated(_Marked[T]):
-    """An argument that goes to every rank."""
+    """An argument that `replicate` has marked."""
 
 
 def shard(value: T) -> T:
-    """Mark an argument of a call: each worker gets a part of it, in rank order. Sizes of parts differ by one at most.
+    """Mark an argument of a call: each worker gets a part of it, in rank order. The sizes of the parts differ by at
+    most 1.
 
     For lists, tuples, tensors (split along the first dimension), mappings of these (each value is split), and anything
     else with a length and slices. With fewer items than workers, the last workers get empty parts. The call raises
@@ -44,7 +45,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(slots=True)
 class Split:
-    """What each of `n` workers gets (`arguments` has one entry when all get the same), and what was done.
+    """The arguments of each worker (one entry if all get the same), and how they were made.
 
     `sharding` says for each argument, by position or name, ``replicate``, ``item`` or ``shard`` with the sizes.
     """
@@ -65,7 +66,7 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bo
             "unirun.shard(…) is given to a method with auto_shard=False", "leave one of them out"
         )
     if not marked:
-        # The rule of DLRover's guide, which must not hold for a call without arguments.
+        # As in DLRover's guide; not for a call without arguments.
         lists = [value for value in named.values() if isinstance(value, list) and len(value) == ranks]
         if not auto or ranks == 1 or not named or len(lists) != len(named):
             return Split(((args, kwargs),), dict.fromkeys(named, "replicate"))
@@ -84,7 +85,7 @@ def split(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int, *, auto: bo
 
 
 def sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """How many of `length` items each of `ranks` gets: the first ones get one more when it does not come out even."""
+    """How many of `length` items each rank gets. If `ranks` does not divide `length`, the first ranks get one more."""
     return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
 
 

@@ -1,4 +1,4 @@
-"""One stream socket of the socket transport: frames in, frames out, without ever waiting."""
+"""One stream socket of the socket transport: reads and writes frames and never blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.segments import Segment, SegmentPool, map_segment
 
 BATCH = 64
-"""Frames that wait for one another, at most."""
+"""Frames that are written with one system call at most."""
 
 _ANCILLARY = socket.CMSG_SPACE(32 * array.array("i").itemsize)
 
@@ -25,11 +25,11 @@ _ANCILLARY = socket.CMSG_SPACE(32 * array.array("i").itemsize)
 class Connection:
     """A connected, authenticated socket. Any thread may send; one thread receives.
 
-    `wants_to_write` is called, under the connection's lock, when something is left to be sent: `flush` shall be
-    called when the socket takes it.
+    `wants_to_write` is called, under the connection's lock, when frames are left to be written: then `flush` is to be
+    called when the socket is writable.
 
-    A frame that need not leave at once may wait for others: `BATCH` of them go in one system call. What waits is also
-    flushed as soon as the receiving thread has nothing else to do. Before it is `opened` every frame waits.
+    Frames that are not urgent are gathered, and up to `BATCH` of them are written with one system call. They are also
+    written as soon as the receiving thread is idle. Before `open` every frame waits.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Connection:
         self._opened, self._closed = opened, False
 
     def open(self) -> None:
-        """From now on frames are sent."""
+        """Send frames from now on."""
         with self._lock:
             self._opened = True
         self.flush()
 
     def send(self, kind: int, tag: int, parcel: Parcel, *, urgent: bool = True) -> bool:
-        """Send a frame, now or as soon as the socket takes it. False when the connection has ended.
+        """Send a frame, now or as soon as the socket is writable. False if the connection is closed.
 
-        Not `urgent`: the peer has other things to do first, so it may be a moment later.
+        A frame that is not `urgent` may wait for others, as the peer has other requests to run first.
         """
         head, buffers = parcel.head, parcel.buffers
         with self._lock:
@@ -92,13 +92,14 @@ class Connection:
 
     def _write(self, pieces: Sequence[bytes], handle: int | None = None) -> None:
         if handle is not None and self._held:
-            # A descriptor belongs to the frame that it is sent with.
+            # A descriptor must be sent with its own frame.
             self._write(())
         data = b"".join((*self._held, *pieces))
         self._held.clear()
         sent = 0 if self._waiting or not self._opened else self._try(data, handle)
         if sent < len(data):
-            # A descriptor goes with the first byte, and must live until then even if it is given back meanwhile.
+            # A descriptor is sent with the first byte. Keep a copy until then, as the segment may be released
+            # meanwhile.
             left = None if sent or handle is None else os.dup(handle)
             self._waiting.append((memoryview(data)[sent:], left))
             self._wants_to_write(True)
@@ -111,13 +112,13 @@ class Connection:
         except BlockingIOError:
             return 0
         except OSError:
-            # Mostly the peer is gone; whatever it is, the reading side sees the end and tells it.
+            # Mostly the peer has ended. Whatever it is, the reading thread sees the end and reports it.
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
             return len(data)
 
     def flush(self) -> None:
-        """Send what waits, as much as the socket takes."""
+        """Write the frames that wait, as many as the socket takes."""
         with self._lock:
             while self._opened and not self._closed:
                 if not self._waiting:
@@ -137,7 +138,8 @@ class Connection:
             self._wants_to_write(False)
 
     def receive(self) -> Iterator[tuple[Frame, Parcel]]:
-        """The frames of one read. Raises `FrameError` for what is none, OSError or EOFError at the end."""
+        """The frames of one read. Raises `FrameError` for malformed ones, OSError or EOFError at the end of the
+        stream."""
         try:
             count, ancillary, _, _ = self.socket.recvmsg_into([self._parser.space()], _ANCILLARY)
         except BlockingIOError:
@@ -166,7 +168,7 @@ class Connection:
         )
 
     def close(self) -> None:
-        """Close the socket and everything that belongs to it; safe to call twice."""
+        """Close the socket and its descriptors. Safe to call twice."""
         with self._lock:
             if self._closed:
                 return
@@ -176,7 +178,7 @@ class Connection:
             self._waiting.clear()
             self._handles.clear()
             self._pool.close()
-            # Closing alone does not wake a thread that waits for the socket.
+            # `close` alone does not wake a thread that polls the socket.
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
             self.socket.close()

@@ -20,14 +20,14 @@ from unirun.errors import FrameError
 _HEADER = struct.Struct("<BBxxIIQ")
 
 REQUEST, REPLY, RELEASE = 1, 2, 3
-"""`RELEASE`: the receiver needs the segment `tag` no more."""
+"""`RELEASE`: the receiver does not need the segment `tag` any more."""
 
 _KINDS = (REQUEST, REPLY, RELEASE)
 
 SHARED = 1
 ALIGN = 64
 INLINE = 1 << 18
-"""Buffers of more bytes than this in all go through shared memory."""
+"""Bytes of all buffers up to which they are in the stream; above, they are in shared memory."""
 
 MAX_HEAD = 1 << 31
 MAX_BUFFERS = 1 << 24
@@ -47,7 +47,7 @@ class Frame:
 
 
 def encode_header(kind: int, tag: int, head: int, sizes: list[int], segment: int | None = None) -> bytes:
-    """What stands before the head of a frame."""
+    """The bytes before the head of a frame."""
     if not sizes and segment is None:
         return _HEADER.pack(kind, 0, 0, head, tag)
     shared = segment is not None
@@ -58,7 +58,7 @@ def encode_header(kind: int, tag: int, head: int, sizes: list[int], segment: int
 
 
 def offsets(sizes: tuple[int, ...] | list[int]) -> tuple[list[int], int]:
-    """Where buffers of these sizes lie in a segment, and the size of the whole."""
+    """The offsets of buffers of these sizes in a segment, and the size of the segment."""
     found, end = [], 0
     for size in sizes:
         found.append(end)
@@ -67,7 +67,7 @@ def offsets(sizes: tuple[int, ...] | list[int]) -> tuple[list[int], int]:
 
 
 class FrameParser:
-    """Finds the frames in a stream of bytes, which are received into `space` and told with `received`."""
+    """Parses a stream of bytes, which are read into `space` and announced with `received`."""
 
     def __init__(self) -> None:
         self._give_room(_START)
@@ -77,11 +77,11 @@ class FrameParser:
         self._view = memoryview(bytearray(size))
 
     def space(self) -> memoryview:
-        """Where the next bytes belong."""
+        """The memory into which the next bytes are read."""
         return self._view[self._end :]
 
     def received(self, count: int) -> Iterator[Frame]:
-        """`count` bytes have come. Raises `FrameError` for bytes that are no frame."""
+        """Parse `count` more bytes in `space`. Raises `FrameError` for malformed frames."""
         self._end += count
         need = _HEADER.size
         while (have := self._end - self._begin) >= _HEADER.size:
@@ -93,7 +93,7 @@ class FrameParser:
             if flags or buffers:
                 yield self._frame(begin + _HEADER.size, kind, flags, buffers, head, tag)
             else:
-                # Most calls and answers.
+                # Most frames have no buffers.
                 yield Frame(kind, tag, bytes(self._view[self._begin - head : self._begin]))
             need = _HEADER.size
         if self._begin == self._end:
@@ -101,14 +101,14 @@ class FrameParser:
             if len(self._view) > _START:
                 self._give_room(_START)
         elif self._end == len(self._view) or (self._begin and self._begin + need > len(self._view)):
-            # Room for the frame that has begun. A frame that says it is large gets it as it comes.
+            # Make room for the frame that has begun. For a large one the room grows as its bytes arrive.
             started = self._view[self._begin : self._end]
             self._give_room(max(min(need, 16 * len(started)), _START))
             self._view[: len(started)] = started
             self._begin, self._end = 0, len(started)
 
     def _needed(self, have: int, kind: int, flags: int, buffers: int, head: int) -> int:
-        """Bytes of the frame at the front, as far as they are known."""
+        """The size of the first frame in bytes, as far as it is known."""
         if kind not in _KINDS or flags & ~SHARED or head > MAX_HEAD or buffers > MAX_BUFFERS:
             raise FrameError(
                 f"a frame of kind {kind} with flags {flags}, {buffers} buffers and a head of {head} bytes"

@@ -14,7 +14,7 @@ from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Pa
 _servers: dict[str, _Server] = {}
 _numbers = itertools.count()
 _lock = threading.Lock()
-"""Who connects either finds a server that cuts the channel when it ends, or none."""
+"""Guards `_servers`: a channel is added to a server before its end, which closes all channels, or not at all."""
 
 
 class _Server:
@@ -51,7 +51,7 @@ class _Channel:
 
 
 class InprocTransport:
-    """One per worker that is played in this process; ``close`` is the worker's death as others see it."""
+    """One for each worker that is a thread of this process. ``close`` is the worker's death for the others."""
 
     name = "inproc"
 
@@ -61,11 +61,11 @@ class InprocTransport:
         self._channels: list[_Channel] = []
 
     def inbox(self) -> Inbox:
-        """A plain one."""
+        """A plain queue."""
         return queue.SimpleQueue()
 
     def serve(self, me: Address, handler: Handler) -> str:
-        """Take requests; the endpoint is known in this process only."""
+        """Take requests. The endpoint is valid in this process only."""
         self._endpoint = f"inproc:{next(_numbers)}"
         _servers[self._endpoint] = _Server(handler)
         return self._endpoint
@@ -81,11 +81,11 @@ class InprocTransport:
         return channel
 
     def interrupt(self) -> None:
-        """Break every channel to this worker, which lives on: what a bad network does."""
+        """Break every channel to this worker, which goes on, as a bad network does."""
         self._cut("interrupted", end=False)
 
     def close(self) -> None:
-        """Break every channel to this worker, and end its own."""
+        """Break every channel to this worker, and close its own."""
         server = self._cut("the worker has ended", end=True)
         if server is not None:
             server.executor.close()

@@ -1,8 +1,8 @@
-"""Who reads from sockets: a thread, and whoever has nothing else to do.
+"""Reading from the sockets of this process: by a reading thread, or by a thread that would only wait.
 
-A thread that is woken runs some 30 us later, as long as all the rest of a call takes. So nobody is woken where that
-can be helped: a thread that waits for an answer reads it by itself, and the one that runs calls reads the requests
-as long as it has none to run (`Desk.get`). When it has one, the reading thread sees to the sockets again.
+Waking a thread takes some 30 us, as long as the rest of a call. So a thread that waits for an answer reads the socket
+itself, and the serving thread reads the requests while it has none to run (`RequestInbox.get`). Otherwise the reading
+thread does.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from unirun.wire.handshake import DEADLINE
 
 
 class File(Protocol):
-    """Something with a descriptor."""
+    """An object with a descriptor to be polled."""
 
     number: int
 
     def ready(self, events: int) -> None:
-        """It can be read, or written, or is at its end."""
+        """Called when the descriptor is readable, writable or at its end."""
 
     def close(self) -> None:
-        """Remove it, then close it."""
+        """Remove it from the poller, then close it."""
 
 
-class Newcomer(File, Protocol):
-    """One that has to be `done` before its deadline."""
+class Expiring(File, Protocol):
+    """One that is closed if it is not `done` at its deadline, in seconds on the monotonic clock."""
 
     deadline: float
     done: bool
 
 
-class Files:
-    """Descriptors that are looked at together. Any thread adds and removes; one at a time does `turn`."""
+class Poller:
+    """An epoll set. Any thread may add and remove files; one thread at a time calls `dispatch`."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._files: dict[int, File] = {}
         self._wanted: dict[int, int] = {}
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._wake_event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake_event, select.EPOLLIN)
         self._lock = threading.Lock()
         self._closed = False
 
     def add(self, file: File) -> None:
-        """Call ``file.ready(events)`` when it can be read."""
+        """Call ``file.ready(events)`` when the file is readable."""
         with self._lock:
             if self._closed:
                 raise ChannelError("the transport is closed")
@@ -59,11 +59,11 @@ class Files:
             self._want(file.number, select.EPOLLIN)
 
     def writable(self, file: File, wanted: bool) -> None:
-        """Whether ``ready`` shall also be called when the file can be written."""
+        """Set whether ``ready`` is also called when the file is writable."""
         self._change(file, select.EPOLLOUT, wanted)
 
     def readable(self, file: File, wanted: bool) -> None:
-        """Whether ``ready`` shall be called when the file can be read. Another thread may do that for a while."""
+        """Set whether ``ready`` is called when the file is readable; not while another thread reads it."""
         self._change(file, select.EPOLLIN, wanted)
 
     def _change(self, file: File, event: int, wanted: bool) -> None:
@@ -82,42 +82,42 @@ class Files:
         elif events:
             self._epoll.modify(number, events)
         else:
-            # Not only without events: an end would be told all the same, again and again.
+            # Without events, epoll would still report a hang-up all the time.
             self._epoll.unregister(number)
 
     def remove(self, file: File) -> None:
-        """Not any more; before the file is closed. Its number may belong to another one the next time."""
+        """Stop polling the file. To be called before it is closed, as its number may be used again."""
         with self._lock:
             if self._files.get(file.number) is file and not self._closed:
                 self._want(file.number, 0)
                 del self._files[file.number], self._wanted[file.number]
 
-    def ring(self) -> None:
-        """Let the present `turn`, or the next one, return soon."""
-        os.eventfd_write(self._bell, 1)
+    def wake(self) -> None:
+        """Wake the thread that polls, now or the next time."""
+        os.eventfd_write(self._wake_event, 1)
 
-    def turn(self, found: list[tuple[int, int]]) -> None:
-        """Call those that were found to be ready."""
+    def dispatch(self, found: list[tuple[int, int]]) -> None:
+        """Call ``ready`` of the files that `poll` has found."""
         for number, events in found:
             file = self._files.get(number)
             if self._closed:
                 return
-            if number == self._bell:
-                os.eventfd_read(self._bell)
+            if number == self._wake_event:
+                os.eventfd_read(self._wake_event)
             elif file is not None:
                 try:
                     file.ready(events)
                 except Exception as error:  # noqa: BLE001 - a handler's bug is shown
-                    # A bug in a handler: this connection ends, the others go on.
+                    # A bug in a handler ends this connection only.
                     report_error(error)
                     file.close()
 
     def _shut(self) -> bool:
-        """From now on nothing is added, and `ready` is not called. False when it was so before."""
+        """Add nothing and call no `ready` from now on. False if this was called before."""
         with self._lock:
             was_closed, self._closed = self._closed, True
         if not was_closed:
-            self.ring()
+            self.wake()
         return not was_closed
 
     def _release(self) -> None:
@@ -125,29 +125,29 @@ class Files:
             file.close()
         self._files.clear()
         self._epoll.close()
-        os.close(self._bell)
+        os.close(self._wake_event)
 
 
-class Loop(Files):
-    """The thread that reads; it starts with the first file."""
+class Loop(Poller):
+    """The reading thread. It starts with the first file."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._newcomers: deque[Newcomer] = deque()
+        self._expiring: deque[Expiring] = deque()
         self._thread: threading.Thread | None = None
 
     def add(self, file: File) -> None:
-        """The same; from any thread."""
+        """As `Poller.add`; starts the thread."""
         super().add(file)
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
                 self._thread.start()
 
-    def expect(self, newcomer: Newcomer) -> None:
-        """Add one that has to prove the token until its deadline. Only for the thread that reads."""
-        self._newcomers.append(newcomer)
-        self.add(newcomer)
+    def expect(self, expiring: Expiring) -> None:
+        """Add a file with a deadline. To be called in the reading thread only."""
+        self._expiring.append(expiring)
+        self.add(expiring)
 
     def close(self) -> None:
         """End the thread and close the files."""
@@ -158,25 +158,25 @@ class Loop(Files):
         self._release()
 
     def _patience(self) -> float | None:
-        """Seconds until the next newcomer is late; those that are late already are closed."""
-        while self._newcomers:
-            newcomer = self._newcomers[0]
-            left = newcomer.deadline - time.monotonic()
-            if left > 0 and not newcomer.done:
+        """Close files that are late. Returns the seconds until the next deadline."""
+        while self._expiring:
+            expiring = self._expiring[0]
+            left = expiring.deadline - time.monotonic()
+            if left > 0 and not expiring.done:
                 return left
-            self._newcomers.popleft()
-            newcomer.close()
+            self._expiring.popleft()
+            expiring.close()
         return None
 
     def _work(self) -> None:
         while not self._closed:
-            self.turn(self._epoll.poll(self._patience()))
+            self.dispatch(self._epoll.poll(self._patience()))
 
 
-class Desk(Files):
-    """Where requests come in, and what they order is put for the thread that does it.
+class RequestInbox(Poller):
+    """The connections of callers, and the queue of the requests for the serving thread.
 
-    All of it is one file of the loop, whose thread sees to it unless the other thread waits here.
+    The whole is one file of the loop, whose thread reads the connections unless the serving thread waits in `get`.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -185,41 +185,42 @@ class Desk(Files):
         self._loop = loop
         self._items: deque[Any] = deque()
         self._reading = threading.Lock()
-        self._resting = False
+        self._waiting = False
 
     def put(self, item: Any) -> None:
-        """For the thread in `get`."""
+        """Add an item for the thread in `get`."""
         self._items.append(item)
-        if self._resting:
-            self.ring()
+        if self._waiting:
+            self.wake()
 
     def get(self) -> Any:
-        """The next item. While there is none this thread reads. Raises `ChannelError` when the transport is closed."""
+        """Return the next item; read the connections while there is none. Raises `ChannelError` if the transport is
+        closed."""
         while not self._items:
-            self._rest()
+            self._read()
         return self._items.popleft()
 
-    def _rest(self) -> None:
+    def _read(self) -> None:
         with self._reading:
             try:
                 self._loop.readable(self, False)
                 while not self._items:
                     if self._closed:
                         raise ChannelError("the transport is closed")
-                    self._resting = True
-                    # Whoever put something before that line has not rung.
+                    self._waiting = True
+                    # An item that was put before `_waiting` was set has not woken this thread.
                     found = self._epoll.poll(0 if self._items else None)
-                    self._resting = False
-                    self.turn(found)
+                    self._waiting = False
+                    self.dispatch(found)
             finally:
-                self._resting = False
+                self._waiting = False
                 self._loop.readable(self, True)
 
     def ready(self, events: int) -> None:
-        """For the loop: see to it, unless somebody has just begun to wait here."""
+        """Called in the reading thread: read the connections, unless the serving thread does."""
         if self._reading.acquire(blocking=False):
             try:
-                self.turn(self._epoll.poll(0))
+                self.dispatch(self._epoll.poll(0))
             finally:
                 self._reading.release()
 

@@ -1,7 +1,7 @@
-"""What the layer of calls needs of a transport: a way to reach one worker's process, and nothing else.
+"""The interface between calls and transports: a transport moves parcels to and from the process of one worker.
 
-A transport moves parcels and keeps no promises beyond that. Ids, at most once, deadlines, retries and errors
-are the business of `unirun.roles.calls`, which is the same above every transport.
+It gives no other guarantees. Ids, at most once, deadlines, retries and errors are implemented once, in
+`unirun.roles.calls`, above every transport.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Address(NamedTuple):
-    """The worker that holds a rank now. One that was started again has another address; printed ``actor:2``."""
+    """One incarnation of a rank. A worker that was started again has another address. Printed as ``actor:2``."""
 
     role: str
     rank: int
@@ -26,10 +26,10 @@ class Address(NamedTuple):
 
 @dataclass(slots=True)
 class Parcel:
-    """A message: `head`, small, and `buffers`, the memory of its tensors, which is moved without being pickled.
+    """A message: `head`, and `buffers`, the memory of its tensors, which is not pickled.
 
-    A receiver may write to the buffers: they are its own. Nobody changes the parcel itself; it is not frozen because
-    a frozen one takes four times as long to make, and each call makes several.
+    The receiver owns the buffers and may write to them. Nobody changes the parcel itself. It is not a frozen dataclass,
+    as that takes four times as long to make, and each call makes several.
     """
 
     head: bytes
@@ -37,29 +37,29 @@ class Parcel:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """The size in bytes, with the buffers."""
         return len(self.head) + (sum(buffer.nbytes for buffer in self.buffers) if self.buffers else 0)
 
 
 Reply = Callable[[Parcel], None]
-"""Sends the answer; may be called in any thread, once. An answer to a caller that is gone is dropped."""
+"""Sends the answer. Called once, in any thread. An answer to a caller that has ended is dropped."""
 
 Wait = Callable[[], None]
-"""Waits for the answer of a call; returns when `done` was called, the channel is broken or patience is at its end."""
+"""Waits for the answer of a call. Returns when `done` was called, the channel broke, or the patience has expired."""
 
 Handler = Callable[[Parcel, Reply], None]
-"""Takes a request; called in a thread of the transport, so it must return soon and must not raise."""
+"""Takes a request. Called in a thread of the transport: it must return soon and must not raise."""
 
 
 class Inbox(Protocol):
-    """What a serving thread has still to do; a `queue.SimpleQueue` is one."""
+    """The queue of a serving thread. A `queue.SimpleQueue` is one."""
 
     def put(self, item: Any, /) -> None:
-        """Put something, from any thread."""
+        """Add an item, from any thread."""
 
     def get(self) -> Any:
-        """The next item. The one thread that asks waits until there is one, and may do the transport's work meanwhile:
-        what is read in the thread that runs it need not wake it."""
+        """Wait for the next item and return it. Called by one thread, which may read requests for the transport while
+        it waits: then no other thread has to wake it."""
 
 
 class Channel(Protocol):
@@ -70,13 +70,13 @@ class Channel(Protocol):
     ) -> Wait | None:
         """Send a request. `done` is called with the answer, in a thread of the transport, unless the channel breaks.
 
-        Requests of one thread arrive in the order in which they were sent. With `patience` the caller will do nothing
-        but wait, so many seconds at most; a transport on which that is quicker returns a function to be called then,
-        which calls `done` in the waiting thread.
+        Requests of one thread arrive in the order in which they were sent. With `patience`, the calling thread will
+        only wait for the answer, for at most that many seconds. A transport in which this is faster then returns a
+        function that waits and calls `done` in the waiting thread.
         """
 
     def close(self) -> None:
-        """End it; nothing is called any more. Safe to call twice."""
+        """Close the channel; no callback is called any more. Safe to call twice."""
 
 
 class Transport(Protocol):
@@ -85,23 +85,23 @@ class Transport(Protocol):
     name: str
 
     def serve(self, me: Address, handler: Handler) -> str:
-        """Take requests for the worker `me`. Returns the endpoint that others give to `connect`."""
+        """Take requests for the worker `me`. Returns the endpoint with which others `connect`."""
 
     def inbox(self) -> Inbox:
-        """For the thread that does what the handler is given."""
+        """A queue for the thread that runs the requests."""
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        """A new channel to `peer`. When it breaks, `broken` is called once, with the reason, in some thread.
+        """Open a channel to `peer`. When it breaks, `broken` is called once, in some thread, with the reason.
 
         Raises `ChannelError` when nobody answers there.
         """
 
     def close(self) -> None:
-        """End every channel and stop serving."""
+        """Close every channel and stop serving."""
 
 
 def own(parcel: Parcel) -> Parcel:
-    """The same with memory of its own: whoever made the tensors may change them while it is on its way."""
+    """A parcel with copies of the buffers, so that the tensors may be changed before it is sent."""
     if not parcel.buffers:
         return parcel
     return Parcel(parcel.head, tuple(_copy(buffer) for buffer in parcel.buffers))
@@ -110,12 +110,12 @@ def own(parcel: Parcel) -> Parcel:
 def _copy(buffer: memoryview) -> memoryview:
     if buffer.nbytes == 0:
         return buffer
-    # torch copies with vector instructions and without holding the lock of the interpreter.
+    # torch copies with vector instructions and without the GIL.
     source = torch.frombuffer(writable(buffer), dtype=torch.uint8)
     copy: Any = source.clone().numpy()
     return memoryview(copy)
 
 
 def writable(buffer: memoryview) -> Any:
-    """`buffer`, or a copy when it must not be written: torch makes no tensors over such memory."""
+    """`buffer`, or a copy if it is read-only: torch makes no tensors over read-only memory."""
     return bytearray(buffer) if buffer.readonly else buffer

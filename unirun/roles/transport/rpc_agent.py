@@ -1,9 +1,8 @@
 """The agent of torch.distributed.rpc in this process.
 
-``init_rpc`` wants all members of a group to arrive together, and a group cannot take a restarted member back. What
-lies below it can do more: each process makes its own TensorPipe agent, which knows nobody, and is told of a peer
-when it first calls it (the step by which torch's dynamic groups let members join). So nobody waits for anybody, a
-worker that is started again is simply a new peer, and the calls of all others go on undisturbed.
+``init_rpc`` waits for all members of a group, and a group cannot take a restarted member back. The layer below it can:
+each process creates its own TensorPipe agent without peers, and adds a peer before the first call to it, with the
+function that torch uses for dynamic groups. So no process waits for others, and a restarted worker is a new peer.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from unirun.roles.transport.listening import Listeners, listeners
+from unirun.roles.transport.listener_guard import Listeners, listeners
 from unirun.roles.transport.protocol import Address
 
 THREADS = 4
 """Threads of an agent that take requests."""
 
 CHANNELS = ("cma", "basic")
-"""How tensors travel. Of torch's others, ``mpt_uv`` opens 16 more ports in each process, for several network cards, and
-aborts the process when it is greeted on the wrong one of them; those for CUDA have no use without a device map."""
+"""How tensors are sent. Of torch's other channels, ``mpt_uv`` opens 16 more ports in each process, for several
+network cards, and aborts the process when it is greeted on the wrong one of them; those for CUDA have no use without
+a device map."""
 
 
 def rpc_worker_name(address: Address) -> str:
@@ -51,21 +51,21 @@ class RpcAgent:
         self._numbers = itertools.count(workers)
 
     def start(self) -> str:
-        """Listen. Returns the endpoint that others give to `connect`; the same each time."""
+        """Listen. Returns the endpoint with which others `connect`, the same each time."""
         with self._lock:
             if self._agent is None:
                 self._start()
             return str(self._store.get(f"addrs/{self.name}").decode())
 
     def connect(self, peer: Address, endpoint: str) -> Any:
-        """The ``WorkerInfo`` of `peer`, under another name each time, as a pipe that broke cannot be opened again under
-        its name. Raises `RuntimeError`."""
+        """Add `peer` and return its ``WorkerInfo``, with another name each time, as a broken pipe cannot be opened
+        again under its name. Raises RuntimeError."""
         self.start()
         with self._lock:
             return self._connect(peer, endpoint)
 
     def known(self, peer: Address, endpoint: str) -> str:
-        """The name of `peer` for raw calls, which the agent knows from now on. Raises `RuntimeError`."""
+        """Add `peer` and return its name for raw calls. Raises RuntimeError."""
         self.start()
         name = rpc_worker_name(peer)
         with self._lock:
@@ -74,7 +74,7 @@ class RpcAgent:
         return name
 
     def close(self) -> bool:
-        """End the agent; what is open fails in the peers at once. False when it was not there."""
+        """Shut the agent down; open calls fail in the peers at once. False if there was none."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is not None:
@@ -104,13 +104,13 @@ class RpcAgent:
             store, self.name, number, None, options, {}, []
         )
         before = listeners()
-        # Starts it, too.
+        # This also starts the agent.
         _torch("torch.distributed.rpc").api._init_rpc_states(agent)
         self.listeners = dict(listeners().items() - before.items())
         self._agent, self._store = agent, store
 
     def _number(self, peer: Address) -> int:
-        """torch keeps pipes by number: the rank's for its first worker, another for each that comes after."""
+        """torch keeps pipes by number: that of the rank for its first worker, a new one for each later worker."""
         number = self._index(peer)
         if number in self._used:
             number = next(self._numbers)
@@ -119,5 +119,5 @@ class RpcAgent:
 
 
 def _torch(module: str) -> Any:
-    """A module of torch of which much that is needed here has no types."""
+    """A module of torch, of which much has no types."""
     return importlib.import_module(module)

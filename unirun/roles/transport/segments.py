@@ -1,11 +1,11 @@
 """Large buffers through shared memory: one copy by the sender, none by the receiver.
 
-A sender writes into a memfd and passes the descriptor; the receiver maps it copy-on-write, so what it changes stays
-its own. When the last tensor over the mapping is gone, the receiver says so with its next frame, and the sender uses
-the memory again: pages that exist already are written four times as fast as new ones.
+A sender writes into a memfd and passes its descriptor. The receiver maps it copy-on-write, so the sender does not see
+its changes. When the last tensor over the mapping is freed, the receiver releases the segment with its next frame, and
+the sender uses the memory again: existing pages are written four times as fast as new ones.
 
-The size of a memfd that was sent is sealed: touching a mapping beyond the end of its file is a SIGBUS, so
-nobody who has the descriptor may shrink it. A receiver maps nothing that is not sealed.
+The size of a memfd is sealed before it is sent, and a receiver maps only sealed ones: reading a mapping beyond the end
+of a file that was shrunk raises SIGBUS.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from unirun.errors import FrameError
 from unirun.roles.transport.frames import offsets
 
 KEEP = 1 << 28
-"""Bytes of free segments that one connection keeps for later."""
+"""Bytes of free segments that one connection keeps for reuse."""
 
 MANY = 64
-"""Segments that are lent, and free ones, from which on no more are kept: each takes a descriptor."""
+"""Free segments, and segments in use, that are kept at most, as each takes a descriptor."""
 
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Its content is not sealed, as it is used again."""
+"""The content is not sealed, as the memory is used again."""
 
 
 @dataclass(eq=False)
 class Segment:
-    """A piece of shared memory of `size` bytes; 0 as long as it is new."""
+    """A memfd of `size` bytes; 0 until it was written for the first time."""
 
     number: int
     handle: int
@@ -52,7 +52,7 @@ class SegmentPool:
         self._number = 0
 
     def write(self, buffers: Sequence[memoryview]) -> Segment:
-        """A segment that holds `buffers`. Raises OSError when there is no memory."""
+        """Write `buffers` into a segment and return it. Raises OSError if there is no memory."""
         places, total = offsets([buffer.nbytes for buffer in buffers])
         segment = self._take(total)
         try:
@@ -67,7 +67,7 @@ class SegmentPool:
             raise
         self._lent[segment.number] = segment
         if len(self._lent) > MANY:
-            # What the receiver keeps for long is its own from now on, and gone with its mapping.
+            # The receiver has the oldest one for long: give it up, so that its memory is freed with the mapping.
             longest = next(iter(self._lent))
             os.close(self._lent.pop(longest).handle)
             self._given.add(longest)
@@ -83,7 +83,7 @@ class SegmentPool:
         return Segment(self._number, os.memfd_create("unirun", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), 0)
 
     def release(self, number: int) -> None:
-        """The receiver needs it no more. Raises `FrameError` for one that was not lent."""
+        """The receiver does not need it any more. Raises `FrameError` for a segment that is not in use."""
         if number in self._given:
             self._given.remove(number)
             return
@@ -96,7 +96,7 @@ class SegmentPool:
             self._free.append(segment)
 
     def close(self) -> None:
-        """Close all; receivers keep what they have mapped."""
+        """Close all segments. Mappings of receivers stay."""
         for segment in (*self._free, *self._lent.values()):
             os.close(segment.handle)
         self._free.clear()
@@ -110,7 +110,7 @@ def _write(handle: int, buffer: memoryview, place: int) -> None:
 
 
 def _is_sealed(handle: int) -> bool:
-    """Whether nobody can shrink the file behind `handle` any more. Only memory files can be sealed."""
+    """Whether the file behind `handle` is sealed against shrinking. Only a memfd can be."""
     try:
         return bool(fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:
@@ -118,9 +118,10 @@ def _is_sealed(handle: int) -> bool:
 
 
 def map_segment(handle: int, sizes: Sequence[int], released: Callable[[], None]) -> tuple[memoryview, ...]:
-    """The buffers in the segment behind `handle`, which is closed. `released` is called when the last is gone.
+    """Map the segment behind `handle`, and close that. Returns the buffers; `released` is called when the last is
+    freed.
 
-    Raises `FrameError` when its size can be changed, or is less than that of the buffers.
+    Raises `FrameError` if the segment is not sealed or is smaller than the buffers.
     """
     places, total = offsets(list(sizes))
     try:

@@ -1,7 +1,7 @@
 """Calls over authenticated sockets: unix sockets in the job's directory, which reach every worker of this host.
 
-Who reads is the business of `unirun.roles.transport.loop`; whoever calls or answers writes by itself. The token is
-proved before a byte of a request is looked at.
+`unirun.roles.transport.loop` reads; the thread that calls or answers writes by itself. Both ends prove the token before
+a byte of a request is parsed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from unirun.errors import AuthError, ChannelError, FrameError
 from unirun.roles.transport.connection import Connection
 from unirun.roles.transport.frames import REPLY, REQUEST
-from unirun.roles.transport.loop import Desk, Loop
+from unirun.roles.transport.loop import Loop, RequestInbox
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait
 from unirun.wire.address import unix_address
 from unirun.wire.aio import listen
@@ -33,33 +33,33 @@ from unirun.wire.handshake import (
 )
 
 BUSY = 4
-"""Calls that are open on a connection from which on its frames need not leave at once."""
+"""Open calls on a connection from which on its frames are not urgent."""
 
 
 class SocketTransport:
-    """One per process. `folder` is where the unix sockets of the job's workers are (0700)."""
+    """One per process. `folder`, of mode 0700, has the unix sockets of the job's workers."""
 
     name = "socket"
 
     def __init__(self, folder: Path, token: Token) -> None:
         self._folder, self._token = folder, token
         self._loop = Loop()
-        self._desk = Desk(self._loop)
+        self._inbox = RequestInbox(self._loop)
 
     def inbox(self) -> Inbox:
-        """One whose `get` reads requests."""
-        return self._desk
+        """A queue whose `get` reads requests while it waits."""
+        return self._inbox
 
     def serve(self, me: Address, handler: Handler) -> str:
-        """Listen; the endpoint is the socket's path."""
+        """Listen. The endpoint is the path of the socket."""
         path = self._folder / f"{me.role}.{me.rank}.{me.incarnation}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._loop.add(self._desk)
-        self._loop.add(_Listener(listen(path), self._token, handler, self._loop, self._desk))
+        self._loop.add(self._inbox)
+        self._loop.add(_Listener(listen(path), self._token, handler, self._loop, self._inbox))
         return str(path)
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        """Connect. The token is proved as soon as the peer answers, which nobody waits for."""
+        """Connect. The handshake goes on in the background; requests wait for it."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             with unix_address(endpoint) as address:
@@ -72,41 +72,45 @@ class SocketTransport:
     def close(self) -> None:
         """End the thread and every connection."""
         self._loop.close()
-        self._desk.close()
+        self._inbox.close()
 
 
 class _Listener:
-    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, desk: Desk) -> None:
+    def __init__(
+        self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, inbox: RequestInbox
+    ) -> None:
         sock.setblocking(False)
         self.number, self._socket = sock.fileno(), sock
-        self._token, self._handler, self._loop, self._desk = token, handler, loop, desk
+        self._token, self._handler, self._loop, self._inbox = token, handler, loop, inbox
 
     def ready(self, events: int) -> None:
         try:
             sock, _ = self._socket.accept()
         except OSError:
-            # Nobody there any more, or no descriptor left: this time.
+            # The peer has gone, or no descriptor is left. The next one is accepted when epoll reports it.
             return
         try:
-            newcomer = _Newcomer(sock, self._token, self._handler, self._loop, self._desk)
+            handshaking = _Handshaking(sock, self._token, self._handler, self._loop, self._inbox)
         except OSError:
-            # It did not even wait for the first word.
+            # The peer has closed the connection already.
             sock.close()
             return
-        self._loop.expect(newcomer)
+        self._loop.expect(handshaking)
 
     def close(self) -> None:
         self._loop.remove(self)
         self._socket.close()
 
 
-class _Newcomer:
+class _Handshaking:
     """A peer that has not proved the token."""
 
-    def __init__(self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, desk: Desk) -> None:
+    def __init__(
+        self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, inbox: RequestInbox
+    ) -> None:
         sock.setblocking(False)
         self.number, self._socket, self._handler = sock.fileno(), sock, handler
-        self._loop, self._desk = loop, desk
+        self._loop, self._inbox = loop, inbox
         self._handshake = ServerHandshake(token)
         self._answer = b""
         self.deadline = time.monotonic() + DEADLINE
@@ -123,7 +127,7 @@ class _Newcomer:
                 self._socket.send(self._handshake.proof(self._answer))
                 self.done = True
                 self._loop.remove(self)
-                self._desk.add(_Served(self._socket, self._handler, self._desk))
+                self._inbox.add(_Served(self._socket, self._handler, self._inbox))
         except BlockingIOError:
             return
         except (OSError, AuthError):
@@ -139,9 +143,9 @@ class _Newcomer:
 class _Served:
     """The serving end of a connection."""
 
-    def __init__(self, sock: socket.socket, handler: Handler, desk: Desk) -> None:
-        self.number, self._handler, self._desk = sock.fileno(), handler, desk
-        self._connection = Connection(sock, partial(desk.writable, self))
+    def __init__(self, sock: socket.socket, handler: Handler, inbox: RequestInbox) -> None:
+        self.number, self._handler, self._inbox = sock.fileno(), handler, inbox
+        self._connection = Connection(sock, partial(inbox.writable, self))
         self._received = self._replied = 0
 
     def ready(self, events: int) -> None:
@@ -158,11 +162,11 @@ class _Served:
 
     def _reply(self, tag: int, parcel: Parcel) -> None:
         self._replied += 1
-        # While more is to be run here, answers may gather; when the next takes long, the reading thread sends them.
+        # Answers are gathered while more requests wait here. If the next one takes long, the reading thread sends them.
         self._connection.send(REPLY, tag, parcel, urgent=self._received - self._replied < BUSY)
 
     def close(self) -> None:
-        self._desk.remove(self)
+        self._inbox.remove(self)
         self._connection.close()
 
 
@@ -186,15 +190,15 @@ class _Channel:
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
         tag = next(self._tags)
-        # A worker that has calls to run already does not miss this one; who waits for it does.
+        # A worker that is busy does not need this request at once, unless the caller waits for it.
         urgent = patience is not None or len(self._pending) < BUSY
         self._pending[tag] = done
         self._connection.send(REQUEST, tag, parcel, urgent=urgent)
         return None if patience is None else partial(self._wait, tag, patience)
 
     def _greet(self, handshake: ClientHandshake) -> None:
-        """Take what the peer says before the first frame. Raises AuthError, OSError or EOFError."""
-        # The answer goes out between the two, so the peer cannot have sent more than this.
+        """Go on with the handshake. Raises AuthError, OSError or EOFError."""
+        # The peer sends its proof after our answer, so no frame can be behind these bytes.
         wanted = HELLO_SIZE + PROOF_SIZE
         data = self._socket.recv(wanted - len(self._heard))
         if not data:
@@ -208,9 +212,9 @@ class _Channel:
             self._connection.open()
 
     def _wait(self, tag: int, patience: float) -> None:
-        """Read here until the answer is there: waking a thread that wakes this one would take as long again.
+        """Read in this thread until the answer is there, which saves waking another thread.
 
-        One thread at a time does; others wait for it to bring them their answers, or for the loop after it.
+        One thread at a time reads. It also takes the answers of others, who wait for it, or for the loop after it.
         """
         if not self._reading.acquire(blocking=False):
             return
@@ -227,7 +231,7 @@ class _Channel:
     def ready(self, events: int) -> None:
         if events & select.EPOLLOUT:
             self._connection.flush()
-        # Whoever waits for an answer reads it, and what else comes; what is left afterwards is seen again.
+        # A thread in `_wait` reads everything that comes; epoll reports what is left after it.
         if events & ~select.EPOLLOUT and self._reading.acquire(blocking=False):
             try:
                 self._take()

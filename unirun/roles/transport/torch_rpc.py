@@ -18,25 +18,25 @@ from torch.distributed import rpc
 from unirun.errors import ChannelError
 from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.frames import offsets
-from unirun.roles.transport.listening import ListenerGuard
+from unirun.roles.transport.listener_guard import ListenerGuard
 from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait, writable
 from unirun.roles.transport.rpc_agent import RpcAgent
 
 MOMENT = 0.001
-"""Seconds for which an answer is looked for without a pause."""
+"""Seconds for which a waiting thread polls for the answer."""
 
 APART = 1 << 20
-"""Buffers of fewer bytes travel together in one tensor: each tensor costs as much as a call, and 100 000 of them end
-the process (torch 2.13)."""
+"""Bytes below which buffers are sent together in one tensor: each tensor costs as much as a call, and 100 000 of them
+abort the process (torch 2.13)."""
 
 Form = tuple[bytes, list[int], list[torch.Tensor]] | tuple[bytes]
-"""A parcel: the head, the sizes of its buffers, and tensors that hold them; the small ones come first, together.
-Most have a head alone."""
+"""A parcel: the head, the sizes of its buffers, and tensors that hold them, first one for all small buffers. Most
+parcels have only a head."""
 
 
 @dataclass(eq=False)
 class _Line:
-    """The requests of one channel: the number of the next, and those that have come before their turn."""
+    """The requests of one channel: the number of the next one, and those that came before it."""
 
     next: int = 0
     early: dict[int, Callable[[], None]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class _Line:
 
 
 class _Reception:
-    """Passes requests on in the order in which each channel sent them: the agent's threads overtake each other."""
+    """Passes requests on in the order of each channel, as the agent's threads may overtake each other."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -72,7 +72,7 @@ _reception: _Reception | None = None
 
 
 class _Inbox(queue.SimpleQueue[Any]):
-    """Whoever takes the error out of it raises it."""
+    """`get` raises an item that is an error."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         item = super().get(block, timeout)
@@ -93,7 +93,7 @@ class TorchTransport:
         self._guard: ListenerGuard | None = None
 
     def inbox(self) -> Inbox:
-        """One whose `get` raises `ChannelError` when nobody can connect to this process any more."""
+        """A queue whose `get` raises `ChannelError` if nobody can connect to this process any more."""
         return self._inbox
 
     def serve(self, me: Address, handler: Handler) -> str:
@@ -109,15 +109,15 @@ class TorchTransport:
         return endpoint
 
     def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
-        """Tell the agent where `peer` is. Whether somebody is there shows at the first call."""
+        """Add `peer` to the agent. The connection is made with the first call."""
         try:
             worker = self._agent.connect(peer, endpoint)
         except RuntimeError as error:
-            raise ChannelError(f"{peer} cannot be joined: {error}") from error
+            raise ChannelError(f"{peer} cannot be reached: {error}") from error
         return _Channel(worker, f"{self._agent.name} to {worker.name}", broken, self._executor)
 
     def close(self) -> None:
-        """End the agent; what is open fails in the peers at once."""
+        """Shut the agent down; open calls fail in the peers at once."""
         global _reception
         if self._guard is not None:
             self._guard.close()
@@ -150,7 +150,7 @@ class _Channel:
 
         def answered(answer: torch.futures.Future[Form]) -> None:
             if threading.get_ident() == asking:
-                # It came before this was asked for, and whoever calls may hold locks that `done` wants.
+                # The answer is here already, and the calling thread may hold locks that `done` takes.
                 self._executor.submit(lambda: self._answered(answer, done))
             else:
                 self._answered(answer, done)
@@ -159,9 +159,9 @@ class _Channel:
         return None
 
     def _watch(self, future: torch.futures.Future[Form], done: Callable[[Parcel], None]) -> None:
-        """Look for the answer for a moment: then no thread has to be woken that wakes this one.
+        """Poll for the answer for a moment, which saves waking another thread.
 
-        Whoever waits in torch itself hears no signals.
+        A thread that waits inside torch does not handle signals.
         """
         end = time.monotonic() + MOMENT
         try:
@@ -194,8 +194,8 @@ _api: Any = rpc.api
 
 
 def _ask(worker: Any, line: str, number: int, form: Form) -> torch.futures.Future[Form]:
-    """``rpc.rpc_async(worker, _enter, (line, number, *form), timeout=0)`` without its detours (is the function one of
-    torch's own, is there a profiler), which are half of what a call takes in the calling thread."""
+    """``rpc.rpc_async(worker, _enter, (line, number, *form), timeout=0)`` without its checks (for torch's own functions
+    and for a profiler), which take half of the time of a call in the calling thread."""
     pickled, tensors = rpc.internal.serialize(rpc.internal.PythonUDF(_enter, (line, number, *form), {}))
     future: torch.futures.Future[Form] = _api._invoke_rpc_python_udf(worker, pickled, tensors, 0, True)
     return future

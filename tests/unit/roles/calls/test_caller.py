@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.sim.calls.actors import Clock, FakeService
+from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import ChannelError, WorkerLost
 from unirun.roles import InvocationRef
 from unirun.roles.calls.caller import ERROR_GRACE, Caller
@@ -17,7 +17,7 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote import dump_error
+from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.peers import Peer
 from unirun.roles.transport.protocol import Address, Channel, Parcel
 
@@ -206,7 +206,7 @@ def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_channel() -
 def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_live() -> None:
     """Until then that one may be dead, which would be the cause of the error."""
     clock, post = Clock(), Post()
-    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, service=FakeService(clock))
+    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock))
     began, post.unreachable = clock.now, {0}
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
     post.open[1].pop()(failure(ValueError("bad")))
@@ -223,7 +223,9 @@ def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_l
 def test_a_call_that_is_refused_says_for_which_generation_it_was_made() -> None:
     clock, post, directory = Clock(), Post(), Pair()
     directory.generation = 1
-    caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0, service=FakeService(clock))
+    caller = Caller(
+        Address("trainer", 0, 0), directory, post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+    )
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
     for rank in (0, 1):
         post.open[rank].pop()(Parcel(encode_refusal(2)))
@@ -244,7 +246,7 @@ def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: 
 
     monkeypatch.setattr(InvocationRef, "settle", settle_together)
     clock, post = Clock(), Post()
-    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, service=FakeService(clock))
+    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock))
     began = clock.now
     caller.invoke(caller.method("actor", "step", Invocation(idempotent=True, retries=3)), (), {})
     error = failure(RuntimeError("connection reset by peer"), INTERRUPTED)

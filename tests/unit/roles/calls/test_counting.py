@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import ConnectionLost
-from unirun.roles.calls.counting import MAX_COUNTS, MAX_SPANS, SELDOM, CallBook, spans
-from unirun.roles.calls.service import Service
+from unirun.roles.calls.counting import MAX_COUNTS, MAX_SPANS, SELDOM, CallBook, rank_ranges
+from unirun.roles.calls.scheduler import Scheduler
 from unirun.wire.reports import CallCount, Calls, Span
 
 
-class Later(Service):
+class Later(Scheduler):
     """Nothing is done before the test wants it."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ def test_no_call_is_lost_between_threads(book: CallBook, told: list[Calls]) -> N
 
 @given(st.sets(st.integers(0, 200)))
 def test_spans_hold_every_rank_and_few_others(ranks: set[int]) -> None:
-    found = spans(ranks)
+    found = rank_ranges(ranks)
     held = [rank for span in found for rank in range(span.first, span.last + 1)]
     assert held == sorted(set(held))
     assert ranks <= set(held)
@@ -141,5 +141,5 @@ def test_spans_hold_every_rank_and_few_others(ranks: set[int]) -> None:
 
 
 def test_of_very_scattered_ranks_the_whole_range_is_told() -> None:
-    assert spans(range(0, 1000, 2)) == (Span(0, 998),)
-    assert len(spans(range(0, 2 * MAX_SPANS, 2))) == MAX_SPANS
+    assert rank_ranges(range(0, 1000, 2)) == (Span(0, 998),)
+    assert len(rank_ranges(range(0, 2 * MAX_SPANS, 2))) == MAX_SPANS

@@ -17,7 +17,7 @@ from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.dispatcher import ACK, DESCRIBE, OPEN_RPC, Dispatcher, outcome_of
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
-from unirun.roles.calls.remote import load_error
+from unirun.roles.calls.remote_errors import load_error
 from unirun.roles.transport.protocol import Address, Parcel
 
 

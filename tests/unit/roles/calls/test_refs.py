@@ -20,7 +20,7 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK
 from unirun.roles.calls.open_call import Method
 from unirun.roles.calls.policy import Invocation
-from unirun.roles.calls.remote import dump_error
+from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Parcel, own
 
 SOON = 10.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.properties import examples
-from tests.sim.calls.actors import Clock, FakeService
+from tests.sim.calls.actors import Clock, FakeScheduler
 from unirun.errors import CallError, ChannelError, EncodingError
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import Request, decode_request, encode_address
@@ -110,7 +110,7 @@ class Calls(RuleBasedStateMachine):
             "there",
             me=encode_address(ME),
             transport=transport,
-            service=FakeService(self.clock),
+            scheduler=FakeScheduler(self.clock),
             answered=lambda call, index, parcel: self.answers.append((call.seq, parcel.head)),
             failed=self._failed,
         )

@@ -95,6 +95,7 @@ WRONG = {
 """The lines in which the checker finds a mistake, and what it says."""
 
 
+@pytest.mark.timeout(600)
 def test_decorated_methods_have_their_signatures_in_a_role_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.loop import Desk, Loop
+from unirun.roles.transport.loop import Loop, RequestInbox
 
 SOON = 10.0
 
 
 class Line:
-    """A connection to the desk: every byte on it is an order."""
+    """A connection to the inbox: every byte on it is an order."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, inbox: RequestInbox) -> None:
         self.caller, self._socket = socket.socketpair()
         self._socket.setblocking(False)
-        self.number, self._desk = self._socket.fileno(), desk
+        self.number, self._inbox = self._socket.fileno(), inbox
         self.readers: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
-        desk.add(self)
+        inbox.add(self)
 
     def ready(self, events: int) -> None:
         """Put all that has come."""
@@ -35,11 +35,11 @@ class Line:
         if data == b"!":
             raise ValueError("a bug")
         for byte in data:
-            self._desk.put(chr(byte))
+            self._inbox.put(chr(byte))
 
     def close(self) -> None:
         """Hang up."""
-        self._desk.remove(self)
+        self._inbox.remove(self)
         self._socket.close()
 
     def say(self, words: str) -> None:
@@ -60,33 +60,33 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.fixture
-def desk(loop: Loop) -> Desk:
+def inbox(loop: Loop) -> RequestInbox:
     """One that the loop sees to."""
-    desk = Desk(loop)
-    loop.add(desk)
-    return desk
+    inbox = RequestInbox(loop)
+    loop.add(inbox)
+    return inbox
 
 
-class TestADesk:
-    def test_who_waits_there_reads(self, desk: Desk) -> None:
-        line, me = Line(desk), threading.current_thread()
+class TestARequestInbox:
+    def test_who_waits_there_reads(self, inbox: RequestInbox) -> None:
+        line, me = Line(inbox), threading.current_thread()
         for word in "abc":
             # Said while this thread waits, or before.
             later = threading.Timer(0.05, line.say, [word])
             later.start()
-            assert desk.get() == word
+            assert inbox.get() == word
             assert line.reader() is me
             later.join()
 
-    def test_while_nobody_waits_the_thread_reads(self, desk: Desk) -> None:
-        line = Line(desk)
+    def test_while_nobody_waits_the_thread_reads(self, inbox: RequestInbox) -> None:
+        line = Line(inbox)
         for word in "abc":
             line.say(word)
             assert line.reader() is not threading.current_thread()
-        assert [desk.get() for _ in range(3)] == ["a", "b", "c"]
+        assert [inbox.get() for _ in range(3)] == ["a", "b", "c"]
 
-    def test_what_came_on_one_line_stays_in_order_whoever_reads(self, desk: Desk) -> None:
-        lines = [Line(desk) for _ in range(4)]
+    def test_what_came_on_one_line_stays_in_order_whoever_reads(self, inbox: RequestInbox) -> None:
+        lines = [Line(inbox) for _ in range(4)]
 
         def talk(line: Line, name: str) -> None:
             for _ in range(500):
@@ -98,80 +98,82 @@ class TestADesk:
         ]
         for thread in threads:
             thread.start()
-        heard = "".join(desk.get() for _ in range(4000))
+        heard = "".join(inbox.get() for _ in range(4000))
         for thread in threads:
             thread.join(SOON)
         for name in "abcd":
             mine = "".join(word for word in heard if word.lower() == name)
             assert mine == (name + name.upper()) * 500
 
-    def test_another_thread_may_put_something_at_any_time(self, desk: Desk) -> None:
+    def test_another_thread_may_put_something_at_any_time(self, inbox: RequestInbox) -> None:
         for number in range(200):
-            threading.Thread(target=desk.put, args=(number,)).start()
-            assert desk.get() == number
+            threading.Thread(target=inbox.put, args=(number,)).start()
+            assert inbox.get() == number
 
-    def test_two_threads_can_make_each_other_work(self, loop: Loop, desk: Desk) -> None:
-        other = Desk(loop)
+    def test_two_threads_can_make_each_other_work(self, loop: Loop, inbox: RequestInbox) -> None:
+        other = RequestInbox(loop)
         loop.add(other)
 
         def answer() -> None:
             for _ in range(1000):
-                other.put(desk.get() + 1)
+                other.put(inbox.get() + 1)
 
         thread = threading.Thread(target=answer)
         thread.start()
         for number in range(1000):
-            desk.put(number)
+            inbox.put(number)
             assert other.get() == number + 1
         thread.join(SOON)
 
-    def test_a_signal_that_ends_the_wait_leaves_the_reading_to_the_thread(self, desk: Desk) -> None:
+    def test_a_signal_that_ends_the_wait_leaves_the_reading_to_the_thread(self, inbox: RequestInbox) -> None:
         class Alarm(Exception):
             pass
 
-        def ring(signum: int, frame: FrameType | None) -> None:
+        def wake(signum: int, frame: FrameType | None) -> None:
             raise Alarm
 
-        before = signal.signal(signal.SIGALRM, ring)
+        before = signal.signal(signal.SIGALRM, wake)
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             with pytest.raises(Alarm):
-                desk.get()
+                inbox.get()
         finally:
             signal.signal(signal.SIGALRM, before)
-        line = Line(desk)
+        line = Line(inbox)
         line.say("x")
         assert line.reader() is not threading.current_thread()
-        assert desk.get() == "x"
+        assert inbox.get() == "x"
 
-    def test_a_bug_ends_its_own_line_only(self, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-        bad, good = Line(desk), Line(desk)
+    def test_a_bug_ends_its_own_line_only(
+        self, inbox: RequestInbox, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        bad, good = Line(inbox), Line(inbox)
         bad.say("!")
         later = threading.Timer(0.05, good.say, ["a"])
         later.start()
-        assert desk.get() == "a"
+        assert inbox.get() == "a"
         later.join()
         assert bad.caller.recv(1) == b""
         assert "ValueError: a bug" in capsys.readouterr().err
 
-    def test_who_waits_when_it_closes_is_told(self, loop: Loop, desk: Desk) -> None:
+    def test_who_waits_when_it_closes_is_told(self, loop: Loop, inbox: RequestInbox) -> None:
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def wait() -> None:
             try:
-                told.put(desk.get())
+                told.put(inbox.get())
             except ChannelError as error:
                 told.put(error)
 
-        line = Line(desk)
+        line = Line(inbox)
         thread = threading.Thread(target=wait)
         thread.start()
         loop.close()
-        desk.close()
+        inbox.close()
         assert isinstance(told.get(timeout=SOON), ChannelError)
         thread.join(SOON)
         assert line.caller.recv(1) == b""
         with pytest.raises(ChannelError, match="closed"):
-            desk.get()
+            inbox.get()
         with pytest.raises(ChannelError, match="closed"):
-            Line(desk)
+            Line(inbox)

@@ -1,4 +1,5 @@
-"""A thread that does what must not hold up the one that reads: deadlines, connecting again, calling later."""
+"""A thread that runs actions at given times: deadlines, reconnects, retries. The reading thread never waits for
+them."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from unirun.roles.transport.executor import await_end
 T = TypeVar("T")
 
 
-class Service:
-    """Runs actions at their time, one after the other. Starts its thread with the first."""
+class Scheduler:
+    """Runs actions at their times, one after the other, in a thread that starts with the first action."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,15 +29,15 @@ class Service:
         self._closed = False
 
     def now(self) -> float:
-        """The time, in seconds, on the clock of `at`."""
+        """The time in seconds, on the clock of `at`."""
         return time.monotonic()
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Do it now, in the service's thread."""
+        """Run `action` as soon as possible, in the scheduler's thread."""
         self.at(0.0, action)
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do it at the time `when`, in the service's thread."""
+        """Run `action` at the time `when`, in seconds on the clock of `now`, in the scheduler's thread."""
         with self._news:
             heapq.heappush(self._heap, (when, next(self._number), action))
             if self._heap[0][2] is action:
@@ -46,7 +47,7 @@ class Service:
                 self._thread.start()
 
     def close(self) -> None:
-        """End the thread; nothing is done any more."""
+        """End the thread. Actions that are still waiting do not run."""
         with self._news:
             self._closed = True
             self._news.notify()
@@ -57,7 +58,7 @@ class Service:
             try:
                 action()
             except Exception as error:  # noqa: BLE001 - an action's bug is shown
-                # A bug; the deadlines of other calls must be kept all the same.
+                # A bug in one action must not stop the deadlines of other calls.
                 report_error(error)
 
     def _next(self) -> Callable[[], None] | None:
@@ -77,25 +78,25 @@ class Service:
 class Deadlines(Generic[T]):
     """A FIFO of items that share one timeout: they expire in the order in which they were added.
 
-    So the service looks at the first item only, and an item that is dropped in time costs it nothing.
+    So the scheduler looks at the first item only, and an item that is dropped in time costs it nothing.
     """
 
-    def __init__(self, seconds: float, service: Service, late: Callable[[T], None]) -> None:
-        """`late` is called, by `service`, with what was not dropped `seconds` after it was added."""
+    def __init__(self, seconds: float, scheduler: Scheduler, late: Callable[[T], None]) -> None:
+        """`late` is called, by `scheduler`, with what was not dropped `seconds` after it was added."""
         self.seconds = seconds
-        self._service, self._late = service, late
+        self._scheduler, self._late = scheduler, late
         self._open: dict[T, float] = {}
         self._lock = threading.Lock()
         self._watched = False
 
     def add(self, thing: T) -> None:
-        """Its time begins."""
-        self._open[thing] = self._service.now() + self.seconds
+        """Add `thing`; its timeout begins."""
+        self._open[thing] = self._scheduler.now() + self.seconds
         if not self._watched:
             self._watch()
 
     def drop(self, thing: T) -> None:
-        """It was in time, or is late already. Nothing of it is held any more."""
+        """Forget `thing`, which was in time or has expired already."""
         self._open.pop(thing, None)
 
     def _watch(self) -> None:
@@ -103,18 +104,18 @@ class Deadlines(Generic[T]):
             if self._watched:
                 return
             self._watched = True
-        self._service.at(self._service.now() + self.seconds, self._look)
+        self._scheduler.at(self._scheduler.now() + self.seconds, self._look)
 
     def _look(self) -> None:
         for thing in list(self._open):
             when = self._open.get(thing)
-            if when is not None and when > self._service.now():
-                self._service.at(when, self._look)
+            if when is not None and when > self._scheduler.now():
+                self._scheduler.at(when, self._look)
                 return
             if when is not None:
                 self.drop(thing)
-                self._service.soon(partial(self._late, thing))
+                self._scheduler.soon(partial(self._late, thing))
         self._watched = False
-        # What was added meanwhile has seen that this looks.
+        # `add` starts no watch while this function runs, so what was added meanwhile needs one now.
         if self._open:
             self._watch()

@@ -13,7 +13,7 @@ import pytest
 
 from unirun.errors import UsageError
 from unirun.roles import BaseTrainer, BaseWorkload
-from unirun.roles.host import _keep, load_class, make, run_function
+from unirun.roles.worker_main import _keep, load_class, make, run_function
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Errors that cross from a worker to its caller, with type, message, traceback and ``role:rank``."""
+"""Exceptions of a worker, pickled for its caller with type, message, traceback and the worker's name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from unirun.errors import RemoteError, RemoteTraceback
 from unirun.roles.calls.codec import dump, load
 
 _TEXT = 1 << 20
-"""Characters of a message or a traceback that are sent."""
+"""Characters of a message or a traceback that are sent at most."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
-"""What Python shows of an object without a text of its own; another one after each unpickling."""
+"""The address in the default repr of an object, which differs after unpickling."""
 
 Packed = tuple[bytes, tuple[memoryview, ...]]
 """A pickle, and the buffers of the tensors and arrays in it."""
 
 
 def dump_error(error: BaseException, worker: str) -> Packed:
-    """`error` for the wire, as much of it as can be sent."""
+    """Pickle `error`, as much of it as can be pickled."""
     trace = "".join(traceback.format_exception(error))
     kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     head, buffers = _pack(error) or (None, ())
@@ -29,9 +29,9 @@ def dump_error(error: BaseException, worker: str) -> Packed:
 
 
 def load_error(body: memoryview | bytes, buffers: tuple[memoryview, ...] = ()) -> Exception:
-    """The exception to raise in the caller: the original's type where it is known here, else `RemoteError`.
+    """The exception to raise in the caller: of the original type if that can be unpickled here, else `RemoteError`.
 
-    What is no `Exception`, like SystemExit, would end the caller; it is a `RemoteError` too.
+    An exception that is not an `Exception`, like SystemExit, would end the caller and is a `RemoteError`, too.
     """
     kind, message, trace, worker, head = pickle.loads(body)  # noqa: S301 - peers have proved the job's token
     error: BaseException | None = None
@@ -53,11 +53,11 @@ def _text(error: BaseException) -> str:
 
 
 def _pack(error: BaseException) -> Packed | None:
-    """Something that `_unpack` rebuilds here; None when there is nothing of that kind."""
+    """A pickle from which `_unpack` rebuilds the exception; None if there is none."""
     state = {name: value for name, value in error.__dict__.items() if name != "__notes__"} | _slots(error)
-    # Pickle's own way first, which knows what C code keeps; it calls the class with `args`, which fails or lies
-    # when the constructor takes others, and leaves out slots. The text alone is what is left when the arguments cannot
-    # be sent.
+    # First as pickle does it, which also restores the state of exceptions in C. It calls the class with `args`, which
+    # is wrong if the constructor takes other arguments, and it leaves out slots. If the arguments cannot be pickled,
+    # only the text is sent.
     kind, args = type(error), error.args
     for form in ((error, state), (kind, args, state), (kind, args, {}), (kind, (_text(error),), {})):
         with contextlib.suppress(Exception):
@@ -77,7 +77,8 @@ def _slots(error: BaseException) -> dict[str, Any]:
 
 
 def _alike(again: BaseException, error: BaseException) -> bool:
-    """Whether an exception was rebuilt. Arguments need not compare equal: tensors and most objects do not."""
+    """Whether an exception was rebuilt: same type and text. Arguments are not compared, as many objects have no
+    equality."""
     return type(again) is type(error) and _ADDRESS.sub("", _text(again)) == _ADDRESS.sub("", _text(error))
 
 
@@ -96,7 +97,7 @@ def _unpack(packed: Packed) -> BaseException:
 
 
 def _made(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception without a call of its constructor."""
+    """An exception that is made without its constructor."""
     try:
         return kind.__new__(kind, *args)
     except TypeError:

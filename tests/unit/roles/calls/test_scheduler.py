@@ -12,90 +12,90 @@ from collections.abc import Iterator
 
 import pytest
 
-from unirun.roles.calls.service import Deadlines, Service
+from unirun.roles.calls.scheduler import Deadlines, Scheduler
 
 SOON = 10.0
 
 
 @pytest.fixture
-def service() -> Iterator[Service]:
+def scheduler() -> Iterator[Scheduler]:
     """One that is closed at the end."""
-    service = Service("test")
-    yield service
-    service.close()
+    scheduler = Scheduler("test")
+    yield scheduler
+    scheduler.close()
 
 
-def test_things_are_done_in_the_order_of_their_times(service: Service) -> None:
+def test_things_are_done_in_the_order_of_their_times(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     now = time.monotonic()
     for name, after in (("third", 0.15), ("first", 0.05), ("second", 0.1)):
-        service.at(now + after, lambda name=name: done.put(name))
+        scheduler.at(now + after, lambda name=name: done.put(name))
     assert [done.get(timeout=SOON) for _ in range(3)] == ["first", "second", "third"]
     assert time.monotonic() - now >= 0.15
 
 
-def test_things_of_one_time_are_done_in_the_order_in_which_they_came(service: Service) -> None:
+def test_things_of_one_time_are_done_in_the_order_in_which_they_came(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(1000):
-        service.soon(lambda number=number: done.put(number))
+        scheduler.soon(lambda number=number: done.put(number))
     assert [done.get(timeout=SOON) for _ in range(1000)] == list(range(1000))
 
 
-def test_something_earlier_overtakes_what_is_waited_for(service: Service) -> None:
+def test_something_earlier_overtakes_what_is_waited_for(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    service.at(time.monotonic() + 1000, lambda: done.put("late"))
-    service.soon(lambda: done.put("soon"))
+    scheduler.at(time.monotonic() + 1000, lambda: done.put("late"))
+    scheduler.soon(lambda: done.put("soon"))
     assert done.get(timeout=SOON) == "soon"
 
 
-def test_something_that_never_comes_keeps_nothing_from_being_done(service: Service) -> None:
+def test_something_that_never_comes_keeps_nothing_from_being_done(scheduler: Scheduler) -> None:
     done = threading.Event()
-    service.at(math.inf, lambda: None)
-    service.at(time.monotonic() + 1e12, lambda: None)
-    service.soon(lambda: None)
-    service.at(time.monotonic() + 0.05, done.set)
+    scheduler.at(math.inf, lambda: None)
+    scheduler.at(time.monotonic() + 1e12, lambda: None)
+    scheduler.soon(lambda: None)
+    scheduler.at(time.monotonic() + 0.05, done.set)
     assert done.wait(SOON)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_action_that_fails_is_shown_and_the_next_is_done(
-    service: Service, capsys: pytest.CaptureFixture[str]
+    scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = threading.Event()
-    service.soon(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    service.soon(done.set)
+    scheduler.soon(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    scheduler.soon(done.set)
     assert done.wait(SOON)
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_after_the_end_nothing_is_done(service: Service) -> None:
+def test_after_the_end_nothing_is_done(scheduler: Scheduler) -> None:
     done = threading.Event()
-    service.soon(done.set)
+    scheduler.soon(done.set)
     assert done.wait(SOON)
-    service.close()
-    service.close()
-    service.soon(lambda: pytest.fail("it is closed"))
-    assert service._thread is not None
-    service._thread.join(SOON)
-    assert not service._thread.is_alive()
+    scheduler.close()
+    scheduler.close()
+    scheduler.soon(lambda: pytest.fail("it is closed"))
+    assert scheduler._thread is not None
+    scheduler._thread.join(SOON)
+    assert not scheduler._thread.is_alive()
 
 
-def test_it_keeps_no_program_from_ending(service: Service) -> None:
-    service.at(math.inf, lambda: None)
+def test_it_keeps_no_program_from_ending(scheduler: Scheduler) -> None:
+    scheduler.at(math.inf, lambda: None)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
     assert thread.daemon
 
 
-def test_actions_may_order_others(service: Service) -> None:
+def test_actions_may_order_others(scheduler: Scheduler) -> None:
     done = threading.Event()
-    service.soon(lambda: service.soon(lambda: service.soon(done.set)))
+    scheduler.soon(lambda: scheduler.soon(lambda: scheduler.soon(done.set)))
     assert done.wait(SOON)
 
 
 class TestDeadlines:
-    def test_what_is_not_dropped_is_late_in_the_order_in_which_it_came(self, service: Service) -> None:
+    def test_what_is_not_dropped_is_late_in_the_order_in_which_it_came(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[int] = queue.SimpleQueue()
-        deadlines, began = Deadlines(0.1, service, late.put), time.monotonic()
+        deadlines, began = Deadlines(0.1, scheduler, late.put), time.monotonic()
         for number in range(100):
             deadlines.add(number)
         for number in range(0, 100, 2):
@@ -105,9 +105,9 @@ class TestDeadlines:
         assert 0.1 <= time.monotonic() - began < 2.0
         assert late.empty()
 
-    def test_each_has_its_whole_time_also_after_others_were_late(self, service: Service) -> None:
+    def test_each_has_its_whole_time_also_after_others_were_late(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
-        deadlines = Deadlines[int](0.1, service, lambda number: late.put((number, time.monotonic())))
+        deadlines = Deadlines[int](0.1, scheduler, lambda number: late.put((number, time.monotonic())))
         for number in range(3):
             began = time.monotonic()
             deadlines.add(number)
@@ -115,13 +115,13 @@ class TestDeadlines:
             assert found == number
             assert 0.1 <= ended - began < 2.0
 
-    def test_one_that_comes_while_another_is_waited_for_has_its_own(self, service: Service) -> None:
+    def test_one_that_comes_while_another_is_waited_for_has_its_own(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
-        deadlines = Deadlines[str](0.2, service, lambda name: late.put((name, time.monotonic())))
+        deadlines = Deadlines[str](0.2, scheduler, lambda name: late.put((name, time.monotonic())))
         began = time.monotonic()
         deadlines.add("first")
         half_way = threading.Event()
-        service.at(began + 0.1, half_way.set)
+        scheduler.at(began + 0.1, half_way.set)
         assert half_way.wait(SOON)
         deadlines.add("second")
         deadlines.drop("first")
@@ -129,37 +129,37 @@ class TestDeadlines:
         assert name == "second"
         assert 0.3 <= ended - began < 2.0
 
-    def test_what_was_dropped_is_not_held(self, service: Service) -> None:
+    def test_what_was_dropped_is_not_held(self, scheduler: Scheduler) -> None:
         class Load:
             """Something large."""
 
         load = Load()
         watch = weakref.ref(load)
-        deadlines = Deadlines[Load](1000.0, service, lambda load: None)
+        deadlines = Deadlines[Load](1000.0, scheduler, lambda load: None)
         deadlines.add(load)
         deadlines.drop(load)
         del load
         gc.collect()
         assert watch() is None
 
-    def test_a_great_many_are_one_thing_to_do(self, service: Service) -> None:
-        deadlines = Deadlines[int](1000.0, service, lambda number: None)
+    def test_a_great_many_are_one_thing_to_do(self, scheduler: Scheduler) -> None:
+        deadlines = Deadlines[int](1000.0, scheduler, lambda number: None)
         for number in range(20_000):
             deadlines.add(number)
-        assert len(service._heap) <= 1
+        assert len(scheduler._heap) <= 1
 
     @pytest.mark.parametrize("seconds", [1e12, math.inf])
     def test_one_that_never_comes_keeps_nothing_from_being_done(
-        self, service: Service, seconds: float
+        self, scheduler: Scheduler, seconds: float
     ) -> None:
-        Deadlines[int](seconds, service, lambda number: None).add(1)
+        Deadlines[int](seconds, scheduler, lambda number: None).add(1)
         done = threading.Event()
-        service.soon(done.set)
+        scheduler.soon(done.set)
         assert done.wait(SOON)
 
     @pytest.mark.filterwarnings("ignore")
     def test_one_whose_end_fails_keeps_no_other_from_its_own(
-        self, service: Service, capsys: pytest.CaptureFixture[str]
+        self, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
     ) -> None:
         ended = threading.Event()
 
@@ -168,7 +168,7 @@ class TestDeadlines:
                 raise ValueError(name)
             ended.set()
 
-        deadlines = Deadlines[str](0.05, service, end)
+        deadlines = Deadlines[str](0.05, scheduler, end)
         for name in ("bad", "good"):
             deadlines.add(name)
         assert ended.wait(SOON)

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from unirun.roles.transport import listening
-from unirun.roles.transport.listening import ListenerGuard, listeners
+from unirun.roles.transport import listener_guard
+from unirun.roles.transport.listener_guard import ListenerGuard, listeners
 
 SOON = 20.0
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "PERIOD", 0.01)
+    monkeypatch.setattr(listener_guard, "PERIOD", 0.01)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Whether the sockets that a library listens on are still open.
+"""`ListenerGuard`: notices when a library closes the sockets on which it listens.
 
-TensorPipe closes its listener when it gets bytes that are not its own, writes a warning, and goes on with the
-connections that it has. Nobody can connect to such a process any more, and nothing else tells it.
+TensorPipe closes its listener when it gets bytes of another protocol. It writes a warning and goes on with the
+connections that it has, but nobody can connect to the process any more.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from collections.abc import Callable
 from unirun.roles.transport.executor import await_end
 
 PERIOD = 1.0
-"""Seconds between two looks, each of which takes a microsecond."""
+"""Seconds between two checks; a check takes a microsecond."""
 
 Listeners = dict[int, int]
-"""Descriptors of sockets that listen, each with its inode: a number that was closed may be another file's."""
+"""Descriptors of listening sockets with their inodes, as the number of a closed one may be used again."""
 
 
 def listeners() -> Listeners:
     """Every socket on which this process listens."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
-        # Descriptors come and go meanwhile, the one of this directory among them.
+        # A descriptor may be closed meanwhile, like that of this directory.
         with contextlib.suppress(OSError):
             info = os.fstat(int(name))
             if stat.S_ISSOCK(info.st_mode) and _listens(int(name)):
@@ -40,7 +40,7 @@ def _listens(handle: int) -> bool:
 
 
 class ListenerGuard:
-    """Calls `lost` once, in a thread of its own, when one of `guarded` is closed before this is."""
+    """Calls `lost` once, in a thread of its own, when one of `guarded` is closed before `close` was called."""
 
     def __init__(self, guarded: Listeners, lost: Callable[[], None]) -> None:
         self._guarded, self._lost = guarded, lost
@@ -49,7 +49,7 @@ class ListenerGuard:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop checking."""
         self._closed.set()
         await_end(self._thread)
 

@@ -113,7 +113,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
             dispatcher.run_first(formation.follow)
 
     peers.when_changed(changed)
-    # What has come between the two lines above was not told.
+    # A view that came before the listener was registered has not called it.
     changed()
     signal.signal(signal.SIGTERM, _stop)
     endpoint = session.transport.serve(session.me, dispatcher.handle)
@@ -146,19 +146,19 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
 
 
 def make(kind: type[Made], base: type, **arguments: Any) -> Made:
-    """``kind(*arguments)``. Raises `UsageError` when it does not take them, as `base` does."""
+    """``kind(*arguments)``. Raises `UsageError` if the constructor does not take the arguments of `base`."""
     try:
         return kind(*arguments.values())
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            # From inside it.
+            # Raised inside the constructor.
             raise
         words = f"write def __init__(self, {', '.join(arguments)}), or leave it out"
         raise UsageError(f"{error}; {base.__name__} takes {', '.join(arguments)}", words) from None
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """The first signal ends what runs and lets `teardown` run; the next one kills."""
+    """End the current call with SystemExit, so that `teardown` runs. The next signal kills."""
     signal.signal(signum, signal.SIG_DFL)
     raise SystemExit(128 + signum)
 
@@ -172,7 +172,7 @@ def _expect_base(made: Any, base: type, attribute: str) -> None:
 
 
 def _keep(path: Path, result: Any) -> None:
-    """For `JobHandle.result`. A training that has succeeded does not fail because of it."""
+    """Write the result for `JobHandle.result`. If it cannot be pickled, the job succeeds all the same."""
     fresh = path.with_suffix(".new")
     try:
         fresh.write_bytes(cloudpickle.dumps(result))
@@ -216,7 +216,8 @@ def _resource(context: Context, role: str) -> dict[str, Any]:
 
 
 class _Classes(Mapping[str, type]):
-    """The workload classes by role, each imported when it is looked at: a rollout's may need what a trainer has not."""
+    """The workload classes by role, each imported at its first use: a rollout's may need packages that a trainer
+    lacks."""
 
     def __init__(self, targets: Mapping[str, str]) -> None:
         self._targets = targets
