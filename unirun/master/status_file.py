@@ -12,7 +12,7 @@ from unirun.rendezvous import JobDir
 from unirun.reporting import report_error
 
 DELAY, MAX_DELAY = 0.02, 1.0
-"""Seconds in which changes are gathered into one writing: ten times what that takes, within these."""
+"""Seconds in which changes are gathered into one writing: ten times the processor time that it takes, within these."""
 
 
 class StatusFile:
@@ -29,15 +29,14 @@ class StatusFile:
         self._one_by_one = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._due = False
-        self._took = (0.0, 0.0)
+        self._took = 0.0
         self._written = 0
 
     def write_soon(self) -> None:
         """Write it in a moment: more may change until then."""
         if not self._due:
             self._due = True
-            # The shorter of the last two: a disk that stalls once must not delay the next status.
-            delay = min(max(DELAY, 10 * min(self._took)), MAX_DELAY)
+            delay = min(max(DELAY, 10 * self._took), MAX_DELAY)
             asyncio.get_running_loop().call_later(delay, self._begin)
 
     async def write(self) -> None:
@@ -45,15 +44,9 @@ class StatusFile:
         async with self._one_by_one:
             self._due = False
             status = self._snapshot()
-            if status is None or self._another_writes():
-                return
-            began = time.monotonic()
-            problem = await asyncio.to_thread(self._replace, status)
-            if problem:
+            if status is not None and (problem := await asyncio.to_thread(self._replace, status)):
                 # A full disk must not end a job that can go on; the next change tries again.
                 self._failed(problem)
-            self._written = _written_at(self._job.state)
-            self._took = (self._took[1], time.monotonic() - began)
 
     def _begin(self) -> None:
         task = asyncio.ensure_future(self.write())
@@ -66,11 +59,19 @@ class StatusFile:
             report_error(error)
 
     def _replace(self, status: Callable[[], JobStatus]) -> str:
+        """Why it could not be written; empty when it was, or was not to be."""
+        began = time.thread_time()
+        made, problem = status(), ""
+        if self._another_writes():
+            return ""
         try:
-            write_status(self._job, status())
+            write_status(self._job, made)
         except OSError as error:
-            return f"the state cannot be written: {error}"
-        return ""
+            problem = f"the state cannot be written: {error}"
+        # One of its files may have been replaced even so.
+        self._written = _written_at(self._job.state)
+        self._took = time.thread_time() - began
+        return problem
 
     def _another_writes(self) -> bool:
         """Whether another master has written the status since this one did: then the term of this one is over, though
