@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from typing import Any
 
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import leader_of
@@ -61,9 +62,10 @@ class TestAnEventThatNoMasterCanHandle:
         status = JobDir(unirun.job_dir()).read_json("state.json")
         assert (status["phase"], status["code"]) == ("failed", 1)
         assert "ZeroDivisionError" in unirun("status").out
-        errors = [row for row in events(unirun) if row["kind"] == "master" and "traceback" in row]
-        assert len(errors) == 3
-        assert "planted" in errors[0]["traceback"]
+        crashes = [row["details"] for row in events(unirun) if row["kind"] == "master"]
+        traces = [each["traceback"] for each in crashes if "traceback" in each]
+        assert len(traces) == 3
+        assert "planted" in traces[0]
 
     def test_ends_a_job_in_the_background_too_even_if_it_is_the_first_event(
         self, unirun: Unirun, script: Script
@@ -73,7 +75,7 @@ class TestAnEventThatNoMasterCanHandle:
         assert "a bug in unirun: ZeroDivisionError" in unirun("status").out
 
 
-def events(unirun: Unirun) -> list[dict[str, object]]:
+def events(unirun: Unirun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (unirun.job_dir() / "events.jsonl").read_text().splitlines()]
 
 
