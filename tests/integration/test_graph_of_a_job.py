@@ -85,7 +85,7 @@ def test_it_can_be_given_to_the_next_job(unirun: Unirun, options: tuple[object, 
         "  rollout: {count: 3, workload: 'loop:Rollout'}\ntrainer: loop:Trainer\n" + edges
     )
     plan = json.loads(unirun("plan", "--json", "--config", job, "--inventory", "fake:nodes=3,devices=2").out)
-    weights = {edge["to"]: edge["weight"] for edge in plan["spec"]["edges"]}
+    weights = {edge["target"]: edge["weight"] for edge in plan["spec"]["edges"]}
     assert weights["actor"] < 30_000 < 2_999_999 < weights["rollout"]
     # What moves most is near the trainer.
     node = {(row["role"], row["rank"]): row["node"] for row in plan["workers"]}

@@ -79,7 +79,9 @@ class MasterHandle:
         """Keep `state`, at most 8 MiB, for the next incarnation of this rank. It is in the job's store when this
         returns.
 
-        Raises `UsageError` for a value that is not bytes or is too large, `StoreAway` if the store does not answer.
+        Raises `UsageError` for a value that is not bytes or is too large, `StoreAway` if the store does not answer::
+
+            self.master_handle.save_state(pickle.dumps({"step": step}))
         """
         if not isinstance(state, bytes | bytearray | memoryview):
             raise UsageError(

@@ -20,7 +20,16 @@ class BaseTrainer:
 
     Each role is an attribute, the `RoleGroup` of its workers: ``self.RG_ACTOR.update(x)`` calls ``update`` in all
     actors, ``self.RG_ACTOR[2].update(x)`` in one. The attribute's name is ``RG_`` and the role's name in upper case.
-    Role groups and `master_handle` are there from `init` on, not yet in ``__init__``.
+    Role groups and `master_handle` are set before `init` is called, but not yet in ``__init__``::
+
+        class PPOTrainer(BaseTrainer):
+            def init(self):
+                self.prompts = list(range(64))
+
+            def fit(self):
+                for _ in range(self.config.steps):
+                    samples = self.RG_ROLLOUT.generate(shard(self.prompts))
+                    self.RG_ACTOR.update(samples)
     """
 
     __unirun_kind__: ClassVar[str] = "trainer"

@@ -12,7 +12,8 @@ from unirun.roles.handle import MasterHandle
 class BaseWorkload:
     """The base class of a job's actors, rollouts, critics and so on. unirun makes one object in each worker of a role.
 
-    A trainer can call every public method, decorated with `trainer_invocation` or not. A worker's life::
+    A trainer can call every public method, decorated with `trainer_invocation` or not. unirun calls the others, in
+    this order::
 
         __init__(master_handle, config)     definitions only
         setup()                             models, data, torch.distributed.init_process_group(…)
@@ -20,10 +21,10 @@ class BaseWorkload:
         …calls…                             one at a time, in the same thread
         teardown()                          before the worker is stopped
 
-    When another rank of the role dies, that rank is started again alone, and this object lives on. A call that waits
-    for the dead rank in a collective fails. Before the next call unirun forms the default process group again, with
-    the same backend, and calls `on_generation` in every rank. What all ranks have to do together after a change, such
-    as sending the weights to the new rank, belongs there.
+    When another rank of the role dies, that rank is started again alone, and this object keeps its memory. A call
+    that waits for the dead rank in a collective fails. Before the next call unirun forms the default process group
+    again, with the same backend, and calls `on_generation` in every rank. Work that all ranks do together after a
+    restart, such as sending the weights to the new rank, belongs there.
     """
 
     __unirun_kind__: ClassVar[str] = "workload"

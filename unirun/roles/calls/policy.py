@@ -114,8 +114,16 @@ def trainer_invocation(
 def trainer_invocation(*method: Any, **options: Any) -> Any:
     """Decorate a method of a workload with how a trainer's call of it is carried out. The method itself is unchanged.
 
-    Used as ``@trainer_invocation()`` or ``@trainer_invocation(timeout=60, target="RANK0")``. Public methods without it
-    are called with the defaults.
+    Public methods without it are called with the defaults::
+
+        class Actor(BaseWorkload):
+            @trainer_invocation(timeout=60)
+            def update(self, samples):  # RG_ACTOR.update(shard(samples)) returns a list, one loss for each worker
+                return self.step(samples)
+
+            @trainer_invocation(target="RANK0")
+            def weights(self):  # RG_ACTOR.weights() returns the bare result of rank 0
+                return self.model.state_dict()
 
     - `blocking`: True (the default), the call waits for all results and returns them. False, it returns an
       `InvocationRef` at once.

@@ -21,6 +21,12 @@ R = TypeVar("R")
 class InvocationRef(OpenCall, Generic[R]):
     """The result of a call that may not be there yet, like a future. All methods may be used from any thread.
 
+    ::
+
+        ref = self.RG_ROLLOUT.generate.call_async(prompts)
+        self.RG_ACTOR.update(samples)  # meanwhile
+        answers = ref.result()
+
     ``ref.workers`` names the workers that were called (``actor:2``), in the order of the results. ``ref.sharding``
     tells how each argument, by position or name, was given to them: ``replicate``, ``item``, or ``shard`` with the
     sizes of the parts. In a coroutine, ``await ref`` gives the result.
@@ -147,7 +153,9 @@ def wait(
     """Wait until at least `num_returns` of `refs` are done, or `timeout` seconds have passed (None: no limit).
 
     Returns two lists, the refs that are done and those that are not, each in the order of `refs`. A ref whose call has
-    failed is done. Raises `UsageError` if `num_returns` is negative or larger than the number of refs.
+    failed is done. Raises `UsageError` if `num_returns` is negative or larger than the number of refs::
+
+        done, left = unirun.wait([worker.generate.call_async(p) for worker in self.RG_ROLLOUT], num_returns=2)
     """
     every: Sequence[InvocationRef[Any]] = list(refs)
     if not 0 <= num_returns <= len(every):

@@ -30,7 +30,9 @@ def shard(value: T) -> T:
 
     For lists, tuples, tensors (split along the first dimension), mappings of these (each value is split), and anything
     else with a length and slices. With fewer items than workers, the last workers get empty parts. The call raises
-    `UsageError` for a value that cannot be split.
+    `UsageError` for a value that cannot be split::
+
+        self.RG_ACTOR.update(shard([1, 2, 3]), lr=0.1)  # two workers: update([1, 2], lr=0.1), update([3], lr=0.1)
     """
     return Sharded(value)  # type: ignore[return-value]
 
