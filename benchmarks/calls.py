@@ -94,6 +94,9 @@ class Measure(BaseTrainer):
 class Rest(BaseTrainer):
     """Calls every worker once, writes their pids, and then does nothing until it is ended."""
 
+    def init(self) -> None:
+        """Nothing has to be set up."""
+
     def fit(self) -> None:
         """Call, write, sleep."""
         part = Path(f"{self.config.result}.part")
