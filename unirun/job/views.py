@@ -64,8 +64,8 @@ def _head(role: RoleState, endpoint: str) -> tuple[int, int, str, str]:
     return len(role.workers), role.opened, endpoint, role.phase.value
 
 
-def _seen(worker: WorkerState) -> tuple[int, str, Mapping[str, str]]:
-    return worker.incarnation, _phase(worker), worker.addresses
+def _seen(worker: WorkerState) -> tuple[int, str, dict[str, str]]:
+    return worker.incarnation, _phase(worker), dict(worker.addresses)
 
 
 def _phase(worker: WorkerState) -> str:

@@ -34,11 +34,11 @@ class Stream:
         self._ready: deque[dict[str, Any]] = deque()
 
     def send(self, message: Message) -> None:
-        """Queue one message; the transport sends it. A peer that is gone shows in `receive`."""
+        """Queue one message for sending. That the peer is gone is seen in `receive`."""
         self.send_frame(frame_of(message))
 
     def send_frame(self, frame: bytes) -> None:
-        """The same with a message that was encoded before, because many get it."""
+        """Queue a message that is encoded already (`frame_of`), as several streams get it."""
         if not self._writer.is_closing():
             self._writer.write(frame)
 
@@ -55,7 +55,7 @@ class Stream:
         return decode(self._ready.popleft())
 
     async def close(self) -> None:
-        """Send what is queued, then close; a peer that is gone is no error here."""
+        """Send what is queued, then close. It is no error when the peer is gone."""
         self._writer.close()
         try:
             await asyncio.wait_for(self._writer.wait_closed(), DEADLINE)
@@ -64,7 +64,7 @@ class Stream:
 
 
 def frame_of(message: Message) -> bytes:
-    """A message as it goes over a stream."""
+    """The bytes of a message on a stream."""
     return encode_frame(encode(message))
 
 

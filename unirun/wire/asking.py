@@ -1,5 +1,7 @@
-"""What a worker asks the master, and the answers: asked again of the next master until one has answered, so each of
-these may be done twice."""
+"""Requests of workers to the master, and the answers.
+
+An unanswered request is sent again to the next master, so each of them may be carried out twice.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Literal
 from unirun.values import Value, WorkerId
 
 Wish = Literal["save_state", "load_state", "commit_version", "version"]
-"""Keep bytes for the next incarnation; give them back; keep the highest number of a channel; tell it."""
+"""Save bytes for the next incarnation; load them; keep the highest version of a channel; get it."""
 
 
 class Ask(Value, tag=True):
-    """A worker wants something; `name` is the channel of a version, `data` base64 or a number."""
+    """A request. `name` is the channel for versions; `data` is a state in base64, or a version."""
 
     number: int
     wish: Wish
@@ -29,7 +31,7 @@ class Answer(Value, tag=True):
 
 
 class ToWorker(Value, tag=True):
-    """What the master answers a worker; its agent passes it on."""
+    """The master's answer to a worker, which its agent forwards."""
 
     worker: WorkerId
     message: Answer

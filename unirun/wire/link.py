@@ -1,4 +1,4 @@
-"""A worker's end of its agent's socket. One per process: the bootstrap opens it, `unirun.init` takes it over."""
+"""The connection of a worker to its agent. There is one per process: the bootstrap opens it, `unirun.init` uses it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unirun.wire.handshake import load_token
 from unirun.wire.messages import Hello
 
 _HIGHEST = 1024
-"""Higher descriptors would make the kernel's table of them larger."""
+"""The kernel's table of descriptors grows with the highest one."""
 
 _ROOM = 64
-"""So many below the highest there is room for what must stay open, where no script looks that counts from 3."""
+"""Descriptors at the end of the table for what must stay open when a script closes those from 3 on."""
 
 _moved: set[int] = set()
-"""Descriptors that are not for forks of this process."""
+"""Descriptors that are closed in forks of this process."""
 
 _current: dict[int, BlockingStream] = {}
 
@@ -50,7 +50,7 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
 
 
 def out_of_the_way(number: int) -> int:
-    """The same open file at a high number, closed on exec and in forks; where there is no room, as it was."""
+    """Move a descriptor to a high number, closed on exec and in forks. Returns it, or `number` when none is free."""
     lowest = max(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _HIGHEST) - _ROOM, 3)
     try:
         moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest)

@@ -15,8 +15,6 @@ spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import Answer, Ask, ToWorker
 from unirun.wire.reports import (
@@ -54,8 +52,8 @@ from unirun.wire.spawning import (
 
 
 class StartWorker(Value):
-    """One worker to be started. `devices` are the indices that its mask shows, None to leave the mask; `share` is its
-    part of each of its devices."""
+    """One worker to start. `devices` are the indices for its device mask, None to leave the mask as it is; it has the
+    part `share` of each of its devices."""
 
     rank: int
     local_rank: int
@@ -66,28 +64,28 @@ class StartWorker(Value):
 
 
 class Appointed(Value, tag=True):
-    """A master's first word on a stream: it leads in the term `epoch`. An agent obeys no earlier term."""
+    """A master's first message on a stream: it leads in the term `epoch`. An agent obeys no earlier term."""
 
     epoch: int
 
 
 class ExitAck(Value, tag=True):
-    """The end of a worker is in the store; its agent need not remember it."""
+    """The end of a worker is in the store, so its agent may forget it."""
 
     worker: WorkerId
 
 
 class OpenStore(Value, tag=True):
-    """Serve a new, empty store for a generation of a role, where the one before it was served."""
+    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of the one before."""
 
     role: str
     generation: int
 
 
 class StartRole(Value, tag=True):
-    """Start these workers of a role for a generation of its process group; those that are not named live on.
+    """Orders the start of `members` of a role for a generation of its process group; its other workers live on.
 
-    `mask` is the variable that shows them their devices; empty when there is none.
+    `mask` is the environment variable with the device mask (``CUDA_VISIBLE_DEVICES``), empty when there is none.
     """
 
     role: str
@@ -103,7 +101,7 @@ class StartRole(Value, tag=True):
 
 
 class StopWorkers(Value, tag=True):
-    """End these ranks: `signal` first, SIGKILL to the whole process group `grace` seconds later."""
+    """Orders the end of these ranks: `signal` at once, SIGKILL to their process groups `grace` seconds later."""
 
     role: str
     ranks: tuple[int, ...]
@@ -112,20 +110,20 @@ class StopWorkers(Value, tag=True):
 
 
 class WorkerView(Value):
-    """What every worker may know of another.
+    """What all workers know of one.
 
-    `phase`: ``starting``; ``running``, in the user's code without taking calls; ``serving``, at `addresses`;
-    ``lost``, dead, with a successor or without; ``ended``, with exit code 0.
+    `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls at `addresses`,
+    by transport); ``lost`` (ended, other than with code 0); or ``ended`` (with code 0).
     """
 
     rank: int
     incarnation: int
     phase: str
-    addresses: Mapping[str, str]
+    addresses: dict[str, str]
 
 
 class RoleView(Value):
-    """What every worker may know of a role; `workers` in rank order. In a view of changes it has those that changed."""
+    """What all workers know of a role; `workers` in rank order. A view of changes has only those that have changed."""
 
     name: str
     world_size: int
@@ -136,9 +134,9 @@ class RoleView(Value):
 
 
 class View(Value, tag=True):
-    """All roles as they stand now; or, unless `since` is None, what has changed since the view of that number.
+    """The state of all roles; or, unless `since` is None, what has changed since the view of that number.
 
-    A master numbers its views one by one; `unirun.wire.views` puts them together.
+    The views of a master are numbered consecutively; `unirun.wire.views` applies changes.
     """
 
     roles: tuple[RoleView, ...]
@@ -147,10 +145,10 @@ class View(Value, tag=True):
 
 
 class Shutdown(Value, tag=True):
-    """The job is over, or ends: the agent ends its workers and then itself.
+    """The job ends or has ended: the agent ends its workers, and then itself.
 
-    Workers that were not told to end yet get SIGTERM and have `grace` seconds; all are killed at once when it is None.
-    `ending` is for the next master, when this one could not write how the job ends.
+    Workers that were not told to end yet get SIGTERM and `grace` seconds; when it is None, all are killed at once.
+    `ending` is how the job ends, for the next master, when this one could not write it.
     """
 
     grace: float | None = None
@@ -158,7 +156,7 @@ class Shutdown(Value, tag=True):
 
 
 class Hello(Value, tag=True):
-    """A worker says who it is. `running`: it enters the user's code now."""
+    """A worker's first message. `running`: it enters the user's code now."""
 
     worker: WorkerId
     pid: int
@@ -166,7 +164,7 @@ class Hello(Value, tag=True):
 
 
 class RoleBrief(Value):
-    """What the spec says of a role: what it runs (`kind`, `target`), and what is started again (`restart`)."""
+    """What workers know of the spec of a role: what it runs (`kind`, `target`), and what restarts (`restart`)."""
 
     name: str
     kind: str
@@ -177,10 +175,10 @@ class RoleBrief(Value):
 
 
 class Welcome(Value, tag=True):
-    """The answer to `Hello`: the roles as they stand, what the spec says of them, and the user's part of it.
+    """The answer to `Hello`: a whole view, and what workers need of the spec.
 
-    `config` is JSON by itself, in which any integer may stand. `name` is the job's. `collocations` are the groups of
-    roles that share devices. `call_timeout` is in seconds.
+    `config` is the user's, as a JSON text, in which integers may have any size. `name` is the job's. `collocations` are
+    the groups of roles that share devices. `call_timeout` is in seconds.
     """
 
     view: View
@@ -193,13 +191,13 @@ class Welcome(Value, tag=True):
 
 
 class Attach(Value, tag=True):
-    """A CLI wants to follow the job."""
+    """A command wants to follow the job."""
 
 
 class Stop(Value, tag=True):
-    """Somebody wants the job to end: workers get `signal`, and SIGKILL after `grace` seconds (None: those of the job).
+    """Asks for the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's).
 
-    `code` is the job's exit code, None for that of the signal.
+    `code` is the exit code of the job, None for 128 + `signal`.
     """
 
     signal: int
@@ -214,7 +212,7 @@ class Stop(Value, tag=True):
 
 
 class RoleChanged(Value, tag=True):
-    """How far a role is: `running` of `total` workers are in the user's code."""
+    """The progress of a role: `running` of `total` workers are in the user's code."""
 
     role: str
     phase: str
@@ -224,14 +222,14 @@ class RoleChanged(Value, tag=True):
 
 
 class WorkerOutput(Value, tag=True):
-    """A worker has a process: what it writes can be shown."""
+    """A worker has a process, so its output can be shown."""
 
     worker: WorkerId
     local_rank: int
 
 
 class Ended(Value, tag=True):
-    """The job has ended with `code`; `report` is for people, `error_file` the root cause's, if it left one."""
+    """The job has ended with `code`; `report` is for people, `error_file` the path of the root cause's, or empty."""
 
     code: int
     phase: str

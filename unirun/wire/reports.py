@@ -1,4 +1,4 @@
-"""What workers and agents report: to the agent, to the master, and from there to who follows the job."""
+"""What workers report to their agent, and agents to the master."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck"]
-"""What made a worker end: itself; the master's order; its agent, which leaves; its agent, because it cannot do its
-work any more; its agent, because it waited in a process group that was over and could not be woken."""
+"""Why a worker has ended: by itself (``own``), by the master's order, because its agent leaves, because something that
+it needs is gone (``doom``), or because it could not be woken from a process group that is over (``stuck``)."""
 
 
 class SpawnerReady(Value, tag=True):
@@ -21,9 +21,9 @@ class SpawnerReady(Value, tag=True):
 
 
 class ViewWanted(Value, tag=True):
-    """What was told last does not follow on what was told before: a whole view is needed.
+    """Asks for a whole view, as a view of changes does not follow on the one before.
 
-    `node` is that of the agent that asks; a worker, which asks its agent, leaves it empty.
+    `node` is the node of the agent that asks; a worker, which asks its agent, leaves it empty.
     """
 
     node: str = ""
@@ -37,7 +37,7 @@ class WorkerStarted(Value, tag=True):
 
 
 class WorkerRunning(Value, tag=True):
-    """A worker is set up and enters the user's code; `generation` is the one of its role that it was told of."""
+    """A worker enters the user's code; `generation` is the one of its role that it was welcomed with."""
 
     worker: WorkerId
     generation: int
@@ -58,14 +58,13 @@ class GroupFormed(Value, tag=True):
 
 
 class GroupMeets(Value, tag=True):
-    """A worker is about to meet the others in the store of `generation`: what it writes there from now on, its peers
-    may read."""
+    """A worker is about to use the rendezvous store of `generation`; its peers may read what it writes from now on."""
 
     generation: int
 
 
 class Stuck(Value, tag=True):
-    """A worker's main thread waits in the process group of `generation`, which is over, and nothing wakes it.
+    """A worker's main thread is blocked in the process group of `generation`, which is over, and cannot be woken.
 
     `stack` is the Python stack of that thread.
     """
@@ -75,28 +74,25 @@ class Stuck(Value, tag=True):
 
 
 class Metrics(Value, tag=True):
-    """Figures by name that a worker wants to be seen, as of `time` in seconds since the epoch.
-
-    They may be nan or infinite.
-    """
+    """Metrics of a worker by name, at `time` in seconds since the epoch. Values may be nan or infinite."""
 
     values: dict[str, float]
     time: float
 
 
 class Span(Value):
-    """Ranks from `first` to `last`, both among them."""
+    """The ranks from `first` to `last`, inclusive."""
 
     first: int
     last: int
 
 
 class CallCount(Value):
-    """What a worker has called of one `method` of a `role` since it was started; `ranks` have answered.
+    """The calls of one `method` of a `role` that a worker has made since it was started; `ranks` have answered.
 
-    `calls` counts every rank of a call to several. `bytes` went there as arguments, `returned` came back as results;
-    `seconds` is how long the answers took, all of them together. Nobody waits at once for an `asynchronous` call.
-    `split`: what went to one rank did not go to another.
+    A call to several ranks counts once for each. `bytes` is the size of all arguments, `returned` that of all results,
+    `seconds` the sum of the times until the answers. `asynchronous`: the caller does not wait at once. `split`: each
+    rank gets other arguments.
     """
 
     role: str
@@ -111,13 +107,13 @@ class CallCount(Value):
 
 
 class Calls(Value, tag=True):
-    """What a worker has called so far, method by method."""
+    """All calls that a worker has made so far, by method."""
 
     counts: tuple[CallCount, ...]
 
 
 class FromWorker(Value, tag=True):
-    """What a worker has said to its agent, which passes it on to the master."""
+    """A message of a worker, which its agent forwards to the master."""
 
     worker: WorkerId
     message: Serving | GroupFormed | Metrics | Calls | Ask
@@ -126,7 +122,7 @@ class FromWorker(Value, tag=True):
 class WorkerError(Value, tag=True):
     """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch).
 
-    `permanent`: it would come again however often the worker is started.
+    `permanent`: it would occur again after every restart.
     """
 
     message: str
@@ -138,10 +134,10 @@ class WorkerError(Value, tag=True):
 class WorkerExited(Value, tag=True):
     """A worker has ended, at `time` in seconds since the epoch, by `code` or by `signal`.
 
-    `sent` is the last signal that it was sent for an order or because its agent leaves, None for other causes.
-    `note` says what the agent knows besides: that the kernel was out of memory, or that the worker never ran.
-    `tail` holds the last lines of its stderr when it failed without an exception.
-    `met` is the last generation in whose store it was to meet the others, 0 for none.
+    `sent` is the last signal that it was sent by order or because its agent leaves, else None.
+    `note` is what the agent knows besides: the kernel was out of memory, the worker never ran.
+    `tail` has the last lines of its stderr when it failed without an exception.
+    `met` is the last generation whose rendezvous store it was about to use (`GroupMeets`), 0 for none.
     """
 
     worker: WorkerId
@@ -157,10 +153,9 @@ class WorkerExited(Value, tag=True):
 
 
 class Held(Value):
-    """A worker as its agent holds it; `exit` tells how it has ended, until a master has kept that.
+    """A worker as its agent knows it; `exit` is its end, as long as no master has acknowledged that.
 
-    `generation` is the one it is in, and `calls` what it has called, as far as it has said; `addresses` and
-    `recoverable` are as in `Serving`.
+    `generation` and `calls` are what it has reported last; `addresses` and `recoverable` are as in `Serving`.
     """
 
     worker: WorkerId
@@ -174,7 +169,7 @@ class Held(Value):
 
 
 class HeldStore(Value):
-    """The last store that an agent was told to serve for a role, and how far that has come."""
+    """The last rendezvous store that an agent was told to serve for a role, and whether it is open or has ended."""
 
     role: str
     generation: int
@@ -183,9 +178,9 @@ class HeldStore(Value):
 
 
 class Ending(Value):
-    """How the job ends, as a master has decided that could not write it to the store.
+    """How the job ends, as decided by a master that could not write it to the store.
 
-    `by_failure`: `code` is to be that of the root cause.
+    `by_failure`: the exit code of the root cause replaces `code`.
     """
 
     phase: str
@@ -195,10 +190,10 @@ class Ending(Value):
 
 
 class Join(Value, tag=True):
-    """An agent is there. `endpoints`: for each role, the ``addr:port`` that it holds for its store.
+    """An agent's first message to a master. `endpoints`: by role, the ``addr:port`` bound for its rendezvous store.
 
-    `workers` and `stores` are what it holds already: a master that has come in another's place learns it here.
-    `ending`: the agent was told that the job ends (see `Shutdown`).
+    `workers` and `stores` are those that it has already, for a master that has taken over from another.
+    `ending`: how the job ends, if an earlier master has told so (see `Shutdown`).
     """
 
     node: str
@@ -211,7 +206,7 @@ class Join(Value, tag=True):
 
 
 class Notice(Value, tag=True):
-    """Something a person should know; no decision hangs on it. `source` is ``role:rank`` or a node."""
+    """A message for people; no decision depends on it. `source` is ``role:rank`` or a node."""
 
     source: str
     text: str

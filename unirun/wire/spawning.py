@@ -1,4 +1,4 @@
-"""The messages between an agent and its spawners, and those with which it borrows one."""
+"""The messages between an agent and its spawners, and those by which it borrows a spawner from a warm process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from unirun.values import Value
 
 
 class Borrow(Value, tag=True):
-    """Be a spawner: to a fork of a warm process, with descriptors of the agent's output, of a pipe, and of those that
-    the agent knows by the numbers `inherited`.
+    """Asks a fork of a warm process to become a spawner. Passed with it: the descriptors of the agent's output, of a
+    pipe, and of those that the agent has at the numbers `inherited`.
 
-    The rest is what a spawner would be started with: the interpreter, where unirun is, directory, environment, umask,
-    what it imports; `descriptors` is the limit that workers get, `state` what the kernel has of the agent when it asks.
+    The other fields are what a spawner is started with: interpreter, place of the package unirun, working directory,
+    environment, umask, modules to import. `descriptors` is the limit on open files of the workers, `state` what the
+    kernel reports of the agent's process (limits, namespaces, ...).
     """
 
     executable: str
@@ -25,17 +26,17 @@ class Borrow(Value, tag=True):
 
 
 class Declined(Value, tag=True):
-    """The answer of a fork that does not fit, in words."""
+    """The fork cannot be this agent's spawner; `reason` is for people."""
 
     reason: str
 
 
 class Spawn(Value, tag=True):
-    """Start one process. `id` is the agent's name for it; `kind` and `target` are those of the role's entry.
+    """Starts one process. `id` is the agent's number for it; `kind` and `target` are those of the role's entry.
 
-    `fresh`: in a new interpreter instead of a fork that keeps what the spawner imported. `env` is the whole
-    environment. Its output is appended to ``stdout.log`` and ``stderr.log`` in `folder`, which lies below the directory
-    `logs`. `cpus`: the processors it may run on. `stdin`: an inherited descriptor; None for ``/dev/null``.
+    With `fresh` it is a new interpreter, else a fork that keeps what the spawner has imported. `env` is its whole
+    environment. Output is appended to ``stdout.log`` and ``stderr.log`` in `folder`, relative to the directory `logs`.
+    `cpus` are the processors it may run on. `stdin` is an inherited descriptor, None for ``/dev/null``.
     """
 
     id: int
@@ -53,7 +54,7 @@ class Spawn(Value, tag=True):
 
 
 class ServeStore(Value, tag=True):
-    """Serve a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
+    """Serves a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
 
     role: str
     generation: int
@@ -61,14 +62,14 @@ class ServeStore(Value, tag=True):
 
 
 class Kill(Value, tag=True):
-    """Send `signal` to the whole process group of a process."""
+    """Sends `signal` to the process group of a process."""
 
     id: int
     signal: int
 
 
 class Preloaded(Value, tag=True):
-    """The spawner has imported what it should, in `seconds`, and can fork."""
+    """The spawner has imported its modules, which took `seconds`, and can fork."""
 
     seconds: float
 
@@ -81,7 +82,7 @@ class Forked(Value, tag=True):
 
 
 class SpawnFailed(Value, tag=True):
-    """The process could not be made, at `time`; with id 0, the spawner itself cannot work."""
+    """A process could not be started, at `time` (seconds since the epoch); with id 0, the spawner itself has failed."""
 
     id: int
     time: float
@@ -89,14 +90,14 @@ class SpawnFailed(Value, tag=True):
 
 
 class StoreOpened(Value, tag=True):
-    """The store of the role's generation is there; the one before it is gone."""
+    """The rendezvous store of this generation of the role listens; the one of the generation before has ended."""
 
     role: str
     generation: int
 
 
 class StoreEnded(Value, tag=True):
-    """The store of `role` could not be opened, or has ended at `time`, though nobody asked for it."""
+    """The rendezvous store of `role` could not be opened or has ended by itself, at `time` (see `Reaped`)."""
 
     role: str
     generation: int

@@ -7,13 +7,11 @@ not follow on its own asks for a whole one. A whole view leaves out workers that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msgspec.structs import replace
 
 from unirun.wire.messages import RoleView, View, WorkerView
 
-FIRST: tuple[int, str, Mapping[str, str]] = (0, "starting", {})
+FIRST: tuple[int, str, dict[str, str]] = (0, "starting", {})
 """The fields of a worker at the beginning, besides its rank."""
 
 
