@@ -104,7 +104,7 @@ def test_a_job_is_started_before_what_leads_shows_and_explains_it_is_imported() 
         "master.lead",
         "master.step",
         "launcher.foreground.session",
-        "collocation.planning.shortage",
+        "collocation.planning.explain",
         "graph.svg",
     }
     assert {f"unirun.{name}" for name in later} & set(output.split()) == set()

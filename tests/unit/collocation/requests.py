@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import hosts
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.planning.faults import request_faults
-from unirun.collocation.planning.problem import compile_request
+from unirun.collocation.planning.cells import compile_request
+from unirun.collocation.planning.checks import request_faults
 from unirun.collocation.request import Request, RoleRequest, Ties
 
 NAMES = ("a", "b", "c")

@@ -13,8 +13,8 @@ from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import parse_fake
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning import plan, replan
+from unirun.collocation.planning.explain import shortages
 from unirun.collocation.planning.offers import Trials
-from unirun.collocation.planning.shortage import shortages
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
 

@@ -1,11 +1,10 @@
-"""The planner: a request and an inventory give a placement, or an error that says what would fit.
+"""The planner: a request and an inventory give a placement, or an error that says what would fit. Pure functions.
 
-`problem` brings a request into the form in which it is solved, `faults` finds what is wrong with it. `packing` says
-what fits on a node, `merit` how good it is there; `exact` and `fill` choose for all nodes, `solve` between the two.
-`runs` has the rules by which nodes are filled one after the other, `parts` packs one part of a job after the other. On
-which slots of a node ranks are is a search on a `board`: `islands` are slots that are alike in what they are near
-to, `pools` says how near sets of them are, and `near` chooses. `layout` gives ranks their slots. `plan` and `replan`
-are what others call; `shortage` explains when they cannot, with `offers` of `changes` that would fit.
+A request goes through the modules in this order. `checks` finds its faults. `cells` brings it into the form in which it
+is solved: cells of bundles. `nodes` sorts nodes into kinds. `packer` says which cells fit on a node of a kind, and
+`search` finds places for them, near each other. `solve` decides how many cells there are and which node gets which:
+completely for small problems, else with `fill`, which also has the score. `plan` lays ranks out on slots. `replan` does
+the same after a loss. When nothing fits, `explain` says why, with `offers` that fit.
 """
 
 from unirun.collocation.planning.plan import plan

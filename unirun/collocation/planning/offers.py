@@ -1,41 +1,59 @@
-"""What would make a request fit: found by planning it again with something changed."""
+"""Requests near one that does not fit, and fit: found by planning it again with something changed."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from itertools import islice, repeat
+from itertools import islice
 from math import ceil
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.planning.changes import changes, without_a_group
-from unirun.collocation.planning.faults import request_faults
-from unirun.collocation.planning.problem import Bundle, Cells, Problem, compile_request
-from unirun.collocation.planning.rooms import devices_of
-from unirun.collocation.planning.solve import bounds, feasibility
-from unirun.collocation.planning.wording import both, join, some
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.planning.cells import Bundle, Cells, Problem, compile_request, with_count
+from unirun.collocation.planning.checks import GROUPS, both, join, request_faults, some
+from unirun.collocation.planning.nodes import Kinds, described
+from unirun.collocation.planning.packer import Packer
+from unirun.collocation.planning.solve import border, feasible, processes, towards
+from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.slots import CPU
 from unirun.values import Value
 
 TRIES = 8
-"""So many numbers are tried for a constraint, the nearest first."""
+"""So many values are tried for a constraint, the nearest first."""
 
 SHARES = (Fraction(1, 2), Fraction("0.333"), Fraction("0.25"), Fraction("0.1"))
-"""Parts of a slot that are tried, as they are written in a job file."""
+"""The shares of a slot that are tried, as they are written in a job file."""
+
+NAMES = 3
+"""At most so many nodes are named."""
 
 MANY = 1_000_000
 """More than any node has of anything."""
+
+UNDONE = {
+    "apart": "without separating {}",
+    "isolated": "without isolating {}",
+    "together": "without keeping {} on one node",
+    "collocated": "without collocating {}",
+}
+
+
+class Change(NamedTuple):
+    """A difference of two requests. `binds` is the constraint that is given up, of `role` if it is a role's."""
+
+    text: str
+    binds: str = ""
+    role: str = ""
 
 
 class Offer(Value):
     """A request that fits, with `more` nodes if it needs them, and how it differs from the one that does not.
 
-    `binds` is the constraint that it lets go: of `role`, if it is a role's. Neither is there when there is less to
-    place, or more room.
+    `binds` are the constraints that it gives up, of `role` if they are a role's. Both are empty when there is only less
+    to place, or more room.
     """
 
     request: Request
@@ -45,130 +63,61 @@ class Offer(Value):
     more: int = 0
 
 
-def offer(before: Request, after: Request) -> Offer:
-    """`after`, which fits, in place of `before`."""
-    found = changes(before, after)
-    binds = join(change.binds for change in found if change.binds)
-    return Offer(after, both(change.text for change in found), binds, found[-1].role)
-
-
 class Trials:
-    """Tries requests on the nodes of an inventory. Of those that are alike one stands for all."""
+    """Tries requests on the nodes of an inventory. One node stands for all that are alike."""
 
     def __init__(self, inventory: Inventory) -> None:
-        kinds: dict[object, int] = {}
-        self._first: list[Node] = []
-        """By kind of node."""
-        self._kinds: dict[str, int] = {}
-        """By the name of a node, in the order of the inventory."""
+        first: dict[object, Node] = {}
+        self.like: dict[str, Node] = {}
+        """By the name of a node, in the order of the inventory: the first node that is like it."""
         for node in inventory.nodes:
-            kind = kinds.setdefault((devices_of(node), node.cpus, node.numa), len(kinds))
-            if kind == len(self._first):
-                self._first.append(node)
-            self._kinds[node.name] = kind
+            self.like[node.name] = first.setdefault((described(node), node.cpus, node.numa), node)
+        self._kinds = tuple(first.values())
 
     def nodes(self, request: Request, more: int = 0) -> list[Node]:
-        """What `request` may use when there are `more` like the usual one. Those that are alike are in a row."""
-        sound = [kind for name, kind in self._kinds.items() if name not in request.tainted]
+        """The nodes that `request` may use when there are `more` like the usual one."""
+        found = [like for name, like in self.like.items() if name not in request.tainted]
         if more:
-            sound += [self._kinds[self.usual(request).name]] * more
-        found = Counter(sound[: max(len(sound) - request.spares, 0)])
-        return [node for kind, number in found.items() for node in repeat(self._first[kind], number)]
+            found += [self.usual(request)] * more
+        return found[: max(len(found) - request.spares, 0)]
 
-    def held(self, request: Request) -> int:
-        """How many nodes are held back as spares."""
-        return min(request.spares, len(self._kinds.keys() - request.tainted))
+    def most(self, type: str | None) -> int:
+        """The most slots of a type that a node has; a host may run any number of processes."""
+        if type in (None, CPU):
+            return MANY
+        return max((sum(device.type == type for device in node.devices) for node in self._kinds), default=0)
 
     def usual(self, request: Request) -> Node:
-        """Of the nodes that have all types of devices that are asked for, else of all, the first of the commonest."""
+        """The most frequent kind of node, of those with all types of devices that are asked for if there are any."""
         types = {role.device for role in request.roles} - {None, CPU}
+        counts = Counter(like.name for like in self.like.values())
+        return max(
+            self._kinds,
+            key=lambda node: (types.issubset(each.type for each in node.devices), counts[node.name]),
+        )
 
-        def has_all(kind: int) -> bool:
-            return types.issubset(device.type for device in self._first[kind].devices)
-
-        counts = Counter(self._kinds.values())
-        return self._first[max(counts, key=lambda kind: (has_all(kind), counts[kind], -kind))]
+    def _feasible(self, problem: Problem, nodes: Sequence[Node]) -> Callable[[Cells], bool]:
+        """A function that says whether at most the least cells of `problem` can be placed on `nodes`."""
+        # What does not fit with the most processes per processor does not fit with fewer.
+        *_, most = processes(problem, nodes)
+        return feasible(Packer(problem), Kinds(problem, most).of(nodes), problem.least)
 
     def fit(self, request: Request, more: int = 0) -> bool:
-        """Whether there is a place for what `request` needs at least."""
+        """Whether the least ranks of `request` can be placed."""
         if request_faults(request):
             return False
         problem, faults = compile_request(request)
-        return not faults and feasibility(problem, self.nodes(request, more))(bounds(problem)[0])
+        return not faults and self._feasible(problem, self.nodes(request, more))(problem.least)
 
     def counts(self, request: Request) -> list[int]:
-        """By bundle: with how many of its cells `request`, which does not fit, would fit; 0 if with none."""
+        """By bundle, the cells with which `request`, which does not fit, would fit; 0 if with none."""
         problem, _ = compile_request(request)
-        fits = feasibility(problem, self.nodes(request))
-        least, _ = bounds(problem)
+        fits = self._feasible(problem, self.nodes(request))
 
-        def most(bundle: int) -> int:
-            before, after = least[:bundle], least[bundle + 1 :]
-            return border(0, least[bundle], lambda cells: fits((*before, cells, *after)))
+        def most(bundle: int, least: int) -> int:
+            return border(0, least, lambda cells: fits(with_count(problem.least, bundle, cells)))
 
-        return [most(bundle) for bundle in range(len(least))]
-
-    def fewer(self, request: Request, counts: Sequence[int]) -> Iterator[Offer]:
-        """With fewer ranks in one bundle, of which `counts` cells fit: where the fewest are missing first."""
-        problem, _ = compile_request(request)
-        least, _ = bounds(problem)
-        missing = {
-            b: (least[b] - count) * problem.bundles[b].ranks for b, count in enumerate(counts) if count
-        }
-        for bundle in sorted(missing, key=lambda b: (missing[b], b)):
-            changed = _with_cells(request, problem, (*least[:bundle], counts[bundle], *least[bundle + 1 :]))
-            if self.fit(changed):
-                yield offer(request, changed)
-        for each, count in zip(problem.bundles, counts, strict=True):
-            if not count and len(each.stacks) > 1:
-                yield from islice(self._in_smaller_cells(request, each), 1)
-
-    def _in_smaller_cells(self, request: Request, bundle: Bundle) -> Iterator[Offer]:
-        """With some ranks fewer in roles that are together, so that they can be cut into smaller parts.
-
-        Of 4001 actors and 3000 rollouts a node must have all; of 4000 and 3000 it may have 4 and 3.
-        """
-        roles = {role.name: role for stack in bundle.stacks for role in stack.roles}
-        if any(role.least < role.count for role in roles.values()):
-            return
-        firsts = [stack.roles[0] for stack in bundle.stacks]
-        least = max(ceil(role.count * role.slots / max(self.most(role.device), 1)) for role in firsts)
-        most = min(role.count for role in roles.values())
-
-        def left_over(parts: int) -> int:
-            return sum(role.count % parts for role in roles.values())
-
-        tries = sorted(range(least, most + 1), key=lambda parts: (left_over(parts), -parts))
-        for parts in islice(tries, TRIES):
-            fewer = {name: role.count - role.count % parts for name, role in roles.items()}
-            changed = replace(
-                request,
-                roles=tuple(
-                    replace(role, least=fewer[role.name], count=fewer[role.name])
-                    if role.name in fewer
-                    else role
-                    for role in request.roles
-                ),
-            )
-            if self.fit(changed):
-                yield offer(request, changed)
-
-    def smaller(self, request: Request) -> Request | None:
-        """With fewer ranks in all bundles, by equal parts."""
-        problem, faults = compile_request(request)
-        if faults or request_faults(request):
-            return None
-        least, _ = bounds(problem)
-        fits = feasibility(problem, self.nodes(request))
-        parts = max(least)
-
-        def part(number: int) -> Cells:
-            return tuple(max(count * number // parts, min(count, 1)) for count in least)
-
-        if not fits(part(0)):
-            return None
-        changed = _with_cells(request, problem, part(border(0, parts, lambda number: fits(part(number)))))
-        return changed if self.fit(changed) else None
+        return [most(bundle, least) for bundle, least in enumerate(problem.least)]
 
     def room(self, request: Request) -> Iterator[Offer]:
         """With spares or excluded nodes in use."""
@@ -176,8 +125,8 @@ class Trials:
             spares = border(0, request.spares, lambda number: self.fit(replace(request, spares=number)))
             yield offer(request, replace(request, spares=spares))
         # The largest are wanted back first.
-        names = sorted(request.tainted & self._kinds.keys())
-        names.sort(key=lambda name: -len(self._first[self._kinds[name]].devices))
+        names = sorted(request.tainted & self.like.keys())
+        names.sort(key=lambda name: -len(self.like[name].devices))
 
         def without(back: int) -> Request:
             return replace(request, tainted=request.tainted.difference(names[:back]))
@@ -188,88 +137,226 @@ class Trials:
     def more(self, request: Request) -> Offer | None:
         """With more nodes like the usual one, at most as many as there are ranks."""
         ranks = sum(role.least for role in request.roles) + request.spares
-        if not self._first or not self.fit(request, ranks):
+        if not self._kinds or not self.fit(request, ranks):
             return None
-        most = 1
-        while most < ranks and not self.fit(request, most):
-            most *= 2
-        number = border(min(most, ranks), most // 2, lambda number: self.fit(request, number))
-        like = f" like {self.usual(request).name}" if len(self._first) > 1 else ""
+        number = border(ranks, 0, lambda number: self.fit(request, number))
+        like = f" like {self.usual(request).name}" if len(self._kinds) > 1 else ""
         return Offer(request, f"adding {some(number, 'node')}{like}", more=number)
 
+    def fewer(self, request: Request, counts: Sequence[int]) -> Iterator[Offer]:
+        """With fewer ranks in one bundle, of which `counts` cells fit; that which lacks the fewest ranks first."""
+        problem, _ = compile_request(request)
+
+        def missing(bundle: int) -> int:
+            return (problem.least[bundle] - counts[bundle]) * problem.bundles[bundle].ranks
+
+        for bundle in sorted([b for b, count in enumerate(counts) if count], key=missing):
+            changed = _with_cells(request, problem, with_count(problem.least, bundle, counts[bundle]))
+            if self.fit(changed):
+                yield offer(request, changed)
+        for each, count in zip(problem.bundles, counts, strict=True):
+            if not count and len(each.stacks) > 1:
+                yield from islice(self._in_smaller_cells(request, each), 1)
+
+    def _in_smaller_cells(self, request: Request, bundle: Bundle) -> Iterator[Offer]:
+        """With some ranks fewer in roles that are together, so that their cells are smaller.
+
+        Of 4001 actors and 3000 rollouts a node must have all; of 4000 and 3000 it may have 4 and 3.
+        """
+        roles = [role for stack in bundle.stacks for role in stack.roles]
+        if any(role.least < role.count for role in roles):
+            return
+        firsts = [stack.roles[0] for stack in bundle.stacks]
+        least = max(ceil(role.count * role.slots / max(self.most(role.device), 1)) for role in firsts)
+        sizes = range(least, min(role.count for role in roles) + 1)
+        tries = sorted(sizes, key=lambda parts: (sum(role.count % parts for role in roles), -parts))
+        for parts in islice(tries, TRIES):
+            changed = request
+            for role in roles:
+                fewer = role.count - role.count % parts
+                changed = _with_role(changed, role, least=fewer, count=fewer)
+            if self.fit(changed):
+                yield offer(request, changed)
+
+    def smaller(self, request: Request) -> Request | None:
+        """With fewer ranks in all bundles, by equal parts."""
+        problem, faults = compile_request(request)
+        if faults or request_faults(request):
+            return None
+        least = problem.least
+        fits = self._feasible(problem, self.nodes(request))
+        ones = tuple(min(count, 1) for count in least)
+        if not fits(ones):
+            return None
+        none = (0,) * len(least)
+        cells = towards(none, least, lambda cells: fits(tuple(map(max, cells, ones))))
+        changed = _with_cells(request, problem, tuple(map(max, cells, ones)))
+        return changed if self.fit(changed) else None
+
     def loosened(self, request: Request) -> Iterator[Offer]:
-        """With one constraint less, or less of it."""
-        yield from (offer(request, changed) for changed in without_a_group(request) if self.fit(changed))
+        """With one group less, or with less of what one role asks for."""
+        yield from (offer(request, changed) for changed in _without_a_group(request) if self.fit(changed))
         for role in request.roles:
-            yield from self.narrower(request, role)
-            for others in (self._per_node(role), _per_group(role), _devices(role)):
-                yield from self._first_of(request, role, others)
+            for each in _variants(role, self):
+                yield from self._first_of(request, role, each)
 
-    def narrower(self, request: Request, role: RoleRequest) -> Iterator[Offer]:
-        """With fewer slots for a rank of `role`, or a smaller share of one."""
-        if role.slots > 1:
-            widest = min(int(role.slots) - 1, self.most(role.device))
-            sizes = [Fraction(size) for size in range(widest, 0, -1)]
-        else:
-            sizes = [share for share in SHARES if share < role.slots < 1]
-        yield from self._first_of(request, role, (replace(role, slots=size) for size in sizes))
-
-    def _first_of(
-        self, request: Request, role: RoleRequest, others: Iterable[RoleRequest]
-    ) -> Iterator[Offer]:
-        """The first of `others`, which replace `role`, with which `request` fits."""
-        for other in islice(others, TRIES):
-            changed = replace(request, roles=tuple(other if each is role else each for each in request.roles))
+    def _first_of(self, request: Request, role: RoleRequest, tries: Variants) -> Iterator[Offer]:
+        """The first of `tries`, changes of `role`, with which `request` fits."""
+        for each in islice(tries, TRIES):
+            changed = _with_role(request, role, **each)
             if self.fit(changed):
                 yield offer(request, changed)
                 return
 
-    def _per_node(self, role: RoleRequest) -> Iterator[RoleRequest]:
-        """The nearest first. Of those that leave too few nodes, or fill more than one, none is tried."""
+
+Variants = Iterable[dict[str, Any]]
+"""Changes of a role, the nearest first."""
+
+
+def _variants(role: RoleRequest, trials: Trials) -> Iterator[Variants]:
+    """With fewer slots, or a smaller share of one; with another `per_node`; a smaller `per_group`; on any device."""
+    most = trials.most(role.device)
+    if role.slots > 1:
+        yield ({"slots": Fraction(size)} for size in range(min(int(role.slots) - 1, most), 0, -1))
+    else:
+        yield ({"slots": share} for share in SHARES if share < role.slots < 1)
+    if role.per_node is not None:
         there = role.per_node
-        if there is None:
-            return
-        most = self.most(role.device) // role.slots
-        sizes = (size for size in range(1, role.count + 1) if role.count % size == 0 and size != there)
-        for size in sorted(sizes, key=lambda size: abs(size - there)):
-            if size <= most and role.count <= size * len(self._kinds):
-                yield replace(role, per_node=size)
-
-    def most(self, type: str | None) -> int:
-        """How many slots of a type a node has at most; of places on processors there is no end."""
-        if type in (None, CPU):
-            return MANY
-        return max((sum(device.type == type for device in node.devices) for node in self._first), default=0)
-
-
-def _per_group(role: RoleRequest) -> Iterator[RoleRequest]:
+        # Those that leave too few nodes, or fill more than one, are not tried.
+        sizes = [
+            size
+            for size in range(1, role.count + 1)
+            if role.count % size == 0
+            and size != there
+            and size * role.slots <= most
+            and role.count <= size * len(trials.like)
+        ]
+        yield ({"per_node": size} for size in sorted(sizes, key=lambda size: abs(size - there)))
     if role.per_group is not None:
-        parts = (size for size in range(role.per_group - 1, 1, -1) if role.per_group % size == 0)
-        yield from (replace(role, per_group=size) for size in parts)
-        yield replace(role, per_group=None)
-
-
-def _devices(role: RoleRequest) -> Iterator[RoleRequest]:
+        parts = [size for size in range(role.per_group - 1, 1, -1) if role.per_group % size == 0]
+        yield ({"per_group": size} for size in (*parts, None))
     if role.devices is not None:
-        yield replace(role, devices=None)
+        yield [{"devices": None}]
+
+
+def _with_role(request: Request, role: RoleRequest, **changes: Any) -> Request:
+    """`request` with changes of the role that has the name of `role`."""
+    roles = tuple(replace(each, **changes) if each.name == role.name else each for each in request.roles)
+    return replace(request, roles=roles)
 
 
 def _with_cells(request: Request, problem: Problem, cells: Cells) -> Request:
     """`request`, when `cells` are the least of each bundle; a role that may not have fewer ranks has so many."""
-    roles = {role.name: role for role in request.roles}
     for bundle, count in zip(problem.bundles, cells, strict=True):
         for stack in bundle.stacks if count < bundle.least else ():
             for role in stack.roles:
                 ranks = count * stack.ranks
                 elastic = role.least < role.count
-                least = min(role.least, ranks)
-                roles[role.name] = replace(role, least=least, count=role.count if elastic else ranks)
-    return replace(request, roles=tuple(roles.values()))
+                most = role.count if elastic else ranks
+                request = _with_role(request, role, least=min(role.least, ranks), count=most)
+    return request
 
 
-def border(good: int, bad: int, fits: Callable[[int], bool]) -> int:
-    """The number nearest to `bad`, which does not fit, that does, when all between it and `good` do."""
-    while abs(good - bad) > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+def _without_a_group(request: Request) -> Iterator[Request]:
+    """`request` with one group less, for each of them."""
+    for kind in reversed(GROUPS):
+        groups = getattr(request, kind)
+        for group in groups:
+            rest: dict[str, Any] = {kind: tuple(other for other in groups if other is not group)}
+            yield replace(request, **rest)
+
+
+def without_a_constraint(request: Request) -> Iterator[Request]:
+    """`request` with one constraint less: spares, excluded nodes, a group, or what a role asks for."""
+    if request.spares:
+        yield replace(request, spares=0)
+    if request.tainted:
+        yield replace(request, tainted=frozenset())
+    yield from _without_a_group(request)
+    for role in request.roles:
+        for what in ("devices", "per_group", "per_node"):
+            if getattr(role, what) is not None:
+                yield _with_role(request, role, **{what: None})
+        if role.slots > 1:
+            yield _with_role(request, role, slots=Fraction(1))
+
+
+def part_of(request: Request, names: Sequence[str]) -> Request:
+    """`request` with the roles called `names` only."""
+    groups: dict[str, Any] = {kind: tuple(_cut(getattr(request, kind), names)) for kind in GROUPS}
+    roles = tuple(role for role in request.roles if role.name in names)
+    return replace(request, roles=roles, ties=Ties(), **groups)
+
+
+def with_part(request: Request, before: Request, after: Request) -> Request:
+    """`request` with what was changed from `before`, a part of it, to `after`."""
+    changed = {role.name: role for role in after.roles}
+    names = [role.name for role in before.roles]
+    groups: dict[str, Any] = {}
+    for kind in GROUPS:
+        gone = {*getattr(before, kind)}.difference(getattr(after, kind))
+        groups[kind] = tuple(
+            group for group in getattr(request, kind) if gone.isdisjoint(_cut([group], names))
+        )
+    return replace(
+        request,
+        roles=tuple(changed.get(role.name, role) for role in request.roles),
+        spares=min(request.spares, after.spares),
+        tainted=request.tainted & after.tainted,
+        **groups,
+    )
+
+
+def _cut(groups: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for group in groups:
+        cut = tuple(name for name in group if name in names)
+        if len(cut) > 1:
+            yield cut
+
+
+def offer(before: Request, after: Request) -> Offer:
+    """`after`, which fits, in place of `before`."""
+    found = changes(before, after)
+    binds = join(change.binds for change in found if change.binds)
+    return Offer(after, both(change.text for change in found), binds, found[-1].role)
+
+
+def changes(before: Request, after: Request) -> list[Change]:
+    """The differences; `after` has the same roles, and no more of anything."""
+    pairs = list(zip(before.roles, after.roles, strict=True))
+    # As in a job file: ``actor=4``, ``actor=2:8``.
+    counts = [
+        f"{other.name}={'' if other.least == other.count else f'{other.least}:'}{other.count}"
+        for one, other in pairs
+        if (one.least, one.count) != (other.least, other.count)
+    ]
+    found = [Change(join(counts))] if counts else []
+    for one, other in pairs:
+        found += _changes_of_role(one, other)
+    for kind in GROUPS:
+        for group in getattr(before, kind):
+            if group not in getattr(after, kind):
+                found.append(Change(UNDONE[kind].format(both(group)), f"{kind} {both(group)}"))
+    if before.spares != after.spares:
+        found.append(Change(f"spares {after.spares}", f"spares {before.spares}"))
+    if back := sorted(before.tainted - after.tainted):
+        text = f"not excluding {both(back) if len(back) <= NAMES else f'{len(back)} of the nodes'}"
+        names = sorted(before.tainted)
+        few = join([*names[:NAMES], *(["…"] if len(names) > NAMES else [])])
+        found.append(Change(text, f"excluded {few}"))
+    return found
+
+
+def _changes_of_role(one: RoleRequest, other: RoleRequest) -> Iterator[Change]:
+    name = one.name
+    if one.slots != other.slots:
+        # As in a job file: ``2``, ``0.5``, ``0.333``.
+        before, after = (f"{name} slots {float(slots):.3g}" for slots in (one.slots, other.slots))
+        yield Change(after, before, name)
+    for what in ("per_node", "per_group"):
+        size, there = getattr(one, what), getattr(other, what)
+        if size != there:
+            text = f"without {what} of {name}" if there is None else f"{name} {what} {there}"
+            yield Change(text, f"{name} {what} {size}", name)
+    if one.devices != other.devices:
+        yield Change(f"any device for {name}", f"{name} devices {join(one.devices or ())}", name)

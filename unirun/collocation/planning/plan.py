@@ -1,62 +1,125 @@
-"""`plan`: who sits where, from nothing but a request and an inventory."""
+"""`plan`: a placement from a request and an inventory."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.faults import request_faults
-from unirun.collocation.planning.layout import assign
-from unirun.collocation.planning.packing import Packer
-from unirun.collocation.planning.problem import Cells, Problem, compile_request
+from unirun.collocation.planning.cells import Cells, Problem, Stack, compile_request
+from unirun.collocation.planning.checks import both, join, request_faults, some
+from unirun.collocation.planning.nodes import NodeKind, names_of
+from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.solve import solve
-from unirun.collocation.planning.wording import both, join, some
-from unirun.collocation.request import Request
+from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.slots import CPU
 from unirun.errors import PlacementError
+
+Before = Mapping[str, Sequence[tuple[str, ...]]]
+"""By role, the devices of each of its ranks that are on a node already, by local rank."""
+
+
+def seating(
+    packer: Packer, node: Node, kind: NodeKind, cells: Cells, before: Before | None = None
+) -> dict[str, list[Assignment]]:
+    """By role, what ranks of `cells` get on `node`, which is of `kind`, in the order of their slots, from rank 0."""
+    names = names_of(node, kind)
+    found = {}
+    for stack, places in zip(packer.problem.stacks, packer.pack(kind, cells), strict=True):
+        for role in stack.roles if places else ():
+            there = (before or {}).get(role.name, ())
+            found[role.name] = list(_seats(kind, names, places, stack, role, there))
+    return found
+
+
+def _seats(
+    kind: NodeKind,
+    names: Sequence[str],
+    places: Sequence[tuple[int, ...]],
+    stack: Stack,
+    role: RoleRequest,
+    before: Sequence[tuple[str, ...]],
+) -> Iterator[Assignment]:
+    owns = [tuple(names[at] for at in each) for each in places]
+    mask: tuple[str, ...] | None = None
+    masked = stack.device not in (None, CPU)
+    if masked:
+        devices = tuple(index for own in (*before, *owns) for index in own)
+        # With one device per rank, cuda:{LOCAL_RANK} names the rank's own among all of its role's.
+        if len(devices) == len(set(devices)) == len(before) + len(owns):
+            mask = devices
+    for number, (own, at) in enumerate(zip(owns, places, strict=True)):
+        numas = {kind.places[each].numa for each in at}
+        yield Assignment(
+            role=role.name,
+            rank=number,
+            node="",
+            slot=kind.places[at[0]].number if at else -1,
+            local_rank=len(before) + number,
+            devices=(mask or own) if masked else None,
+            own=own,
+            share=stack.share(role),
+            numa=numas.pop() if len(numas) == 1 else -1,
+        )
+
+
+def assign(
+    packer: Packer, nodes: Sequence[Node], kinds: Sequence[NodeKind], placed: Sequence[Cells]
+) -> dict[str, list[Assignment]]:
+    """By role, the assignments of all ranks, in the order of the nodes."""
+    found: dict[str, list[Assignment]] = {name: [] for name in packer.problem.home}
+    known: dict[tuple[object, ...], dict[str, list[Assignment]]] = {}
+    for node, kind, cells in zip(nodes, kinds, placed, strict=True):
+        if not any(cells):
+            continue
+        key = (kind, cells, *[device.index for device in node.devices])
+        seats_of = known.get(key)
+        if seats_of is None:
+            seats_of = known[key] = seating(packer, node, kind, cells)
+        for role, seats in seats_of.items():
+            ranks = found[role]
+            ranks += [replace(seat, rank=rank, node=node.name) for rank, seat in enumerate(seats, len(ranks))]
+    return found
 
 
 def plan(request: Request, inventory: Inventory) -> Placement:
-    """Place all ranks of `request` on `inventory`: the same for the same arguments, always.
+    """Place all ranks of `request` on `inventory`. Deterministic.
 
-    Every constraint is kept. What goes from node to node is as little as can be found. Then roles that wait for each
-    other are on as few nodes as they can be, each group of them for itself; then as few nodes are in use, and then the
-    ranks of a role are kept together. Nodes come in the order of the inventory, ranks in that of nodes and slots. Where
-    there is little to place (up to `exact.WORK` steps: some ten ranks on some nodes) the search is complete: what fits
-    is found, and nothing is better. Beyond that, nodes are filled by a few rules, of which the best result counts.
+    Every constraint is kept. The criteria are, in this order: little traffic between nodes; each group of roles that
+    wait for each other on few nodes; few nodes in use; the ranks of a role together. Nodes are in the order of the
+    inventory, ranks in that of nodes and slots. Small problems (up to `solve.WORK` steps: some ten ranks on some nodes)
+    are solved to the optimum; for larger ones nodes are filled by a few rules, and the best result is taken.
 
-    Raises `PlacementError`, with all faults of the request, or with what stands in the way and what would fit.
+    Raises `PlacementError`, with all faults of the request, or with the constraint that binds and requests that fit.
     """
     placement = find(request, inventory)
     if placement is None:
         # Slow to import, and needed only when nothing fits.
-        from unirun.collocation.planning.shortage import does_not_fit
+        from unirun.collocation.planning.explain import does_not_fit
 
         raise does_not_fit(request, inventory)
     return placement
 
 
 def find(request: Request, inventory: Inventory) -> Placement | None:
-    """The same, and None where `plan` would look for what stands in the way, which takes longer than not to fit."""
+    """The same, but None when nothing fits: without the search for an explanation, which takes longer."""
     problem = checked(request)
     packer = Packer(problem)
-    nodes, spares = usable(request, inventory)
-    solution = solve(problem, nodes, packer)
+    sound = [node for node in inventory.nodes if node.name not in request.tainted]
+    # The last nodes are the spares.
+    use = max(len(sound) - request.spares, 0)
+    nodes, spares = sound[:use], tuple(node.name for node in sound[use:])
+    solution = solve(packer, nodes)
     if solution is None:
         return None
-    names = [node.name for node in nodes]
-    by_role = assign(problem, packer, names, solution.rooms, solution.placed)
-    there = Counter(cells for cells in solution.placed if any(cells))
-    lost = crossing(request, problem, there, solution.counts)
+    kinds, placed = solution
+    by_role = assign(packer, nodes, kinds, placed)
+    there = Counter(cells for cells in placed if any(cells))
+    lost = crossing(request, problem, there)
     return Placement(in_order(request, by_role), note(request, problem, there, spares, lost), spares, lost)
-
-
-def usable(request: Request, inventory: Inventory) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """The nodes that a plan may use, and the spares: the last of those that are not tainted."""
-    sound = [node for node in inventory.nodes if node.name not in request.tainted]
-    use = max(len(sound) - request.spares, 0)
-    return tuple(sound[:use]), tuple(node.name for node in sound[use:])
 
 
 def checked(request: Request) -> Problem:
@@ -81,15 +144,16 @@ def in_order(request: Request, by_role: Mapping[str, Sequence[Assignment]]) -> t
     return tuple([a for role in request.roles for a in by_role[role.name]])
 
 
-def crossing(request: Request, problem: Problem, there: Mapping[Cells, int], counts: Sequence[int]) -> float:
-    """What goes from node to node, in bytes per step. `there`: how many nodes have which cells, `counts` in all."""
+def crossing(request: Request, problem: Problem, there: Mapping[Cells, int]) -> float:
+    """Bytes per step between nodes. `there`: how many nodes have which cells."""
     home = problem.home
+    counts = [sum(cells[b] * number for cells, number in there.items()) for b in range(len(problem.bundles))]
     lost = 0.0
     for (one, other), weight in sorted(request.ties.weights.items()):
         a, b = home[one], home[other]
         pairs = counts[a] * counts[b]
         within = sum(cells[a] * cells[b] * number for cells, number in there.items())
-        # In integers first, so that nothing crosses when all is on one node, and not nearly nothing.
+        # In integers first, so that the result is 0 and not nearly 0 when all is on one node.
         lost += weight * (pairs - within) / pairs if pairs else 0.0
     return lost
 
@@ -97,7 +161,7 @@ def crossing(request: Request, problem: Problem, there: Mapping[Cells, int], cou
 def note(
     request: Request, problem: Problem, there: Mapping[Cells, int], spares: Sequence[str], lost: float
 ) -> str:
-    """What was decided, in words. `there`: how many nodes have which cells."""
+    """The decision in words. `there`: how many nodes have which cells."""
     nodes = sum(there.values())
     words = [f"{some(nodes, 'node')} in use"]
     for stack in problem.stacks:
@@ -116,7 +180,7 @@ def note(
 
 
 def _parts(request: Request, problem: Problem, there: Mapping[Cells, int]) -> Iterator[str]:
-    """Which roles that wait for each other, and need slots, are on fewer nodes than are in use."""
+    """The groups of roles that wait for each other, and need slots, which are on fewer nodes than are in use."""
     heavy = {role.name for role in request.roles if role.device is not None}
     home = problem.home
     for part in request.ties.parts:

@@ -1,9 +1,12 @@
-"""`replan`: a placement after nodes were lost, in which whoever need not move stays."""
+"""`replan`: a placement after nodes were lost, in which ranks stay where they are unless they have to move.
+
+A hundred thousand ranks stay where a few move, so whole columns of them are handled at once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import repeat
 from operator import attrgetter
@@ -13,61 +16,161 @@ from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.board import Room
-from unirun.collocation.planning.layout import Before, seated, seating
-from unirun.collocation.planning.packing import Packer
-from unirun.collocation.planning.plan import checked, crossing, in_order, note
-from unirun.collocation.planning.problem import Bundle, Cells, Problem
-from unirun.collocation.planning.rooms import Rooms
-from unirun.collocation.planning.solve import bounds, crowds, most_cells, place
-from unirun.collocation.planning.survivors import Homes, Survivors
+from unirun.collocation.planning.cells import Bundle, Cells, Problem
+from unirun.collocation.planning.nodes import Kinds, NodeKind
+from unirun.collocation.planning.packer import Packer
+from unirun.collocation.planning.plan import checked, crossing, in_order, note, seating
+from unirun.collocation.planning.solve import most_cells, place, processes
 from unirun.collocation.request import Request
+from unirun.collocation.slots import CPU
 
 T = TypeVar("T")
 
+_type = attrgetter("type")
+
 RELEASES = 4_000
-"""How many nodes are looked at while it is searched which survivors have to move: (sets of them) × (nodes)."""
+"""The work of the search for survivors that have to move: (sets of them that are tried) × (nodes)."""
+
+Homes = tuple[Sequence[str | None], ...]
+"""By bundle, and by the number of the cell: its node, or None when the cell has no place."""
 
 
 class Moved(NamedTuple):
-    """Where the cells go that need a place, and where the others stay."""
+    """The cells that get a place on `nodes`, and the homes of those that stay."""
 
     homes: Homes
     nodes: Sequence[Node]
-    rooms: Sequence[Room]
+    kinds: Sequence[NodeKind]
     placed: Sequence[Cells]
 
 
 def replan(request: Request, inventory: Inventory, previous: Placement, lost: frozenset[str]) -> Placement:
     """`previous`, a placement of this `request`, without the nodes `lost`.
 
-    Ranks of lost nodes, of tainted ones, and on devices that are gone, move: to the spares if these have room for all,
-    else to whatever is free. The others keep their nodes and slots, unless there is no other way; then those move that
-    have the fewest ranks, as far as sets of them can be tried (`RELEASES`), else all of one node, of two, of four, and
-    so on. Ranks that have to be on one node move together. Roles with a least number of ranks rather shrink than that a
-    survivor moves; then the highest ranks that survive take the numbers that are missing, and stay where they are. A
-    survivor keeps its local rank and mask when others join it. Raises `PlacementError` as `plan` does.
+    Ranks of lost or tainted nodes, and on devices that are gone, move: to the spares if these have room for all, else
+    to whatever is free. The others keep their nodes and slots unless there is no other way; then sets of survivors with
+    the fewest ranks move, as far as such sets can be tried (`RELEASES`), else all of one node, of two, of four, and so
+    on. Ranks that have to be on one node move together. An elastic role shrinks before a survivor moves; then the
+    survivors with the highest ranks take the missing numbers, and stay where they are. A survivor keeps its local rank
+    and mask when others join it. Raises `PlacementError` as `plan` does.
     """
     problem = checked(request)
     packer = Packer(problem)
     nodes = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
-    survivors = Survivors(problem, previous, nodes)
+    survivors = _Survivors(problem, previous, nodes)
     # Spares first, so that of equal places theirs is taken.
     spares = frozenset(previous.spares)
     nodes.sort(key=lambda node: node.name not in spares)
+    kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
     for homes in _stays(survivors, nodes):
-        moved = _move(problem, packer, survivors, homes, nodes, spares)
+        moved = _move(packer, kinds, survivors, homes, nodes, spares)
         if moved is not None:
-            return _result(request, problem, packer, survivors, moved, inventory)
+            return _result(request, packer, survivors, moved, inventory)
     left = tuple(node for node in inventory.nodes if node.name not in lost)
     # Slow to import, and needed only when nothing fits.
-    from unirun.collocation.planning.shortage import does_not_fit
+    from unirun.collocation.planning.explain import does_not_fit
 
     raise does_not_fit(replace(request, spares=0), Inventory(left))
 
 
-def _stays(survivors: Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
-    """Who may stay where, from all survivors to none; the sets of those who move have ever more ranks."""
+class _Survivors:
+    """The cells of `previous` that are whole: all ranks on one of `nodes`, and all their slots still there."""
+
+    def __init__(self, problem: Problem, previous: Placement, nodes: Sequence[Node]) -> None:
+        self.problem = problem
+        self.by_role = {name: previous.of_role(name) for name in problem.home}
+        self.names = frozenset(node.name for node in nodes)
+        devices = {node.name: frozenset([device.index for device in node.devices]) for node in nodes}
+        # Collocated roles have the same slots, so the first role counts for all.
+        gone = {
+            (each.role, each.rank)
+            for stack in problem.stacks
+            if stack.device not in (None, CPU)
+            for each in self.by_role[stack.roles[0].name]
+            if each.node in devices and not devices[each.node].issuperset(each.own)
+        }
+        self.homes: Homes = tuple(self._homes(bundle, gone) for bundle in problem.bundles)
+
+    def _homes(self, bundle: Bundle, gone: Collection[tuple[str, int]]) -> Sequence[str | None]:
+        columns = [
+            self._column(role.name, stack.ranks, gone) for stack in bundle.stacks for role in stack.roles
+        ]
+        first = columns[0]
+        if any(column != first for column in columns):
+            # A role that lacks ranks has fewer whole cells.
+            first = [cell[0] if len(set(cell)) == 1 else None for cell in zip(*columns, strict=False)]
+        return [node if node in self.names else None for node in first]
+
+    def _column(self, role: str, ranks: int, gone: Collection[tuple[str, int]]) -> list[str | None]:
+        """By cell, the node on which all its ranks of `role` are."""
+        nodes: list[str | None] = [each.node for each in self.by_role[role]]
+        if gone:
+            nodes = [None if (role, rank) in gone else node for rank, node in enumerate(nodes)]
+        if ranks == 1:
+            return nodes
+        cells = (nodes[at : at + ranks] for at in range(0, len(nodes) - ranks + 1, ranks))
+        return [cell[0] if len(set(cell)) == 1 else None for cell in cells]
+
+    def left(
+        self, kinds: Kinds, nodes: Sequence[Node], homes: Homes, wanted: Collection[int]
+    ) -> list[NodeKind]:
+        """What `nodes` have left beside the cells at `homes`.
+
+        A node that is too full for any cell of the bundles `wanted` is full, whichever of its slots are free.
+        """
+        counts = [Counter(cells) for cells in homes]
+        names = [node.name for node in nodes]
+        helds: Iterable[Cells] = zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True)
+        sizes = [(tuple(map(_type, node.devices)), len(node.cpus)) for node in nodes]
+        pairs = list(zip(sizes, helds, strict=True))
+        demands = [bundle.demand() for bundle in self.problem.bundles]
+
+        def is_full(node: Node, held: Cells) -> bool:
+            left = kinds.units(node)
+            for number, demand in zip(held, demands, strict=True):
+                left.subtract({type: number * units for type, units in demand.items()})
+            return not any(
+                all(left[type] >= units for type, units in demands[bundle].items()) for bundle in wanted
+            )
+
+        alike = dict(zip(pairs, nodes, strict=True))
+        full = {pair: kinds.full(pair[1]) for pair, node in alike.items() if is_full(node, pair[1])}
+        found = list(map(full.get, pairs))
+        open_ = [node for node, kind in zip(nodes, found, strict=True) if kind is None]
+        taken: dict[str, list[tuple[int, Assignment]]] = {node.name: [] for node in open_}
+        self._take(homes, taken)
+        empty = iter(kinds.of(open_))
+        return [
+            kind or kinds.left(node, next(empty), held, taken[node.name])
+            for node, kind, (_, held) in zip(nodes, found, pairs, strict=True)
+        ]
+
+    def left_by(self, bundle: Bundle, homes: Sequence[str | None]) -> set[str]:
+        """The nodes on which there were cells of `bundle` that have no home."""
+        return {
+            was.node
+            for cell in [cell for cell, node in enumerate(homes) if node is None]
+            for stack in bundle.stacks
+            for role in stack.roles
+            for was in self.by_role[role.name][cell * stack.ranks : (cell + 1) * stack.ranks]
+            if was.node in self.names
+        }
+
+    def _take(self, homes: Homes, taken: Mapping[str, list[tuple[int, Assignment]]]) -> None:
+        """Add the ranks of the cells at `homes`, each with its stack, for the nodes in `taken`."""
+        number = 0
+        for bundle, cells in zip(self.problem.bundles, homes, strict=True):
+            here = [(cell, node) for cell, node in enumerate(cells) if node is not None and node in taken]
+            for stack in bundle.stacks:
+                ranks = self.by_role[stack.roles[0].name]
+                for cell, node in here:
+                    own = ranks[cell * stack.ranks : (cell + 1) * stack.ranks]
+                    taken[node] += [(number, each) for each in own]
+                number += 1
+
+
+def _stays(survivors: _Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
+    """The survivors that may stay, from all to none; the sets of those that move have ever more ranks."""
     homes = survivors.homes
     yield homes
     bundles = survivors.problem.bundles
@@ -81,194 +184,153 @@ def _stays(survivors: Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
     heap: list[tuple[int, tuple[int, ...]]] = [(each[0], (number,)) for number, each in enumerate(cells)]
     while heap and tries:
         ranks, released = heappop(heap)
-        yield _without(homes, {(cells[at][1], -cells[at][2]) for at in released})
+        gone = {(cells[at][1], -cells[at][2]) for at in released}
+        yield tuple(
+            tuple(None if (bundle, cell) in gone else node for cell, node in enumerate(places))
+            for bundle, places in enumerate(homes)
+        )
         tries -= 1
         for further in range(released[-1] + 1, len(cells)):
             heappush(heap, (ranks + cells[further][0], (*released, further)))
-    if heap:
-        used = list(dict.fromkeys(node.name for node in nodes[::-1]))
-        number = 1
-        while number < 2 * len(used):
-            gone = frozenset(used[:number])
-            yield tuple(tuple(None if node in gone else node for node in places) for places in homes)
-            number *= 2
-
-
-def _without(homes: Homes, released: set[tuple[int, int]]) -> Homes:
-    return tuple(
-        tuple(None if (bundle, cell) in released else node for cell, node in enumerate(places))
-        for bundle, places in enumerate(homes)
-    )
+    number = 1
+    while heap and number < 2 * len(nodes):
+        names = {node.name for node in nodes[-number:]}
+        yield tuple(tuple(None if node in names else node for node in places) for places in homes)
+        number *= 2
 
 
 def _move(
-    problem: Problem,
     packer: Packer,
-    survivors: Survivors,
+    kinds: Iterable[Kinds],
+    survivors: _Survivors,
     homes: Homes,
     nodes: Sequence[Node],
     spares: frozenset[str],
 ) -> Moved | None:
     """Places for the cells without one, when the others stay at `homes`."""
+    problem = survivors.problem
     held = tuple(len(cells) - cells.count(None) for cells in homes)
     least, most = (
         tuple(max(bound - there, 0) for bound, there in zip(each, held, strict=True))
-        for each in bounds(problem)
+        for each in (problem.least, problem.most)
     )
     wanted = [bundle for bundle, count in enumerate(most) if count]
     idle = [node for node in nodes if node.name in spares]
-    for crowd in crowds(problem, nodes):
-        makes = Rooms(problem, crowd)
-        empty = makes.of(idle)
-        counts: Cells | None = least
-        if least == most and idle and (placed := place(problem, packer, empty, least, held)) is not None:
+    for each in kinds:
+        empty = each.of(idle)
+        if least == most and idle and (placed := place(packer, empty, least, held)) is not None:
             return Moved(homes, idle, empty, placed)
-        rooms = survivors.rooms(makes, nodes, homes, wanted)
-        counts = most_cells(problem, packer, rooms, least, most)
+        there = survivors.left(each, nodes, homes, wanted)
+        counts = most_cells(packer, there, least, most)
         if counts is None:
             continue
-        if idle and least != most and (placed := place(problem, packer, empty, counts, held)) is not None:
+        if idle and least != most and (placed := place(packer, empty, counts, held)) is not None:
             return Moved(homes, idle, empty, placed)
-        placed = place(problem, packer, rooms, counts, held)
+        placed = place(packer, there, counts, held)
         if placed is not None:
-            return Moved(homes, nodes, rooms, placed)
+            return Moved(homes, nodes, there, placed)
     return None
 
 
 def _result(
     request: Request,
-    problem: Problem,
     packer: Packer,
-    survivors: Survivors,
+    survivors: _Survivors,
     moved: Moved,
     inventory: Inventory,
 ) -> Placement:
-    new = [sum(cells[bundle] for cells in moved.placed) for bundle in range(len(problem.bundles))]
+    problem = packer.problem
     by_role: dict[str, list[Assignment | None]] = {}
     homes: list[list[str | None]] = []
-    for bundle, cells, number in zip(problem.bundles, moved.homes, new, strict=True):
-        changes = _changes(cells, number)
-        total = len(cells) - cells.count(None) + number
-        homes.append(
-            _changed(cells, total, {to: None if of is None else cells[of] for to, of in changes.items()})
-        )
+    for number, (bundle, cells) in enumerate(zip(problem.bundles, moved.homes, strict=True)):
+        total = len(cells) - cells.count(None) + sum(each[number] for each in moved.placed)
+        changes = _changes(cells, total)
+        homes.append(_renumbered(cells, 1, total, changes))
         for name in bundle.names:
-            by_role[name] = _stayed(survivors.by_role[name], bundle.ranks_of(name), total, changes)
-        _close_up(by_role, bundle.names, _left(survivors, bundle, cells))
-    _join(problem, packer, moved, by_role, homes)
+            size = bundle.ranks_of(name)
+            ranks: list[Assignment | None] = _renumbered(survivors.by_role[name], size, total, changes)
+            for rank in [number * size + at for number in changes for at in range(size)]:
+                each = ranks[rank]
+                ranks[rank] = None if each is None else replace(each, rank=rank)
+            by_role[name] = ranks
+        _close_up(by_role, bundle.names, survivors.left_by(bundle, cells))
+    _join(packer, moved, by_role, homes)
     counts = [Counter(cells) for cells in homes]
     used = list(dict.fromkeys(node for count in counts for node in count))
     there: Counter[Cells] = Counter(zip(*(map(count.get, used, repeat(0)) for count in counts), strict=True))
     taken = frozenset(used)
     idle = [n.name for n in inventory.nodes if n.name in survivors.names and n.name not in taken]
     spares = tuple(idle[max(len(idle) - request.spares, 0) :])
-    lost = crossing(request, problem, there, [len(cells) for cells in homes])
+    lost = crossing(request, problem, there)
     # All have a place now.
     full = cast(dict[str, list[Assignment]], by_role)
     return Placement(in_order(request, full), note(request, problem, there, spares, lost), spares, lost)
 
 
-def _changes(homes: Sequence[str | None], new: int) -> dict[int, int | None]:
-    """The numbers that change hands when `new` cells join: by number, the cell that takes it, None for a new one.
+def _changes(homes: Sequence[str | None], total: int) -> dict[int, int | None]:
+    """By number, the cell that takes it, or None for a new cell; numbers that do not change hands are not in it.
 
-    A role that shrinks gives up the numbers at its end, and who has them takes those that are missing.
+    When fewer than before are left, the cells with the highest numbers take those that are missing.
     """
-    total = len(homes) - homes.count(None) + new
-    open_ = [cell for cell, node in enumerate(homes[:total]) if node is None]
-    open_ += range(len(homes), total)
+    missing = [cell for cell, node in enumerate(homes[:total]) if node is None]
+    missing += range(len(homes), total)
     over = [cell for cell in range(total, len(homes)) if homes[cell] is not None]
-    return dict.fromkeys(open_) | dict(zip(open_, over, strict=False))
+    return dict.fromkeys(missing) | dict(zip(missing, over, strict=False))
 
 
-def _changed(before: Sequence[T | None], total: int, changes: Mapping[int, T | None]) -> list[T | None]:
-    """The first `total` of `before`, with `changes` by their numbers."""
-    found: list[T | None] = [*before[:total]]
-    found += [None] * (total - len(found))
-    for number, each in changes.items():
-        found[number] = each
+def _renumbered(
+    before: Sequence[T | None], size: int, total: int, changes: Mapping[int, int | None]
+) -> list[T | None]:
+    """`before`, which has `size` entries for each cell, for `total` cells with `changes` of their numbers."""
+    found: list[T | None] = [*before[: total * size]]
+    found += [None] * (total * size - len(found))
+    for number, cell in changes.items():
+        taken = [None] * size if cell is None else before[cell * size : (cell + 1) * size]
+        found[number * size : (number + 1) * size] = taken
     return found
 
 
-def _stayed(
-    before: Sequence[Assignment], size: int, total: int, changes: Mapping[int, int | None]
-) -> list[Assignment | None]:
-    """By rank: who stays, of a role with `size` ranks in each of `total` cells."""
-    moves: dict[int, Assignment | None] = {}
-    for number, cell in changes.items():
-        for at in range(size):
-            rank = number * size + at
-            moves[rank] = None if cell is None else replace(before[cell * size + at], rank=rank)
-    return _changed(before, total * size, moves)
-
-
-def _left(survivors: Survivors, bundle: Bundle, homes: Sequence[str | None]) -> set[str]:
-    """The sound nodes where cells of `bundle` were that have no home now."""
-    return {
-        was.node
-        for cell, node in enumerate(homes)
-        if node is None
-        for name in bundle.names
-        for was in survivors.by_role[name][cell * bundle.ranks_of(name) : (cell + 1) * bundle.ranks_of(name)]
-        if was.node in survivors.names
-    }
+def _on(nodes: Collection[str], ranks: Sequence[Assignment | None]) -> dict[str, list[Assignment]]:
+    """By node in `nodes`, those of `ranks` on it, by local rank."""
+    found: dict[str, list[Assignment]] = defaultdict(list)
+    for each in ranks if nodes else ():
+        if each is not None and each.node in nodes:
+            found[each.node].append(each)
+    return {node: sorted(there, key=attrgetter("local_rank")) for node, there in found.items()}
 
 
 def _close_up(by_role: dict[str, list[Assignment | None]], names: Sequence[str], nodes: set[str]) -> None:
-    """Number the local ranks on `nodes` without gaps, and take the devices that were left from the masks."""
-    for name in names if nodes else ():
-        there: dict[str, list[Assignment]] = defaultdict(list)
-        for each in by_role[name]:
-            if each is not None and each.node in nodes:
-                there[each.node].append(each)
-        for group in there.values():
-            group.sort(key=attrgetter("local_rank"))
-            own = tuple(index for each in group for index in each.own)
-            for number, each in enumerate(group):
+    """Number the local ranks on `nodes` without gaps, and take the devices of those that left from the masks."""
+    for name in names:
+        for there in _on(nodes, by_role[name]).values():
+            own = tuple(index for each in there for index in each.own)
+            for number, each in enumerate(there):
                 shared = each.devices is not None and each.devices != each.own
-                by_role[name][each.rank] = replace(
-                    each, local_rank=number, devices=own if shared else each.devices
-                )
+                devices = own if shared else each.devices
+                by_role[name][each.rank] = replace(each, local_rank=number, devices=devices)
 
 
 def _join(
-    problem: Problem,
     packer: Packer,
     moved: Moved,
     by_role: dict[str, list[Assignment | None]],
     homes: list[list[str | None]],
 ) -> None:
-    """Give the cells that are placed the numbers that are open, in the order of the nodes, and their ranks seats."""
-    there = _there(moved, by_role)
-    open_ = [iter([number for number, node in enumerate(cells) if node is None]) for cells in homes]
-    for node, room, cells in zip(moved.nodes, moved.rooms, moved.placed, strict=True):
-        if not any(cells):
-            continue
-        numbers = [[next(turn) for _ in range(each)] for turn, each in zip(open_, cells, strict=True)]
+    """Give the cells that are placed the missing numbers, in the order of the nodes, and their ranks seats."""
+    home = packer.problem.home
+    placed = [each for each in zip(moved.nodes, moved.kinds, moved.placed, strict=True) if any(each[2])]
+    joined = {node.name for node, kind, _ in placed if any(kind.held)}
+    there = {name: _on(joined, ranks) for name, ranks in by_role.items()}
+    missing = [iter([number for number, node in enumerate(cells) if node is None]) for cells in homes]
+    for node, kind, cells in placed:
+        numbers = [[next(turn) for _ in range(each)] for turn, each in zip(missing, cells, strict=True)]
         for bundle, own in enumerate(numbers):
             for number in own:
                 homes[bundle][number] = node.name
-        for role, bundle, size, seats in seating(problem, packer, room, cells, there.get(node.name)):
-            for seat in seats:
-                rank = numbers[bundle][seat.cell] * size + seat.rank
-                by_role[role][rank] = seated(role, rank, node.name, seat)
-
-
-def _there(moved: Moved, by_role: dict[str, list[Assignment | None]]) -> dict[str, Before]:
-    """By node that somebody joins: the devices of those who are there."""
-    joined = {
-        node.name
-        for node, room, cells in zip(moved.nodes, moved.rooms, moved.placed, strict=True)
-        if any(cells) and any(room.held)
-    }
-    found: dict[str, dict[str, list[Assignment]]] = defaultdict(lambda: defaultdict(list))
-    for name, ranks in by_role.items() if joined else ():
-        for each in ranks:
-            if each is not None and each.node in joined:
-                found[each.node][name].append(each)
-    return {
-        node: {
-            name: [a.own for a in sorted(group, key=attrgetter("local_rank"))]
-            for name, group in roles.items()
-        }
-        for node, roles in found.items()
-    }
+        before = {name: [each.own for each in ranks.get(node.name, ())] for name, ranks in there.items()}
+        for role, seats in seating(packer, node, kind, cells, before).items():
+            bundle = home[role]
+            size = packer.problem.bundles[bundle].ranks_of(role)
+            for number, seat in enumerate(seats):
+                rank = numbers[bundle][number // size] * size + number % size
+                by_role[role][rank] = replace(seat, rank=rank, node=node.name)

@@ -1,4 +1,4 @@
-"""What is wrong with a request, whatever the nodes have: every fault at once."""
+"""Faults of a request that do not depend on the nodes. All faults are reported at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from fractions import Fraction
 from itertools import combinations
 from math import isfinite
 
-from unirun.collocation.planning.problem import merged
-from unirun.collocation.planning.wording import both, join
 from unirun.collocation.request import Request, RoleRequest
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault
@@ -19,11 +17,40 @@ GROUPS = {
     "apart": "separations",
     "isolated": "isolations",
 }
-"""What a request calls them, and what people do."""
+"""By field of a request: the key in the job file."""
+
+
+def join(words: Iterable[object]) -> str:
+    """``a, b, c``."""
+    return ", ".join(str(word) for word in words)
+
+
+def both(words: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *first, last = [str(word) for word in words]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def some(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def merged(names: Sequence[str], groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The connected components of `names` that `groups` make, everything in the order of `names`."""
+    home = {name: [name] for name in names}
+    for group in groups:
+        first = home[group[0]]
+        for name in group[1:]:
+            if home[name] is not first:
+                first += home[name]
+                home |= dict.fromkeys(home[name], first)
+    order = {name: number for number, name in enumerate(names)}
+    return list(dict.fromkeys(tuple(sorted(home[name], key=order.__getitem__)) for name in names))
 
 
 def request_faults(request: Request) -> list[Fault]:
-    """All faults of the roles, and of the groups if they name known roles."""
+    """All faults of the roles and groups. Relations between roles are only checked when every name is known."""
     names = [role.name for role in request.roles]
     faults = [fault for role in request.roles for fault in _role_faults(role)]
     faults += [
@@ -112,38 +139,35 @@ def _stack_faults(request: Request) -> Iterator[Fault]:
 def _one_stack(said: str, roles: Sequence[RoleRequest]) -> Iterator[Fault]:
     where = roles[0].name
 
-    def differ(what: str, values: Iterable[object], remedy: str) -> Fault:
+    def differ(what: str, remedy: str) -> Fault:
+        values = [getattr(role, what) for role in roles]
+        if what == "devices":
+            values = [join(value or ("any",)) for value in values]
         told = join(f"{role.name} {value}" for role, value in zip(roles, values, strict=True))
         return Fault(f"{where}.{what}", f"{said} are collocated and differ in {what}: {told}", remedy)
 
     if max(role.least for role in roles) > min(role.count for role in roles):
-        yield differ("count", [role.count for role in roles], "give them the same count")
+        yield differ("count", "give them the same count")
     if any(role.device is None for role in roles):
-        yield differ("device", [role.device for role in roles], "a role without device has no slot to share")
+        yield differ("device", "a role without device has no slot to share")
     elif len({role.device for role in roles}) > 1:
-        yield differ(
-            "device", [role.device for role in roles], "roles on different devices cannot share a slot"
-        )
+        yield differ("device", "roles on different devices cannot share a slot")
     if len({role.per_node for role in roles if role.per_node is not None}) > 1:
-        yield differ(
-            "per_node", [role.per_node for role in roles], "give them the same, or leave out all but one"
-        )
+        yield differ("per_node", "give them the same, or leave out all but one")
     whole = all(role.slots >= 1 for role in roles)
     if whole and len({role.slots for role in roles}) > 1:
-        yield differ("slots", [role.slots for role in roles], "give them the same number of slots")
+        yield differ("slots", "give them the same number of slots")
     if not whole and (total := sum((role.slots for role in roles), Fraction())) > 1:
         told = " + ".join(str(role.slots) for role in roles)
         problem = f"{said} share a slot, and their shares {told} are {total}"
         yield Fault(f"{where}.slots", problem, f"give each at most 1/{len(roles)}")
     lists = [set(role.devices) for role in roles if role.devices is not None]
     if lists and not set.intersection(*lists):
-        yield differ(
-            "devices", [join(role.devices or ("any",)) for role in roles], "name devices that all may have"
-        )
+        yield differ("devices", "name devices that all may have")
 
 
 def _contradictions(request: Request) -> Iterator[Fault]:
-    """Pairs that some groups want near each other and others do not. Nearness is passed on along groups."""
+    """Pairs of roles that one group joins, directly or through other groups, and another group separates."""
     names = tuple(role.name for role in request.roles)
     stacks = {name: stack for stack in merged(names, request.collocated) for name in stack}
     near = merged(names, (*request.collocated, *request.together))

@@ -16,8 +16,8 @@ from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import NEARNESS, Device, Inventory, Node, parse_fake
 from unirun.collocation.placement import Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.problem import compile_request
-from unirun.collocation.planning.rooms import Rooms
+from unirun.collocation.planning.cells import compile_request
+from unirun.collocation.planning.nodes import Kinds
 from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
@@ -284,7 +284,7 @@ def test_nodes_with_the_same_links_are_alike() -> None:
 
     def rooms(*texts: str) -> int:
         nodes = [node for text in texts for node in parse_fake(text).nodes]
-        return len(set(Rooms(problem, 1).of(nodes)))
+        return len(set(Kinds(problem, 1).of(nodes)))
 
     assert rooms("fake:nodes=50,devices=8,nvlink=2") == 1
     assert rooms("fake:nodes=2,devices=8,nvlink=2", "fake:devices=8,nvlink=4") == 2

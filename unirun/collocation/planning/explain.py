@@ -1,4 +1,4 @@
-"""Why a request does not fit, and what would, in words."""
+"""Why a request does not fit, and which requests near it do, in words."""
 
 from __future__ import annotations
 
@@ -8,21 +8,28 @@ from itertools import chain, islice
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.planning.changes import changes, part_of, with_part, without_a_constraint
-from unirun.collocation.planning.offers import Offer, Trials, offer
-from unirun.collocation.planning.problem import Problem, compile_request
-from unirun.collocation.planning.wording import both, join, some
+from unirun.collocation.planning.cells import Problem, compile_request
+from unirun.collocation.planning.checks import both, join, some
+from unirun.collocation.planning.offers import (
+    Offer,
+    Trials,
+    changes,
+    offer,
+    part_of,
+    with_part,
+    without_a_constraint,
+)
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 
 OFFERS = 4
-"""So many changes are named; more would not be read."""
+"""At most so many requests that fit are named."""
 
 
 class Shortage(Value):
-    """What stands in the way. Counts are ranks of `role`; each of the `offers` fits."""
+    """What is missing. Counts are ranks of `role`; each of `offers` fits."""
 
     role: str
     needed: int
@@ -35,8 +42,8 @@ class Shortage(Value):
 def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:
     """The error for a request without faults for which no placement was found.
 
-    It has what one change would make fit; when that is not enough, what stands in the way of each role by itself, and
-    several changes that do.
+    It names single changes with which the request fits. When there are none, it says which roles do not fit alone, and
+    names several changes together.
     """
     trials = Trials(inventory)
     whole, *alone = shortages(request, trials)
@@ -57,7 +64,7 @@ def does_not_fit(request: Request, inventory: Inventory) -> PlacementError:
 
 
 def shortages(request: Request, trials: Trials) -> list[Shortage]:
-    """What stands in the way of `request`; when no single change is enough, then of the roles that do not fit alone."""
+    """The shortage of `request`; when no single change is enough, then those of the roles that do not fit alone."""
     whole = _shortage(request, trials)
     alone: list[tuple[Request, Shortage]] = []
     if not whole.offers:
@@ -76,33 +83,32 @@ def _shortage(request: Request, trials: Trials) -> Shortage:
     problem, _ = compile_request(request)
     counts = trials.counts(request)
     lacking = any(need > there for _, need, there in _slots(request, problem, trials))
-    fewer = trials.fewer(request, counts)
-    if lacking:
-        # It does not matter then where ranks are, only how much they take.
-        others = (each for role in request.roles for each in trials.narrower(request, role))
-        found = chain(trials.room(request), islice(fewer, OFFERS // 2), others)
-    else:
-        found = chain(trials.room(request), trials.loosened(request), fewer)
+    ways = [
+        trials.loosened(request),
+        islice(trials.fewer(request, counts), OFFERS // 2 if lacking else OFFERS),
+    ]
+    # Where slots are lacking, constraints are rarely what binds.
+    found = chain(trials.room(request), *(reversed(ways) if lacking else ways))
     offers = tuple(islice(found, OFFERS))
-    constraint = (
-        offers[0].binds if offers and offers[0].binds else "slots" if lacking else _groups(request, trials)
-    )
+    constraint = "slots" if lacking else _binding_groups(request, trials)
+    if offers and offers[0].binds:
+        constraint = offers[0].binds
     bundle = _short(problem, counts, offers)
     stack = problem.bundles[bundle].stacks[0]
     role = stack.roles[0]
     needed, available = problem.bundles[bundle].least * stack.ranks, counts[bundle] * stack.ranks
     least = "at least " if role.least < role.count else ""
     besides = " besides the other roles" if len(problem.bundles) > 1 else ""
-    said = (
-        f"{role.name} needs room for {least}{some(needed, 'rank')} and there is room for {available}{besides}"
-    )
     why = "" if constraint == "slots" else f"{constraint}; "
-    said = f"{said} ({why}{_slots_said(request, problem, trials)})"
+    said = (
+        f"{role.name} needs room for {least}{some(needed, 'rank')} and there is room for {available}{besides} "
+        f"({why}{_slots_said(request, problem, trials)})"
+    )
     return Shortage(role.name, needed, available, constraint, said, offers)
 
 
 def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Offer]) -> int:
-    """The bundle to name: that of the role whose constraint is in the way, else that for which the least is missing."""
+    """The bundle to name: that of the role whose constraint binds, else that which lacks the fewest ranks."""
 
     def missing(bundle: int) -> int:
         return (problem.bundles[bundle].least - counts[bundle]) * problem.bundles[bundle].ranks
@@ -113,8 +119,8 @@ def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Offer]) -> 
     return max(range(len(counts)), key=lambda b: (missing(b) > 0, counts[b] > 0, -missing(b), -b))
 
 
-def _groups(request: Request, trials: Trials) -> str:
-    """The groups that are in the way together; ``slots`` when they are not."""
+def _binding_groups(request: Request, trials: Trials) -> str:
+    """All groups, if the request fits without them; else ``slots``."""
     free = replace(request, collocated=(), together=(), apart=(), isolated=())
     return join(change.binds for change in changes(request, free)) if trials.fit(free) else "slots"
 
@@ -125,25 +131,19 @@ def _several(request: Request, trials: Trials, alone: Sequence[tuple[Request, Sh
     for part, shortage in alone:
         if shortage.offers:
             changed = with_part(changed, part, shortage.offers[0].request)
-    for each in chain([changed], without_a_constraint(changed), _ever_less(changed)):
+    ever_less = [changed]
+    while (less := next(without_a_constraint(ever_less[-1]), None)) is not None:
+        ever_less.append(less)
+    for each in chain([changed], without_a_constraint(changed), ever_less[1:]):
         found = each if trials.fit(each) else trials.smaller(each)
         if found is not None:
             yield offer(request, found)
             return
     # Then there are more roles than slots.
-    *_, free = [changed, *_ever_less(changed)]
-    more = trials.more(free)
-    if more is not None and free != request:
-        rest = offer(request, free)
+    more = trials.more(ever_less[-1])
+    if more is not None and ever_less[-1] != request:
+        rest = offer(request, ever_less[-1])
         yield replace(rest, text=both([rest.text, more.text]), more=more.more)
-
-
-def _ever_less(request: Request) -> Iterator[Request]:
-    """`request` without its first constraint, without the first two, and so on."""
-    less = next(without_a_constraint(request), None)
-    while less is not None:
-        yield less
-        less = next(without_a_constraint(less), None)
 
 
 def _slots(request: Request, problem: Problem, trials: Trials) -> Iterator[tuple[str, int, int]]:
@@ -170,7 +170,7 @@ def _slots_said(request: Request, problem: Problem, trials: Trials) -> str:
         there += (
             f" with {'at most ' if len(sizes) > 1 else ''}{max(sizes)}{' each' if len(nodes) > 1 else ''}"
         )
-    held = trials.held(request)
+    held = min(request.spares, len(trials.like.keys() - request.tainted))
     unused = {"held back": held, "excluded": len(request.tainted)}
     return join([*said, there, *(f"{number} {why}" for why, number in unused.items() if number)])
 

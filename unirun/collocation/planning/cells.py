@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import frexp, gcd, lcm, ldexp
 
-from unirun.collocation.planning.wording import both, join
-from unirun.collocation.request import Request, RoleRequest
+from unirun.collocation.planning.checks import both, join, merged
+from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import Fault
 from unirun.values import Value
 
@@ -58,11 +58,6 @@ class Bundle(Value):
         return tuple(role.name for stack in self.stacks for role in stack.roles)
 
     @property
-    def light(self) -> bool:
-        """Whether it needs no slots."""
-        return not any(stack.width for stack in self.stacks)
-
-    @property
     def ranks(self) -> int:
         """Ranks of all roles in a cell."""
         return sum(stack.ranks * len(stack.roles) for stack in self.stacks)
@@ -98,6 +93,16 @@ class Problem(Value):
     parts: tuple[tuple[int, ...], ...]
 
     @property
+    def least(self) -> Cells:
+        """The least cells of each bundle."""
+        return tuple(bundle.least for bundle in self.bundles)
+
+    @property
+    def most(self) -> Cells:
+        """The most cells of each bundle."""
+        return tuple(bundle.most for bundle in self.bundles)
+
+    @property
     def stacks(self) -> tuple[Stack, ...]:
         """All stacks, by their numbers."""
         return tuple(stack for bundle in self.bundles for stack in bundle.stacks)
@@ -119,17 +124,9 @@ class Problem(Value):
         return plain and not any(self.isolated)
 
 
-def merged(names: Sequence[str], groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """All `names` in groups, where groups that have a name in common are one; everything in the order of `names`."""
-    home = {name: [name] for name in names}
-    for group in groups:
-        first = home[group[0]]
-        for name in group[1:]:
-            if home[name] is not first:
-                first += home[name]
-                home |= dict.fromkeys(home[name], first)
-    order = {name: number for number, name in enumerate(names)}
-    return list(dict.fromkeys(tuple(sorted(home[name], key=order.__getitem__)) for name in names))
+def with_count(cells: Cells, bundle: int, count: int) -> Cells:
+    """`cells` with `count` of one bundle."""
+    return (*cells[:bundle], count, *cells[bundle + 1 :])
 
 
 def compile_request(request: Request) -> tuple[Problem, list[Fault]]:
@@ -151,8 +148,8 @@ def compile_request(request: Request) -> tuple[Problem, list[Fault]]:
         _foes(request.apart, homes, len(bundles)),
         _foes(request.isolated, places, len(stacks)),
         _foes(request.together, places, len(stacks)),
-        _gains(request.ties.weights, homes, len(bundles)),
-        _parts(request.ties.parts, bundles, homes),
+        _gains(request.ties, homes, len(bundles)),
+        _parts(request.ties, bundles, homes),
     )
     return problem, faults
 
@@ -190,13 +187,10 @@ def _bundle(parts: Sequence[tuple[RoleRequest, ...]], unit: int, faults: list[Fa
     if bottom > top and not faults:
         counts = join(f"{part[0].name}={count}" for part, count in zip(parts, most, strict=True))
         fits = join(f"{part[0].name}={each}" for part, each in zip(parts, ranks, strict=True))
-        faults.append(
-            Fault(names[0], f"{counts} cannot be cut into parts of {fits}", f"use multiples of {fits}")
-        )
+        problem = f"{counts} cannot be cut into parts of {fits}"
+        faults.append(Fault(names[0], problem, f"use multiples of {fits}"))
     stacks = zip(parts, ranks, groups, strict=True)
-    return Bundle(
-        tuple(_stack(part, each, group, unit) for part, each, group in stacks), bottom, top, bool(on_node)
-    )
+    return Bundle(tuple(_stack(*each, unit) for each in stacks), bottom, top, bool(on_node))
 
 
 def _stack(roles: tuple[RoleRequest, ...], ranks: int, group: int, unit: int) -> Stack:
@@ -217,24 +211,19 @@ def _stack(roles: tuple[RoleRequest, ...], ranks: int, group: int, unit: int) ->
 def _foes(
     groups: Iterable[Sequence[str]], home: Mapping[str, int], number: int
 ) -> tuple[frozenset[int], ...]:
-    found: list[set[int]] = [set() for _ in range(number)]
-    for group in groups:
-        homes = {home[name] for name in group}
-        for each in homes:
-            found[each] |= homes - {each}
-    return tuple(frozenset(each) for each in found)
+    """By bundle or stack: those that it shares a group with."""
+    sets = [{home[name] for name in group} for group in groups]
+    return tuple(frozenset[int]().union(*(s for s in sets if n in s)) - {n} for n in range(number))
 
 
-def _gains(
-    weights: Mapping[tuple[str, str], float], home: Mapping[str, int], number: int
-) -> tuple[tuple[int, ...], ...]:
+def _gains(ties: Ties, home: Mapping[str, int], number: int) -> tuple[tuple[int, ...], ...]:
     """In integers sums do not depend on their order, and placements with which as much crosses nodes are equal.
 
     They have `BITS` bits, floats have 53: nothing is lost of weights down to 1e-8 of the greatest.
     """
-    _, exponent = frexp(max(weights.values(), default=0.0))
+    _, exponent = frexp(max(ties.weights.values(), default=0.0))
     found = [[0] * number for _ in range(number)]
-    for (one, other), weight in weights.items():
+    for (one, other), weight in ties.weights.items():
         a, b = home[one], home[other]
         gain = int(ldexp(weight, BITS - exponent))
         found[a][b] += gain
@@ -243,14 +232,12 @@ def _gains(
     return tuple(tuple(row) for row in found)
 
 
-def _parts(
-    parts: Iterable[Sequence[str]], bundles: Sequence[Bundle], home: Mapping[str, int]
-) -> tuple[tuple[int, ...], ...]:
+def _parts(ties: Ties, bundles: Sequence[Bundle], home: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
     """The bundles of each part that has several roles. Parts that have a bundle in common are one.
 
     A part that is the whole job is left out: it is on as few nodes as can be when few nodes are in use.
     """
-    joined = [part for part in parts if len(part) > 1]
+    joined = [part for part in ties.parts if len(part) > 1]
     groups = merged(tuple(home), (*(bundle.names for bundle in bundles), *joined))
     firsts = {part[0] for part in joined}
     found = [
