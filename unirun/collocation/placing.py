@@ -1,4 +1,4 @@
-"""From a job's spec to the ranks' places: what the planner is asked for, and what follows for each worker."""
+"""From a job's spec to a placement: the request to the planner, then device masks and processors for each worker."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from unirun.collocation.inventory import Inventory, Node, accelerators
 from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.quiet import Quiet, quiet
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.slots import CPU, slots_of
+from unirun.collocation.torchrun_devices import TorchrunDevices, torchrun_devices
 from unirun.spec import JobSpec, RoleSpec
 
 Cpus = tuple[int, ...] | None
@@ -33,11 +33,11 @@ def place(
     topology: TopologyOf = told_topology,
     ties: Ties = NO_TIES,
 ) -> tuple[JobSpec, Placement]:
-    """Who sits where, and the job with the ranks that there is room for. Raises `PlacementError`.
+    """The placement of a job, and the job with as many ranks as there is room for. Raises `PlacementError`.
 
-    A job that says nothing of places and has one node runs as under torchrun (`unirun.collocation.quiet`). `ties`
-    are from its graph (`unirun.graph.weights`, `unirun.graph.tight_parts`). With ``numa_binding``, `topology` is asked
-    for each node that has ranks on devices.
+    A job without placement options on one node gets its devices as under torchrun (`torchrun_devices`). `ties` come
+    from the job's graph (`unirun.graph.weights`, `unirun.graph.tight_parts`). With ``numa_binding``, `topology` is
+    called for each node that has ranks on devices.
     """
     return _as_jobs(spec, inventory, topology, plan(request_of(spec, inventory, ties), inventory))
 
@@ -51,9 +51,9 @@ def place_again(
     topology: TopologyOf = told_topology,
     ties: Ties = NO_TIES,
 ) -> tuple[JobSpec, Placement]:
-    """The same after the nodes `lost`: who need not move stays as in `previous` (`unirun.collocation.planning.replan`).
+    """The same after the loss of nodes: ranks stay as in `previous` unless they have to move (`planning.replan`).
 
-    Raises `PlacementError` when those that are left are too few.
+    Raises `PlacementError` when the job does not fit on the nodes that are left.
     """
     gone = frozenset((*lost, *previous.lost))
     placement = replan(request_of(spec, inventory, ties), inventory, previous, gone)
@@ -64,21 +64,21 @@ def place_again(
 def _as_jobs(
     spec: JobSpec, inventory: Inventory, topology: TopologyOf, placement: Placement
 ) -> tuple[JobSpec, Placement]:
-    """What a planner has found, with all that follows from it for workers."""
-    alone = _alone(spec, inventory)
+    """The planner's placement with device masks, processors and notes; and the job with the counts of its roles."""
+    as_torchrun = _as_torchrun(spec, inventory)
     cpus_of = _binding(spec, inventory, topology)
     assignments = []
     for each in placement.assignments:
-        seen = alone.seen(each) if alone else each
-        # LOCAL_RANK is 0 in all of them then: a mask for the whole role would put them on one device.
-        mask = seen.own if spec.virtual_local_rank and seen.devices is not None else seen.devices
-        cpus = cpus_of(seen)
-        # Most are as the planner has them, and of those who stay it is the same one.
-        as_is = (mask, cpus) == (seen.devices, seen.cpus)
-        assignments.append(seen if as_is else replace(seen, devices=mask, cpus=cpus))
+        rank = as_torchrun.assigned(each) if as_torchrun else each
+        # With virtual_local_rank every LOCAL_RANK is 0: with a mask for the whole role all would use one device.
+        mask = rank.own if spec.virtual_local_rank and rank.devices is not None else rank.devices
+        cpus = cpus_of(rank)
+        # Ranks that stay keep their values, so that callers can compare by identity.
+        unchanged = (mask, cpus) == (rank.devices, rank.cpus)
+        assignments.append(rank if unchanged else replace(rank, devices=mask, cpus=cpus))
     unwanted = _unwanted(spec, inventory)
     excluded = tuple(node.name for node in inventory.nodes if node.name in unwanted)
-    words = [alone.note(spec) if alone else placement.note]
+    words = [as_torchrun.note(spec) if as_torchrun else placement.note]
     words += _own_masks(spec, assignments)
     words += [f"{', '.join(excluded)} excluded"] if excluded else []
     words += [f"{', '.join(placement.lost)} lost"] if placement.lost else []
@@ -94,7 +94,7 @@ def _as_jobs(
 
 
 def _own_masks(spec: JobSpec, assignments: Sequence[Assignment]) -> list[str]:
-    """A word to scripts that take ``cuda:{LOCAL_RANK}``: who sees only its own devices has them from 0 on."""
+    """A note on roles in which ``cuda:{LOCAL_RANK}`` is wrong: their ranks see their own devices only, from 0 on."""
     if spec.virtual_local_rank:
         return []
     roles = dict.fromkeys(
@@ -117,7 +117,7 @@ def _masks(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
 
 
 def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Request:
-    """What the planner is asked for."""
+    """The request to the planner."""
     types = slot_types(spec, inventory)
     request = Request(
         roles=tuple(_role_request(role, types.get(role.name)) for role in spec.roles),
@@ -129,15 +129,15 @@ def request_of(spec: JobSpec, inventory: Inventory, ties: Ties = NO_TIES) -> Req
         spares=spec.spares,
         tainted=_unwanted(spec, inventory),
     )
-    alone = _alone(spec, inventory)
-    return alone.asked(request) if alone else request
+    as_torchrun = _as_torchrun(spec, inventory)
+    return as_torchrun.request(request) if as_torchrun else request
 
 
 def unknown_nodes(spec: JobSpec, inventory: Inventory) -> list[str]:
-    """What to tell of the names in ``exclude_nodes`` that no node has.
+    """Warnings about names in ``exclude_nodes`` that no node has.
 
-    They are no fault, because a list of nodes that are to be avoided lasts longer than the nodes that one job gets. But
-    with a slip of the pen the node that was meant is in use.
+    They are no error, because a list of nodes to avoid is used for many jobs, which get different nodes. But after a
+    typing error, the node that was meant is in use.
     """
     usable = [node.name for node in _usable(spec, inventory)]
     told = []
@@ -151,22 +151,22 @@ def unknown_nodes(spec: JobSpec, inventory: Inventory) -> list[str]:
 
 
 def slot_types(spec: JobSpec, inventory: Inventory) -> dict[str, str]:
-    """By role, the type of its slots: the one that it names, else that of the nodes. Trainers are not in it."""
+    """By role, the type of its slots: its own, else the usual type of the nodes. Trainers are not in it."""
     usual = _usual(_usable(spec, inventory))
     return {role.name: role.device or usual for role in spec.roles if role.entry.kind != "trainer"}
 
 
 def _usual(nodes: Sequence[Node]) -> str:
-    """The type of the first device that there is."""
+    """The type of the first accelerator, or ``cpu`` when there are none."""
     return next((device.type for node in nodes for device in accelerators(node)), CPU)
 
 
-def _alone(spec: JobSpec, inventory: Inventory) -> Quiet | None:
+def _as_torchrun(spec: JobSpec, inventory: Inventory) -> TorchrunDevices | None:
     nodes = _usable(spec, inventory)
     if len(inventory.nodes) != 1:
-        # A node that is left of several is no reason to put more on it than there is room for.
+        # When others are excluded or lost, the node that is left must not get more ranks than it has room for.
         return None
-    return quiet(spec, nodes, _usual(nodes))
+    return torchrun_devices(spec, nodes, _usual(nodes))
 
 
 def _usable(spec: JobSpec, inventory: Inventory) -> list[Node]:
@@ -175,7 +175,7 @@ def _usable(spec: JobSpec, inventory: Inventory) -> list[Node]:
 
 
 def _unwanted(spec: JobSpec, inventory: Inventory) -> frozenset[str]:
-    """The nodes that are excluded, without names of nodes that there are not."""
+    """The names in ``exclude_nodes`` that nodes have."""
     return frozenset(spec.exclude_nodes).intersection(node.name for node in inventory.nodes)
 
 
@@ -193,7 +193,7 @@ def _role_request(role: RoleSpec, device: str | None) -> RoleRequest:
 
 
 def _binding(spec: JobSpec, inventory: Inventory, topology: TopologyOf) -> Callable[[Assignment], Cpus]:
-    """Which processors a rank is bound to, by its place: those that it has asked for, or those near its devices."""
+    """A function that gives the processors to bind a rank to: its slots if they are CPUs, or those near its devices."""
     nodes = {node.name: node for node in inventory.nodes}
     pinned = {role.name for role in spec.roles if role.device == CPU}
     types = slot_types(spec, inventory)
@@ -205,27 +205,27 @@ def _binding(spec: JobSpec, inventory: Inventory, topology: TopologyOf) -> Calla
 
     @cache
     def near(mode: str, devices: tuple[str, ...], there: Topology) -> tuple[int, ...]:
-        # Ranks on nodes that are alike ask the same: a hundred thousand of them are answered in a moment.
+        # Cached, because many ranks have the same devices on nodes of the same topology.
         return tuple(sorted({cpu for device in devices for cpu in near_cpus(mode, device, there)}))
 
-    def cpus_of(place: Assignment) -> Cpus:
-        if place.role in pinned:
-            return _processors(nodes[place.node], place)
-        type = types.get(place.role, CPU)
+    def cpus_of(rank: Assignment) -> Cpus:
+        if rank.role in pinned:
+            return _processors(nodes[rank.node], rank)
+        type = types.get(rank.role, CPU)
         if mode is None or type == CPU:
             return None
-        devices = place.own
+        devices = rank.own
         if not devices:
-            # With fewer devices than ranks they are taken in turn.
-            there = slots_of(nodes[place.node], type)
-            devices = (there[place.slot % len(there)].index,)
-        return near(mode, devices, topology_of(place.node))
+            # With fewer devices than ranks, assume round robin.
+            there = slots_of(nodes[rank.node], type)
+            devices = (there[rank.slot % len(there)].index,)
+        return near(mode, devices, topology_of(rank.node))
 
     return cpus_of
 
 
-def _processors(node: Node, place: Assignment) -> Cpus:
-    """The processors that belong to the places of a rank: a place is one of them, shared when there are more ranks."""
-    if not node.cpus or not place.own:
+def _processors(node: Node, rank: Assignment) -> Cpus:
+    """The processors of the CPU slots of a rank. With more slots than processors, slots share them round robin."""
+    if not node.cpus or not rank.own:
         return None
-    return tuple(sorted({node.cpus[int(index) % len(node.cpus)] for index in place.own}))
+    return tuple(sorted({node.cpus[int(index) % len(node.cpus)] for index in rank.own}))
