@@ -45,7 +45,7 @@ class Place(NamedTuple):
     users: frozenset[int] = frozenset()
 
 
-class NodeKind(Value, eq=False, dict=True):
+class NodeKind(Value, eq=False, dict=True, gc=True):
     """What nodes of one kind have left. `held` are the cells that are there already and stay.
 
     `distances` are by type of slot. Kinds are compared by identity, because they are keys of many lookups.
