@@ -45,15 +45,13 @@ EXEC = ("--start-method", "exec")
 
 SHORT_TERM = {
     "unirun.master.lead.TERM_TTL": 3.0,
-    "unirun.launcher.standby.CHECK": 0.3,
-    "unirun.launcher.foreground.session.CHECK": 0.3,
+    "unirun.rendezvous.seat.CALM": 0.3,
     "unirun.observe.following.CHECK": 0.3,
 }
 """Constants with which a first master that hangs loses its term after three seconds, and others notice at once."""
 
-EVEN_DELAY = {"unirun.launcher.standby.MAX_DELAY": 1.0}
-"""Constants with which agents start one master after another without ever longer pauses. A shorter one would start the next
-before this one leads."""
+EVEN_DELAY = {"unirun.launcher.candidacy.MAX_DELAY": 1.0}
+"""Constants with which agents start one master after another without ever longer pauses."""
 
 IMPATIENT = {
     "unirun.launcher.foreground.session.PATIENCE": 0.5,

@@ -121,7 +121,7 @@ class TestAnEtcd:
 
     def test_whose_prefix_belongs_to_something_else(self, unirun: Unirun, etcd: Servers) -> None:
         store = open_store(etcd.url(prefix="/other/"))
-        store.txn([], [Put(f"{job_prefix('mine')}epoch", "tomorrow")])
+        store.txn([], [Put(f"{job_prefix('mine')}lead/epoch", "tomorrow")])
         store.close()
         script = unirun.root / "never.py"
         script.write_text("print('never')")

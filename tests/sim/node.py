@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from tests.sim.model import Spawner, World
 from tests.sim.processes import Process, Who
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
 from unirun.launcher import core, events
+from unirun.launcher.candidacy import Attempts, start_at, turn
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.orders import Orders
-from unirun.launcher.standby import CHECK, PATIENCE
+from unirun.launcher.standby import PATIENCE, STEADY
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
@@ -41,7 +44,9 @@ class Led(Protocol):
 
 
 LOOK_AGAIN = 0.1
-"""Coarser than in truth, so that a history has fewer turns."""
+CHECK = 3.0
+"""Seconds between two looks at who leads, without a master and with one. A watch tells it sooner; so a history has fewer
+turns."""
 
 
 class Node:
@@ -58,7 +63,10 @@ class Node:
         self._to_agent: Pipe | None = None
         self._looking = False
         self._frozen_until = 0.0
-        self._since = self._not_before = 0.0
+        self._since = self._connected = 0.0
+        # The term whose master was found dead, and when.
+        self._dead = (0, 0.0)
+        self._attempts, self._coming_up_until = Attempts(), 0.0
         self.orders = Orders(JOB, world.plan.spec, name, "/", {})
         keys = self.orders.spawners
         self.state = AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
@@ -106,11 +114,13 @@ class Node:
             if leader is not None and leader.epoch >= self.state.epoch:
                 master = self.world.master_at(leader.address)
                 if not master.leads:
-                    self._start(leader.epoch)
+                    if self._dead[0] != leader.epoch:
+                        self._dead = (leader.epoch, self.world.clock.now)
+                    self._start_in_turn(self._dead[1], leader.epoch)
                 elif not master.hangs:
                     self._connect(master, leader.epoch)
-            elif self.world.clock.now > self._since + PATIENCE:
-                self._start(0)
+            else:
+                self._start_in_turn(self._since + PATIENCE, 0)
         except StoreError:
             # The store is away; later.
             pass
@@ -129,23 +139,27 @@ class Node:
         except StoreError:
             return
         if leader is None:
-            self._start(0)
+            self._start_in_turn(0.0, 0)
         elif leader.epoch > self.state.epoch:
             master = self.world.master_at(leader.address)
             if master.leads and not master.hangs:
                 self._connect(master, leader.epoch)
 
-    def _start(self, deposing: int) -> None:
-        now = self.world.clock.now
-        if now >= self._not_before:
-            self._not_before = now + 1.0
+    def _start_in_turn(self, vacant: float, deposing: int) -> None:
+        now, nodes = self.world.clock.now, self.world.plan.placement.nodes
+        attempts = replace(self._attempts, coming_up=now < self._coming_up_until)
+        if now >= start_at(vacant, turn(self.name, nodes, self.state.epoch), attempts, len(nodes)):
             delay = self.world.rng.uniform(0.2, 0.6)
+            self._attempts, self._coming_up_until = Attempts(attempts.number + 1, now), now + delay
             self.world.clock.after(delay, lambda: self.world.start_master(deposing))
 
     def _connect(self, master: Led, epoch: int) -> None:
         self._disconnect("it follows another")
         world, name = self.world, self.name
         clock, rng, slow = world.clock, world.rng, world.plan.slow
+        if clock.now >= self._connected + STEADY:
+            self._attempts = Attempts()
+        self._connected = clock.now
         self.apply(events.Led(epoch))
         to_agent = Pipe(clock, rng, slow, lambda message: self._receive(epoch, message))
         first = True

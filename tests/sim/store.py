@@ -30,7 +30,7 @@ class FencedStore(MemoryStore):
         outcome = super().txn(compares, puts, deletes)
         head = next((put for put in puts if put.key == f"{job_prefix(RUN)}head"), None)
         if outcome.succeeded and head is not None:
-            epoch = self.get(f"{job_prefix(RUN)}epoch")
+            epoch = self.get(f"{job_prefix(RUN)}lead/epoch")
             assert epoch is not None
             assert json.loads(head.value)["epoch"] == int(epoch.value), "a write of an old term was taken"
         return outcome

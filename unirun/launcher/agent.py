@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -56,12 +56,13 @@ class Agent:
         job: JobDir,
         spec: JobSpec,
         node: str,
+        nodes: Sequence[str],
         cwd: str,
         endpoints: Mapping[str, Endpoint],
         lock: int,
         stdin: int | None = None,
     ) -> None:
-        """`stdin` is a descriptor for the worker that is the job's reader (`JobSpec.reader`)."""
+        """The agent of `node`, one of `nodes`. `stdin` is a descriptor for the job's reader (`JobSpec.reader`)."""
         self._job, self._spec = job, spec
         self._inherited = for_workers(os.environ)
         self._orders = Orders(job, spec, node, cwd, self._inherited, stdin)
@@ -69,7 +70,7 @@ class Agent:
         self._token = load_token(job.token)
         self._state = AgentState(node, in_place=self._orders.in_place)
         self._master: Stream | None = None
-        self._masters = Standby(job, self._token, lock)
+        self._masters = Standby(job, self._token, lock, node, nodes)
         self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
         self._links: dict[int, set[Stream]] = {}

@@ -58,7 +58,7 @@ def start_processes(
     def run_agent(node: str, stdin: int | None) -> None:
         listener.close()
         _close(endpoints for other, endpoints in nodes.items() if other != node)
-        asyncio.run(Agent(job, spec, node, cwd, nodes[node], lock, stdin).run(owner))
+        asyncio.run(Agent(job, spec, node, tuple(nodes), cwd, nodes[node], lock, stdin).run(owner))
 
     agents = {
         node: _fork("unirun-agent", job.agent_log(node), partial(run_agent, node), stdin=node == reader)

@@ -1,14 +1,15 @@
 """Who leads: one leader at a time under a prefix of a store, each with an epoch that no other has had.
 
-``<prefix>epoch`` holds the number of the latest term and stays; ``<prefix>leader`` says where its leader is, and goes
-away when that does not keep its lease. Whoever leads fences each of its writes with ``ValueIs(<prefix>epoch, its
-own)``, so it does no harm to take a term from a leader that only seems to be dead: what it wants to write then is not
-written.
+``<prefix>lead/epoch`` holds the number of the latest term and stays; ``<prefix>lead/leader`` says where its leader is,
+and goes away when that does not keep its lease. Nothing else is below ``<prefix>lead/``, so a watch of that tells of
+elections only. Whoever leads fences each of its writes with ``ValueIs(<prefix>lead/epoch, its own)``, so it does no
+harm to take a term from a leader that only seems to be dead: what it wants to write then is not written.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from msgspec import to_builtins
 
@@ -26,9 +27,32 @@ class Leader(Value):
     pid: int
 
 
+def seat_prefix(prefix: str) -> str:
+    """The prefix of the two keys of an election."""
+    return f"{prefix}lead/"
+
+
+def _leader_key(prefix: str) -> str:
+    return f"{seat_prefix(prefix)}leader"
+
+
+def _epoch_key(prefix: str) -> str:
+    return f"{seat_prefix(prefix)}epoch"
+
+
 def leader_of(store: Store, prefix: str) -> Leader | None:
     """Who leads under `prefix`; None when nobody does."""
-    return _leader(store.get(f"{prefix}leader"))
+    return _leader(store.get(_leader_key(prefix)))
+
+
+def read_seat(prefix: str, values: Mapping[str, str]) -> tuple[int, Leader | None]:
+    """The number of the latest term under `prefix` (0: there was none), and who leads. `values` are those of the keys
+    below `seat_prefix`. Raises `StoreRefused` for what no unirun has written."""
+    leader, epoch = values.get(_leader_key(prefix)), values.get(_epoch_key(prefix))
+    return (
+        _number(Item(_epoch_key(prefix), epoch, 0)) if epoch is not None else 0,
+        _leader(Item(_leader_key(prefix), leader, 0) if leader is not None else None),
+    )
 
 
 def _leader(item: Item | None) -> Leader | None:
@@ -69,7 +93,7 @@ class Term:
     @property
     def fence(self) -> Compare:
         """What every write of this term has to compare."""
-        return ValueIs(f"{self._prefix}epoch", str(self.epoch))
+        return ValueIs(_epoch_key(self._prefix), str(self.epoch))
 
     def keep(self) -> None:
         """Go on leading; also after the lease has ended, when nobody has come since. Raises `Fenced`."""
@@ -79,13 +103,13 @@ class Term:
             except LeaseExpired:
                 self._lease = None
         if self._lease is not None:
-            epoch = self._store.get(f"{self._prefix}epoch")
+            epoch = self._store.get(_epoch_key(self._prefix))
             if epoch is None or epoch.value != str(self.epoch):
                 raise self._fenced()
             return
         lease = self._store.grant(self.ttl)
         # Whether this was done is seen the next time: then the key is there, with a lease that nobody keeps alive.
-        put = Put(f"{self._prefix}leader", _record(self._leader), lease)
+        put = Put(_leader_key(self._prefix), _record(self._leader), lease)
         if not self._store.txn([self.fence], [put]).succeeded:
             raise self._fenced()
         self._lease = lease
@@ -107,7 +131,7 @@ def campaign(
 
     `deposing` is the epoch of a leader that is known to be dead: its lease is not waited for.
     """
-    seat, clock = store.get(f"{prefix}leader"), store.get(f"{prefix}epoch")
+    seat, clock = store.get(_leader_key(prefix)), store.get(_epoch_key(prefix))
     present = _leader(seat)
     if present is not None and present.epoch != deposing:
         return None
@@ -115,10 +139,10 @@ def campaign(
     leader = Leader(epoch, address, host, pid)
     lease = store.grant(ttl)
     compares = [
-        RevisionIs(f"{prefix}leader", seat.revision if seat else 0),
-        RevisionIs(f"{prefix}epoch", clock.revision if clock else 0),
+        RevisionIs(_leader_key(prefix), seat.revision if seat else 0),
+        RevisionIs(_epoch_key(prefix), clock.revision if clock else 0),
     ]
-    puts = [Put(f"{prefix}epoch", str(epoch)), Put(f"{prefix}leader", _record(leader), lease)]
+    puts = [Put(_epoch_key(prefix), str(epoch)), Put(_leader_key(prefix), _record(leader), lease)]
     try:
         won = store.txn(compares, puts).succeeded
     except OutcomeUnknown:

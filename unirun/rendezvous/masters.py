@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.keys import job_prefix
-from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import Token, load_token
 from unirun.wire.aio import Stream, connect
@@ -29,20 +30,36 @@ class MasterGone(RendezvousError):
 
 
 class Masters:
-    """Finds the master of a job by its store. For event loops: the store is asked in a thread."""
+    """Who leads a job (`seat`), kept up to date by a watch, and streams to them. For event loops."""
 
     def __init__(self, job: JobDir, token: Token) -> None:
         self._job, self._token = job, token
-        self._store: Store | None = None
+        self._watch: SeatWatch | None = None
+        self._changed = asyncio.Event()
+        self.seat = Seat()
 
-    async def leader(self) -> Leader | None:
-        """Who leads; None when nobody does. Raises `StoreError`."""
-        return await asyncio.to_thread(self._leader)
+    async def news(self, timeout: float | None = None, *, eager: bool = True) -> None:
+        """Wait until `seat` is another, for at most `timeout` seconds (None: no limit); `eager` as in `SeatWatch`."""
+        if self._watch is None:
+            loop = asyncio.get_running_loop()
 
-    def _leader(self) -> Leader | None:
-        if self._store is None:
-            self._store = open_store(self._job.store_url)
-        return leader_of(self._store, job_prefix(self._job.run_id))
+            def tell(seat: Seat) -> None:
+                # The loop may have ended.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._tell, seat)
+
+            self._watch = SeatWatch(
+                lambda: open_store(self._job.store_url), job_prefix(self._job.run_id), tell
+            )
+        self._watch.hurry(eager)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        self._changed.clear()
+
+    def _tell(self, seat: Seat) -> None:
+        self.seat = seat
+        self._changed.set()
 
     async def reach(self, leader: Leader) -> Stream:
         """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
@@ -65,10 +82,10 @@ class Masters:
         return stream
 
     def close(self) -> None:
-        """Close the store."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        """Stop watching."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
 def _check(first: Message, leader: Leader) -> None:

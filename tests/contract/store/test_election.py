@@ -169,6 +169,6 @@ def test_a_campaign_whose_outcome_is_unknown_is_looked_up(store: Store, *, done:
 
 
 def test_a_seat_that_holds_something_foreign_is_not_taken(store: Store) -> None:
-    store.txn([], [Put(f"{SEAT}leader", "[1, 2]")])
+    store.txn([], [Put(f"{SEAT}lead/leader", "[1, 2]")])
     with pytest.raises(StoreRefused, match="no unirun has written"):
         run_for(store, "first")

@@ -56,7 +56,7 @@ def stored(store: Store, run_id: str, phase: str = "succeeded", days: float = 30
     puts = {
         f"{context_prefix(run_id)}job": "{}",
         f"{prefix}head": '{"epoch": 2, "write": 1}',
-        f"{prefix}epoch": "2",
+        f"{prefix}lead/epoch": "2",
         f"{prefix}states/a/0": "x" * 5000,
         index_key(run_id): line,
     }

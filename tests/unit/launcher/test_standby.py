@@ -16,8 +16,9 @@ import pytest
 
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import RendezvousError
-from unirun.launcher import standby
+from unirun.launcher import candidacy, standby
 from unirun.launcher.standby import Standby
+from unirun.rendezvous import seat
 from unirun.wire.messages import Attach
 
 T = TypeVar("T")
@@ -26,8 +27,10 @@ T = TypeVar("T")
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(standby, "LOOK_AGAIN", 0.005)
-    monkeypatch.setattr(standby, "CHECK", 0.02)
+    monkeypatch.setattr(standby, "AGAIN", 0.005)
+    monkeypatch.setattr(standby, "LOOK", 0.005)
+    monkeypatch.setattr(seat, "CALM", 0.02)
+    monkeypatch.setattr(seat, "RETRY", 0.02)
     monkeypatch.setattr(standby, "PATIENCE", 0.1)
     with Place() as place:
         yield place
@@ -39,10 +42,14 @@ class Started:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file = folder / "started"
         self.file.touch()
-        program = folder / "python"
-        program.write_text(f'#!/bin/sh\necho "$$ $*" >> {self.file}\nexec sleep 100\n')
-        program.chmod(0o700)
-        monkeypatch.setattr(sys, "executable", str(program))
+        self._program = folder / "python"
+        self.then("exec sleep 100")
+        monkeypatch.setattr(sys, "executable", str(self._program))
+
+    def then(self, command: str) -> None:
+        """What those do that are started from now on, after writing that down."""
+        self._program.write_text(f'#!/bin/sh\necho "$$ $*" >> {self.file}\n{command}\n')
+        self._program.chmod(0o700)
 
     @property
     def lines(self) -> list[tuple[int, list[str]]]:
@@ -67,14 +74,14 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
     found = Started(tmp_path, monkeypatch)
     yield found
     for pid, _ in found.lines:
-        os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
 def run(place: Place, do: Callable[[Standby], Coroutine[Any, Any, T]]) -> T:
     async def go() -> T:
-        watch = Standby(place.job, place.token, place.lock)
+        watch = Standby(place.job, place.token, place.lock, "n0", ("n0",))
         try:
             return await asyncio.wait_for(do(watch), PATIENCE)
         finally:
@@ -201,12 +208,13 @@ class TestWhenTheLeaderIsDead:
     def test_the_next_one_is_started_later_and_later(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(standby, "DELAY", 0.1)
-        monkeypatch.setattr(standby, "MAX_DELAY", 0.4)
+        monkeypatch.setattr(candidacy, "DELAY", 0.1)
+        monkeypatch.setattr(candidacy, "MAX_DELAY", 0.4)
+        started.then("exit 1")
         place.leader().die()
 
         async def go() -> float:
-            watch = Standby(place.job, place.token, place.lock)
+            watch = Standby(place.job, place.token, place.lock, "n0", ("n0",))
             began = time.monotonic()
             finding = asyncio.ensure_future(watch.next(1, PATIENCE))
             await started.until(5)
@@ -220,31 +228,52 @@ class TestWhenTheLeaderIsDead:
         assert started.deposing == ["1"] * 5
 
     @pytest.mark.starts_processes
-    @pytest.mark.parametrize(("steady", "delay"), [(0.0, 0.05), (PATIENCE, 0.8)])
-    def test_who_has_found_a_master_that_led_for_long_starts_again_without_delay(
-        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, steady: float, delay: float
+    def test_no_other_is_started_while_one_comes_up(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One that has led for a moment only may be ended by what will end the next one."""
-        monkeypatch.setattr(standby, "DELAY", 0.05)
-        monkeypatch.setattr(standby, "MAX_DELAY", PATIENCE * 10)
-        monkeypatch.setattr(standby, "STEADY", steady)
+        monkeypatch.setattr(candidacy, "DELAY", 0.01)
+        monkeypatch.setattr(candidacy, "COMING_UP", 0.5)
         place.leader().die()
 
         async def go(watch: Standby) -> float:
             finding = asyncio.ensure_future(watch.next(1, PATIENCE))
-            await started.until(4)
+            await started.until(1)
+            began = time.monotonic()
+            await started.until(2)
+            finding.cancel()
+            return time.monotonic() - began
+
+        assert run(place, go) > 0.4
+
+    @pytest.mark.starts_processes
+    @pytest.mark.parametrize(("steady", "tries"), [(0.0, 1), (PATIENCE, 4)])
+    def test_who_has_found_a_master_that_led_for_long_starts_again_without_delay(
+        self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, steady: float, tries: int
+    ) -> None:
+        """One that has led for a moment only may be ended by what will end the next one."""
+        monkeypatch.setattr(candidacy, "DELAY", 0.01)
+        monkeypatch.setattr(candidacy, "SPREAD", 0.01)
+        monkeypatch.setattr(standby, "STEADY", steady)
+        started.then("exit 1")
+        place.leader().die()
+
+        async def go(watch: Standby) -> int:
+            finding = asyncio.ensure_future(watch.next(1, PATIENCE))
+            await started.until(3)
             second = place.leader("second", deposing=1)
             _, stream = await finding
             await stream.close()
-            watch._not_before = 0.0
+            # The next one comes up until the test is over.
+            started.then("exec sleep 100")
             second.die()
+            before = len(started.lines)
             finding = asyncio.ensure_future(watch.next(2, PATIENCE))
-            await started.until(5)
+            await started.until(before + 1)
             finding.cancel()
-            return watch._delay / 2
+            return watch._attempts.number - (before - 3 if steady else 0)
 
-        assert run(place, go) == delay
-        assert started.deposing == ["1", "1", "1", "1", "2"]
+        assert run(place, go) == tries
+        assert started.deposing[-1] == "2"
 
 
 class TestWhenNobodyLeads:
@@ -285,7 +314,7 @@ class TestWhenNobodyLeads:
         self, place: Place, started: Started
     ) -> None:
         master = place.leader()
-        place.store.txn([], deletes=["jobs/run-1/leader"])
+        place.store.txn([], deletes=["jobs/run-1/lead/leader"])
 
         async def go(watch: Standby) -> None:
             telling = asyncio.ensure_future(watch.another(1))
@@ -317,7 +346,8 @@ class TestAStoreThatIsAway:
 
     def test_is_the_reason_that_is_told(self, place: Place, started: Started) -> None:
         async def go(watch: Standby) -> None:
-            assert await watch._masters.leader() is None
+            while not watch._masters.seat.known:
+                await watch._masters.news()
             (place.job.path / "store.db").unlink()
             await watch.next(0, 0.1)
 
@@ -356,7 +386,7 @@ def test_a_master_that_cannot_be_started_is_tried_again(
     """An agent that has no descriptor left for a moment must not end the workers that it keeps."""
     program = sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(standby, "DELAY", 0.01)
+    monkeypatch.setattr(candidacy, "DELAY", 0.01)
 
     async def go(watch: Standby) -> None:
         search = asyncio.ensure_future(watch.next(1, PATIENCE))

@@ -107,7 +107,7 @@ class TestTheFirstMaster:
         leaders = [
             Leader(**json.loads(each.value))
             for each in changes
-            if each.key == f"{SEAT}leader" and each.kind == "put"
+            if each.key == f"{SEAT}lead/leader" and each.kind == "put"
         ]
         assert leaders == [Leader(1, f"unix:{seat.path}", socket.gethostname(), os.getpid())]
 

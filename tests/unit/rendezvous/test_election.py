@@ -80,6 +80,6 @@ class TestALeaderThatComesBackToItsSeat:
 
 @pytest.mark.parametrize(("key", "value"), [("leader", "[1, 2]"), ("epoch", "many")])
 def test_what_no_unirun_has_written_is_named(store: MemoryStore, key: str, value: str) -> None:
-    store.txn([], [Put(f"{SEAT}{key}", value)])
-    with pytest.raises(StoreRefused, match=f"jobs/run1/{key} holds '.*', which no unirun has written"):
+    store.txn([], [Put(f"{SEAT}lead/{key}", value)])
+    with pytest.raises(StoreRefused, match=f"jobs/run1/lead/{key} holds '.*', which no unirun has written"):
         win(store)

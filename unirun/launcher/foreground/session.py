@@ -26,10 +26,10 @@ from unirun.wire.aio import Stream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 
 LOOK_AGAIN = 0.03
-"""Seconds between two looks for a master, as long as there is none."""
+"""Seconds between two attempts to reach a master, as long as there is none."""
 
-CHECK = 3.0
-"""Seconds between two looks for another master, as long as there is one: it may hang."""
+CHECK = 1.0
+"""Seconds of silence after which it is looked whether any agent is left, when the user has asked twice for the end."""
 
 PATIENCE = 2.0
 """Seconds that a master has when the user has asked twice for the end. Then the agents here are told to end, and killed
@@ -139,17 +139,18 @@ class Session:
     async def _follow_to_end(self) -> Ended | None:
         """Follow one master after another. None when there is no other, and none has left an end."""
         while True:
-            try:
-                leader = await self._masters.leader()
-                if leader is not None:
-                    return await self._follow_master(leader)
-            except (StoreError, RendezvousError, WireError) as error:
-                self._trouble = str(error)
+            seat = self._masters.seat
+            self._trouble = seat.trouble or self._trouble
+            if seat.leader is not None:
+                try:
+                    return await self._follow_master(seat.leader)
+                except (RendezvousError, WireError) as error:
+                    self._trouble = str(error)
             self._tell_why()
             if self._processes.given_up(self._led):
                 known = self._led and not self._requests.urgent
                 return await asyncio.to_thread(self._end_in_store) if known else None
-            await asyncio.sleep(LOOK_AGAIN)
+            await self._masters.news(LOOK_AGAIN)
 
     async def _follow_master(self, leader: Leader) -> Ended:
         """Follow one master to the job's end. Raises `WireError` when it is gone before."""
@@ -161,9 +162,10 @@ class Session:
         self._led = True
         self._processes.master = leader.pid
         master.send(Attach())
+        leaving = asyncio.create_task(self._leave_when_replaced(master, leader))
         phases: dict[str, str] = {}
         try:
-            while not isinstance(message := await self._hear(master, leader), Ended):
+            while not isinstance(message := await self._hear(master), Ended):
                 self._display.show(message)
                 if self._master is None and isinstance(message, RoleChanged):
                     # It begins with how every role stands, which tells which requests it knows.
@@ -174,26 +176,25 @@ class Session:
                         self._master = master
             return message
         finally:
+            leaving.cancel()
             self._master = None
             self._alone_since = time.monotonic()
             await master.close()
 
-    async def _hear(self, master: Stream, leader: Leader) -> Message:
+    async def _leave_when_replaced(self, master: Stream, leader: Leader) -> None:
+        """End the stream when there is a later term: a master that hangs does not end it."""
+        while self._masters.seat.epoch <= leader.epoch:
+            await self._masters.news(eager=False)
+        await master.close()
+
+    async def _hear(self, master: Stream) -> Message:
         """The next message of `master`. Raises `WireError` when it is gone, or is not to be waited for any more."""
-        looked = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CHECK / 3):
+                async with asyncio.timeout(CHECK):
                     return await master.receive()
             if self._requests.urgent and self._processes.given_up(self._led):
                 raise WireError("the master does not end a job that has no agent any more")
-            if time.monotonic() < looked + CHECK:
-                continue
-            looked = time.monotonic()
-            with contextlib.suppress(StoreError):
-                now = await self._masters.leader()
-                if now is not None and now.epoch > leader.epoch:
-                    raise WireError(f"the master of term {leader.epoch} does not lead any more")
 
     def _tell_why(self) -> None:
         """As long as nobody leads: say what the latest master has said before it ended."""

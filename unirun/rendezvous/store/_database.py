@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -73,19 +75,22 @@ def _touch(path: Path) -> None:
             raise StoreRefused(
                 f"a store in {path} is not safe: {exposed.problem}", f"{exposed.remedy}; {_SHARED}"
             )
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            info = os.fstat(handle)
-        finally:
-            os.close(handle)
+        # It is not opened here: to close it would drop the locks of all connections that this process has to it, and
+        # another process would take itself for the last and remove the log that they read.
+        with suppress(FileExistsError):
+            os.mknod(path.resolve(), 0o600)
+        info = os.stat(path)
+        if stat.S_ISDIR(info.st_mode):
+            raise StoreRefused(f"{path} is a directory", "name a file in it")
+        if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+            code = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code), path)
         if info.st_uid not in (0, os.geteuid()):
             raise StoreRefused(f"{path} belongs to {owner(info)}", f"name a file of your own; {_SHARED}")
         if writers(info):
             raise StoreRefused(f"{path} may be written by {writers(info)}", f"chmod 600 {path}; {_SHARED}")
     except FileNotFoundError as error:
         raise StoreRefused(f"there is no directory {path.parent}", "make it, or name another file") from error
-    except IsADirectoryError as error:
-        raise StoreRefused(f"{path} is a directory", "name a file in it") from error
     except PermissionError as error:
         raise StoreRefused(
             f"{path} may not be opened for writing", "see who owns it and its directory, or name another file"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Queue
 
 import pytest
@@ -16,6 +17,7 @@ from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import Session, StopRequests
 from unirun.launcher.launch import RunningJob
 from unirun.launcher.local import Processes
+from unirun.rendezvous import seat
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
@@ -82,7 +84,8 @@ class TestStopRequests:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
     with Place() as place:
         yield place
 
@@ -174,7 +177,7 @@ def test_a_master_that_hangs_is_left_for_the_one_that_leads(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream does not end."""
-    monkeypatch.setattr(session_module, "CHECK", 0.05)
+    monkeypatch.setattr(seat, "CALM", 0.05)
     ended = Ended(0, "succeeded", "")
 
     async def follow() -> None:

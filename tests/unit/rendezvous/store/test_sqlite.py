@@ -324,6 +324,27 @@ def test_a_watch_notices_a_change_of_another_process_soon_and_costs_little(store
     other.close()
 
 
+@pytest.mark.starts_processes
+def test_a_watch_goes_on_when_other_processes_open_and_close_the_file(store: SqliteStore) -> None:
+    """The last connection to a file removes its log; a process with several connections must keep its locks on it."""
+    code = """
+        import sys
+        from unirun.rendezvous.store.protocol import Put
+        from unirun.rendezvous.store.sqlite import SqliteStore
+        store = SqliteStore(sys.argv[1])
+        store.txn([], [Put(f"a/{sys.argv[2]}", "x")])
+        store.close()
+    """
+    watch = store.watch("a/", 1)
+    watch.changes(0.0)
+    for number in range(3):
+        command = [sys.executable, "-c", textwrap.dedent(code), str(store.path), str(number)]
+        subprocess.run(command, check=True, timeout=30)
+        news = watch.changes(5.0)
+        assert [change.key for change in news if isinstance(change, Change)] == [f"a/{number}"]
+        assert store.get(f"a/{number}") is not None
+
+
 def test_every_key_is_under_the_empty_prefix(store: SqliteStore) -> None:
     keys = ["\x00", "!", "0", "A", "a", "é", "\U0010ffff"]
     store.txn([], [Put(key, "1") for key in keys])

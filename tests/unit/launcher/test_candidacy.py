@@ -1,0 +1,97 @@
+"""Of many agents few start a candidate, in an order that is another for each term; one that lives is waited for."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+from statistics import mean
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.launcher.candidacy import (
+    COMING_UP,
+    DELAY,
+    MAX_DELAY,
+    SPREAD,
+    STEP,
+    Attempts,
+    start_at,
+    turn,
+)
+
+COUNTS = st.integers(1, 60)
+EPOCHS = st.integers(0, 1000)
+
+
+def names(count: int) -> list[str]:
+    return [f"node{number}" for number in range(count)]
+
+
+class TestATurn:
+    def test_of_the_only_node_comes_at_once(self) -> None:
+        assert turn("node0", names(1), 7) == 0.0
+
+    @given(COUNTS, EPOCHS)
+    def test_comes_for_each_node_and_for_one_at_once(self, count: int, epoch: int) -> None:
+        nodes = names(count)
+        waits = sorted(turn(node, nodes, epoch) for node in nodes)
+        assert waits[0] == 0.0
+        assert waits == [STEP * math.log2(place + 1) for place in range(count)]
+
+    def test_of_a_thousand_nodes_comes_within_a_few_seconds(self) -> None:
+        nodes = names(1000)
+        assert max(turn(node, nodes, 1) for node in nodes) < 5.0
+
+    def test_is_another_in_the_next_term(self) -> None:
+        nodes = names(40)
+        first = {min(nodes, key=lambda node: turn(node, nodes, epoch)) for epoch in range(30)}
+        assert len(first) > 10, "a node that cannot start a master does not hold up every term"
+
+
+class TestTheStart:
+    @given(st.floats(0, 100), st.floats(0, 5), COUNTS)
+    def test_of_a_first_candidate_comes_in_turn(self, vacant: float, wait: float, nodes: int) -> None:
+        assert start_at(vacant, wait, Attempts(), nodes) == vacant + wait
+
+    def test_of_another_waits_while_one_comes_up(self) -> None:
+        attempts = Attempts(1, started=10.0, coming_up=True)
+        assert start_at(9.0, 0.0, attempts, 1) == 10.0 + COMING_UP
+
+    def test_of_another_comes_later_and_later_while_they_end(self) -> None:
+        starts = [start_at(0.0, 0.0, Attempts(number, started=10.0), 1) - 10.0 for number in range(1, 6)]
+        assert starts == [DELAY, 2 * DELAY, MAX_DELAY, MAX_DELAY, MAX_DELAY]
+
+    def test_of_another_waits_longer_in_a_job_of_many_nodes(self) -> None:
+        assert start_at(0.0, 0.0, Attempts(9, started=10.0), 1000) == 10.0 + SPREAD * 1000
+
+    def test_in_a_later_term_is_in_turn_when_the_last_is_long_ago(self) -> None:
+        assert start_at(100.0, 0.5, Attempts(3, started=10.0), 4) == 100.5
+
+
+class TestAThousandAgents:
+    """The place becomes free; all hear of it within some milliseconds, and of the next leader likewise."""
+
+    @staticmethod
+    def started(rng: Random, epoch: int, alive: float = 1.0) -> tuple[int, float]:
+        """How many candidates are started, and after how many seconds one leads."""
+        nodes = names(1000)
+        there = [node for node in nodes if rng.random() < alive]
+        starts = sorted(
+            start_at(rng.uniform(0, 0.01), turn(node, nodes, epoch), Attempts(), len(nodes)) for node in there
+        )
+        leads = min(at + rng.uniform(0.3, 0.8) for at in starts[:20])
+        heard = (leads + rng.uniform(0, 0.01) for _ in starts)
+        return sum(at < news for at, news in zip(starts, heard, strict=True)), leads
+
+    def test_start_few_candidates(self) -> None:
+        rng = Random(1)
+        found = [self.started(rng, epoch) for epoch in range(40)]
+        assert mean(count for count, _ in found) <= 3
+        assert max(leads for _, leads in found) < 0.9
+
+    def test_of_which_half_are_gone_have_a_master_soon_too(self) -> None:
+        rng = Random(2)
+        found = [self.started(rng, epoch, alive=0.5) for epoch in range(40)]
+        assert mean(count for count, _ in found) <= 3
+        assert max(leads for _, leads in found) < 3.0

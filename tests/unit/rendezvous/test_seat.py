@@ -1,0 +1,179 @@
+"""Who leads a job is known from a watch of the store: it is read once, however often it changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from unirun.errors import StoreAway
+from unirun.rendezvous import seat as seat_module
+from unirun.rendezvous.election import Leader, campaign, seat_prefix
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.seat import Seat, SeatWatch
+from unirun.rendezvous.store.memory import MemoryStore
+from unirun.rendezvous.store.protocol import Put, Store, Watch
+
+JOB = job_prefix("run-1")
+PATIENCE = 20.0
+
+
+class Counted:
+    """A store that counts what is asked of it, and stays open for the next who opens it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return (lambda: None) if name == "close" else getattr(self._store, name)
+
+
+class Told:
+    """What a watch has told, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.seats: list[Seat] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, seat: Seat) -> None:
+        with self._changed:
+            self.seats.append(seat)
+            self._changed.notify_all()
+
+    def until(self, true: Callable[[Seat], bool]) -> Seat:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.seats and true(self.seats[-1]), PATIENCE), self.seats
+            return self.seats[-1]
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    with_leases = MemoryStore()
+    yield with_leases
+    with_leases.close()
+
+
+def elect(store: Store, epochs: Sequence[int], *, resign: bool = False) -> None:
+    for epoch in epochs:
+        term = campaign(store, JOB, f"unix:/m{epoch}", "host", epoch, ttl=60.0, deposing=epoch - 1)
+        assert term is not None
+        if resign:
+            term.resign()
+
+
+def test_nobody_leads_a_job_that_has_just_begun(store: MemoryStore) -> None:
+    told = Told()
+    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    seat = told.until(lambda seat: seat.known)
+    assert (seat.leader, seat.epoch, seat.trouble) == (None, 0, "")
+    watch.close()
+    watch.close()
+
+
+def test_each_leader_is_told_in_order(store: MemoryStore) -> None:
+    told = Told()
+    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    told.until(lambda seat: seat.known)
+    for epoch in (1, 2, 3):
+        elect(store, [epoch])
+        seat = told.until(lambda seat, epoch=epoch: seat.epoch == epoch)  # type: ignore[misc]
+        assert seat.leader == Leader(epoch, f"unix:/m{epoch}", "host", epoch)
+    watch.close()
+    assert [seat.epoch for seat in told.seats] == [0, 1, 2, 3]
+    assert [seat.since for seat in told.seats] == sorted(seat.since for seat in told.seats)
+
+
+def test_a_leader_that_leaves_is_told_with_the_term_that_it_had(store: MemoryStore) -> None:
+    told = Told()
+    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    elect(store, [1], resign=True)
+    seat = told.until(lambda seat: seat.epoch == 1 and seat.leader is None)
+    assert seat.known
+    watch.close()
+
+
+def test_many_agents_read_the_store_once_each_whatever_happens(store: MemoryStore) -> None:
+    stores = [Counted(store) for _ in range(100)]
+    told = [Told() for _ in stores]
+    watches = [SeatWatch(lambda each=each: each, JOB, tell) for each, tell in zip(stores, told, strict=True)]  # type: ignore[misc]
+    for each in told:
+        each.until(lambda seat: seat.known)
+    elect(store, range(1, 21))
+    store.txn([], [Put(f"{JOB}context/1", "what a master writes is none of it")])
+    for each in told:
+        each.until(lambda seat: seat.epoch == 20)
+    for watch in watches:
+        watch.close()
+    assert {tuple(each.asked) for each in stores} == {("get_prefix", "watch", "close")}
+
+
+def test_a_calm_watch_hears_of_another_leader_a_little_later(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat_module, "CALM", 0.01)
+    told = Told()
+    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    watch.hurry(False)
+    elect(store, [1, 2])
+    told.until(lambda seat: seat.epoch == 2)
+    watch.close()
+
+
+def test_a_store_that_is_away_is_told_and_what_was_seen_stays(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seat_module, "WAIT", 0.01)
+    monkeypatch.setattr(seat_module, "RETRY", 0.01)
+    away = threading.Event()
+
+    class Fragile:
+        """A watch that breaks with its store."""
+
+        def __init__(self, watch: Watch) -> None:
+            self._watch = watch
+
+        def changes(self, timeout: float) -> Any:
+            if away.is_set():
+                raise StoreAway("etcd does not answer")
+            return self._watch.changes(timeout)
+
+        def close(self) -> None:
+            self._watch.close()
+
+    class Shy(Counted):
+        def watch(self, prefix: str, from_revision: int) -> Fragile:
+            return Fragile(store.watch(prefix, from_revision))
+
+    opened: list[Shy] = []
+
+    def open_store() -> Any:
+        opened.append(Shy(store))
+        return opened[-1]
+
+    told = Told()
+    watch = SeatWatch(open_store, JOB, told)
+    elect(store, [1])
+    led = told.until(lambda seat: seat.epoch == 1)
+    away.set()
+    seat = told.until(lambda seat: bool(seat.trouble))
+    assert seat == replace(led, trouble="etcd does not answer")
+    elect(store, [2])
+    away.clear()
+    told.until(lambda seat: seat.epoch == 2 and not seat.trouble)
+    watch.close()
+    assert len(opened) == 1, "a file that is gone is not made anew"
+
+
+def test_what_no_unirun_has_written_is_trouble(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seat_module, "RETRY", 0.01)
+    store.txn([], [Put(f"{seat_prefix(JOB)}epoch", "tomorrow")])
+    told = Told()
+    watch = SeatWatch(lambda: Counted(store), JOB, told)
+    seat = told.until(lambda seat: bool(seat.trouble))
+    assert "which no unirun has written" in seat.trouble
+    watch.close()
