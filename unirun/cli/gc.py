@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
             except UnirunError as error:
                 errors.append(error)
         errors += stores.refused
-    _show(removed, dry=options.dry_run, as_json=options.json)
+    if removed or not errors:
+        _show(removed, dry=options.dry_run, as_json=options.json)
     for each in errors:
         warn(str(each))
     return errors[0].exit_code if errors else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unirun.errors import Refused, RendezvousError, WireError
+from unirun.errors import Refused, WireError
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
@@ -33,7 +33,7 @@ from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
-from unirun.rendezvous import Endpoint, JobDir, ProcessWatch, hold_endpoint
+from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
 from unirun.reporting import report_error
 from unirun.spec import JobSpec
 from unirun.values import WorkerId
@@ -379,20 +379,6 @@ class Agent:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
-
-
-def hold_endpoints(spec: JobSpec, port: int) -> dict[str, Endpoint]:
-    """One listening socket per role, for one node; that of the first role has `port`, unless it is 0. Raises
-    `RendezvousError` when it is taken."""
-    held: dict[str, Endpoint] = {}
-    try:
-        for role in spec.roles:
-            held[role.name] = hold_endpoint(spec.master_addr, 0 if held else port)
-    except RendezvousError:
-        for endpoint in held.values():
-            endpoint.close()
-        raise
-    return held
 
 
 def _describe(code: int) -> str:

@@ -11,7 +11,6 @@ from unirun.collocation import Inventory
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError
 from unirun.job.state import Owner, new_job
-from unirun.launcher.agent import hold_endpoints
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import Processes, first_words, start_processes
 from unirun.launcher.planned import PlannedJob
@@ -21,6 +20,7 @@ from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.rendezvous import JobDir, create_job, started_at
+from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec

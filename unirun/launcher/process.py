@@ -126,7 +126,10 @@ def _reap(pid: int, end: float) -> None:
     except ProcessLookupError:
         return
     try:
-        select.select([handle], [], [], max(end - time.monotonic(), 0.0))
+        # Not select(), which takes descriptors below 1024 only.
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll(1000 * max(end - time.monotonic(), 0.0))
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG)
     finally:

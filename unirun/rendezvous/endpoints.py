@@ -11,6 +11,7 @@ import errno
 import socket
 
 from unirun.errors import RendezvousError
+from unirun.spec import JobSpec
 from unirun.values import Value
 
 _BACKLOG = 4096
@@ -56,10 +57,26 @@ def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((addr, port))
         sock.listen(_BACKLOG)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         sock.close()
+        # A number above 65535 is an OverflowError.
+        problem = getattr(error, "strerror", None) or "there is no such port"
         raise RendezvousError(
-            f"{addr}:{port} cannot be listened on: {f'{error.strerror}'.lower()}",
+            f"{addr}:{port} cannot be listened on: {problem.lower()}",
             "leave out --master-port to get a free one" if port else "see --master-addr",
         ) from error
     return Endpoint(sock, addr, sock.getsockname()[1])
+
+
+def hold_endpoints(spec: JobSpec, port: int) -> dict[str, Endpoint]:
+    """One listening socket per role, for one node; that of the first role has `port`, unless it is 0. Raises
+    `RendezvousError` when it is taken."""
+    held: dict[str, Endpoint] = {}
+    try:
+        for role in spec.roles:
+            held[role.name] = hold_endpoint(spec.master_addr, 0 if held else port)
+    except RendezvousError:
+        for endpoint in held.values():
+            endpoint.close()
+        raise
+    return held

@@ -192,11 +192,14 @@ class JobDir(Value):
         return value
 
     def alive(self) -> bool:
-        """Whether an agent or a master of this job lives, seen from its lock; a reused pid cannot deceive it."""
+        """Whether an agent or a master of this job lives, seen from its lock; a reused pid cannot deceive it. Raises
+        `JobError` when that cannot be seen."""
         try:
             handle = os.open(self.lock, os.O_RDONLY)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            raise JobError(f"{self.lock} cannot be opened: {error.strerror}") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

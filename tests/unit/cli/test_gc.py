@@ -126,6 +126,12 @@ class TestHere:
         assert "no job is called 'run1'; write the whole id: run10" in capsys.readouterr().err
         assert ten.path.exists()
 
+    def test_that_is_not_there_is_told_and_nothing_else(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call("gc", "nobody") != 0
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert "nobody" in output.err
+
     def test_of_several_names_those_that_are_there_are_removed(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -30,7 +30,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 
 async def _made(job: object, spec: JobSpec, lock: int) -> Agent:
-    return Agent(job, spec, "n0", "/", {}, lock)  # type: ignore[arg-type]
+    return Agent(job, spec, "n0", ["n0"], "/", {}, lock)  # type: ignore[arg-type]
 
 
 class Bug:

@@ -31,6 +31,11 @@ def test_a_port_can_be_chosen_and_is_given_back() -> None:
     again.close()
 
 
+def test_a_number_that_is_no_port_is_told() -> None:
+    with pytest.raises(RendezvousError, match="127.0.0.1:65536 cannot be listened on: there is no such port"):
+        hold_endpoint("127.0.0.1", 65536)
+
+
 def test_a_port_that_is_taken_is_told() -> None:
     first = hold_endpoint("127.0.0.1")
     with pytest.raises(RendezvousError, match="address already in use; leave out --master-port") as caught:

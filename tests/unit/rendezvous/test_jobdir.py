@@ -384,3 +384,19 @@ def test_a_job_without_a_lock_does_not_run(create: Create) -> None:
     job = create()
     job.lock.unlink()
     assert not job.alive()
+
+
+def test_a_job_whose_lock_cannot_be_opened_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    job, lock = create_job("mine", new_token())
+    os.close(lock)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(JobError, match=r"alive.lock cannot be opened: Too many open files"):
+            job.alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not job.alive()
