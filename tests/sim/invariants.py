@@ -322,7 +322,7 @@ class Invariants:
     def _check_history(self) -> None:
         """What was changed, one after the other, gives what is there."""
         there: dict[str, str] = {}
-        changed = self.store.watch("", 0).changed_documents(0.0)
+        changed = self.store.watch("", 0).changes(0.0)
         assert isinstance(changed, tuple)
         for change in changed:
             if change.kind == "put":

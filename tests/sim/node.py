@@ -12,7 +12,7 @@ from tests.sim.processes import Process, Who
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
 from unirun.launcher import core, events
-from unirun.launcher.candidacy import Attempts, start_at, turn
+from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.orders import Orders
 from unirun.launcher.standby import PATIENCE, STEADY
@@ -146,9 +146,10 @@ class Node:
                 self._connect(master, leader.epoch)
 
     def _start_in_turn(self, vacant: float, deposing: int) -> None:
-        now, nodes = self.world.clock.now, self.world.plan.placement.nodes
+        now, placement = self.world.clock.now, self.world.plan.placement
+        nodes = {*placement.nodes, *placement.spares}
         attempts = replace(self._attempts, coming_up=now < self._coming_up_until)
-        if now >= start_at(vacant, turn(self.name, nodes, self.state.epoch), attempts, len(nodes)):
+        if now >= start_at(vacant, turns(sorted(nodes), self.state.epoch)[self.name], attempts, len(nodes)):
             delay = self.world.rng.uniform(0.2, 0.6)
             self._attempts, self._coming_up_until = Attempts(attempts.number + 1, now), now + delay
             self.world.clock.after(delay, lambda: self.world.start_master(deposing))

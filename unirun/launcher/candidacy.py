@@ -32,20 +32,19 @@ class Attempts(Value):
     coming_up: bool = False
 
 
-def turn(node: str, nodes: Sequence[str], epoch: int) -> float:
-    """Seconds for which the agent of `node` waits before it takes the place of the leader of term `epoch`.
+def turns(nodes: Sequence[str], epoch: int) -> dict[str, float]:
+    """Seconds for which the agent of each node waits before it takes the place of the leader of term `epoch`.
 
     The order of `nodes` is another for each term, and the same for all agents; the first does not wait.
     """
-    mine = _place(node, epoch)
-    before = sum(_place(each, epoch) < mine for each in nodes)
-    return STEP * math.log2(before + 1)
+    order = sorted(nodes, key=lambda node: _place(node, epoch))
+    return {node: STEP * math.log2(place + 1) for place, node in enumerate(order)}
 
 
 def start_at(vacant: float, wait: float, attempts: Attempts, nodes: int) -> float:
     """The time at which an agent starts a candidate, unless somebody leads before.
 
-    `vacant` is when the place became free and `wait` the agent's `turn`, in a job of so many `nodes`.
+    `vacant` is when the place became free and `wait` the agent's turn (`turns`), in a job of so many `nodes`.
     """
     if not attempts.number:
         return vacant + wait

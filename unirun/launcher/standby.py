@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, WireError
-from unirun.launcher.candidacy import Attempts, start_at, turn
+from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import MasterGone, Masters
 from unirun.reporting import report
@@ -111,7 +111,7 @@ class Standby:
         epoch = self._masters.seat.epoch
         coming_up = self._candidate in self._started and epoch == self._epoch_before
         self._attempts = replace(self._attempts, coming_up=coming_up)
-        wait = turn(self._node, self._nodes, epoch)
+        wait = turns(self._nodes, epoch)[self._node]
         at = start_at(vacant, wait, self._attempts, len(self._nodes))
         if now >= at:
             self._start(deposing)

@@ -17,7 +17,7 @@ from unirun.launcher.candidacy import (
     STEP,
     Attempts,
     start_at,
-    turn,
+    turns,
 )
 
 COUNTS = st.integers(1, 60)
@@ -30,22 +30,22 @@ def names(count: int) -> list[str]:
 
 class TestATurn:
     def test_of_the_only_node_comes_at_once(self) -> None:
-        assert turn("node0", names(1), 7) == 0.0
+        assert turns(names(1), 7) == {"node0": 0.0}
 
     @given(COUNTS, EPOCHS)
     def test_comes_for_each_node_and_for_one_at_once(self, count: int, epoch: int) -> None:
         nodes = names(count)
-        waits = sorted(turn(node, nodes, epoch) for node in nodes)
+        waits = sorted(turns(nodes, epoch).values())
         assert waits[0] == 0.0
         assert waits == [STEP * math.log2(place + 1) for place in range(count)]
 
     def test_of_a_thousand_nodes_comes_within_a_few_seconds(self) -> None:
         nodes = names(1000)
-        assert max(turn(node, nodes, 1) for node in nodes) < 5.0
+        assert max(turns(nodes, 1).values()) < 5.0
 
     def test_is_another_in_the_next_term(self) -> None:
         nodes = names(40)
-        first = {min(nodes, key=lambda node: turn(node, nodes, epoch)) for epoch in range(30)}
+        first = {min(nodes, key=turns(nodes, epoch).__getitem__) for epoch in range(30)}
         assert len(first) > 10, "a node that cannot start a master does not hold up every term"
 
 
@@ -76,10 +76,9 @@ class TestAThousandAgents:
     def started(rng: Random, epoch: int, alive: float = 1.0) -> tuple[int, float]:
         """How many candidates are started, and after how many seconds one leads."""
         nodes = names(1000)
+        wait = turns(nodes, epoch)
         there = [node for node in nodes if rng.random() < alive]
-        starts = sorted(
-            start_at(rng.uniform(0, 0.01), turn(node, nodes, epoch), Attempts(), len(nodes)) for node in there
-        )
+        starts = sorted(start_at(rng.uniform(0, 0.01), wait[node], Attempts(), len(nodes)) for node in there)
         leads = min(at + rng.uniform(0.3, 0.8) for at in starts[:20])
         heard = (leads + rng.uniform(0, 0.01) for _ in starts)
         return sum(at < news for at, news in zip(starts, heard, strict=True)), leads
