@@ -1,4 +1,4 @@
-"""Waiting for a job's end from outside, through the deaths of its masters."""
+"""Waits for the end of a job from another process, also when its master changes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, Stop
 
 LOOK_AGAIN = 0.05
-"""Seconds between two looks for a master, as long as there is none."""
+"""Seconds between two looks for a master while there is none."""
 
 CHECK = 3.0
-"""Seconds between two looks for another master, as long as there is one: it may hang."""
+"""Seconds between two looks for another master while there is one, which may hang."""
 
 
 def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None = None) -> JobStatus:
-    """Wait until `job` has ended, or is lost; first tell it to `stop`, if that is given.
+    """Wait until `job` has ended or is lost; first send it `stop`, if that is given.
 
     Raises `TimeoutError` after `timeout` seconds.
     """
@@ -44,8 +44,8 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
 
 
 def _hear(master: BlockingStream, job: JobDir, epoch: int, deadline: float | None) -> Message:
-    """The next message of the master of term `epoch`. Raises `WireError` when it has ended, `RendezvousError` when
-    another has told since how the job stands, or time is over."""
+    """The next message of the master of term `epoch`. Raises `WireError` when that has ended, `RendezvousError` when
+    another master has written the status since, or at the deadline."""
     while True:
         left = _left(deadline)
         try:

@@ -1,4 +1,4 @@
-"""A store's index: one line about each job, for who looks at all of them."""
+"""The index of a store: one summary for each job."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from unirun.wire.codec import from_json
 
 
 class Index(Value):
-    """The `jobs` of a store, the oldest first. `refused`: lines that no unirun of this version has written; others who
-    use the store must not keep its users from seeing their jobs."""
+    """The `jobs` of a store, the oldest first. `refused` are entries that no unirun of this version has written; they
+    do not keep users from seeing their jobs."""
 
     jobs: tuple[Summary, ...]
     refused: tuple[StoreRefused, ...]
 
 
 def read_index(store: Store) -> Index:
-    """All lines of a store's index. Raises `StoreError`."""
+    """The index of a store. Raises `StoreError`."""
     jobs: list[Summary] = []
     refused: list[StoreRefused] = []
     for item in store.get_prefix(INDEX).items:

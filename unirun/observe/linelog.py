@@ -1,4 +1,4 @@
-"""A log of JSON objects, one a line, that a full disk cannot break."""
+"""A log with one JSON object per line, which survives a full disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, BinaryIO
 
 
 class LineLog:
-    """Appends to the file at `path`, which is made with the first line.
+    """Appends to the file at `path`, which is created with the first line.
 
-    A full disk loses lines, not the job: the log is for people. Of a line that was cut off, here or by the end of
-    another process, the beginning stays on a line of its own.
+    On a full disk lines are lost, and no error is raised: the log is for people. A line that was written in part stays
+    on a line of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class LineLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in `path`, the oldest first. A line that is not whole (yet, or for want of space) is left out.
+    """The objects in `path`, the oldest first. An incomplete line is left out.
 
     Raises OSError.
     """

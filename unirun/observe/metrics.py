@@ -1,4 +1,4 @@
-"""What workers have measured: one JSON object a line, with its time, its worker and its values."""
+"""The metrics of workers: one JSON object per line, with its time, its worker and its values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from unirun.observe.linelog import LineLog, read_lines
 
 
 class MetricsLog:
-    """Appends to a file, which is made with the first values."""
+    """Appends to a file, which is created with the first values."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineLog(path)
 
     def write(self, role: str, rank: int, time: float, values: Mapping[str, float]) -> None:
-        """Append the values of one worker."""
+        """Append metrics of one worker."""
         self._lines.append({"time": time, "role": role, "rank": rank, "values": dict(values)})
 
     def close(self) -> None:
@@ -26,9 +26,9 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """What was measured, the oldest first; nothing when no worker has measured anything.
+    """The metrics, the oldest first; none when no worker has reported any.
 
-    A line that is not whole (yet, or for want of space) is left out. Raises `JobError`.
+    An incomplete line is left out. Raises `JobError`.
     """
     try:
         yield from read_lines(path)

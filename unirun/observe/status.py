@@ -1,4 +1,4 @@
-"""How a job stands: the document that the master keeps and everybody else reads."""
+"""The status of a job: a document that the master writes and everybody else reads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unirun.values import Value
 from unirun.wire.codec import typed
 
 FAILURES = 20
-"""Failures in a status; the job's events tell of all of them."""
+"""Failures in a status; the event log has all of them."""
 
 ENDED = ("succeeded", "failed", "stopped", "lost")
 
 
 class WorkerStatus(Value):
-    """One worker: what it does (`phase`), where, and how it ended (`exit`, in words).
+    """One worker: its phase, its node, and how it has ended (`exit`, in words).
 
     `generation` is that of its role's process group which it is in; `metrics` are the latest by name.
     """
@@ -51,8 +51,8 @@ class RoleStatus(Value):
 
 
 class FailureStatus(Value):
-    """One worker that ended when it should not have: which, when (seconds since the epoch), how (`exit`, in words),
-    the first line of what it said, and what was decided."""
+    """One failure of a worker: which worker, when (seconds since the epoch), how it ended (`exit`, in words), the first
+    line of its error, and what was decided."""
 
     role: str
     rank: int
@@ -70,7 +70,7 @@ class FailureStatus(Value):
 
 
 class CallStatus(Value):
-    """The calls of one `method` that ranks of `source` make of ranks of `target`, as seen.
+    """The calls of one `method` that were seen from ranks of `source` to ranks of `target`.
 
     `kind`, `direction` and `weight`, in bytes per step, are those of the edge in the job's graph. `calls` counts every
     rank that was called; `bytes` went there, `returned` came back; answers took `seconds`, all of them together.
@@ -92,10 +92,9 @@ class CallStatus(Value):
 class JobStatus(Value):
     """One job. Times are seconds since the epoch; `code` is the exit code once it has ended.
 
-    `epoch` is the term of the master that says so, `trouble` what keeps it from writing its decisions to the store.
-    `failures` are the last `FAILURES` of them, in order of arrival; there were `failed` in all.
-    `spares` are nodes that are held back, `lost` those that are gone. `waiting` tells who can do nothing now, in words,
-    as it waits for ranks that are being started again.
+    `epoch` is the term of the master that has written it, `trouble` what keeps it from writing decisions to the store.
+    `failures` are the last `FAILURES` of `failed` in all, in order of arrival. `spares` are nodes held in reserve,
+    `lost` those that are gone. `waiting` says in words which ranks are blocked until others have restarted.
     """
 
     run_id: str
@@ -127,8 +126,8 @@ class JobStatus(Value):
 
 
 class Summary(Value):
-    """One job, in few words: `roles` has the number of ranks of each. Times are seconds since the epoch; `code` is the
-    exit code once it has ended. `uid` tells the job from others of its id."""
+    """A summary of one job: `roles` has the number of ranks of each. Times are seconds since the epoch; `code` is the
+    exit code once it has ended. `uid` distinguishes the job from others with its id."""
 
     run_id: str
     uid: str
@@ -140,12 +139,12 @@ class Summary(Value):
     roles: dict[str, int]
 
     def line(self) -> str:
-        """The job's value in the index."""
+        """The job's entry in the index."""
         return json.dumps(to_builtins(self))
 
 
 def write_status(job: JobDir, status: JobStatus) -> None:
-    """Write how `job` stands, for those who want all of it and for those who want one line. Raises OSError."""
+    """Write the status of `job` and its summary. Raises OSError."""
     job.write_json(job.state.name, status.to_json())
     summary = Summary(
         run_id=status.run_id,
@@ -161,7 +160,7 @@ def write_status(job: JobDir, status: JobStatus) -> None:
 
 
 def runs(job: JobDir) -> bool:
-    """Whether `job` has not ended yet; its processes live on for a moment when it has."""
+    """Whether `job` has not ended yet. (Its processes may outlive its end for a moment.)"""
     try:
         return job.alive() and read_summary(job).phase not in ENDED
     except JobError:
@@ -170,7 +169,7 @@ def runs(job: JobDir) -> bool:
 
 
 def read_summary(job: JobDir) -> Summary:
-    """`job` in one line; ``lost`` where `read_status` says so. Raises `JobError` as that does."""
+    """The summary of `job`. Its phase may be ``lost``, and it raises `JobError`, as `read_status`."""
     alive = job.alive()
     try:
         summary = typed(Summary, job.read_json(job.summary.name))
@@ -182,8 +181,7 @@ def read_summary(job: JobDir) -> Summary:
 def read_status(job: JobDir) -> JobStatus:
     """The status of `job`. Raises `JobError` when it has none, or one that unirun of this version has not written.
 
-    A job of which neither master nor agent lives, and which has no end, is ``lost``: its record cannot have changed
-    since.
+    The phase of a job that has not ended, though neither its master nor an agent lives, is ``lost``.
     """
     alive = job.alive()
     data = job.read_json(job.state.name)
@@ -200,7 +198,7 @@ def read_status(job: JobDir) -> JobStatus:
 
 
 def verified(status: JobStatus, where: str) -> JobStatus:
-    """`status`, which was made of what was found at `where`, when every field of it has the type that unirun gives it.
+    """`status`, which was read from `where`, after a check that each field has its type.
 
     Raises `JobError`.
     """
