@@ -28,7 +28,6 @@
     │   └── Fenced              another master leads the job now
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
     ├── JobFailed               a job that was submitted did not succeed
-    ├── SpawnError              a worker's process could not be started
     ├── Refused                 a peer has sent what cannot be; nothing is lost when it is not taken
     └── IllegalTransition       a state machine was given an event that its state does not allow (a bug)
 
@@ -71,7 +70,6 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
-    "SpawnError",
     "SpecError",
     "StoreAway",
     "StoreBroken",
@@ -293,10 +291,6 @@ class JobFailed(UnirunError):
     def __init__(self, problem: str, remedy: str = "", *, code: int) -> None:
         self.code = code
         super().__init__(problem, remedy)
-
-
-class SpawnError(UnirunError):
-    """A worker's process could not be started."""
 
 
 class Refused(UnirunError):

@@ -114,7 +114,7 @@ class TestAtEachMomentOfAStart:
             os.kill(pid, signal.SIGCONT)
         result = job.end()
         assert (result.code, result.out) == (0, "done\n"), result.err
-        # The fork that comes too late finds nobody, and says nothing.
+        # The warm process forks when it runs again. Its agent has gone on without it, so that child must end without an error.
         eventually(lambda: not own.forks, "nothing is left of it")
         assert "Traceback" not in "".join(
             file.read_text() for file in [*unirun.job_dir().glob("*.log"), *own.run.glob("warm/*/log")]

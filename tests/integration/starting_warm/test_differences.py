@@ -1,4 +1,4 @@
-"""Each difference makes a job start cold, and is told."""
+"""A job that differs from a warm process, in one variable or module, starts cold and says what differs."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ class TestThoseThatRun:
         assert [warm.folder for warm in running()] == [alive]
         assert [*root.iterdir()] == [alive]
 
-    def test_are_without_one_whose_folder_is_being_made(self, root: Path) -> None:
-        """Nobody may take it for that of a dead one."""
+    def test_do_not_list_a_folder_that_is_still_being_made_and_do_not_remove_it(self, root: Path) -> None:
+        """Folders of dead processes are removed; this one has no process yet."""
         (root / ".draft").mkdir()
         assert (running(), some_start()) == ([], False)
         assert (root / ".draft").exists()
