@@ -8,7 +8,7 @@ places is then a lookup in a small matrix, as a node has few islands, however ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
@@ -79,7 +79,7 @@ class Kinds:
         self._known: dict[object, NodeKind] = {}
         self._none: Cells = (0,) * len(problem.bundles)
 
-    def of(self, nodes: Iterable[Node]) -> list[NodeKind]:
+    def of(self, nodes: Sequence[Node]) -> list[NodeKind]:
         """The kinds of empty `nodes`, in their order."""
         devices = any(type != CPU for type in self._problem.types)
         cpus = CPU in self._problem.types
@@ -87,15 +87,15 @@ class Kinds:
         def key(node: Node) -> object:
             return described(node) if devices else (), (node.cpus, node.numa) if cpus else ()
 
-        found: list[NodeKind] = []
-        # Neighbours in an inventory are mostly alike, and a comparison is faster than a lookup.
-        for same, group in groupby(nodes, key):
+        found: dict[int, NodeKind] = {}
+        # Explanations repeat one node for all that are alike. Neighbours mostly are, and a comparison is fast.
+        for same, group in groupby({id(node): node for node in nodes}.values(), key):
             alike = list(group)
             kind = self._known.get(same)
             if kind is None:
                 kind = self._known[same] = self._empty(alike[0])
-            found += [kind] * len(alike)
-        return found
+            found |= {id(node): kind for node in alike}
+        return [found[id(node)] for node in nodes]
 
     def _empty(self, node: Node) -> NodeKind:
         places: list[Place] = []
