@@ -1,4 +1,4 @@
-"""What there is (the inventory) and who sits where (the placement)."""
+"""The inventory of nodes, and the placement of ranks on them."""
 
 from unirun.collocation.devices import DeviceType, device_types
 from unirun.collocation.fake import is_fake, parse_fake

@@ -1,6 +1,6 @@
-"""Whether one host can have as many processes as a job has ranks on it. What can never be is refused before it starts.
+"""Checks before a job starts that one host can run as many processes as the job has ranks on it.
 
-Every figure is the least that a rank can do with: a job that is let through may still find that the host is too small.
+Every figure is a lower bound: a job that passes may still find that the host is too small.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from unirun.spec import JobSpec
 from unirun.values import Value
 
 WORKER_MEMORY = 4 << 20
-"""Bytes that a worker has for itself alone, forked from a process that has imported torch, before its code has done
-anything. Measured: 4.1 MiB; a fresh interpreter has more."""
+"""Private memory, in bytes, of a worker that was forked from a process with torch imported, before it runs user code.
+Measured: 4.1 MiB; a new interpreter has more."""
 
 PROGRAM_MEMORY = 256 << 10
 """The same for a program, which may be as small as a shell."""
 
 AROUND = 4
-"""Processes of a job besides those of its nodes and roles: the command and its master, and a moment's next one."""
+"""Processes of a job besides those of its nodes and roles: the command, the master, and for a moment its successor."""
 
 PER_NODE = 2
 """An agent and a spawner."""
 
 DESCRIPTORS = 64
-"""That an agent, or a spawner, has open besides one for each of its workers."""
+"""File descriptors that an agent or a spawner has open, besides one for each of its workers."""
 
 
 class Ceilings(Value):
-    """What a host allows; None where nothing limits it.
+    """The limits of a host; None where there is no limit.
 
     `processes` are limits with what they are called and how they are raised. `descriptors` is the most that one process
     may raise its own limit to. `memory`, in bytes, is with swap.
@@ -45,7 +45,7 @@ class Ceilings(Value):
 
 
 def host_ceilings(root: Path = Path("/")) -> Ceilings:
-    """Those of this process on this host."""
+    """The limits of this process on this host."""
     limits = cgroup_limits(root)
     found: list[tuple[int | None, str, str]] = [
         (_number(root / "proc/sys/kernel/pid_max"), "kernel.pid_max", "sysctl -w kernel.pid_max=4194304"),

@@ -1,4 +1,4 @@
-"""The types of devices that a role can ask for, and how those of this host are found.
+"""The types of devices that a role can request, and how the devices of this host are found.
 
 NVML is asked directly, so no torch and no CUDA context. A package adds a type of its own by an entry point of the group
 ``unirun.device_types`` that names a `DeviceType`.
@@ -26,7 +26,7 @@ Discover = Callable[[], tuple[Device, ...]]
 
 
 class DeviceType(Value):
-    """A type of device: how those of this host are found, and the variable that says which of them a process sees.
+    """A type of device: how the devices of this host are found, and the variable that masks them for a process.
 
     `discover` is called in every process that looks at its host's inventory: it returns the devices, each with `name`
     as its type, and none where there is no driver. `mask_variable` (``ZE_AFFINITY_MASK``) limits them when it is set,
@@ -71,7 +71,7 @@ def _load(entry: EntryPoint, known: Mapping[str, DeviceType]) -> DeviceType:
 
 
 def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
-    """Every NVIDIA device of this host that answers; none when there is no driver.
+    """Every NVIDIA device of this host that responds; empty without a driver.
 
     A GPU in MIG mode is nothing that CUDA could use as a whole: its parts are listed in its place, with their UUIDs
     as indices. `nvml` has the functions of `pynvml`, the module that is used without it.
@@ -88,13 +88,13 @@ def nvml_devices(nvml: Any = None) -> tuple[Device, ...]:
 
 
 class _Nvml:
-    """What is asked of an NVML that was initialised. A driver need not know every answer."""
+    """Queries to NVML, which is initialised. A driver may not support all of them."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
         self.handles: dict[str, Any] = {}
         for number in range(nvml.nvmlDeviceGetCount()):
-            # One that fell off its bus says so when it is asked for, and is not there for anybody.
+            # A GPU that has fallen off the bus raises an error when queried, and cannot be used.
             handle = self.ask(nvml.nvmlDeviceGetHandleByIndex, number, default=None)
             if handle is not None:
                 self.handles[str(number)] = handle
@@ -140,7 +140,7 @@ class _Nvml:
             name=_text(self.ask(self.nvml.nvmlDeviceGetName, handle, default="NVIDIA")),
             pci=pci,
             type=kind,
-            # A GPU that shares the memory of its host has none to tell of.
+            # A GPU that shares the memory of its host does not report any.
             memory=0 if memory is None else int(memory.total),
             uuid=_text(self.ask(self.nvml.nvmlDeviceGetUUID, handle, default="")),
             numa=self.numa(handle),
@@ -153,7 +153,7 @@ class _Nvml:
         return "" if info is None else _text(info.busId).lower()[-12:]
 
     def numa(self, handle: Any) -> int:
-        """The NUMA node whose memory is nearest, -1 when there are several or the driver does not say."""
+        """The NUMA node with the nearest memory, -1 when there are several or the driver does not tell."""
         words = self.ask(
             self.nvml.nvmlDeviceGetMemoryAffinity,
             handle,
@@ -172,9 +172,9 @@ class _Nvml:
         return tuple((other, near) for other, near in found if near)
 
     def nearness(self, one: Any, other: Any) -> str:
-        """One of `NEARNESS`; empty when the driver does not say."""
+        """One of `NEARNESS`; empty when the driver does not tell."""
         nvml = self.nvml
-        # Through NVSwitch as well: there the far end of a link is a switch, and the links alone would not tell.
+        # NVML also reports NVLink through NVSwitch, where the remote end of a link is a switch and not a GPU.
         status = self.ask(
             nvml.nvmlDeviceGetP2PStatus, one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK, default=None
         )

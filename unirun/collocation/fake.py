@@ -1,4 +1,4 @@
-"""Nodes that are not there, for plans and tests: ``fake:nodes=4,devices=8,numa=2``."""
+"""Simulated nodes, for plans and tests: ``fake:nodes=4,devices=8,numa=2``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEVICE_MEMORY = 80 * 2**30
 
 
 def is_fake(text: str) -> bool:
-    """Whether `text`, as ``--inventory`` has it, asks for nodes that are not there."""
+    """Whether `text`, as ``--inventory`` has it, describes simulated nodes."""
     return text.startswith(PREFIX)
 
 
@@ -105,7 +105,7 @@ def _inventory(numbers: dict[str, int], names: dict[str, str], memory: int) -> I
     devices = _devices(numbers["devices"], numa, numbers["nvlink"], names["type"])
     nodes = tuple(NumaNode(n, tuple(_part(len(cpus), n, numa)), memory // numa) for n in range(numa))
     digits = len(str(count - 1))
-    # Nodes are alike, so they have their devices in common: ten thousand of them are made in a moment.
+    # All nodes share one tuple of devices, so that ten thousand nodes are created quickly.
     return Inventory(
         tuple(
             Node(

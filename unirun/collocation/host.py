@@ -1,4 +1,4 @@
-"""The inventory of this host: what is there, and what its limits leave of it."""
+"""The inventory of this host, after its resource limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unirun.collocation.numa import Topology, parse_cpu_list, read_topology
 
 
 def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
-    """This host, as far as its control groups, Slurm and masks such as ``CUDA_VISIBLE_DEVICES`` let it be used."""
+    """This host with the resources that control groups, Slurm and masks such as ``CUDA_VISIBLE_DEVICES`` allow."""
     environ = os.environ if environ is None else environ
     devices = local_devices(environ, device_types().values())
     return Inventory((read_node(socket.gethostname(), os.sched_getaffinity(0), devices, environ),))
@@ -54,7 +54,7 @@ def read_node(
     every NUMA node as is its part, so that a device does not lose all that are near it.
     """
     limits = least(cgroup_limits(root), slurm_limits(environ))
-    # A set that has none in common with the affinity is not about this process.
+    # A set without any processor of the affinity does not apply to this process.
     usable = tuple(sorted(affinity & limits.cpus if limits.cpus is not None else affinity)) or tuple(
         sorted(affinity)
     )
@@ -66,7 +66,7 @@ def read_node(
     )
     hugepages = _hugepages(root)
     memory = _field(root / "proc/meminfo", "MemTotal")
-    # Memory that is set aside for huge pages is nobody's to allocate otherwise.
+    # Memory reserved for huge pages cannot be allocated otherwise.
     memory = max(memory - hugepages, 0)
     return Node(
         name=name,
@@ -105,7 +105,7 @@ def _numa_cpus(root: Path) -> dict[int, tuple[int, ...]]:
 def _numa_nodes(
     root: Path, numa_cpus: Mapping[int, tuple[int, ...]], usable: frozenset[int], near: set[int]
 ) -> tuple[NumaNode, ...]:
-    """Those with usable processors, or with a device near them; none when there is only one."""
+    """The NUMA nodes with usable processors or a device; empty when there is only one."""
     nodes = tuple(
         NumaNode(
             number,

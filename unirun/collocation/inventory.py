@@ -1,4 +1,4 @@
-"""What a job's nodes have: processors, memory and accelerators. Values only; `host` reads those of this host."""
+"""The resources of nodes: processors, memory and accelerators. Values only; `host` reads those of this host."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from msgspec.structs import replace
 from unirun.values import Value
 
 NEARNESS = ("nvlink", "board", "switch", "switches", "bridge", "numa", "system")
-"""How near two devices are, from the nearest: joined by NVLink; on one board; under one PCIe switch; under several;
-under one host bridge; on one NUMA node; on one host."""
+"""The topology between two devices, from the nearest: joined by NVLink; on one board; under one PCIe switch; under
+several; under one host bridge; on one NUMA node; on one host."""
 
 MIG = "mig"
-"""The type of a part of a GPU in MIG mode, and of such a GPU without parts: shown, and not given to any role unless
-a mask names it."""
+"""The type of a MIG instance, and of a GPU in MIG mode without instances: listed, but assigned to a role only when a
+mask names it."""
 
 
 class Device(Value):
     """One accelerator. `index` is what a mask names; `pci` is its bus id in sysfs form.
 
-    `memory` is in bytes, 0 when not known. `numa` is the NUMA node that it is near to, -1 when the kernel does not say.
+    `memory` is in bytes, 0 when not known. `numa` is the nearest NUMA node, -1 when the kernel does not tell.
     `links` are (index of another device of the host, how near it is), the latter one of `NEARNESS`.
     """
 
@@ -69,7 +69,7 @@ class Inventory(Value, dict=True, gc=True):
 
 
 def visible(devices: tuple[Device, ...], mask: str | None) -> tuple[Device, ...]:
-    """The devices that `mask` leaves, in its order, with the links between them.
+    """The devices that are visible with `mask`, in its order, with the links between them.
 
     As in CUDA, an entry is an index or the beginning of a UUID, and the first unknown index ends the list. A mask by
     UUID is passed on as it is, so its entries are the devices' indices then; a part of a GPU that it names may be used.
@@ -105,7 +105,7 @@ def _by_uuid(devices: tuple[Device, ...], entry: str) -> Device:
 
 
 def accelerators(node: Node) -> tuple[Device, ...]:
-    """The devices of `node` that roles may be given."""
+    """The devices of `node` that may be assigned to roles."""
     return tuple(device for device in node.devices if device.type != MIG)
 
 

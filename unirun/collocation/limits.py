@@ -1,4 +1,4 @@
-"""What this process may have of its host: the limits of its cgroup, version 1 or 2, and of Slurm."""
+"""Resource limits of this process: those of its cgroup, version 1 or 2, and of Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unirun.values import Value
 
 
 class Limits(Value):
-    """What may be used; None where nothing limits it.
+    """Resource limits; None where there is no limit.
 
     `cpus` are the only processors, `cpu_count` how many at once (a quota of 2.5 is 2, and never less than 1), `memory`
     is in bytes, `pids` are processes and threads.
@@ -24,7 +24,7 @@ class Limits(Value):
 
 
 def least(*limits: Limits) -> Limits:
-    """What all of `limits` allow."""
+    """The strictest of `limits`, for each resource."""
     sets = [each.cpus for each in limits if each.cpus is not None]
     return Limits(
         cpus=frozenset.intersection(*sets) if sets else None,
@@ -35,7 +35,7 @@ def least(*limits: Limits) -> Limits:
 
 
 def slurm_limits(environ: Mapping[str, str]) -> Limits:
-    """What Slurm gives this job step on its node. Values that are no number count as unset, and so does 0.
+    """The resources of this Slurm job step on its node. Values that are not numbers, and 0, count as unset.
 
     ``SLURM_MEM_PER_NODE`` and ``SLURM_MEM_PER_CPU`` are in MiB (``srun(1)``); 0 is Slurm's word for all there is.
     """
@@ -77,7 +77,7 @@ class _Mount(Value):
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:
-    """The hierarchies in which a limit could stand. See proc_pid_mountinfo(5) and cgroups(7)."""
+    """The cgroup hierarchies that may have limits. See proc_pid_mountinfo(5) and cgroups(7)."""
     groups: dict[str, str] = {}
     """By controller; the second version has none there."""
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -160,7 +160,7 @@ def _whole_cpus(quota: int | None, period: int | None) -> int | None:
 
 
 def _cpu_set(path: Path) -> frozenset[int] | None:
-    """None for an empty set: the group has what the one above it has."""
+    """None for an empty set: the group inherits from its parent."""
     text = _text(path)
     return frozenset(parse_cpu_list(text)) if _LIST.fullmatch(text) else None
 

@@ -1,4 +1,4 @@
-"""Which processors lie near a device: the four modes of torchrun's ``--numa-binding``, as a pure function.
+"""Which processors are near a device: the four modes of torchrun's ``--numa-binding``, as a pure function.
 
 The modes are those of ``torch.numa.binding.AffinityMode`` (torch 2.13); the topology comes from sysfs.
 """
@@ -42,7 +42,7 @@ def near_cpus(mode: str, device: str, topology: Topology) -> tuple[int, ...]:
     one for each device as long as there are enough. Raises `PlacementError` when there is none left for it.
     """
     numa = topology.device_numa.get(device, -1)
-    # A kernel without NUMA says -1; the host is then one node.
+    # Without NUMA support the kernel reports -1: the host is one NUMA node.
     numa = max(numa, 0)
     here = [cpu for cpu in topology.cpus if cpu.numa == numa]
     if mode == "socket":

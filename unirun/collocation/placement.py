@@ -1,4 +1,4 @@
-"""Who sits where: plain values that a planner returns, the launcher carries out, and the job's context keeps."""
+"""The placement of ranks: values that the planner returns, the launcher executes, and the store keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unirun.values import Value
 
 
 class Assignment(Value):
-    """One rank and its place.
+    """The node and slots of one rank.
 
     `slot` is the number of its first slot among those of its type on the node, in the node's order (of roles that
     are collocated the same), -1 for a role that needs none. `devices` is the mask that the worker sees: the devices of
@@ -36,7 +36,7 @@ class Assignment(Value):
 
 
 class Placement(Value, dict=True, gc=True):
-    """Every rank of a job with its place; `note` says in words what was decided, and why.
+    """The assignments of all ranks of a job; `note` is the decision in words.
 
     `spares` are nodes held back, `excluded` those that the job shall not use, and `lost` those that it had, in the
     order of the inventory.
@@ -59,7 +59,7 @@ class Placement(Value, dict=True, gc=True):
 
     @cached_property
     def _by_role(self) -> dict[str, tuple[Assignment, ...]]:
-        """Asked for again and again: a master looks there for whom to tell what, at every step."""
+        """Cached, because the master uses it in every step."""
         found: dict[str, list[Assignment]] = {}
         for each in self.assignments:
             found.setdefault(each.role, []).append(each)

@@ -1,4 +1,4 @@
-"""What the planner is asked for: plain values, made from a job's spec and its graph."""
+"""The request to the planner: values made from the spec and the graph of a job."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RoleRequest(Value):
 
 
 class Ties(Value):
-    """What joins roles, as their graph has it. `weights` are bytes per step between two of them, over all edges.
+    """Relations between roles from the graph. `weights` are bytes per step between two of them, over all edges.
 
-    `parts` are groups of roles that wait for each other, the sub-DAGs. A role in no group, or by itself in one, waits
-    for nobody.
+    `parts` are groups of roles that wait for each other (sub-DAGs). A role in no group, or alone in one, waits for no
+    other.
     """
 
     weights: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -42,13 +42,13 @@ class Ties(Value):
 
 
 class Request(Value):
-    """All roles, in their order, and what holds between them. Every group names roles of the job.
+    """All roles, in their order, and the constraints between them. Every group names roles of the job.
 
     `collocated`: the roles of a group share slots, rank by rank (device collocation). `together`: rank for rank, in
     proportion to their counts, the roles of a group are on one node, on different slots (host collocation). `apart`: no
     node holds ranks of two roles of a group (separation). `isolated`: no NUMA node does; they may share a host.
-    `ties`: as little as can be goes from node to node, and roles that wait for each other are on as few nodes as they
-    can be. `spares` nodes are held back, and nodes in `tainted` are not used.
+    `ties`: traffic between nodes is small, and roles that wait for each other are on few nodes. `spares` nodes are held
+    back, and nodes in `tainted` are not used.
     """
 
     roles: tuple[RoleRequest, ...]

@@ -11,7 +11,7 @@ CPU = "cpu"
 class Slot(Value):
     """A place on a node. `index` is what a device mask names; of a CPU place it is its number.
 
-    `numa` is the NUMA node that it is near to. A kernel that does not say has but one, which is 0.
+    `numa` is the nearest NUMA node, 0 when the kernel does not tell.
     """
 
     node: str

@@ -1,4 +1,4 @@
-"""The computation graph: who calls whom, and what follows from it for placement and failover.
+"""The computation graph: the calls between roles, and what placement and failover derive from them.
 
 Pictures of it are in `unirun.graph.text` and `unirun.graph.svg`, ready-made graphs in `unirun.graph.scenarios`, which
 only `unirun graph` imports.

@@ -1,4 +1,4 @@
-"""What is wrong with a graph, and what is odd about it.
+"""Faults and warnings of a graph.
 
 Calls that wait for each other in a circle never end, so a cycle of synchronous edges is a fault. Every loop of
 reinforcement learning is a cycle nonetheless: the actor's weights go to the rollouts, whose samples come back to the
@@ -21,7 +21,7 @@ from unirun.spec.read import nearest
 
 
 def faults(graph: Graph) -> tuple[Fault, ...]:
-    """Everything that is wrong with `graph`, in the order of its roles and edges; cycles come last."""
+    """All faults of `graph`, in the order of its roles and edges; cycles come last."""
     names = [role.name for role in graph.roles]
     found = [
         Fault(f"roles.{name}", f"there are {times} roles of this name", "rename all but one")
@@ -44,7 +44,7 @@ def faults(graph: Graph) -> tuple[Fault, ...]:
 
 
 def warnings(graph: Graph, joined: Collection[str] = ()) -> tuple[str, ...]:
-    """What is odd but may be meant: roles that nothing leads to. A graph without edges says nothing of its roles, and
+    """Warnings: roles without incoming calls. A graph without edges says nothing of its roles, and
     those that are `joined` with others in another way need no edge.
     """
     if not graph.edges:
@@ -99,9 +99,9 @@ def cycles(names: Sequence[str], edges: Iterable[Edge]) -> Iterator[tuple[str, .
 
 
 def without_circles(graph: Graph) -> Graph:
-    """`graph` with an asynchronous edge in every circle: what was seen to end cannot wait for itself.
+    """`graph` with an asynchronous edge in every cycle: calls that were seen to end cannot wait for themselves.
 
-    Of a circle it is the call that leads back to its first role.
+    In each cycle it is the call back to the first role.
     """
     names = [role.name for role in graph.roles]
     edges = graph.edges

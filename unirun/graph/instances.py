@@ -5,7 +5,7 @@ each rank of the smaller role has an even and consecutive part of the larger: wi
 with one target everything ends there, and with equal counts rank meets rank. The kinds differ in what goes along a
 pair: the same to all (``broadcast``), to each its part (``scatter``), from each its part (``gather``).
 
-Nothing here lists more than it is asked for: ten thousand ranks that all call each other have a hundred million pairs.
+Pairs are generated lazily: ten thousand ranks that all call each other have a hundred million pairs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The graph of a job, as its spec has it."""
+"""The graph of a job, from its spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the boxes of a picture stand: layers from left to right, each call to the right where that is possible.
+"""The layout of a picture: layers from left to right, with calls to the right where that is possible.
 
 The method is that of Sugiyama, Tagawa and Toda (1981): turn the edges that close a cycle, give every vertex a layer,
 cut edges over several layers into pieces, order each layer by the means of its neighbours' places, then move everything
@@ -17,7 +17,7 @@ Pair = tuple[str, str]
 """(caller, called)"""
 
 SWEEPS = 8
-"""Times that layers are ordered by their neighbours; the order of small graphs is settled after three or four."""
+"""Passes of the ordering of layers by their neighbours; small graphs converge after three or four."""
 
 
 class Layout(Value):
@@ -71,7 +71,7 @@ def heights(plan: Layout, size: Mapping[Point, float], space: float) -> dict[Poi
 
 
 def _pairs(graph: Graph, names: Sequence[str]) -> list[Pair]:
-    """The pairs that are joined, those first of which at least one edge is waited for."""
+    """The pairs with an edge; those with a synchronous edge first."""
     edges = sorted(graph.edges, key=lambda edge: edge.asynchronous)
     known = set(names)
     found = [(edge.source, edge.target) for edge in edges if {edge.source, edge.target} <= known]
@@ -79,7 +79,7 @@ def _pairs(graph: Graph, names: Sequence[str]) -> list[Pair]:
 
 
 def _without_cycles(names: Sequence[str], pairs: Sequence[Pair]) -> tuple[dict[str, set[str]], set[Pair]]:
-    """Who stands to the right of whom, and the pairs that were turned for it: each that would close a cycle."""
+    """By role, those to its right; and the pairs that were reversed because they would close a cycle."""
     forward: dict[str, set[str]] = {name: set() for name in names}
     turned: set[Pair] = set()
     for left, right in pairs:

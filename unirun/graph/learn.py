@@ -1,4 +1,4 @@
-"""The graph as it is: from what workers report of the calls that they make.
+"""The observed graph: from the calls that workers report.
 
 Each worker counts its calls since it was started, so the last report of a process holds everything that the earlier
 ones did, and a restart begins again at zero: `added` keeps what the one before had called.
@@ -20,11 +20,11 @@ from unirun.wire.reports import CallCount, Span
 Counts = tuple[CallCount, ...]
 
 MOST = 1 << 62
-"""No count of a process gets there; one that does was not counted."""
+"""A greater count is not plausible, and is dropped."""
 
 MOST_COUNTS, MOST_SPANS, MOST_LETTERS = 100, 16, 200
-"""Of a rank: methods, spans of each, and letters of a method's name. What a store keeps of a rank has an end, whatever
-it calls: of more methods those that move most, of more spans one from the first to the last."""
+"""Limits per rank: methods, spans of each, and letters of a method's name. They bound what the store keeps of a rank:
+the methods with the most bytes; of more spans, one from the first to the last."""
 
 
 class ProcessCalls(NamedTuple):

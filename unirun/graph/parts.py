@@ -1,4 +1,4 @@
-"""What belongs together, and who feels it when something fails."""
+"""Sub-DAGs of a graph, and the blast radius of a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Side = Literal["failed", "peer", "upstream", "downstream"]
 def weights(graph: Graph) -> dict[tuple[str, str], float]:
     """Bytes per step between two roles, both ways and all edges together; a pair is in the order of the job's roles.
 
-    An edge whose weight is not known counts one byte: enough to keep two roles near when nothing else speaks.
+    An edge of unknown weight counts as one byte: enough to keep two roles together when nothing else matters.
     """
     order = {role.name: number for number, role in enumerate(graph.roles)}
     found: dict[tuple[str, str], float] = {}
@@ -53,7 +53,7 @@ def tight_parts(graph: Graph, share: float = 0.1) -> tuple[tuple[str, ...], ...]
 
 
 class Affected(Value):
-    """Ranks of one role that feel a failure, ascending, and the `reason` in words.
+    """Ranks of one role that a failure affects, ascending, and the `reason` in words.
 
     `side` is ``failed``; ``peer`` for the ranks that are in a process group with one that failed; ``upstream`` for
     those that call it, ``downstream`` for those that it calls, directly or over others. `distance` counts the edges
@@ -72,7 +72,7 @@ class Affected(Value):
 
 
 def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
-    """Who feels it when `failed` fail: roles (``rollout``) or single ranks (``rollout:1``). The unit of failover.
+    """The ranks affected when `failed` fail: roles (``rollout``) or single ranks (``rollout:1``). The unit of failover.
 
     First those that failed, then their peers, then upstream and downstream, the nearest first; a role that is on both
     sides is there twice. Who waits holds up those that wait for it, so that goes on over synchronous edges; an
@@ -108,9 +108,9 @@ Step = Callable[[Graph, Edge, int], range]
 
 
 def _spread(graph: Graph, down: Ranks, side: Side, step: Step) -> list[Affected]:
-    """Breadth first from `down` over what is waited for; then over what is not, by one step from all of these.
+    """Breadth-first from `down` over synchronous edges; then one step over asynchronous edges from all of these.
 
-    A rank is told of once: as blocked if it is, and by the shortest way.
+    Each rank is in it once: as blocked if it is blocked, by the shortest path.
     """
     seen = {role: set(ranks) for role, ranks in down.items()}
     front = {role: set(ranks) for role, ranks in down.items()}

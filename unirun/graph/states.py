@@ -1,4 +1,4 @@
-"""How the state of a role looks: one table for all pictures."""
+"""The colours of role states, for all pictures."""
 
 from __future__ import annotations
 

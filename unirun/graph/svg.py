@@ -1,4 +1,4 @@
-"""A picture of a graph as SVG, on a light or a dark background; nothing but this file is needed to see it.
+"""A picture of a graph as self-contained SVG, for light and dark backgrounds.
 
 Calls go from left to right. Each begins with a straight piece under its label, so a label is never on another line. One
 that closes a cycle goes the other way round: it leaves its role on the left, and its label stands where it arrives.
@@ -19,7 +19,7 @@ from unirun.values import Value
 
 FONT = 13.0
 LINE = 17.0
-"""Pixels: the size of the letters, and from one line to the next."""
+"""Pixels: font size and line height."""
 WIDE = 0.62
 """The width of a letter of a monospaced font in parts of its size, with a little to spare."""
 MARGIN, SPACE, TURN = 24.0, 26.0, 64.0
@@ -45,7 +45,7 @@ def svg(graph: Graph, states: Mapping[str, str] = NO_STATES, *, dark: bool = Fal
 
 
 class _Picture:
-    """Everything that is measured before the first line is drawn."""
+    """All sizes, computed before anything is drawn."""
 
     def __init__(self, graph: Graph, states: Mapping[str, str], theme: _Theme) -> None:
         self.graph, self.states, self.theme = graph, states, theme
@@ -62,7 +62,7 @@ class _Picture:
         self.columns()
 
     def height(self, point: Point) -> float:
-        """A box has room for its words and for the labels of all edges on either side."""
+        """The size of a box: it has room for its text, and for the labels of all edges on either side."""
         if not isinstance(point, str):
             return LINE
         sides = [0.0, 0.0]
@@ -96,7 +96,7 @@ class _Picture:
         self.right = max(x - TURN, 2 * MARGIN)
 
     def text(self) -> str:
-        """All of it, lines below boxes."""
+        """The whole picture; edges are below boxes."""
         bottom = max((self.middle[point] + self.size[point] / 2 for point in self.middle), default=0.0)
         width, height = math.ceil(self.right + MARGIN), math.ceil(bottom + 2 * MARGIN)
         head = (

@@ -1,4 +1,4 @@
-"""Pictures that are texts: Mermaid, DOT, and a tree for a terminal; and edges as a job file has them."""
+"""Text formats of a graph: Mermaid, DOT, a tree for terminals, and the edges of a job file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def dot(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
 
 
 def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = False) -> str:
-    """Lines for a terminal: roles that nobody calls, and below each what it calls. A role is unfolded once.
+    """A tree for a terminal: roles without callers, and below each the roles that it calls. A role is expanded once.
 
     With `colour`, names are in the colours of their states.
     """
@@ -59,7 +59,7 @@ def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = 
     starts = [role for role in graph.roles if role.name not in called]
     shown: set[str] = set()
     lines: list[str] = []
-    # What only a circle leads to begins with its first role.
+    # Roles that only a cycle leads to: start with the first.
     for role in (*starts, *graph.roles):
         if role.name not in shown:
             lines.append(_tree_vertex(role, states, colour))
@@ -68,7 +68,7 @@ def tree(graph: Graph, states: Mapping[str, str] = NO_STATES, *, colour: bool = 
 
 
 def yaml(graph: Graph) -> str:
-    """The edges of `graph` for a job file: whole bytes, and what is not said is as when nothing is said."""
+    """The edges of `graph` for a job file: whole bytes, without values that equal the defaults."""
     lines = ["edges:"] if graph.edges else ["edges: []"]
     for edge in graph.edges:
         said = {
@@ -86,13 +86,13 @@ def yaml(graph: Graph) -> str:
 
 
 def vertex_lines(role: Role, states: Mapping[str, str]) -> tuple[str, ...]:
-    """What stands in the box of a role: its name and count, and its state if that is known."""
+    """The text of a role's box: its name and count, and its state if known."""
     state = states.get(role.name, "")
     return (f"{role.name} ×{role.count}", *((state,) if state else ()))
 
 
 def edge_line(edge: Edge) -> str:
-    """What stands at an edge: ``update · scatter · 64.0 MB``."""
+    """The label of an edge: ``update · scatter · 64.0 MB``."""
     arrow = {"forward": "", "back": "⟵ ", "both": "⟷ "}.get(edge.direction, "")
     size = f"{arrow}{show_size(edge.weight)}" if edge.weight > 0 else arrow.strip()
     return " · ".join(part for part in (edge.invocation, edge.kind, size) if part)
@@ -133,7 +133,7 @@ def _tree_vertex(role: Role, states: Mapping[str, str], colour: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey, or cannot show, as ``\\x1b``."""
+    """`text` with control and unprintable characters as escapes such as ``\\x1b``."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
