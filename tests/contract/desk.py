@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from unirun.roles import trainer_invocation
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 PATIENCE = 100.0
 """Seconds after which a gate that nobody opens is given up."""
@@ -87,7 +87,7 @@ class Bomb:
 class Desk:
     """One worker of a role."""
 
-    def __init__(self, address: Address, tell: Callable[[str], None], gates: Gates) -> None:
+    def __init__(self, address: WorkerId, tell: Callable[[str], None], gates: Gates) -> None:
         self._address, self._tell, self._gates = address, tell, gates
         self._ran: list[Any] = []
         self._mine = torch.zeros(1024)

@@ -32,8 +32,9 @@ from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.peers import Peer
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.protocol import Address, Transport
+from unirun.roles.transport.protocol import Transport
 from unirun.roles.transport.sockets import SocketTransport
+from unirun.values import WorkerId
 from unirun.wire.handshake import Token
 from unirun.wire.reports import CallCount, Calls
 
@@ -54,7 +55,7 @@ RANKS = 10
 Script = Callable[[RoleGroup, Connection], None]
 
 
-def open_transport(kind: str, me: Address, folder: Path, token: Token) -> Transport:
+def open_transport(kind: str, me: WorkerId, folder: Path, token: Token) -> Transport:
     """The transport of one worker. Roles are called ``name7``; torch wants all their ranks numbered."""
     if kind == "inproc":
         return InprocTransport()
@@ -63,7 +64,7 @@ def open_transport(kind: str, me: Address, folder: Path, token: Token) -> Transp
     from unirun.roles.transport.rpc_agent import RpcAgent
     from unirun.roles.transport.torch_rpc import TorchTransport
 
-    def number(who: Address) -> int:
+    def number(who: WorkerId) -> int:
         return RANKS * int("".join(filter(str.isdigit, who.role))) + who.rank
 
     return TorchTransport(RpcAgent(me, number, 10_000, polls=False))
@@ -113,7 +114,7 @@ class Generations:
 
 
 def work(
-    kind: str, me: Address, folder: Path, token: Token, control: Connection, generation: int = 0
+    kind: str, me: WorkerId, folder: Path, token: Token, control: Connection, generation: int = 0
 ) -> None:
     """Be a worker, until the test says stop, or is gone."""
     voice, gates = Voice(control), Gates()
@@ -151,7 +152,7 @@ def work(
 
 def call(
     kind: str,
-    me: Address,
+    me: WorkerId,
     folder: Path,
     token: Token,
     control: Connection,
@@ -171,7 +172,7 @@ def call(
 class Player:
     """A worker as the test sees it."""
 
-    def __init__(self, kind: str, main: Callable[..., None], me: Address, *arguments: Any) -> None:
+    def __init__(self, kind: str, main: Callable[..., None], me: WorkerId, *arguments: Any) -> None:
         self.me, self._kind = me, kind
         self._control, theirs = FORKS.Pipe()
         self._heard: list[Any] = []
@@ -248,7 +249,7 @@ class Cast:
 
     def __init__(self, stage: Stage, role: str, size: int) -> None:
         self._stage, self.role = stage, role
-        self.players = [stage.player(work, Address(role, rank, 0)) for rank in range(size)]
+        self.players = [stage.player(work, WorkerId(role, rank, 0)) for rank in range(size)]
         stage.board.put(*(Peer(player.me) for player in self.players))
         self.group: RoleGroup = role_group(stage.caller, role, size)
 
@@ -289,7 +290,7 @@ class Cast:
     def prepare_again(self, rank: int) -> None:
         """It is on its way."""
         me = self.players[rank].me
-        fresh = Address(me.role, me.rank, me.incarnation + 1)
+        fresh = WorkerId(me.role, me.rank, me.incarnation + 1)
         others = [other for other in range(len(self.players)) if other != rank]
         generation = self.place(rank).generation + 1
         self.players[rank] = self._stage.player(work, fresh, generation)
@@ -324,7 +325,7 @@ class Stage:
         self.kind, self._folder = kind, folder
         self.token = Token(os.urandom(32))
         self.board = Board()
-        self.me = Address("trainer0", 0, 0)
+        self.me = WorkerId("trainer0", 0, 0)
         self.transport = open_transport(kind, self.me, folder, self.token)
         self.told: list[Calls] = []
         self.caller = Caller(
@@ -332,7 +333,7 @@ class Stage:
         )
         self.players: tuple[Player, ...] = ()
 
-    def player(self, main: Callable[..., None], me: Address, *arguments: Any) -> Player:
+    def player(self, main: Callable[..., None], me: WorkerId, *arguments: Any) -> Player:
         """Start a worker or a trainer."""
         player = Player(self.kind, main, me, self._folder, self.token, *arguments)
         self.players += (player,)
@@ -351,7 +352,7 @@ class Stage:
     def trainer(self, incarnation: int, script: Script, cast: Cast) -> Player:
         """Another caller, in a process of its own."""
         places = [cast.place(rank) for rank in range(len(cast.players))]
-        return self.player(call, Address("other999", 0, incarnation), places, script)
+        return self.player(call, WorkerId("other999", 0, incarnation), places, script)
 
     def counted(self, cast: Cast) -> dict[tuple[str, bool], CallCount]:
         """What this caller has called of a role: by method, and whether nobody waits for it."""

@@ -19,13 +19,14 @@ from tests.contract.stage import SOON, Stage, eventually
 from unirun.errors import ChannelError
 from unirun.roles.transport import sockets
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
-from unirun.roles.transport.protocol import Address, Parcel, Reply
+from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.roles.transport.segments import MANY
 from unirun.roles.transport.sockets import SocketTransport
+from unirun.values import WorkerId
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
 
-ME, YOU = Address("desk", 0, 0), Address("trainer", 0, 0)
+ME, YOU = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
 
 
 class House:

@@ -19,8 +19,8 @@ from unirun.roles.state import MemoryState
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.protocol import Address
 from unirun.roles.workload import BaseWorkload
+from unirun.values import WorkerId
 from unirun.wire.messages import RoleView, View, WorkerView
 
 CALL_TIMEOUT = 1800.0
@@ -44,14 +44,14 @@ def run_in_process(
     settings = OmegaConf.create(dict(config or {}))
     transport = InprocTransport()
     peers = Peers("trainer", 0, infos, transport=transport.name)
-    caller = Caller(Address("trainer", 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
+    caller = Caller(WorkerId("trainer", 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
     try:
         views = []
         for role, (kind, count) in workloads.items():
             workers = []
             for rank in range(count):
                 worker = _InprocWorker(
-                    kind(_handle(role, rank, count, infos), settings), Address(role, rank, 0)
+                    kind(_handle(role, rank, count, infos), settings), WorkerId(role, rank, 0)
                 )
                 workers_here.append(worker)
                 workers.append(WorkerView(rank, 0, "serving", {transport.name: worker.start()}))
@@ -82,7 +82,7 @@ def _handle(role: str, rank: int, size: int, infos: Mapping[str, RoleInfo]) -> M
 class _InprocWorker:
     """A workload and the thread that serves it."""
 
-    def __init__(self, workload: BaseWorkload, me: Address) -> None:
+    def __init__(self, workload: BaseWorkload, me: WorkerId) -> None:
         self.me, self._workload = me, workload
         self._dispatcher = Dispatcher(workload, me, invocations(workload, BaseWorkload))
         self._transport = InprocTransport()

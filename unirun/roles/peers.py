@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from unirun.errors import FrameError, JobError, StoreAway, UsageError, WireError
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
@@ -48,7 +48,7 @@ class Peer:
     that of its role's process group, and `whole` says whether no rank of the role is without a worker.
     """
 
-    address: Address
+    address: WorkerId
     endpoint: str = ""
     generation: int = 0
     gone: bool = False
@@ -150,15 +150,15 @@ class Peers:
         view = self.view(role)
         if view is not None and len(view.workers) <= rank < self.count(role):
             # The role has become smaller since somebody has asked for its ranks.
-            return Peer(Address(role, rank, 0), over=True)
+            return Peer(WorkerId(role, rank, 0), over=True)
         worker = self.worker(role, rank)
         if view is None or worker is None:
-            return Peer(Address(role, rank, 0))
+            return Peer(WorkerId(role, rank, 0))
         whole = self._whole
         if role not in whole:
             whole[role] = all(each.phase != "lost" for each in view.workers)
         return Peer(
-            Address(role, worker.rank, worker.incarnation),
+            WorkerId(role, worker.rank, worker.incarnation),
             worker.addresses.get(self._transport, "") if worker.phase == "serving" else "",
             view.generation,
             gone=worker.phase == "lost",

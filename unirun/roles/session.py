@@ -15,8 +15,9 @@ from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.peers import Peers
 from unirun.roles.state import job_folder
-from unirun.roles.transport.protocol import Address, Transport
+from unirun.roles.transport.protocol import Transport
 from unirun.roles.workload import BaseWorkload
+from unirun.values import WorkerId
 from unirun.wire.handshake import load_token
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Session:
 
     def __init__(self, peers: Peers, environ: Mapping[str, str]) -> None:
         self._peers, self._environ = peers, environ
-        self.me = Address(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
+        self.me = WorkerId(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
         self._lock = threading.RLock()
         self._transport: Transport | None = None
         self._agent: RpcAgent | None = None
@@ -79,7 +80,7 @@ class Session:
                 self._agent = RpcAgent(self.me, lambda who: bases[who.role] + who.rank, total, polls=polls)
             return self._agent
 
-    def open_rpc(self) -> tuple[Address, str]:
+    def open_rpc(self) -> tuple[WorkerId, str]:
         """Let this process be called by torch.distributed.rpc. Returns who it is, and the endpoint of its agent."""
         return self.me, self._rpc_agent().start()
 

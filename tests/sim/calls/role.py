@@ -14,7 +14,8 @@ from unirun.roles import trainer_invocation
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.peers import Peer
-from unirun.roles.transport.protocol import Address, Channel, Handler, Parcel, Wait
+from unirun.roles.transport.protocol import Channel, Handler, Parcel, Wait
+from unirun.values import WorkerId
 
 ROLE = "w"
 
@@ -47,7 +48,7 @@ class Desk:
 class Worker:
     """One process: a dispatcher in an actor. It is in `generation` once it has met the others there."""
 
-    def __init__(self, role: Role, me: Address) -> None:
+    def __init__(self, role: Role, me: WorkerId) -> None:
         self.role, self.me = role, me
         self.generation = -1
         self.told = role.generation
@@ -197,8 +198,8 @@ class Role:
         self.listeners: list[Callable[[], None]] = []
         self._views: deque[dict[int, Peer]] = deque()
         self._reforming = False
-        self.workers = [Worker(self, Address(ROLE, rank, 0)) for rank in range(size)]
-        self.seen = {rank: Peer(Address(ROLE, rank, 0)) for rank in range(size)}
+        self.workers = [Worker(self, WorkerId(ROLE, rank, 0)) for rank in range(size)]
+        self.seen = {rank: Peer(WorkerId(ROLE, rank, 0)) for rank in range(size)}
         self._truth = dict(self.seen)
 
     def delay(self) -> float:
@@ -249,7 +250,7 @@ class Role:
         self.generation += 1
         for rank, worker in enumerate(self.workers):
             if self._truth[rank].gone:
-                fresh = Address(ROLE, rank, worker.me.incarnation + 1)
+                fresh = WorkerId(ROLE, rank, worker.me.incarnation + 1)
                 self.workers[rank] = Worker(self, fresh)
                 self._truth[rank] = Peer(fresh)
         self._tell(None)
@@ -280,7 +281,7 @@ class Role:
             listener()
 
     # the transport
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         worker = self.workers[peer.rank]
         if worker.me != peer or not worker.alive:
             raise ChannelError(f"{peer} is not there")
@@ -288,7 +289,7 @@ class Role:
         worker.channels.append(line)
         return line
 
-    def serve(self, me: Address, handler: Handler) -> str:
+    def serve(self, me: WorkerId, handler: Handler) -> str:
         raise NotImplementedError
 
     def inbox(self) -> Any:

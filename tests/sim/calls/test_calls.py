@@ -18,7 +18,7 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import role_group
 from unirun.roles.calls.policy import IDEMPOTENT_RETRIES, invocations
 from unirun.roles.calls.refs import InvocationRef
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 BLOCK = 100
 SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "600"))
@@ -34,7 +34,7 @@ class History:
         self.clock = Clock()
         self.role = Role(self.clock, self.rng, self.rng.randint(2, 4))
         self.caller = Caller(
-            Address("trainer", 0, 0),
+            WorkerId("trainer", 0, 0),
             Seen(self.role),
             self.role,
             call_timeout=CALL_TIMEOUT,

@@ -17,7 +17,7 @@ from unirun.roles.peers import Peer, Peers, RoleInfo
 from unirun.roles.state import MemoryState
 from unirun.roles.trainer import bind, group_name
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 
 class Nobody:
@@ -29,7 +29,7 @@ class Nobody:
 
     def find(self, role: str, rank: int) -> Peer:
         """Nowhere."""
-        return Peer(Address(role, rank, 0))
+        return Peer(WorkerId(role, rank, 0))
 
     def when_changed(self, listener: Any) -> None:
         """Never."""
@@ -37,7 +37,7 @@ class Nobody:
 
 def groups_of(*roles: str) -> dict[str, RoleGroup]:
     """Groups of roles that nobody plays."""
-    caller = Caller(Address("trainer", 0, 0), Nobody(), InprocTransport(), call_timeout=10)
+    caller = Caller(WorkerId("trainer", 0, 0), Nobody(), InprocTransport(), call_timeout=10)
     return {role: role_group(caller, role, 2) for role in roles}
 
 

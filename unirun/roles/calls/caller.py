@@ -34,7 +34,8 @@ from unirun.roles.calls.scheduler import Deadlines, Scheduler
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport.executor import SerialExecutor
-from unirun.roles.transport.protocol import Address, Parcel, Transport, own
+from unirun.roles.transport.protocol import Parcel, Transport, own
+from unirun.values import WorkerId
 from unirun.wire.reports import Calls
 
 ERROR_GRACE = 0.1
@@ -47,7 +48,7 @@ class Caller:
 
     def __init__(
         self,
-        me: Address,
+        me: WorkerId,
         peers: Peers,
         transport: Transport,
         *,
@@ -65,13 +66,13 @@ class Caller:
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._order: dict[str, threading.RLock] = defaultdict(threading.RLock)
-        self._channels: dict[Address, ReliableChannel] = {}
+        self._channels: dict[WorkerId, ReliableChannel] = {}
         self._parked: dict[tuple[str, int], deque[Part]] = {}
         self._refused: list[tuple[OpenCall, int, int]] = []
         self._seqs = itertools.count(1)
         self._losses = ReportedLosses(peers, restarted=me.incarnation > 0)
         self._deadlines: dict[float, Deadlines[OpenCall]] = {}
-        self._opened: dict[Address, str] = {}
+        self._opened: dict[WorkerId, str] = {}
         self._turn = itertools.count()
         self._turns: dict[str, dict[int, int]] = defaultdict(dict)
         peers.when_changed(lambda: self._scheduler.soon(self._look))
@@ -130,7 +131,7 @@ class Caller:
             self._send_all(call)
         return call
 
-    def open_rpc(self, role: str, rank: int) -> tuple[Address, str]:
+    def open_rpc(self, role: str, rank: int) -> tuple[WorkerId, str]:
         """Let the worker of a rank be called by torch.distributed.rpc. Returns its address, and the endpoint of its RPC
         agent. Raises what a call raises."""
         peer = self._peers.find(role, rank)
@@ -360,7 +361,7 @@ def _ready(peer: Peer, call: OpenCall) -> bool:
     return peer.over or (bool(peer.endpoint) and (peer.whole or not call.joint))
 
 
-def _lost(address: Address, peer: Peer) -> WorkerLost:
+def _lost(address: WorkerId, peer: Peer) -> WorkerLost:
     """The error of a call whose worker, at `address`, is gone; `peer` holds its rank now."""
     if peer.over:
         return lost(str(address), "it has ended", "it takes no calls any more; call other workers")

@@ -18,7 +18,8 @@ from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.executor import await_end
-from unirun.roles.transport.protocol import Address, Inbox, Parcel, Reply, own
+from unirun.roles.transport.protocol import Inbox, Parcel, Reply, own
+from unirun.values import WorkerId
 
 DESCRIBE = "__describe__"
 """Asks which methods there are, with their options."""
@@ -67,7 +68,7 @@ class Dispatcher:
     def __init__(
         self,
         target: Any,
-        me: Address,
+        me: WorkerId,
         methods: Mapping[str, Invocation],
         generations: Generations | None = None,
         inbox: Inbox | None = None,
@@ -124,7 +125,7 @@ class Dispatcher:
         else:
             self._route(run)
 
-    def _caller(self, address: Address) -> _CallerState:
+    def _caller(self, address: WorkerId) -> _CallerState:
         """The state of a calling rank; what was kept for an earlier incarnation is dropped."""
         role, rank, incarnation = address
         caller = self._callers.get((role, rank))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from unirun.errors import FrameError
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 _PREFIX = struct.Struct("<QI?HHH")
 _GENERATION = struct.Struct("<I")
@@ -34,7 +34,7 @@ class Request(NamedTuple):
     call, all in that generation.
     """
 
-    caller: Address
+    caller: WorkerId
     seq: int
     generation: int
     joint: bool
@@ -79,13 +79,13 @@ def refused_for(answer: bytes) -> int | None:
     return _GENERATION.unpack_from(answer, 1)[0] if answer[:1] == REFUSED else None
 
 
-def encode_address(address: Address) -> bytes:
+def encode_address(address: WorkerId) -> bytes:
     """``role\\0rank\\0incarnation``"""
     return f"{address.role}\0{address.rank}\0{address.incarnation}".encode()
 
 
 @lru_cache(maxsize=4096)
-def decode_address(data: bytes) -> Address:
+def decode_address(data: bytes) -> WorkerId:
     """The inverse. Raises ValueError."""
     role, rank, incarnation = data.decode().split("\0")
-    return Address(role, int(rank), int(incarnation))
+    return WorkerId(role, int(rank), int(incarnation))

@@ -12,7 +12,8 @@ from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import MAX_ACKS, encode_request
 from unirun.roles.calls.open_call import OpenCall
 from unirun.roles.calls.scheduler import Scheduler
-from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
+from unirun.roles.transport.protocol import Channel, Parcel, Transport
+from unirun.values import WorkerId
 
 RECONNECT = 0.02
 MAX_RECONNECT = 1.0
@@ -29,7 +30,7 @@ class ReliableChannel:
 
     def __init__(
         self,
-        address: Address,
+        address: WorkerId,
         endpoint: str,
         *,
         me: bytes,

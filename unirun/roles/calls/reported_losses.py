@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from unirun.roles.peers import Peers
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 
 class ReportedLosses:
@@ -22,12 +22,12 @@ class ReportedLosses:
         self._lock = threading.Lock()
         self._incarnations: dict[tuple[str, int], int] = {}
 
-    def called(self, address: Address) -> None:
+    def called(self, address: WorkerId) -> None:
         """A call is sent to the worker at `address`."""
         if self._first is None:
             self._incarnations.setdefault(address[:2], address.incarnation)
 
-    def reported(self, address: Address) -> None:
+    def reported(self, address: WorkerId) -> None:
         """A call fails with the loss of the worker at `address`."""
         with self._lock:
             self._incarnations[address[:2]] = max(

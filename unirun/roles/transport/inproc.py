@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from unirun.errors import ChannelError
 from unirun.roles.transport.executor import SerialExecutor
-from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, own
+from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, own
+from unirun.values import WorkerId
 
 _servers: dict[str, _Server] = {}
 _numbers = itertools.count()
@@ -64,13 +65,13 @@ class InprocTransport:
         """A plain queue."""
         return queue.SimpleQueue()
 
-    def serve(self, me: Address, handler: Handler) -> str:
+    def serve(self, me: WorkerId, handler: Handler) -> str:
         """Take requests. The endpoint is valid in this process only."""
         self._endpoint = f"inproc:{next(_numbers)}"
         _servers[self._endpoint] = _Server(handler)
         return self._endpoint
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """A channel to a worker of this process."""
         with _lock:
             server = _servers.get(endpoint)

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-
-class Address(NamedTuple):
-    """One incarnation of a rank. A worker that was started again has another address. Printed as ``actor:2``."""
-
-    role: str
-    rank: int
-    incarnation: int
-
-    def __str__(self) -> str:
-        return f"{self.role}:{self.rank}"
+from unirun.values import WorkerId
 
 
 @dataclass(slots=True)
@@ -84,13 +75,13 @@ class Transport(Protocol):
 
     name: str
 
-    def serve(self, me: Address, handler: Handler) -> str:
+    def serve(self, me: WorkerId, handler: Handler) -> str:
         """Take requests for the worker `me`. Returns the endpoint with which others `connect`."""
 
     def inbox(self) -> Inbox:
         """A queue for the thread that runs the requests."""
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """Open a channel to `peer`. When it breaks, `broken` is called once, in some thread, with the reason.
 
         Raises `ChannelError` when nobody answers there.

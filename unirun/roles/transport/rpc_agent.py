@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from unirun.roles.transport.listener_guard import Listeners, listeners
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 THREADS = 4
 """Threads of an agent that take requests."""
@@ -27,7 +27,7 @@ network cards, and aborts the process when it is greeted on the wrong one of the
 a device map."""
 
 
-def rpc_worker_name(address: Address) -> str:
+def rpc_worker_name(address: WorkerId) -> str:
     """``actor:2:0``, the name of a worker in torch.distributed.rpc."""
     return f"{address.role}:{address.rank}:{address.incarnation}"
 
@@ -35,7 +35,7 @@ def rpc_worker_name(address: Address) -> str:
 class RpcAgent:
     """This process's TensorPipe agent; it listens from its first use on. Thread-safe."""
 
-    def __init__(self, me: Address, index: Callable[[Address], int], workers: int, *, polls: bool) -> None:
+    def __init__(self, me: WorkerId, index: Callable[[WorkerId], int], workers: int, *, polls: bool) -> None:
         """`index` numbers the ranks of the job from 0 to `workers` - 1, the same in all its processes. `polls`: use
         shared memory, which halves the time of a call and keeps a core busy, also when nobody calls."""
         self.name = rpc_worker_name(me)
@@ -57,14 +57,14 @@ class RpcAgent:
                 self._start()
             return str(self._store.get(f"addrs/{self.name}").decode())
 
-    def connect(self, peer: Address, endpoint: str) -> Any:
+    def connect(self, peer: WorkerId, endpoint: str) -> Any:
         """Add `peer` and return its ``WorkerInfo``, with another name each time, as a broken pipe cannot be opened
         again under its name. Raises RuntimeError."""
         self.start()
         with self._lock:
             return self._connect(peer, endpoint)
 
-    def known(self, peer: Address, endpoint: str) -> str:
+    def known(self, peer: WorkerId, endpoint: str) -> str:
         """Add `peer` and return its name for raw calls. Raises RuntimeError."""
         self.start()
         name = rpc_worker_name(peer)
@@ -81,7 +81,7 @@ class RpcAgent:
                 rpc.shutdown(graceful=False)
             return agent is not None
 
-    def _connect(self, peer: Address, endpoint: str) -> Any:
+    def _connect(self, peer: WorkerId, endpoint: str) -> Any:
         name = plain = rpc_worker_name(peer)
         tried = 0
         while name in self._workers:
@@ -109,7 +109,7 @@ class RpcAgent:
         self.listeners = dict(listeners().items() - before.items())
         self._agent, self._store = agent, store
 
-    def _number(self, peer: Address) -> int:
+    def _number(self, peer: WorkerId) -> int:
         """torch keeps pipes by number: that of the rank for its first worker, a new one for each later worker."""
         number = self._index(peer)
         if number in self._used:

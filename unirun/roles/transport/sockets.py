@@ -19,7 +19,8 @@ from unirun.errors import AuthError, ChannelError, FrameError
 from unirun.roles.transport.connection import Connection
 from unirun.roles.transport.frames import REPLY, REQUEST
 from unirun.roles.transport.loop import Loop, RequestInbox
-from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait
+from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Wait
+from unirun.values import WorkerId
 from unirun.wire.address import unix_address
 from unirun.wire.aio import listen
 from unirun.wire.handshake import (
@@ -50,7 +51,7 @@ class SocketTransport:
         """A queue whose `get` reads requests while it waits."""
         return self._inbox
 
-    def serve(self, me: Address, handler: Handler) -> str:
+    def serve(self, me: WorkerId, handler: Handler) -> str:
         """Listen. The endpoint is the path of the socket."""
         path = self._folder / f"{me.role}.{me.rank}.{me.incarnation}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -58,7 +59,7 @@ class SocketTransport:
         self._loop.add(_Listener(listen(path), self._token, handler, self._loop, self._inbox))
         return str(path)
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """Connect. The handshake goes on in the background; requests wait for it."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:

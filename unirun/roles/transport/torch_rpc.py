@@ -19,8 +19,9 @@ from unirun.errors import ChannelError
 from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.listener_guard import ListenerGuard
-from unirun.roles.transport.protocol import Address, Channel, Handler, Inbox, Parcel, Wait, writable
+from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Wait, writable
 from unirun.roles.transport.rpc_agent import RpcAgent
+from unirun.values import WorkerId
 
 MOMENT = 0.001
 """Seconds for which a waiting thread polls for the answer."""
@@ -96,7 +97,7 @@ class TorchTransport:
         """A queue whose `get` raises `ChannelError` if nobody can connect to this process any more."""
         return self._inbox
 
-    def serve(self, me: Address, handler: Handler) -> str:
+    def serve(self, me: WorkerId, handler: Handler) -> str:
         """Take requests. The endpoint is the address of this process's TensorPipe agent."""
         global _reception
         _reception = _Reception(handler)
@@ -108,7 +109,7 @@ class TorchTransport:
         self._guard = ListenerGuard(self._agent.listeners, lambda: self._inbox.put(lost))
         return endpoint
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         """Add `peer` to the agent. The connection is made with the first call."""
         try:
             worker = self._agent.connect(peer, endpoint)

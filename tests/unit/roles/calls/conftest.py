@@ -15,7 +15,7 @@ from unirun.roles.calls.group import role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.peers import Peer
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 Serve = Callable[..., RoleGroup]
 
@@ -46,13 +46,13 @@ def serve() -> Iterator[Serve]:
     def serve(*targets: Any, call_timeout: float = 30.0) -> RoleGroup:
         places = []
         for rank, target in enumerate(targets):
-            me, transport = Address("desk", rank, 0), InprocTransport()
+            me, transport = WorkerId("desk", rank, 0), InprocTransport()
             dispatcher = Dispatcher(target, me, invocations(target))
             places.append(Peer(me, transport.serve(me, dispatcher.handle)))
             threading.Thread(target=dispatcher.serve, daemon=True).start()
             closing.extend((dispatcher.stop, dispatcher.close, transport.close))
         transport = InprocTransport()
-        caller = Caller(Address("trainer", 0, 0), Fixed(places), transport, call_timeout=call_timeout)
+        caller = Caller(WorkerId("trainer", 0, 0), Fixed(places), transport, call_timeout=call_timeout)
         closing.extend((caller.close, transport.close))
         return role_group(caller, "desk", len(targets))
 

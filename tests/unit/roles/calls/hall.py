@@ -11,10 +11,11 @@ from unirun.roles.calls.codec import dump
 from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.envelope import encode_address, encode_request
 from unirun.roles.calls.policy import invocations
-from unirun.roles.transport.protocol import Address, Parcel
+from unirun.roles.transport.protocol import Parcel
+from unirun.values import WorkerId
 
 SOON = 10.0
-ME, TRAINER = Address("desk", 0, 0), Address("trainer", 0, 0)
+ME, TRAINER = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
 
 
 class Desk:
@@ -84,7 +85,7 @@ class Hall:
         seq: int,
         method: str,
         *args: Any,
-        caller: Address = TRAINER,
+        caller: WorkerId = TRAINER,
         acks: tuple[int, ...] = (),
         generation: int = 0,
         joint: bool = False,

@@ -19,10 +19,11 @@ from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, decode_request, 
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.peers import Peer
-from unirun.roles.transport.protocol import Address, Channel, Parcel
+from unirun.roles.transport.protocol import Channel, Parcel
+from unirun.values import WorkerId
 
 SOON = 10.0
-OLD, NEW = Address("actor", 0, 0), Address("actor", 0, 1)
+OLD, NEW = WorkerId("actor", 0, 0), WorkerId("actor", 0, 1)
 RESULT = Parcel(OK + dump(42, "a result")[0])
 
 
@@ -54,7 +55,7 @@ class Unreachable:
 
     name = "unreachable"
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         raise ChannelError(f"{peer} is not there")
 
     def __getattr__(self, name: str) -> Any:
@@ -62,7 +63,7 @@ class Unreachable:
 
 
 def test_a_call_to_a_worker_that_was_replaced_meanwhile_fails_at_once() -> None:
-    caller = Caller(Address("trainer", 0, 0), Stale(), Unreachable(), call_timeout=60.0)
+    caller = Caller(WorkerId("trainer", 0, 0), Stale(), Unreachable(), call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
         with pytest.raises(WorkerLost, match="started again"):
@@ -85,7 +86,7 @@ class Leading(Unreachable):
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         return self.channel
 
 
@@ -106,7 +107,7 @@ class Answering:
 
 def test_a_worker_is_asked_once_for_its_agent_of_torch_rpc() -> None:
     channel = Answering(Parcel(OK + dump((NEW, "tcp://127.0.0.1:1"), "a result")[0]))
-    caller = Caller(Address("trainer", 0, 0), Still(), Leading(channel), call_timeout=60.0)
+    caller = Caller(WorkerId("trainer", 0, 0), Still(), Leading(channel), call_timeout=60.0)
     assert [caller.open_rpc("actor", 0) for _ in range(2)] == [(NEW, "tcp://127.0.0.1:1")] * 2
     assert channel.asked == [OPEN_RPC]
     caller.close()
@@ -122,7 +123,7 @@ class Post(Unreachable):
         self.open: dict[int, list[Callable[[Parcel], None]]] = {0: [], 1: []}
         self.patience: list[float | None] = []
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Any:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Any:
         if peer.rank in self.unreachable:
             raise ChannelError(f"{peer} is not there")
         post = self
@@ -174,12 +175,12 @@ class Pair(Told):
 
     def find(self, role: str, rank: int) -> Peer:
         """Always the same."""
-        return Peer(Address(role, rank, 0), "here", self.generation)
+        return Peer(WorkerId(role, rank, 0), "here", self.generation)
 
 
 def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer() -> None:
     post, ran = Post(), queue.SimpleQueue[threading.Thread]()
-    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0)
+    caller = Caller(WorkerId("trainer", 0, 0), Pair(), post, call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(target=0)), (), {})
         ref.add_done_callback(lambda _: ran.put(threading.current_thread()))
@@ -191,7 +192,7 @@ def test_a_callback_runs_in_another_thread_than_the_one_that_brings_the_answer()
 
 def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_channel() -> None:
     post = Post()
-    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=5.0)
+    caller = Caller(WorkerId("trainer", 0, 0), Pair(), post, call_timeout=5.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(target=1)), (), {})
         assert post.patience == [5.0]
@@ -206,7 +207,9 @@ def test_only_who_waits_for_one_worker_and_nothing_else_waits_at_its_channel() -
 def test_an_error_is_told_when_a_worker_that_could_not_be_reached_turns_out_to_live() -> None:
     """Until then that one may be dead, which would be the cause of the error."""
     clock, post = Clock(), Post()
-    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock))
+    caller = Caller(
+        WorkerId("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+    )
     began, post.unreachable = clock.now, {0}
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
     post.open[1].pop()(failure(ValueError("bad")))
@@ -224,7 +227,7 @@ def test_a_call_that_is_refused_says_for_which_generation_it_was_made() -> None:
     clock, post, directory = Clock(), Post(), Pair()
     directory.generation = 1
     caller = Caller(
-        Address("trainer", 0, 0), directory, post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+        WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0, scheduler=FakeScheduler(clock)
     )
     ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False)), (), {})
     for rank in (0, 1):
@@ -246,7 +249,9 @@ def test_a_call_whose_last_answers_come_at_once_is_made_again_once(monkeypatch: 
 
     monkeypatch.setattr(InvocationRef, "settle", settle_together)
     clock, post = Clock(), Post()
-    caller = Caller(Address("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock))
+    caller = Caller(
+        WorkerId("trainer", 0, 0), Pair(), post, call_timeout=60.0, scheduler=FakeScheduler(clock)
+    )
     began = clock.now
     caller.invoke(caller.method("actor", "step", Invocation(idempotent=True, retries=3)), (), {})
     error = failure(RuntimeError("connection reset by peer"), INTERRUPTED)
@@ -273,7 +278,7 @@ class Silent:
 def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_waited_for() -> None:
     """A thread has read the directory before the worker died, and sends after that was dealt with."""
     directory, transport = Told(), Leading(Silent())
-    caller = Caller(Address("trainer", 0, 0), directory, transport, call_timeout=60.0)
+    caller = Caller(WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0)
     method = caller.method("actor", "step", Invocation(blocking=False), [0])
     try:
         first = caller.invoke(method, (), {})
@@ -303,7 +308,7 @@ def test_a_call_that_is_sent_to_a_worker_just_when_it_is_lost_fails_and_is_not_w
 )
 def test_a_loss_says_what_became_of_the_worker_and_what_to_do(now: Peer, reason: str) -> None:
     directory, post = Told(), Post()
-    caller = Caller(Address("trainer", 0, 0), directory, post, call_timeout=60.0)
+    caller = Caller(WorkerId("trainer", 0, 0), directory, post, call_timeout=60.0)
     try:
         ref = caller.invoke(caller.method("actor", "step", Invocation(blocking=False), [0]), (), {})
         directory.tell(now)
@@ -329,7 +334,7 @@ class Ordered:
         if rank == 1 and threading.current_thread().name == "first" and not self.between.is_set():
             self.between.set()
             assert self.go_on.wait(SOON)
-        return Peer(Address(role, rank, 0), "here")
+        return Peer(WorkerId(role, rank, 0), "here")
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """It does not change."""
@@ -343,7 +348,7 @@ class Noting:
     def __init__(self) -> None:
         self.sent: dict[int, list[bytes]] = {0: [], 1: []}
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Any:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Any:
         notes = self.sent[peer.rank]
 
         class Noted:
@@ -361,7 +366,7 @@ class Noting:
 
 def test_group_calls_of_two_threads_come_in_one_order_to_all_workers() -> None:
     directory, transport = Ordered(), Noting()
-    caller = Caller(Address("trainer", 0, 0), directory, transport, call_timeout=60.0)
+    caller = Caller(WorkerId("trainer", 0, 0), directory, transport, call_timeout=60.0)
 
     def call(method: str) -> None:
         caller.invoke(caller.method("actor", method, Invocation(blocking=False)), (), {})

@@ -18,7 +18,8 @@ from unirun.roles.calls.dispatcher import ACK, DESCRIBE, OPEN_RPC, Dispatcher, o
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.remote_errors import load_error
-from unirun.roles.transport.protocol import Address, Parcel
+from unirun.roles.transport.protocol import Parcel
+from unirun.values import WorkerId
 
 
 def value_of(answers: queue.SimpleQueue[Parcel]) -> Any:
@@ -66,7 +67,7 @@ class TestAtMostOnce:
 
     def test_the_same_number_of_another_caller_is_another_call(self, hall: Hall) -> None:
         assert value_of(hall.send(1, "note", "a")) == "a"
-        assert value_of(hall.send(1, "note", "b", caller=Address("other", 0, 0))) == "b"
+        assert value_of(hall.send(1, "note", "b", caller=WorkerId("other", 0, 0))) == "b"
 
     def test_what_is_acked_is_forgotten(self, hall: Hall) -> None:
         for seq in range(1, 6):
@@ -80,7 +81,7 @@ class TestAtMostOnce:
 
     def test_acks_of_one_caller_are_not_those_of_another(self, hall: Hall) -> None:
         value_of(hall.send(1, "note", 1))
-        value_of(hall.send(1, "note", 2, caller=Address("other", 0, 0), acks=(1,)))
+        value_of(hall.send(1, "note", 2, caller=WorkerId("other", 0, 0), acks=(1,)))
         assert hall.dispatcher.kept == 2
 
 
@@ -102,7 +103,7 @@ class TestACallerThatWasStartedAgain:
 
     def test_another_rank_of_its_role_is_another_caller(self, hall: Hall) -> None:
         value_of(hall.send(1, "note", 1))
-        value_of(hall.send(1, "note", 2, caller=Address("trainer", 1, 3)))
+        value_of(hall.send(1, "note", 2, caller=WorkerId("trainer", 1, 3)))
         assert value_of(hall.send(2, "note", 3)) == 3
 
 

@@ -17,20 +17,20 @@ from unirun.roles.calls.envelope import (
     encode_address,
     encode_request,
 )
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 NAMES = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
-ADDRESSES = st.builds(Address, NAMES, st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+ADDRESSES = st.builds(WorkerId, NAMES, st.integers(0, 1 << 40), st.integers(0, 1 << 40))
 NUMBERS = st.integers(0, (1 << 64) - 1)
 
 
 @given(ADDRESSES)
-def test_an_address_goes_there_and_back(address: Address) -> None:
+def test_an_address_goes_there_and_back(address: WorkerId) -> None:
     assert decode_address(encode_address(address)) == address
 
 
 def test_an_address_is_printed_as_everywhere() -> None:
-    assert str(Address("actor", 2, 5)) == "actor:2"
+    assert str(WorkerId("actor", 2, 5)) == "actor:2"
 
 
 @given(
@@ -43,7 +43,7 @@ def test_an_address_is_printed_as_everywhere() -> None:
     st.binary(max_size=200),
 )
 def test_a_request_goes_there_and_back(
-    caller: Address, seq: int, generation: int, joint: bool, acks: list[int], method: str, body: bytes
+    caller: WorkerId, seq: int, generation: int, joint: bool, acks: list[int], method: str, body: bytes
 ) -> None:
     head = encode_request(encode_address(caller), seq, generation, joint, acks, method.encode(), body)
     found = decode_request(head)

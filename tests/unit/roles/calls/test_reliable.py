@@ -18,9 +18,10 @@ from unirun.errors import CallError, ChannelError, EncodingError
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import Request, decode_request, encode_address
 from unirun.roles.calls.reliable import LARGE, MAX_RECONNECT, ReliableChannel
-from unirun.roles.transport.protocol import Address, Channel, Parcel, Transport
+from unirun.roles.transport.protocol import Channel, Parcel, Transport
+from unirun.values import WorkerId
 
-ME, WORKER = Address("trainer", 0, 0), Address("actor", 1, 2)
+ME, WORKER = WorkerId("trainer", 0, 0), WorkerId("actor", 1, 2)
 
 
 class Line:
@@ -65,7 +66,7 @@ class Network:
         self.reachable = True
         self.refused = 0
 
-    def connect(self, peer: Address, endpoint: str, broken: Callable[[str], None]) -> Channel:
+    def connect(self, peer: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Channel:
         assert (peer, endpoint) == (WORKER, "there")
         if not self.reachable:
             self.refused += 1

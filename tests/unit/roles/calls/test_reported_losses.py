@@ -6,7 +6,7 @@ import pytest
 
 from unirun.roles.calls.reported_losses import ReportedLosses
 from unirun.roles.peers import Peer
-from unirun.roles.transport.protocol import Address
+from unirun.values import WorkerId
 
 
 class Directory:
@@ -19,7 +19,7 @@ class Directory:
         return len(self.incarnations)
 
     def find(self, role: str, rank: int) -> Peer:
-        return Peer(Address(role, rank, self.incarnations[rank]), gone=rank in self.gone)
+        return Peer(WorkerId(role, rank, self.incarnations[rank]), gone=rank in self.gone)
 
     def when_changed(self, listener: object) -> None:
         raise AssertionError("nobody listens")
@@ -33,7 +33,7 @@ def directory() -> Directory:
 def called(directory: Directory) -> ReportedLosses:
     losses = ReportedLosses(directory, restarted=False)
     for rank in (0, 1):
-        losses.called(Address("actor", rank, 0))
+        losses.called(WorkerId("actor", rank, 0))
     return losses
 
 
@@ -53,7 +53,7 @@ def test_a_loss_is_told_once_whoever_holds_the_rank_meanwhile(directory: Directo
 
 def test_what_a_call_has_told_is_not_told_again(directory: Directory) -> None:
     losses = called(directory)
-    losses.reported(Address("actor", 1, 0))
+    losses.reported(WorkerId("actor", 1, 0))
     directory.incarnations = [0, 1]
     assert losses.report("actor", [0, 1]) == ""
     directory.incarnations = [0, 2]
@@ -62,8 +62,8 @@ def test_what_a_call_has_told_is_not_told_again(directory: Directory) -> None:
 
 def test_what_comes_late_of_an_earlier_loss_makes_no_other_known_again(directory: Directory) -> None:
     losses = called(directory)
-    losses.reported(Address("actor", 1, 4))
-    losses.reported(Address("actor", 1, 2))
+    losses.reported(WorkerId("actor", 1, 4))
+    losses.reported(WorkerId("actor", 1, 2))
     directory.incarnations = [0, 5]
     assert losses.report("actor", [0, 1]) == ""
 
@@ -82,7 +82,7 @@ def test_a_rank_that_was_never_called_is_nobodys_loss(directory: Directory) -> N
 
 def test_a_restarted_caller_is_told_of_what_was_before_it(directory: Directory) -> None:
     losses = ReportedLosses(directory, restarted=True)
-    losses.called(Address("actor", 1, 1))
+    losses.called(WorkerId("actor", 1, 1))
     directory.incarnations = [0, 1]
     assert losses.report("actor", [0, 1]) == "actor:1"
     assert losses.report("actor", [0, 1]) == ""

@@ -11,10 +11,11 @@ import pytest
 from unirun.errors import ChannelError
 from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.inproc import InprocTransport
-from unirun.roles.transport.protocol import Address, Parcel
+from unirun.roles.transport.protocol import Parcel
+from unirun.values import WorkerId
 
 SOON = 10.0
-ME = Address("desk", 0, 0)
+ME = WorkerId("desk", 0, 0)
 
 
 def echo(parcel: Parcel, reply: Any) -> None:
