@@ -35,6 +35,13 @@ STEADY = 10.0
 after the other, are started ever later."""
 
 
+class _Master(subprocess.Popen[bytes]):
+    """A process that may outlive this one, so no warning is due when it is still running then."""
+
+    def __del__(self) -> None:
+        """Leave it alone."""
+
+
 class Standby:
     """Of the agent of `node`, one of `nodes`. `lock` is the job's lock, which every master holds."""
 
@@ -42,10 +49,10 @@ class Standby:
         self._job, self._lock = job, lock
         self._node, self._nodes = node, tuple(nodes)
         self._masters = Masters(job, token)
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[_Master] = []
         self._attempts = Attempts()
         # The latest candidate, and the latest term when it was started.
-        self._candidate: subprocess.Popen[bytes] | None = None
+        self._candidate: _Master | None = None
         self._epoch_before = 0
         self._followed_since = math.inf
 
@@ -130,10 +137,10 @@ class Standby:
         else:
             self._started.append(self._candidate)
 
-    def _popen(self, deposing: int) -> subprocess.Popen[bytes]:
+    def _popen(self, deposing: int) -> _Master:
         command = [sys.executable, "-P", "-m", "unirun.master", str(self._job.path), str(deposing)]
         with open(self._job.master_log, "ab") as log:
-            return subprocess.Popen(
+            return _Master(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
