@@ -51,8 +51,9 @@ async def main(folder: str, count: int) -> None:
     job = JobDir(Path(folder))
     token = load_token(job.token)
     masters = Masters(job, token)
-    while (leader := await masters.leader()) is None:
-        await asyncio.sleep(0.01)
+    while (leader := masters.seat.leader) is None:
+        await masters.news(1.0)
+    masters.close()
     path = leader.address.removeprefix("unix:")
     began = time.monotonic()
     writers = await asyncio.gather(*(agent(path, token, number) for number in range(count)))

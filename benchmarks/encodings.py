@@ -46,7 +46,7 @@ def agent_encodings(workers: int) -> float:
         job.token.chmod(0o600)
         role = RoleSpec("worker", workers, Entry("workload", "a:B"))
         lock = os.open(folder, os.O_RDONLY)
-        agent = Agent(job, JobSpec("job", "job", (role,), ("worker",)), "n0", "/", {}, lock)
+        agent = Agent(job, JobSpec("job", "job", (role,), ("worker",)), "n0", ("n0",), "/", {}, lock)
         sinks = [Sink() for _ in range(workers)]
         reader = cast(asyncio.StreamReader, None)
         for number, sink in enumerate(sinks):

@@ -171,8 +171,9 @@ async def main(folder: str, file: str) -> None:
     job, plan = JobDir(Path(folder)), json.loads(Path(file).read_text())
     token = load_token(job.token)
     masters = Masters(job, token)
-    while (leader := await masters.leader()) is None:
-        await asyncio.sleep(0.01)
+    while (leader := masters.seat.leader) is None:
+        await masters.news(1.0)
+    masters.close()
     fleet = Fleet(plan["nodes"], plan["role"])
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.strip() == "bytes":
