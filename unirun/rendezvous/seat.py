@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from unirun.errors import StoreError
+from unirun.errors import UnirunError
 from unirun.rendezvous.election import Leader, read_seat, seat_prefix
 from unirun.rendezvous.store.protocol import Listing, Store, Watch
 from unirun.values import Value
@@ -76,7 +76,8 @@ class SeatWatch:
             try:
                 store = store or self._open()
                 self._follow(store)
-            except StoreError as error:
+            except UnirunError as error:
+                # Also a store that cannot be opened, for want of a password perhaps: whoever waits hears why.
                 self._change(self._seat.leader, self._seat.epoch, trouble=str(error))
                 self._closed.wait(RETRY)
         if store is not None:

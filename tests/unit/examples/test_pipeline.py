@@ -15,6 +15,8 @@ from pipeline import pipelined
 from unirun import InvocationRef
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.envelope import ERROR, OK
+from unirun.roles.calls.open_call import Method
+from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Parcel
 
@@ -25,7 +27,9 @@ class Promise(InvocationRef[Any]):
     """A call that the test answers itself."""
 
     def __init__(self) -> None:
-        super().__init__("stage", ("worker:0",), bare=True, post=None, sharding={})
+        nobody: Any = None
+        options = Invocation(target="RANK0")
+        super().__init__(Method("worker", "stage", options, (0,), False, nobody, b"stage", nobody, {}), (0,))
 
     def answer(self, work: Callable[[], object]) -> None:
         try:

@@ -87,7 +87,7 @@ class Desk:
     @trainer_invocation(timeout=0.2)
     def slow(self) -> None:
         """Has a deadline."""
-        self.gate.wait(30)
+        self.gate.wait(0.5)
 
     def call(self) -> str:
         """Has the name of a way to call a method."""
