@@ -11,11 +11,11 @@ import statistics
 
 import pytest
 
-from tests.integration.conftest import script, unirun
+from tests.integration.conftest import script, unirun, warm
 from tests.integration.harness import SOON, Script, Unirun
 from tests.integration.kills import ENVIRON, SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workloads_up
 
-__all__ = ["script", "unirun"]
+__all__ = ["script", "unirun", "warm"]
 
 PAIRS = int(os.environ.get("UNIRUN_CHAOS_PAIRS", "50"))
 """Of each kind of job; there are ten kinds."""
