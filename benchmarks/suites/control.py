@@ -173,7 +173,7 @@ def ask(process: subprocess.Popen[str], command: str) -> dict[str, float]:
 
 
 def idle_share() -> float:
-    """The percentage of a core that 8 workers take together when nobody calls them any more."""
+    """The share of one core, in percent, that 8 idle workers use in all after they were called."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         job = {

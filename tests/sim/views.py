@@ -24,7 +24,7 @@ class Views:
             assert known == view, f"two views of term {epoch} have the number {view.number}"
 
     def seen(self, who: str, epoch: int, view: View) -> None:
-        """Somebody has put together a view of a master."""
+        """A simulated agent or worker has applied a view of a master."""
         whole = self._whole.get((epoch, view.number))
         # A step may tell twice; what it has told first is in no state.
         assert whole is None or view == whole, f"{who} sees {view}, and should see {whole}"

@@ -197,9 +197,9 @@ class Master:
             case ToAgent(node, message, cause):
                 if node in self._agents:
                     self._agents[node].send(message)
-                if (told := order_text(node, message)) is not None:
-                    text, *about = told
-                    self._log.write("order", text, cause=cause, about=(*about, node))
+                    if (told := order_text(node, message)) is not None:
+                        text, *about = told
+                        self._log.write("order", text, cause=cause, about=(*about, node))
             case ToAgents(nodes, message):
                 frame = frame_of(message)
                 for node in nodes:

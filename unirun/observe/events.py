@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import convert, field, to_builtins
 
@@ -17,7 +17,7 @@ from unirun.errors import JobError
 from unirun.observe.linelog import LineLog, read_lines
 from unirun.values import Value
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 
 
 class LoggedEvent(Value):
@@ -35,7 +35,7 @@ class LoggedEvent(Value):
     cause: str = ""
     about: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: Literal[1] = SCHEMA
 
 
 class EventLog:

@@ -63,10 +63,17 @@ def test_a_line_that_is_not_whole_is_left_out(tmp_path: Path) -> None:
     assert [event.id for event in read_events(path)] == ["1", "4"]
 
 
-def test_a_line_of_another_version_is_an_error_that_shows_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"time": 1.0, "kind": "a", "text": "of another unirun"}',
+        '{"id": "1-1", "time": 1.0, "kind": "a", "text": "of another unirun", "schema": 2}',
+    ],
+)
+def test_a_line_of_another_version_is_an_error_that_shows_it(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_text('{"time": 1.0, "kind": "a", "text": "of an old unirun"}\n')
-    with pytest.raises(JobError, match="of an old unirun.*use the version of unirun that has run the job"):
+    path.write_text(f"{line}\n")
+    with pytest.raises(JobError, match="of another unirun.*use the version of unirun that has run the job"):
         list(read_events(path))
 
 

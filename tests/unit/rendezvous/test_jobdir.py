@@ -5,53 +5,21 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
-import signal
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.unit.rendezvous.jobdirs import Create, create, home, locks
 from unirun.errors import JobError
 from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
 from unirun.rendezvous.jobdir import choose_job, job_at
 from unirun.values import WorkerId
 from unirun.wire import load_token, new_token
 
-Create = Callable[..., JobDir]
-
-FRESH = {"events.jsonl", "alive.lock", "logs", "store", "token", "uid"}
-"""What the directory of a new job holds."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-@pytest.fixture
-def locks() -> Iterator[list[int]]:
-    held: list[int] = []
-    yield held
-    for handle in held:
-        os.close(handle)
-
-
-@pytest.fixture
-def create(locks: list[int]) -> Create:
-    """Makes a job; it runs until its lock is let go."""
-
-    def make(run_id: str = "run-1", *, running: bool = True, log_dir: str | None = None) -> JobDir:
-        job, lock = create_job(run_id, new_token(), log_dir)
-        if running:
-            locks.append(lock)
-        else:
-            os.close(lock)
-        return job
-
-    return make
+__all__ = ["create", "home", "locks"]
 
 
 def mode(path: Path) -> int:
@@ -292,43 +260,6 @@ def test_a_name_that_no_job_can_have_has_no_place(name: str) -> None:
         job_at(name)
 
 
-def test_a_document_is_replaced_as_a_whole(create: Create) -> None:
-    job = create()
-    job.write_json("state.json", {"n": 1})
-    with (job.path / "state.json").open() as reader:
-        job.write_json("state.json", {"n": 2})
-        assert reader.read() == '{"n":1}'
-    assert job.read_json("state.json") == {"n": 2}
-    assert {path.name for path in job.path.iterdir()} == FRESH | {"state.json"}
-
-
-def test_a_document_that_does_not_fit_the_disk_leaves_the_one_before_and_nothing_else(create: Create) -> None:
-    job = create()
-    job.write_json("state.json", {"n": 1})
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            job.write_json("state.json", {"n": "x" * 1000})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert job.read_json("state.json") == {"n": 1}
-    assert {path.name for path in job.path.iterdir()} == FRESH | {"state.json"}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"), [("{", "cannot be read"), ("[1]", "holds no object"), (None, "cannot be")]
-)
-def test_a_document_that_is_none_is_told(create: Create, text: str | None, says: str) -> None:
-    job = create()
-    if text is not None:
-        (job.path / "state.json").write_text(text)
-    with pytest.raises(JobError, match=says):
-        job.read_json("state.json")
-
-
 def test_who_looks_whether_a_job_lives_does_not_disturb_it(create: Create, locks: list[int]) -> None:
     job = create(running=False)
     assert not job.alive()
@@ -338,25 +269,6 @@ def test_who_looks_whether_a_job_lives_does_not_disturb_it(create: Create, locks
     assert all(job.alive() for _ in range(3))
 
 
-def test_the_first_context_is_there_until_a_master_forgets_it(create: Create) -> None:
-    job = create(running=False)
-    assert job.first_context() is None
-    job.forget_first_context()
-    job.write_first_context({"job": "{}"})
-    assert job.first_context() == {"job": "{}"}
-    job.forget_first_context()
-    assert job.first_context() is None
-
-
-def test_a_first_context_that_cannot_be_read_is_not_taken_for_none(create: Create) -> None:
-    job = create(running=False)
-    job.write_first_context({})
-    (name,) = [path for path in job.path.iterdir() if path.is_file() and path.read_bytes() == b"{}"]
-    name.write_text("[")
-    with pytest.raises(JobError, match="cannot be read"):
-        job.first_context()
-
-
 def test_each_master_has_a_socket_of_its_own(create: Create) -> None:
     job = create(running=False)
     assert job.master_sockets() == []
@@ -364,12 +276,6 @@ def test_each_master_has_a_socket_of_its_own(create: Create) -> None:
         job.master_socket(pid).touch()
     assert {path.name for path in job.master_sockets()} == {"master.7.sock", "master.12.sock"}
     assert job.master_socket(7).parent == job.path
-
-
-def test_a_documents_first_error_is_told_also_when_nothing_can_be_tidied_up(create: Create) -> None:
-    job = JobDir(create().token)
-    with pytest.raises(NotADirectoryError):
-        job.write_json("state.json", {})
 
 
 def test_everything_has_the_name_that_people_look_for(tmp_path: Path) -> None:

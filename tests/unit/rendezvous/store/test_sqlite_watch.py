@@ -1,0 +1,104 @@
+"""A watch of an SQLite store sees the changes of other processes, soon and at little cost."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from unirun.errors import StoreBroken
+from unirun.rendezvous.store import sqlite
+from unirun.rendezvous.store._database import now
+from unirun.rendezvous.store.protocol import Change, Put
+from unirun.rendezvous.store.sqlite import SqliteStore
+
+
+def test_a_watch_notices_a_change_of_another_process_soon_and_costs_little(store: SqliteStore) -> None:
+    other = SqliteStore(store.path)
+    watch = other.watch("", store.get_prefix("").revision + 1)
+    watch.changes(0.05)
+    cpu = time.thread_time()
+    watch.changes(0.5)
+    assert time.thread_time() - cpu < 0.05, "a tenth of a processor would be too much"
+    delays = []
+    for number in range(10):
+        seen: list[float] = []
+        waiting = threading.Thread(
+            target=lambda seen=seen: (watch.changes(10), seen.append(time.monotonic()))
+        )
+        waiting.start()
+        store.txn([], [Put("a", str(number))])
+        written = time.monotonic()
+        waiting.join(20)
+        delays.append(seen[0] - written)
+    assert min(delays) < 0.04
+    other.close()
+
+
+@pytest.mark.starts_processes
+def test_a_watch_goes_on_when_other_processes_open_and_close_the_file(store: SqliteStore) -> None:
+    """The last connection to a file removes its log; a process with several connections must keep its locks on it."""
+    code = """
+        import sys
+        from unirun.rendezvous.store.protocol import Put
+        from unirun.rendezvous.store.sqlite import SqliteStore
+        store = SqliteStore(sys.argv[1])
+        store.txn([], [Put(f"a/{sys.argv[2]}", "x")])
+        store.close()
+    """
+    watch = store.watch("a/", 1)
+    watch.changes(0.0)
+    for number in range(3):
+        command = [sys.executable, "-c", textwrap.dedent(code), str(store.path), str(number)]
+        subprocess.run(command, check=True, timeout=30)
+        news = watch.changes(5.0)
+        assert [change.key for change in news if isinstance(change, Change)] == [f"a/{number}"]
+        assert store.get(f"a/{number}") is not None
+
+
+class TestAWatch:
+    def test_reads_nothing_where_nothing_has_changed(
+        self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watch = store.watch("", 1)
+        assert watch.changes(0) == ()
+
+        def read(connection: sqlite3.Connection) -> tuple[Change, ...]:
+            raise AssertionError("the file is the same")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "_read", read)
+            assert watch.changes(0) == ()
+        store.txn([], [Put("a", "1")])
+        assert len(watch.changes(0)) == 1  # type: ignore[arg-type]
+
+    def test_that_is_closed_while_it_looks_opens_nothing(
+        self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.grant(60)
+        watch = store.watch("", 1)
+        watch.changes(0)
+        end = now() + 100
+        monkeypatch.setattr(sqlite, "now", lambda: end)
+        monkeypatch.setattr(store, "expire", watch.close)
+        assert watch.changes(60) == ()
+        assert watch._connection is None
+
+    def test_of_a_file_that_cannot_be_read_names_it(
+        self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watch = store.watch("", 1)
+
+        def read(connection: sqlite3.Connection) -> tuple[Change, ...]:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(watch, "_read", read)
+        with pytest.raises(StoreBroken, match=rf"{store.path} cannot be used: disk I/O error"):
+            watch.changes(0)
+        monkeypatch.undo()
+        assert watch.changes(0) == (), "it goes on when the file can be read again"
