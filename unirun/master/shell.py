@@ -128,7 +128,7 @@ class Master:
                     await self._say_goodbye()
         finally:
             server.close()
-            await self._status_file.write()
+            await self._status_file.close()
             self._log.close()
             self._metrics.close()
             for watch in watches:

@@ -28,25 +28,35 @@ class StatusFile:
         self._job, self._snapshot, self._failed = job, snapshot, failed
         self._one_by_one = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._due = False
+        self._due: asyncio.TimerHandle | None = None
+        self._closed = False
         self._took = 0.0
         self._written = 0
 
     def write_soon(self) -> None:
         """Write it in a moment: more may change until then."""
-        if not self._due:
-            self._due = True
+        if self._due is None and not self._closed:
             delay = min(max(DELAY, 10 * self._took), MAX_DELAY)
-            asyncio.get_running_loop().call_later(delay, self._begin)
+            self._due = asyncio.get_running_loop().call_later(delay, self._begin)
 
     async def write(self) -> None:
         """Write it now."""
         async with self._one_by_one:
-            self._due = False
+            self._cancel()
             status = self._snapshot()
             if status is not None and (problem := await asyncio.to_thread(self._replace, status)):
                 # A full disk must not end a job that can go on; the next change tries again.
                 self._failed(problem)
+
+    async def close(self) -> None:
+        """Write it for the last time: an event that comes later, such as the end of a stream, writes nothing."""
+        self._closed = True
+        await self.write()
+
+    def _cancel(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
 
     def _begin(self) -> None:
         task = asyncio.ensure_future(self.write())
@@ -76,7 +86,7 @@ class StatusFile:
     def _another_writes(self) -> bool:
         """Whether another master has written the status since this one did: then the term of this one is over, though
         it has not been told yet."""
-        return self._written != 0 and _written_at(self._job.state) != self._written
+        return self._written != 0 and _written_at(self._job.state) not in (0, self._written)
 
 
 def _written_at(path: Path) -> int:
