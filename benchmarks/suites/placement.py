@@ -15,16 +15,13 @@ import time
 from functools import partial
 from statistics import median
 
-from msgspec.structs import replace
-
 from benchmarks.calibration import bar, in_units
 from benchmarks.figure import Bar, BenchmarkError, Figure, measured, say
 from unirun.collocation import Device, Inventory, Node, Placement, parse_fake, place
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.errors import PlacementError
-from unirun.graph import affected
-from unirun.graph.scenarios import ppo
+from unirun.graph import Edge, Graph, Role, affected
 from unirun.spec import Entry, JobSpec, RoleSpec
 
 PLAN = bar("plan 10 000 nodes × 8 slots, 5 roles", 1.0)
@@ -127,8 +124,11 @@ def quiet_time() -> float:
 
 def affected_time() -> float:
     """Seconds to find who feels the loss of a role of PPO whose ranks all call all others."""
-    graph = ppo(10_000, 10_000, 10_000)
-    graph = replace(graph, edges=tuple(replace(edge, kind="all_to_all") for edge in graph.edges))
+    judges = ("reference", "reward", "critic")
+    calls = [("rollout", judge) for judge in judges] + [(judge, "actor") for judge in judges]
+    edges = [Edge(source, target, kind="all_to_all") for source, target in calls]
+    edges.append(Edge("actor", "rollout", kind="all_to_all", asynchronous=True))
+    graph = Graph(tuple(Role(name, 10_000) for name in ("rollout", *judges, "actor")), tuple(edges))
     began = time.process_time()
     affected(graph, ["critic"])
     return time.process_time() - began

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from html import escape
 
 from unirun.cli.grid import Cell, Grid, Tenant
-from unirun.graph.text import printable
+from unirun.graph.svgparts import document, text_at, text_width
 
 FONT, LINE, GAP, MARGIN = 12.0, 20.0, 6.0, 20.0
 """Pixels: the size of letters, from one line to the next, between cells, and around everything."""
-WIDE = 0.62
-"""The width of a letter of a monospaced font in parts of its size, with a little to spare."""
 
-_BACK, _INK, _FAINT, _FREE = "#ffffff", "#0f172a", "#475569", "#94a3b8"
+_INK, _FAINT, _FREE = "#0f172a", "#475569", "#94a3b8"
 _FILLS = (
     ("#a5f3fc", "#0e7490"),
     ("#fde68a", "#b45309"),
@@ -42,11 +38,11 @@ class _Picture:
         self.picture = picture
         self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
         names = [row.node for row in picture.rows]
-        self.first = max((_measure(name) for name in ("NODE", *names)), default=0.0) + GAP
+        self.first = max((text_width(name, FONT) for name in ("NODE", *names)), default=0.0) + GAP
         self.wide = [
             max(
-                _measure(name),
-                *(_measure(each.text) for row in picture.rows for each in row.cells[n] or ()),
+                text_width(name, FONT),
+                *(text_width(each.text, FONT) for row in picture.rows for each in row.cells[n] or ()),
                 30.0,
             )
             + 12
@@ -59,27 +55,20 @@ class _Picture:
         parts = [*self.head()]
         for row in self.picture.rows:
             tall = max([1, *(len(cell or ()) for cell in row.cells)]) * LINE
-            parts.append(_text(row.node, MARGIN, y + tall / 2, _INK))
+            parts.append(text_at(row.node, MARGIN, y + tall / 2, _INK))
             parts += self.cells(row.cells, y, tall)
-            parts.append(_text(row.note, self.end(), y + tall / 2, _FAINT))
+            parts.append(text_at(row.note, self.end(), y + tall / 2, _FAINT))
             y += tall + GAP
             if row.folded:
-                parts.append(_text(row.folded, MARGIN, y + LINE / 2, _FAINT))
+                parts.append(text_at(row.folded, MARGIN, y + LINE / 2, _FAINT))
                 y += LINE + GAP
         if self.picture.rest:
-            parts.append(_text(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
+            parts.append(text_at(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
             y += LINE
         lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
-        notes = max(_measure(note) for note in ("FREE", *(row.note for row in self.picture.rows)))
-        right = max(self.end() + notes, *(MARGIN + _measure(line) for line in lines))
-        width, height = math.ceil(right + MARGIN), math.ceil(y + MARGIN)
-        top = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" font-family="ui-monospace, DejaVu Sans Mono, monospace" '
-            f'font-size="{FONT:g}">'
-        )
-        back = f'<rect width="{width}" height="{height}" rx="10" fill="{_BACK}"/>'
-        return "\n".join([top, back, *parts, "</svg>"]) + "\n"
+        notes = max(text_width(note, FONT) for note in ("FREE", *(row.note for row in self.picture.rows)))
+        right = max(self.end() + notes, *(MARGIN + text_width(line, FONT) for line in lines))
+        return document(right + MARGIN, y + MARGIN, FONT, parts)
 
     def left(self, column: int) -> float:
         """Where a column begins."""
@@ -92,10 +81,10 @@ class _Picture:
     def head(self) -> Iterator[str]:
         """The names of the columns."""
         y = MARGIN + LINE / 2 - 2
-        yield _text("NODE", MARGIN, y, _FAINT)
+        yield text_at("NODE", MARGIN, y, _FAINT)
         for number, name in enumerate(self.picture.columns):
-            yield _text(name, self.left(number) + 6, y, _FAINT)
-        yield _text("FREE", self.end(), y, _FAINT)
+            yield text_at(name, self.left(number) + 6, y, _FAINT)
+        yield text_at("FREE", self.end(), y, _FAINT)
 
     def cells(self, cells: tuple[Cell, ...], y: float, tall: float) -> Iterator[str]:
         """The slots of one node, each as tall as the row."""
@@ -119,13 +108,4 @@ class _Picture:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" '
             f'fill="{fill}" stroke="{stroke}"/>'
         )
-        yield _text(tenant.text, x + 6, y + height / 2, _INK)
-
-
-def _measure(text: str) -> float:
-    return len(printable(text)) * FONT * WIDE
-
-
-def _text(text: str, x: float, y: float, fill: str) -> str:
-    place = f'x="{x:g}" y="{y:g}" dominant-baseline="central"'
-    return f'<text {place} fill="{fill}" xml:space="preserve">{escape(printable(text), quote=False)}</text>'
+        yield text_at(tenant.text, x + 6, y + height / 2, _INK)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
 from unirun.failover.report import failure_report
 from unirun.failover.root_cause import diagnose, episode
-from unirun.graph import spans
+from unirun.graph import show_ranks
 from unirun.job.events import Finish
 from unirun.job.failures import Exit
 from unirun.job.generations import form_next
@@ -51,7 +51,7 @@ def form_anew(transition: Transition, role: RoleState) -> None:
         form_next(transition, role)
         return
     transition.put(replace(role, phase=RolePhase.STOPPING))
-    who = f"{role.name}:{spans(lost)}"
+    who = f"{role.name}:{show_ranks(lost)}"
     reason = f"role {role.name} cannot start again: the node of {who} is gone, and they fit nowhere else"
     stop_all(transition, Verdict(JobPhase.FAILED, EXIT_PLACEMENT, reason), signal.SIGTERM, None)
 

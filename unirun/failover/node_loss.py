@@ -20,7 +20,7 @@ from unirun.failover.policy import Decision, Loss, decide
 from unirun.failover.relocation import moves, place_without, why_all_restart
 from unirun.failover.restart import end_job, history_of, restart
 from unirun.failover.worker_failure import failure_of
-from unirun.graph import spans
+from unirun.graph import show_ranks
 from unirun.job.events import After, LossesDue, ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import form_if_all_are_there, obstructed, order_store
@@ -237,7 +237,7 @@ def _decide(
     role = state.roles[name]
     said = {role.workers[rank].recoverable for rank in ranks}
     recoverable = False if False in said else None if None in said else True
-    loss = Loss(what, name, spans(ranks), recoverable, elsewhere=elsewhere, together=together)
+    loss = Loss(what, name, show_ranks(ranks), recoverable, elsewhere=elsewhere, together=together)
     return decide(loss, history_of(state, role))
 
 
@@ -285,4 +285,4 @@ def _tell(
 def _workers_on(state: JobState, node: str) -> list[str]:
     """The workers that live on `node`: ``actor:0-3``."""
     here = {role.name: [w.rank for w in role.live if w.node == node] for role in state.roles.values()}
-    return [f"{name}:{spans(ranks)}" for name, ranks in here.items() if ranks]
+    return [f"{name}:{show_ranks(ranks)}" for name, ranks in here.items() if ranks]

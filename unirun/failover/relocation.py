@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from unirun.collocation import Assignment, Inventory, Placement, place_again
 from unirun.errors import PlacementError
 from unirun.failover.blast_radius import seen_graph
-from unirun.graph import spans
+from unirun.graph import show_ranks
 from unirun.job.state import (
     ROLE_ENDS,
     ROLE_WORKS,
@@ -58,7 +58,7 @@ def why_all_restart(role: RoleState, before: Placement, after: Placement) -> str
     if len(new) != len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
     moving = [w.rank for w in role.live if (w.node, w.own) != (new[w.rank].node, new[w.rank].own)]
-    return f"{role.name}:{spans(moving)} make room for others" if moving else ""
+    return f"{role.name}:{show_ranks(moving)} make room for others" if moving else ""
 
 
 def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
@@ -69,7 +69,7 @@ def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
             if old.node != new.node:
                 ways.setdefault((name, old.node, new.node), []).append(new.rank)
     return [
-        (f"{role}:{spans(ranks)}", f"{role}:{spans(ranks)} from {old} to {new}")
+        (f"{role}:{show_ranks(ranks)}", f"{role}:{show_ranks(ranks)} from {old} to {new}")
         for (role, old, new), ranks in ways.items()
     ]
 

@@ -129,9 +129,9 @@ def _edge_faults(where: str, edge: Edge, counts: Mapping[str, int]) -> Iterator[
         yield Fault(where, f"{edge.source} calls itself", remedy)
     elif edge.kind == "one_to_one" and edge.source in counts and edge.target in counts:
         source, target = counts[edge.source], counts[edge.target]
-        if source != target:
+        if source > target:
             problem = f"one_to_one from {source} ranks of {edge.source} to {target} of {edge.target}"
-            yield Fault(where, problem, "give both the same count, or use scatter or gather")
+            yield Fault(where, problem, "give both the same count, or use gather")
 
 
 def _cycle_faults(graph: Graph) -> Iterator[Fault]:

@@ -79,10 +79,10 @@ def learn(
 
     `ranks` has the number of ranks of every role; all counts are `sound`. Weights are bytes per step, of which there
     were `steps`; without it, as many as the median method had calls of each of its ranks, because most methods are
-    called once in a step. Kinds follow from who called whom: each rank one other, and as many ranks on both sides →
-    ``one_to_one``; each target one source, of which there are not more → ``scatter`` if ranks got arguments of their
-    own in one call, else ``broadcast``, also when only some are called; each source one target → ``gather``; else
-    ``all_to_all``. An edge is asynchronous when all of its calls were.
+    called once in a step. Kinds follow from who called whom: each source one target and each target
+    one source → ``one_to_one``; each target one source → ``scatter`` if ranks got arguments of their own in one call,
+    else ``broadcast``; each source one target → ``gather``; else ``all_to_all``. The first three only where there are
+    not more sources than targets. An edge is asynchronous when all of its calls were.
     """
     seen: dict[tuple[str, str, str], dict[int, list[CallCount]]] = {}
     for role, rank, counts in callers:
@@ -124,7 +124,7 @@ def _kind(by_rank: Mapping[int, Sequence[CallCount]], sources: int, targets: int
     reached = [_union(counts) for counts in by_rank.values()]
     one_target = all(_size(each) == 1 for each in reached)
     one_source = sum(map(_size, reached)) == _size(_merged(chain.from_iterable(reached)))
-    if one_target and one_source and sources == targets:
+    if one_target and one_source and sources <= targets:
         return "one_to_one"
     if one_source and sources <= targets:
         split = any(each.split for counts in by_rank.values() for each in counts)

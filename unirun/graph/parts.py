@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Literal
 
-from unirun.graph.instances import sources_of, targets_of
 from unirun.graph.values import Graph
 from unirun.spec.edges import Edge
 from unirun.values import Value
@@ -68,7 +67,7 @@ class Affected(Value):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.role}:{spans(self.ranks)}"
+        return f"{self.role}:{show_ranks(self.ranks)}"
 
 
 def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
@@ -98,16 +97,15 @@ def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
         if others:
             reason = f"forms its process group anew with {each}"
             peers.append(Affected(each.role, others, "peer", 0, True, reason))
-    up = _spread(graph, down, "upstream", sources_of)
-    below = _spread(graph, down, "downstream", targets_of)
+    up = _spread(graph, down, "upstream")
+    below = _spread(graph, down, "downstream")
     return (*found, *peers, *up, *below)
 
 
 Ranks = dict[str, set[int]]
-Step = Callable[[Graph, Edge, int], range]
 
 
-def _spread(graph: Graph, down: Ranks, side: Side, step: Step) -> list[Affected]:
+def _spread(graph: Graph, down: Ranks, side: Side) -> list[Affected]:
     """Breadth-first from `down` over synchronous edges; then one step over asynchronous edges from all of these.
 
     Each rank is in it once: as blocked if it is blocked, by the shortest path.
@@ -118,27 +116,28 @@ def _spread(graph: Graph, down: Ranks, side: Side, step: Step) -> list[Affected]
     found = []
     while front:
         levels.append(front)
-        front, told = _step(graph, front, seen, side, len(levels), step, asynchronous=False)
+        front, told = _step(graph, front, seen, side, len(levels), asynchronous=False)
         found += told
     for distance, level in enumerate(levels, 1):
-        found += _step(graph, level, seen, side, distance, step, asynchronous=True)[1]
+        found += _step(graph, level, seen, side, distance, asynchronous=True)[1]
     return sorted(found, key=lambda each: each.distance)
 
 
 def _step(
-    graph: Graph, front: Ranks, seen: Ranks, side: Side, distance: int, step: Step, *, asynchronous: bool
+    graph: Graph, front: Ranks, seen: Ranks, side: Side, distance: int, *, asynchronous: bool
 ) -> tuple[Ranks, list[Affected]]:
     """Those not yet in `seen` that edges of one sort join to `front`; they are in `seen` then."""
     reached: Ranks = {}
     found = []
+    peers_of = graph.sources_of if side == "upstream" else graph.targets_of
     for role, ranks in front.items():
-        through = f"{role}:{spans(sorted(ranks))}"
+        through = f"{role}:{show_ranks(sorted(ranks))}"
         for edge in graph.into(role) if side == "upstream" else graph.out(role):
             if edge.asynchronous != asynchronous:
                 continue
             name = edge.source if side == "upstream" else edge.target
             # Ranks of an all_to_all face the same range, which is gone through once.
-            facing = {peer for peers in {step(graph, edge, rank) for rank in ranks} for peer in peers}
+            facing = {peer for peers in {peers_of(edge, rank) for rank in ranks} for peer in peers}
             fresh = facing - seen.get(name, set())
             if fresh:
                 seen.setdefault(name, set()).update(fresh)
@@ -160,7 +159,7 @@ def _reason(side: Side, edge: Edge, through: str, distance: int) -> str:
     return f"{text} ({edge})"
 
 
-def spans(ranks: Iterable[int]) -> str:
+def show_ranks(ranks: Iterable[int]) -> str:
     """Ascending `ranks` as people write them: ``0-3,7``."""
     runs = []
     for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):

@@ -1,4 +1,4 @@
-"""A picture of a graph as self-contained SVG, for light and dark backgrounds.
+"""A picture of a graph as self-contained SVG. It has a background of its own, so it is legible on any page.
 
 Calls go from left to right. Each begins with a straight piece under its label, so a label is never on another line. One
 that closes a cycle goes the other way round: it leaves its role on the left, and its label stands where it arrives.
@@ -8,47 +8,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 
 from unirun.graph.layout import Layout, Pair, Point, heights, layout
 from unirun.graph.states import look
-from unirun.graph.text import NO_STATES, edge_line, printable, vertex_lines
+from unirun.graph.svgparts import document, text_at, text_width
+from unirun.graph.text import NO_STATES, edge_line, vertex_lines
 from unirun.graph.values import Graph, Role
 from unirun.spec.edges import Edge
-from unirun.values import Value
 
 FONT = 13.0
 LINE = 17.0
 """Pixels: font size and line height."""
-WIDE = 0.62
-"""The width of a letter of a monospaced font in parts of its size, with a little to spare."""
 MARGIN, SPACE, TURN = 24.0, 26.0, 64.0
 """Pixels: around everything, between boxes of a layer, and for the curve of an edge after its label."""
 
 
-class _Theme(Value):
-    background: str
-    line: str
-    text: str
+_LINE, _LABEL = "#475569", "#1e293b"
+"""The colours of edges and of their labels."""
 
 
-_LIGHT = _Theme("#ffffff", "#475569", "#1e293b")
-_DARK = _Theme("#0f172a", "#94a3b8", "#e2e8f0")
-
-
-def svg(graph: Graph, states: Mapping[str, str] = NO_STATES, *, dark: bool = False) -> str:
+def svg(graph: Graph, states: Mapping[str, str] = NO_STATES) -> str:
     """The picture. `states` has the phases of roles by their names, which give the boxes their colours.
 
     Dashed lines are asynchronous calls; the thicker a line, the more bytes go along it.
     """
-    return _Picture(graph, states, _DARK if dark else _LIGHT).text()
+    return _Picture(graph, states).text()
 
 
 class _Picture:
     """All sizes, computed before anything is drawn."""
 
-    def __init__(self, graph: Graph, states: Mapping[str, str], theme: _Theme) -> None:
-        self.graph, self.states, self.theme = graph, states, theme
+    def __init__(self, graph: Graph, states: Mapping[str, str]) -> None:
+        self.graph, self.states = graph, states
         self.roles: dict[str, Role] = {role.name: role for role in graph.roles}
         self.plan: Layout = layout(graph)
         self.bundles: dict[Pair, list[Edge]] = {pair: [] for pair in self.plan.chains}
@@ -86,9 +77,9 @@ class _Picture:
         for layer in self.plan.layers:
             boxes = [point for point in layer if isinstance(point, str)]
             words = (line for name in boxes for line in vertex_lines(self.roles[name], self.states))
-            width = max((_measure(line) for line in words), default=0.0) + 28
+            width = max((text_width(line, FONT) for line in words), default=0.0) + 28
             begin = {pair for pair, chain in self.plan.chains.items() if chain[0] in boxes}
-            label = max((_measure(line) for pair in begin for line in self.labels[pair]), default=0.0)
+            label = max((text_width(line, FONT) for pair in begin for line in self.labels[pair]), default=0.0)
             self.left.append(x)
             self.width.append(width)
             self.label.append(label + 16 if label else 0.0)
@@ -98,14 +89,7 @@ class _Picture:
     def text(self) -> str:
         """The whole picture; edges are below boxes."""
         bottom = max((self.middle[point] + self.size[point] / 2 for point in self.middle), default=0.0)
-        width, height = math.ceil(self.right + MARGIN), math.ceil(bottom + 2 * MARGIN)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" font-family="ui-monospace, DejaVu Sans Mono, monospace" '
-            f'font-size="{FONT:g}">'
-        )
-        back = f'<rect width="{width}" height="{height}" rx="10" fill="{self.theme.background}"/>'
-        return "\n".join([head, back, *self.lines(), *self.boxes(), "</svg>"]) + "\n"
+        return document(self.right + MARGIN, bottom + 2 * MARGIN, FONT, [*self.lines(), *self.boxes()])
 
     def boxes(self) -> Iterator[str]:
         """The roles."""
@@ -126,7 +110,7 @@ class _Picture:
         for number, line in enumerate(words):
             y = middle + (number - (len(words) - 1) / 2) * LINE
             bold = ' font-weight="bold"' if number == 0 else ""
-            yield _text(line, x + width / 2, y, shown.text, f' text-anchor="middle"{bold}')
+            yield text_at(line, x + width / 2, y, shown.text, f' text-anchor="middle"{bold}')
 
     def lines(self) -> Iterator[str]:
         """The edges with their labels."""
@@ -176,14 +160,13 @@ class _Picture:
             end, y = straight, below
         width = self.stroke(sum(edge.weight for edge in edges))
         dashes = ' stroke-dasharray="6 4"' if all(edge.asynchronous for edge in edges) else ""
-        colour = self.theme.line
-        yield f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes}/>'
+        yield f'<path d="{" ".join(path)}" fill="none" stroke="{_LINE}" stroke-width="{width:g}"{dashes}/>'
         x, y, way = (stops[0][0], stops[0][2], 10) if back else (stops[-1][0], stops[-1][2], -10)
-        yield f'<path d="M{x:g},{y:g} l{way},-5 v10 z" fill="{colour}"/>'
+        yield f'<path d="M{x:g},{y:g} l{way},-5 v10 z" fill="{_LINE}"/>'
         lines = self.labels[pair]
         for number, text in enumerate(lines):
             above = stops[0][2] - 10 - (len(lines) - 1 - number) * LINE
-            yield _text(text, start + 12, above, self.theme.text)
+            yield text_at(text, start + 12, above, _LABEL)
 
     def stroke(self, weight: float) -> float:
         """1.5 to 4 pixels, by the logarithm: a thousandth of the heaviest edge has the thinnest line."""
@@ -191,12 +174,3 @@ class _Picture:
             return 1.5
         part = 1 + math.log10(weight / self.heaviest) / 3
         return round(1.5 + 2.5 * min(max(part, 0.0), 1.0), 2)
-
-
-def _measure(text: str) -> float:
-    return len(printable(text)) * FONT * WIDE
-
-
-def _text(text: str, x: float, y: float, fill: str, more: str = "") -> str:
-    place = f'x="{x:g}" y="{y:g}" dominant-baseline="central"'
-    return f'<text {place} fill="{fill}" xml:space="preserve"{more}>{escape(printable(text), quote=False)}</text>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from unirun.graph import spans
+from unirun.graph import show_ranks
 from unirun.job.state import Verdict
 from unirun.values import Value
 from unirun.wire.messages import Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers
@@ -131,10 +131,10 @@ def order_text(node: str, message: Message) -> tuple[str, ...] | None:
         case OpenStore(role, generation):
             return f"{node} serves the store of role {role}, generation {generation}", role
         case StartRole(role=role, generation=generation, members=members):
-            who = f"{role}:{spans([member.rank for member in members])}"
+            who = f"{role}:{show_ranks([member.rank for member in members])}"
             return f"{node} starts {who} in generation {generation}", who
         case StopWorkers(role, ranks, signum, grace):
-            who = f"{role}:{spans(ranks)}"
+            who = f"{role}:{show_ranks(ranks)}"
             return f"{node} ends {who} with signal {signum}, and SIGKILL after {grace:g} s", who
         case Shutdown():
             return (f"{node} ends its workers and leaves",)

@@ -35,10 +35,19 @@ def any_graphs(draw: st.DrawFn, names: list[str] = NAMES) -> Graph:
         each
         for each in edges
         if each.source != each.target
-        and (each.kind != "one_to_one" or counts[each.source] == counts[each.target])
+        and (each.kind != "one_to_one" or counts[each.source] <= counts[each.target])
     )
     return Graph(roles, tuple(meant))
 
 
 graphs = any_graphs().filter(lambda graph: not faults(graph))
 """Graphs without faults."""
+
+
+def pairs_of(graph: Graph, edge: Edge) -> list[tuple[str, str]]:
+    """The ranks that `edge` joins, as ``actor:0`` and ``rollout:2``."""
+    return [
+        (f"{edge.source}:{rank}", f"{edge.target}:{peer}")
+        for rank in range(graph.count(edge.source))
+        for peer in graph.targets_of(edge, rank)
+    ]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 
 from tests.unit.graph.graphs import any_graphs
+from tests.unit.graph.scenarios import SCENARIOS
 from unirun.graph import Edge, Graph, Role, faults, warnings
 from unirun.graph.checks import cycles
-from unirun.graph.scenarios import SCENARIOS
 
 ROLES = (Role("actor", 4), Role("rollout", 4), Role("reward", 2))
 
@@ -56,7 +56,7 @@ def test_two_cycles_are_two_faults() -> None:
         ),
         (
             Edge("actor", "reward", kind="one_to_one"),
-            "edges[0]: one_to_one from 4 ranks of actor to 2 of reward; give both the same count, or use scatter or gather",
+            "edges[0]: one_to_one from 4 ranks of actor to 2 of reward; give both the same count, or use gather",
         ),
         (
             Edge("actor", "reward", weight=-1.0),

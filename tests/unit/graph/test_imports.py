@@ -11,9 +11,9 @@ import pytest
 @pytest.mark.starts_processes
 def test_a_graph_is_drawn_without_torch_and_without_networkx() -> None:
     code = (
-        "import sys; from unirun.graph.scenarios import SCENARIOS; from unirun.graph.svg import svg; "
-        "from unirun.graph.text import tree; "
-        "svg(SCENARIOS['ppo']()); tree(SCENARIOS['ppo']()); print(*sys.modules)"
+        "import sys; from unirun.graph import Graph, Role; from unirun.graph.svg import svg; "
+        "from unirun.graph.text import tree; graph = Graph((Role('actor', 2),)); "
+        "svg(graph); tree(graph); print(*sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert (

@@ -58,7 +58,7 @@ def learned(seen: list[ProcessCalls], ranks: dict[str, int] = RANKS) -> Edge:
         ([(0, 0), (1, 1), (2, 2)], (3, 3), True, "one_to_one"),
         ([(0, 0), (0, 1), (0, 2)], (1, 3), False, "broadcast"),
         ([(0, 0), (0, 1), (0, 2)], (1, 3), True, "scatter"),
-        ([(0, 0)], (1, 3), False, "broadcast"),
+        ([(0, 0)], (1, 3), False, "one_to_one"),
         ([(0, 0), (0, 1), (1, 2), (1, 3)], (2, 4), True, "scatter"),
         ([(0, 0), (1, 0), (2, 0)], (3, 1), False, "gather"),
         ([(0, 0), (1, 0), (2, 1), (3, 1)], (4, 2), True, "gather"),

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.graph.graphs import graphs
-from unirun.graph import Edge, Graph, Role, affected, instance_edges, instances, tight_parts, weights
-from unirun.graph.scenarios import SCENARIOS
+from tests.unit.graph.graphs import graphs, pairs_of
+from tests.unit.graph.scenarios import SCENARIOS
+from unirun.graph import Edge, Graph, Role, affected, tight_parts, weights
 
 ROLES = (Role("trainer", 1), Role("actor", 2), Role("rollout", 4), Role("server", 1))
 GRAPH = Graph(
@@ -96,9 +96,7 @@ def test_what_is_not_there_cannot_fail(name: str) -> None:
 
 def reach(graph: Graph, failed: set[str], up: bool) -> set[str]:
     """By going through all pairs of ranks."""
-    pairs = [
-        (str(each.source), str(each.target)) for each in instance_edges(graph) if not each.edge.asynchronous
-    ]
+    pairs = [pair for edge in graph.edges if not edge.asynchronous for pair in pairs_of(graph, edge)]
     found = set(failed)
     while more := {
         (a if up else b) for a, b in pairs if (b if up else a) in found and (a if up else b) not in found
@@ -111,7 +109,7 @@ def reach(graph: Graph, failed: set[str], up: bool) -> set[str]:
 def test_who_is_blocked_is_who_can_be_reached_over_calls_that_are_waited_for(
     graph: Graph, data: st.DataObject
 ) -> None:
-    everybody = [str(each) for each in instances(graph)]
+    everybody = [f"{role.name}:{rank}" for role in graph.roles for rank in range(role.count)]
     failed = data.draw(st.sets(st.sampled_from(everybody), min_size=1))
     found = affected(graph, sorted(failed))
     for side, up in (("upstream", True), ("downstream", False)):

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.graph.graphs import any_graphs
+from tests.unit.graph.scenarios import SCENARIOS
 from unirun.graph import Edge, Graph, Role
 from unirun.graph.layout import heights, layout
-from unirun.graph.scenarios import SCENARIOS
 from unirun.graph.states import LOOKS, look
 from unirun.graph.svg import svg
 from unirun.graph.text import dot, mermaid, printable, tree
@@ -26,7 +26,6 @@ STATES = {"rollout": "running", "reward": "restarting", "actor": "failed", "crit
 FORMS: dict[str, Callable[[Graph], str]] = {
     "svg": svg,
     "states.svg": lambda graph: svg(graph, STATES),
-    "dark.svg": lambda graph: svg(graph, STATES, dark=True),
     "mmd": lambda graph: mermaid(graph, STATES),
     "dot": lambda graph: dot(graph, STATES),
     "txt": lambda graph: tree(graph, STATES),
@@ -141,9 +140,8 @@ def test_words_in_boxes_are_legible(state: str) -> None:
     assert contrast(look(state).fill, look(state).text) >= 7
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_words_at_lines_are_legible(dark: bool) -> None:
-    picture = ElementTree.fromstring(svg(SCENARIOS["multimodal"](), dark=dark))
+def test_words_at_lines_are_legible() -> None:
+    picture = ElementTree.fromstring(svg(SCENARIOS["multimodal"]()))
     background = next(picture.iter(f"{SVG}rect")).get("fill", "")
     labels = [each for each in picture.iter(f"{SVG}text") if each.get("text-anchor") is None]
     assert labels

@@ -11,7 +11,7 @@ from typing import Any
 
 from unirun.collocation import Assignment, Device, Inventory, Node, NumaNode, Placement
 from unirun.collocation.numa import parse_cpu_list
-from unirun.graph import spans
+from unirun.graph import show_ranks
 from unirun.master.persistence.documents import Changes, Documents, as_json, blocks, numbered, pieces
 
 RANKS = 50
@@ -89,7 +89,7 @@ def _places(places: Sequence[Assignment]) -> Any:
             place.slot,
             place.local_rank,
             place.devices,
-            None if place.cpus is None else spans(place.cpus),
+            None if place.cpus is None else show_ranks(place.cpus),
             place.own,
             place.share,
             place.numa,

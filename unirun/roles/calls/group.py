@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from unirun.errors import UsageError
-from unirun.graph import spans
+from unirun.graph import show_ranks
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import DESCRIBE
 from unirun.roles.calls.open_call import Method
@@ -263,7 +263,7 @@ class RoleGroup(_Workers):
         return self._worker_handles[rank]
 
     def __repr__(self) -> str:
-        return f"<role group {self.role} with rank{'s' * (len(self) > 1)} {spans(self._own_ranks)}>"
+        return f"<role group {self.role} with rank{'s' * (len(self) > 1)} {show_ranks(self._own_ranks)}>"
 
 
 def role_group(
