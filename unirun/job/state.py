@@ -233,14 +233,6 @@ class Verdict(Value):
     error_file: str = ""
 
 
-class Owner(Value):
-    """The process on `host` that the job must not outlive. Its start time `started` guards against a reused `pid`."""
-
-    host: str
-    pid: int
-    started: int
-
-
 class Told(Value):
     """The last view that agents were sent: its `number`, the `roles` then, and the `endpoints` of their stores."""
 
@@ -261,6 +253,7 @@ class JobState(Value):
     `forgotten` counts failures that are not remembered any more. `asked_to_stop`: somebody has asked; a job also
     stops by itself. `view_due`: something has changed that the workers will be told in a moment. `away` are the nodes
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
+    `owned`: it must not outlive the command that has started it, which attaches as its owner.
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
@@ -283,7 +276,7 @@ class JobState(Value):
     forgotten: int = 0
     away: frozenset[str] = frozenset()
     uid: str = ""
-    owner: Owner | None = None
+    owned: bool = False
     inventory: Inventory = NOTHING
     told: Told | None = None
     uninformed: frozenset[str] = frozenset()
@@ -361,7 +354,7 @@ def new_job(
     started: float,
     logs: str,
     uid: str = "",
-    owner: Owner | None = None,
+    owned: bool = False,
     inventory: Inventory = NOTHING,
 ) -> JobState:
     """The state of a job before its first event."""
@@ -369,7 +362,7 @@ def new_job(
         role.name: RoleState(role.name, role.entry.kind, role.restart, waiting(placement, role.name))
         for role in spec.roles
     }
-    return JobState(spec, placement, roles, started, logs, uid=uid, owner=owner, inventory=inventory)
+    return JobState(spec, placement, roles, started, logs, uid=uid, owned=owned, inventory=inventory)
 
 
 def waiting(placement: Placement, role: str) -> Ranks:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping
 
 from unirun.collocation import Inventory
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError
-from unirun.job.state import Owner, new_job
+from unirun.job.state import new_job
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import Processes, first_words, start_processes
 from unirun.launcher.planned import PlannedJob
@@ -19,7 +18,7 @@ from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, s
 from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
 from unirun.observe import write_status
-from unirun.rendezvous import JobDir, create_job, started_at
+from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
@@ -167,7 +166,6 @@ def _nodes_with_agents(planned: PlannedJob) -> Inventory:
 
 def _write_first_state(job: JobDir, planned: PlannedJob, inventory: Inventory, detach: bool) -> None:
     """Leave the context for the first master, and the status for who asks before. Raises OSError."""
-    pid = os.getpid()
     state = new_job(
         planned.spec,
         planned.placement,
@@ -175,7 +173,7 @@ def _write_first_state(job: JobDir, planned: PlannedJob, inventory: Inventory, d
         started=time.time(),
         logs=str(job.logs.resolve()),
         uid=job.uid,
-        owner=None if detach else Owner(socket.gethostname(), pid, started_at(pid)),
+        owned=not detach,
     )
     job.write_first_context(changed_documents(None, state))
     write_status(job, status_of(state, {}, {}))

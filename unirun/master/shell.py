@@ -45,6 +45,9 @@ from unirun.wire.asking import Ask
 from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
+OWNER_TIMEOUT = 60.0
+"""Seconds in which the command that owns the job attaches to a master. A command that is stopped (Ctrl-Z) cannot."""
+
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
 
@@ -91,6 +94,7 @@ class Master:
         self._term = term
         self._agents: dict[str, Stream] = {}
         self._watchers: set[Stream] = set()
+        self._owner: Stream | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
         self._began = time.monotonic()
@@ -108,8 +112,10 @@ class Master:
         `agents` are the pids of those on this host that have not joined yet, by node: until then it is by its process
         that the end of one is noticed.
         """
-        watches = self._watches(agents)
+        watches = [ProcessWatch(pid, partial(self._agent_gone, node)) for node, pid in agents.items()]
         loop = asyncio.get_running_loop()
+        if self._state.owned:
+            loop.call_later(OWNER_TIMEOUT, self._owner_left, None)
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
         )
@@ -134,13 +140,11 @@ class Master:
             for watch in watches:
                 watch.close()
 
-    def _watches(self, agents: Mapping[str, int]) -> list[ProcessWatch]:
-        watches = []
-        owner = self._state.owner
-        if owner is not None and owner.host == socket.gethostname():
-            watches.append(ProcessWatch(owner.pid, lambda: self._apply(OwnerLost()), owner.started))
-        watches += [ProcessWatch(pid, partial(self._agent_gone, node)) for node, pid in agents.items()]
-        return watches
+    def _owner_left(self, stream: Stream | None) -> None:
+        """The stream of the owner has ended, or (None) it should have attached by now. It may have attached again."""
+        if self._owner is stream and self._state.phase not in JOB_ENDS:
+            self._owner = None
+            self._apply(OwnerLost())
 
     def _agent_gone(self, node: str) -> None:
         if node not in self._state.agents and node not in self._agents:
@@ -273,7 +277,9 @@ class Master:
             match first:
                 case Join():
                     await self._follow_agent(first, stream)
-                case Attach():
+                case Attach(owner):
+                    if owner:
+                        self._owner = stream
                     await self._follow_watcher(stream)
                 case Stop():
                     self._apply(first)
@@ -340,6 +346,8 @@ class Master:
             return
         finally:
             self._watchers.discard(stream)
+            if self._state.owned:
+                self._owner_left(stream)
 
     def _send_farewell(self, watcher: Stream) -> None:
         end = farewell(self._state)

@@ -2,7 +2,7 @@
 
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
 from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, jobs_root
-from unirun.rendezvous.liveness import ProcessWatch, started_at
+from unirun.rendezvous.liveness import ProcessWatch
 
 __all__ = [
     "Endpoint",
@@ -12,5 +12,4 @@ __all__ = [
     "create_job",
     "hold_endpoint",
     "jobs_root",
-    "started_at",
 ]

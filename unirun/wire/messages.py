@@ -191,7 +191,10 @@ class Welcome(Value, tag=True):
 
 
 class Attach(Value, tag=True):
-    """A command wants to follow the job."""
+    """A command wants to follow the job. Its `owner` is the one that the job must not outlive: the end of that stream
+    is the end of the job."""
+
+    owner: bool = False
 
 
 class Stop(Value, tag=True):

@@ -175,7 +175,7 @@ class TestNodes:
 def test_a_new_job_waits_where_its_ranks_are_placed() -> None:
     old = Job({"actor": 3}, inventory=nodes(2)).state
     job = new_job(old.spec, old.placement, started=5.0, logs="/logs", uid="u", inventory=old.inventory)
-    assert (job.phase, job.started, job.logs, job.uid, job.owner) == ("launching", 5.0, "/logs", "u", None)
+    assert (job.phase, job.started, job.logs, job.uid, job.owned) == ("launching", 5.0, "/logs", "u", False)
     role = job.roles["actor"]
     assert (role.kind, role.restart, role.phase) == ("script", "role", "waiting")
     places = job.placement.of_role("actor")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tests.unit.job.job import KILL, TERM, Job
 from unirun.collocation import Device, Inventory, Node
 from unirun.job.events import AgentLost, Event, ViewDue
-from unirun.job.state import JOB_ENDS, JobState, Owner
+from unirun.job.state import JOB_ENDS, JobState
 from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, Stop
 from unirun.wire.reports import (
@@ -45,8 +45,8 @@ class Walk:
             inventory=self.rng.choice([None, THREE]),
             least={"actor": 1, "reward": 1},
         )
-        owner = self.rng.choice([None, Owner("host", 7, 99)])
-        self.job.state = replace(self.job.state, uid="0a1b", owner=owner)
+        owned = self.rng.choice([False, True])
+        self.job.state = replace(self.job.state, uid="0a1b", owned=owned)
         self.stores: list[StoreOpened] = []
 
     def states(self, steps: int) -> list[JobState]:

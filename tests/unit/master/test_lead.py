@@ -19,7 +19,7 @@ from tests.unit.master.persistence.documents import kept, written
 from unirun.errors import EXIT_FAILURE, JobError
 from unirun.failover.crashes import MOST, Crash, record_crash
 from unirun.failover.takeover import resume
-from unirun.job.state import JobPhase, JobState, Owner
+from unirun.job.state import JobPhase, JobState
 from unirun.master import __main__ as process
 from unirun.master import lead as leading
 from unirun.master.lead import TERM_TTL, lead
@@ -157,17 +157,6 @@ class TestTheFirstMaster:
         assert (seat.status["phase"], seat.status["code"]) == ("failed", 137)
         log = seat.job.agent_log("n0")
         assert seat.status["reason"] == f"the agent of node n0 is gone: it died before it joined; see {log}"
-
-    @pytest.mark.starts_processes
-    @pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere"])
-    def test_ends_a_job_whose_command_was_killed_on_its_host(self, seat: Seat, host: str) -> None:
-        seat.first(replace(a_job().state, owner=Owner(host, os.getpid(), 1)))
-        agent = subprocess.Popen([sys.executable, "-S", "-c", ""])
-        agent.wait()
-        seat.lead(agents={"n0": agent.pid})
-        here = host == socket.gethostname()
-        assert seat.status["code"] == (128 + signal.SIGTERM if here else 137)
-        assert (seat.status["reason"] == "the unirun command was killed") is here
 
 
 class TestALaterMaster:

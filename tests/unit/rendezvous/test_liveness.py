@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
-from unirun.rendezvous import ProcessWatch, started_at
+from unirun.rendezvous import ProcessWatch
 
 SOON = 20.0
 
@@ -60,40 +57,3 @@ def test_nothing_is_told_after_close() -> None:
             await asyncio.sleep(0)
 
     asyncio.run(watch())
-
-
-@pytest.mark.parametrize(("late", "told"), [(None, False), (0, False), (1, True)])
-def test_a_process_that_has_begun_at_another_time_is_another(late: int | None, told: bool) -> None:
-    async def watch() -> None:
-        gone = asyncio.Event()
-        started = None if late is None else started_at(os.getpid()) + late
-        watch = ProcessWatch(os.getpid(), gone.set, started)
-        if told:
-            await asyncio.wait_for(gone.wait(), SOON)
-        else:
-            await asyncio.sleep(0)
-            assert not gone.is_set()
-        watch.close()
-
-    asyncio.run(watch())
-
-
-@pytest.mark.starts_processes
-def test_when_a_process_began_is_known_whatever_it_is_called() -> None:
-    name = Path("/proc/self/comm")
-    before, ticks = name.read_text(), os.sysconf("SC_CLK_TCK")
-    began = started_at(os.getpid())
-    try:
-        name.write_text("a) R 1 (b")
-        assert started_at(os.getpid()) == began
-    finally:
-        name.write_text(before)
-    with subprocess.Popen(["sleep", "100"]) as child:
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started_at(child.pid) / ticks
-        child.kill()
-    assert -1 < age < SOON
-    assert began / ticks < time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def test_a_process_that_is_gone_began_at_no_time() -> None:
-    assert started_at(1 << 22) == 0

@@ -161,7 +161,7 @@ class Session:
             self._console.note(f"the job's master has died; another leads (term {leader.epoch})")
         self._led = True
         self._processes.master = leader.pid
-        master.send(Attach())
+        master.send(Attach(owner=True))
         leaving = asyncio.create_task(self._leave_when_replaced(master, leader))
         phases: dict[str, str] = {}
         try:

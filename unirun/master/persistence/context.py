@@ -35,7 +35,6 @@ from unirun.job.state import (
     ROLE_WORKS,
     JobPhase,
     JobState,
-    Owner,
     RolePhase,
     RoleState,
     Verdict,
@@ -53,7 +52,7 @@ from unirun.master.persistence.placements import (
 from unirun.spec import JobSpec
 from unirun.wire.reports import CallCount, Join
 
-SCHEMA = 4
+SCHEMA = 5
 
 _NODES, _RANKS, _FAILURES, _SEEN = 100, 1000, 8, 250
 _ENDPOINTS = 1000
@@ -69,7 +68,7 @@ _LETTERS: dict[WorkerPhase, str] = {
 }
 _fields_of_job = attrgetter(
     *("uid", "phase", "started", "ended", "logs", "placement"),
-    *("asked_to_stop", "forgotten", "verdict", "owner"),
+    *("asked_to_stop", "forgotten", "verdict", "owned"),
 )
 """The fields of the state that are in the document ``job``."""
 
@@ -218,7 +217,7 @@ def _restored(job: dict[str, Any], documents: Documents) -> JobState:
         asked_to_stop=job["asked_to_stop"],
         forgotten=job["forgotten"],
         uid=job["uid"],
-        owner=convert(job["owner"], Owner | None),
+        owned=job["owned"],
         cause=job["cause"],
         inventory=read_inventory(documents),
     )
@@ -236,7 +235,7 @@ def _of_job(state: JobState) -> dict[str, Any]:
         "asked_to_stop": state.asked_to_stop,
         "forgotten": state.forgotten,
         "verdict": to_builtins(state.verdict),
-        "owner": to_builtins(state.owner),
+        "owned": state.owned,
         "cause": state.cause,
     }
 

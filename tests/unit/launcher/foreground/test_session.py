@@ -94,7 +94,7 @@ def tells(**phases: str) -> Callable[[BlockingStream], None]:
     """What a master says to who attaches: how its roles stand."""
 
     def script(stream: BlockingStream) -> None:
-        assert stream.receive() == Attach()
+        assert stream.receive() == Attach(owner=True)
         for name, phase in phases.items():
             stream.send(RoleChanged(name, phase, 0, 0, 1))
 
