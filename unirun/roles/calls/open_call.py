@@ -57,36 +57,22 @@ class OpenCall:
     - `unreported`: a worker whose loss this call reports instead of being sent.
     - `patience`: the seconds for which the calling thread will do nothing but wait for the only part. None once that
       was sent.
+    - `fetch`: what the thread that asks for the result calls first; it brings the answer.
     - `failing`: whether an error has come, and the call ends soon. `over`: it has ended.
     """
 
-    __slots__ = (
-        *(
-            "_bad",
-            "_failure",
-            "_gate",
-            "_loaded",
-            "_making",
-            "_outcomes",
-            "_value",
-            "_wait",
-            "_wakes",
-            "_why",
-        ),
-        *(
-            "attempt",
-            "began",
-            "channels",
-            "failing",
-            "generation",
-            "joint",
-            "over",
-            "parcels",
-            "patience",
-            "prepared",
-        ),
-        *("ranks", "retries", "seq", "sharding", "unreported"),
-    )
+    # Defaults, of which most calls change few.
+    seq, generation, attempt = 0, -1, 0
+    unreported = ""
+    patience: float | None = None
+    over = failing = False
+    fetch: Wait | None = None
+    _bad = 0
+    _failure: BaseException | None = None
+    _value: tuple[Any] | None = None
+    _why: Callable[[], BaseException] | None = None
+    # Held until the call is over, by whoever waits first: it is the cheapest wait that Python has.
+    _gate: threading.Lock | None = None
 
     def __init__(
         self,
@@ -101,23 +87,12 @@ class OpenCall:
         self.sharding: Mapping[int | str, str] = sharding or {}
         self.joint = len(ranks) > 1
         self.retries = prepared.options.retries
-        self.seq, self.generation, self.attempt = 0, -1, 0
-        self.unreported, self.failing = "", False
-        self.patience: float | None = None
         self.channels: list[ReliableChannel | None] = [None] * len(ranks)
         self._outcomes: dict[int, Parcel | BaseException] = {}
-        self._bad = 0
-        self.over = False
-        self._why: Callable[[], BaseException] | None = None
-        # Held until the call is over, by whoever waits first: it is the cheapest wait that Python has.
-        self._gate: threading.Lock | None = None
+        self._loaded: dict[int, Any] = {}
+        self._wakes: list[Callable[[Any], None]] = []
         # Results are unpickled once, in the thread that asks first, and not in the one that brings answers.
         self._making = threading.Lock()
-        self._failure: BaseException | None = None
-        self._loaded: dict[int, Any] = {}
-        self._value: tuple[Any] | None = None
-        self._wait: Wait | None = None
-        self._wakes: list[Callable[[Any], None]] = []
 
     @property
     def method(self) -> str:
@@ -137,10 +112,6 @@ class OpenCall:
         """What the worker at `index` is sent; None when the call is over."""
         parcels = self.parcels
         return parcels[index if len(parcels) > 1 else 0] if parcels else None
-
-    def wait_with(self, wait: Wait) -> None:
-        """Let the thread that asks for the result call `wait` first, which brings the answer."""
-        self._wait = wait
 
     def settle(self, index: int, outcome: Parcel | BaseException) -> None:
         """Take the outcome of one worker."""
@@ -194,7 +165,7 @@ class OpenCall:
         with STATE:
             if self.over:
                 return
-            self._why, self.over, self._wait = failure, True, None
+            self._why, self.over, self.fetch = failure, True, None
             wakes, self._wakes = self._wakes, []
         # A ref that the user keeps holds the results, and not what was sent.
         self.parcels = ()

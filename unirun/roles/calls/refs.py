@@ -32,8 +32,6 @@ class InvocationRef(OpenCall, Generic[R]):
     sizes of the parts. In a coroutine, ``await ref`` gives the result.
     """
 
-    __slots__ = ("__weakref__", "_deliver")
-
     def __init__(
         self,
         prepared: Method,
@@ -58,9 +56,9 @@ class InvocationRef(OpenCall, Generic[R]):
         `EncodingError` for a result that cannot be unpickled here; `InvocationTimeout` at the call's deadline, or after
         `timeout` seconds. In the last case the call goes on, and `result` may be called again.
         """
-        if timeout is None and (wait := self._wait) is not None:
-            self._wait = None
-            wait()
+        if timeout is None and (fetch := self.fetch) is not None:
+            self.fetch = None
+            fetch()
         if not self.over and not self._pass(timeout):
             with self._making:
                 raise self._timeout(f"within {timeout:g} s")

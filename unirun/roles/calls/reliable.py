@@ -131,14 +131,12 @@ class ReliableChannel:
         )
         patience, call.patience = call.patience, None
         try:
-            wait = channel.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
+            call.fetch = channel.call(Parcel(head, parcel.buffers), partial(self._answer, seq), patience)
         except CallError as error:
             # It cannot be sent, which says nothing about the worker.
             self._parts.pop(seq, None)
             self._scheduler.soon(partial(self._failed, call, index, error))
             return
-        if wait is not None:
-            call.wait_with(wait)
 
     def _answer(self, seq: int, parcel: Parcel) -> None:
         self._breaks = 0

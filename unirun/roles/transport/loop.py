@@ -2,7 +2,8 @@
 
 Waking a thread takes some 30 us, as long as the rest of a call. So a thread that waits for an answer reads the socket
 itself, and the serving thread reads the requests while it has none to run (`RequestInbox.get`). Otherwise the reading
-thread does.
+thread does. Waking a processor that sleeps takes longer still, so both of them poll for a short time before they sleep
+(`SpinningPoll`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from unirun.errors import ChannelError
 from unirun.reporting import report_error
 from unirun.wire.handshake import DEADLINE
+
+SPIN = 200e-6
+"""Seconds for which a waiting thread polls before it sleeps. To wake the processor of a sleeping thread takes about 100
+us on a virtual machine."""
 
 
 class File(Protocol):
@@ -36,6 +42,32 @@ class Expiring(File, Protocol):
 
     deadline: float
     done: bool
+
+
+Poll = Callable[[float | None], list[tuple[int, int]]]
+"""Waits for at most so many seconds (None: no limit). Returns descriptors and their events."""
+
+
+class SpinningPoll:
+    """Polls again and again for `SPIN` seconds before it sleeps, if the wait before was about as short.
+
+    So a worker without calls, or a caller of a slow method, sleeps. Between two polls other threads of the same
+    processor may run.
+    """
+
+    def __init__(self, poll: Poll, now: Callable[[], float] = time.monotonic) -> None:
+        self._poll, self._now, self._spins = poll, now, False
+
+    def __call__(self, timeout: float | None) -> list[tuple[int, int]]:
+        """As `poll`, up to `SPIN` seconds longer."""
+        began = self._now()
+        end = began + SPIN if self._spins else began
+        while not (found := self._poll(0)) and self._now() < end:
+            os.sched_yield()
+        found = found or self._poll(timeout)
+        # The wake-up of a sleeping thread is a part of this time, so the limit is higher than `SPIN`.
+        self._spins = self._now() - began < 2 * SPIN
+        return found
 
 
 class Poller:
@@ -183,6 +215,7 @@ class RequestInbox(Poller):
         super().__init__()
         self.number = self._epoll.fileno()
         self._loop = loop
+        self._poll = SpinningPoll(self._epoll.poll)
         self._items: deque[Any] = deque()
         self._reading = threading.Lock()
         self._waiting = False
@@ -209,7 +242,7 @@ class RequestInbox(Poller):
                         raise ChannelError("the transport is closed")
                     self._waiting = True
                     # An item that was put before `_waiting` was set has not woken this thread.
-                    found = self._epoll.poll(0 if self._items else None)
+                    found = [] if self._items else self._poll(None)
                     self._waiting = False
                     self.dispatch(found)
             finally:

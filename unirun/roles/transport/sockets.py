@@ -18,7 +18,7 @@ from pathlib import Path
 from unirun.errors import AuthError, ChannelError, FrameError
 from unirun.roles.transport.connection import Connection
 from unirun.roles.transport.frames import REPLY, REQUEST
-from unirun.roles.transport.loop import Loop, RequestInbox
+from unirun.roles.transport.loop import Loop, RequestInbox, SpinningPoll
 from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Wait
 from unirun.values import WorkerId
 from unirun.wire.address import unix_address
@@ -182,9 +182,10 @@ class _Channel:
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(self.number, select.POLLIN)
-        self._open = True
+        poll = select.poll()
+        poll.register(self.number, select.POLLIN)
+        self._poll = SpinningPoll(lambda seconds: poll.poll(None if seconds is None else seconds * 1000))
+        self._open = self._polled = True
         loop.add(self)
 
     def call(
@@ -195,7 +196,10 @@ class _Channel:
         urgent = patience is not None or len(self._pending) < BUSY
         self._pending[tag] = done
         self._connection.send(REQUEST, tag, parcel, urgent=urgent)
-        return None if patience is None else partial(self._wait, tag, patience)
+        if patience is not None:
+            return partial(self._wait, tag, patience)
+        self._poll_in_loop()
+        return None
 
     def _greet(self, handshake: ClientHandshake) -> None:
         """Go on with the handshake. Raises AuthError, OSError or EOFError."""
@@ -221,12 +225,21 @@ class _Channel:
             return
         deadline = time.monotonic() + patience
         try:
-            self._loop.readable(self, False)
+            if self._polled:
+                self._polled = False
+                self._loop.readable(self, False)
             while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
-                if self._poll.poll(left * 1000):
+                if self._poll(left):
                     self._take()
         finally:
             self._reading.release()
+            if self._pending:
+                self._poll_in_loop()
+
+    def _poll_in_loop(self) -> None:
+        """Let the loop's thread read what no thread waits for. A channel that has no open calls is not read."""
+        if not self._polled:
+            self._polled = True
             self._loop.readable(self, True)
 
     def ready(self, events: int) -> None:

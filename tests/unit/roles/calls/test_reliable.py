@@ -88,7 +88,7 @@ def call_of(seq: int, joint: bool = False, generation: int = 0, body: bytes = b"
         prepared=SimpleNamespace(wire=b"step"),
         parcel=lambda index: Parcel(body),
         patience=None,
-        wait_with=lambda wait: None,
+        fetch=None,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.loop import Loop, RequestInbox
+from unirun.roles.transport.loop import SPIN, Loop, RequestInbox, SpinningPoll
 
 SOON = 10.0
 
@@ -177,3 +177,44 @@ class TestARequestInbox:
             inbox.get()
         with pytest.raises(ChannelError, match="closed"):
             Line(inbox)
+
+
+class Arrival:
+    """A poll, and its clock: something arrives `after` seconds. Each poll takes a microsecond."""
+
+    def __init__(self) -> None:
+        self.now = self.arrives = 0.0
+        self.slept = False
+
+    def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+        self.now += 1e-6
+        if timeout != 0:
+            self.slept = True
+            self.now = max(
+                self.now, self.arrives if timeout is None else min(self.now + timeout, self.arrives)
+            )
+        return [(1, 1)] if self.now >= self.arrives else []
+
+
+class TestASpinningPoll:
+    def sleeps(self, *waits: float, timeout: float | None = None) -> list[bool]:
+        """Whether it sleeps in each of these waits, one after the other."""
+        arrival, slept = Arrival(), []
+        poll = SpinningPoll(arrival.poll, lambda: arrival.now)
+        for wait in waits:
+            arrival.arrives, arrival.slept = arrival.now + wait, False
+            assert bool(poll(timeout)) == (timeout is None or wait <= timeout)
+            slept.append(arrival.slept)
+        return slept
+
+    def test_does_not_sleep_after_a_short_wait(self) -> None:
+        assert self.sleeps(SPIN / 2, SPIN / 2, SPIN / 2) == [True, False, False]
+
+    def test_sleeps_when_nothing_comes_for_long(self) -> None:
+        assert self.sleeps(SPIN / 2, 10 * SPIN) == [True, True]
+
+    def test_sleeps_at_once_after_a_long_wait(self) -> None:
+        assert self.sleeps(SPIN / 2, 10 * SPIN, SPIN / 2, SPIN / 2) == [True, True, True, False]
+
+    def test_returns_at_its_timeout(self) -> None:
+        assert self.sleeps(10.0, 10.0, timeout=1.0) == [True, True]
