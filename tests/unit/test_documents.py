@@ -27,9 +27,9 @@ from tests.documents import (
     write,
 )
 from unirun.cli import SUBCOMMANDS, main
-from unirun.cli.options import Parser, parse
-from unirun.cli.optiontable import PLAN_OPTIONS
-from unirun.cli.planned import plan_job
+from unirun.cli.commandline import Parser, parse
+from unirun.cli.compose import plan_job
+from unirun.cli.options import PLAN_OPTIONS
 
 NOT_RUN = {
     "pip": "it would install",

@@ -74,9 +74,9 @@ def _dispatch(argv: list[str]) -> int:
         say(f"unirun {version('torch-unirun')}")
         return 0
     if not argv or argv[0] in ("-h", "--help"):
-        from unirun.cli.options import build_parser
+        from unirun.cli.commandline import print_help
 
-        build_parser("unirun").print_help()
+        print_help("unirun")
         return 0
     from unirun.cli import run
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from unirun.cli import SUBCOMMANDS
-from unirun.cli.options import Parser
-from unirun.cli.optiontable import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
+from unirun.cli.commandline import Parser
+from unirun.cli.options import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
 
 EVERY = (*OPTIONS, *PLAN_OPTIONS, *GRAPH_OPTIONS)
 
@@ -111,5 +111,5 @@ def zsh() -> str:
     rows = []
     for option in EVERY:
         text = option.help.replace("'", "").replace(":", "\\:")
-        rows.append(f"    '{option.names[-1]}:{text}'")
+        rows.append(f"    '{option.name}:{text}'")
     return _ZSH.format(options="\n".join(rows), commands=" ".join(SUBCOMMANDS))

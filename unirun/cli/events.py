@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msgspec import to_builtins
 
-from unirun.cli.options import Parser
+from unirun.cli.commandline import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobError
 from unirun.launcher.foreground.terminal import say

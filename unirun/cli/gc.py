@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from unirun.cli.options import Parser
+from unirun.cli.commandline import Parser
+from unirun.cli.output import age, duration, print_table
 from unirun.cli.stored import directory_of, may_be_there, opened
-from unirun.cli.tables import age, duration, print_table
 from unirun.errors import JobError, StoreError, StoreRefused, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.index import read_index

@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from unirun.cli.compose import job_spec
-from unirun.cli.files import write_file
-from unirun.cli.options import Parser, parse
-from unirun.cli.optiontable import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
-from unirun.cli.planned import inventory_of
+from unirun.cli.commandline import Parser, parse
+from unirun.cli.compose import inventory_of, job_spec
+from unirun.cli.options import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
+from unirun.cli.output import print_table, write_file
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_job, find_summary, opened, read_stored, store_to_ask
-from unirun.cli.tables import print_table
 from unirun.errors import UsageError
 from unirun.graph import Direction, Edge, Graph, Kind, Role, declared, tight_parts, warnings, without_circles
 from unirun.graph.svg import svg

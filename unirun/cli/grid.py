@@ -1,13 +1,13 @@
-"""Nodes × slots with the ranks on them: what a plan looks like. A pure function of a placement and an inventory.
+"""Nodes × slots with the ranks on them, as a value: what `unirun.cli.gridtext` and `unirun.cli.gridsvg` draw.
 
-A row is a node and a column a slot: every device, each processor's place that is in use on some node, and a column for
-ranks that need no slot. Of many nodes, rows that are alike but for the numbers of ranks are told in one line.
+A row is a node and a column a slot: every device, each processor's slot that is in use on some node, and a column for
+ranks that need no slot. Of many nodes, consecutive rows that differ only by the numbers of ranks are one row.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
@@ -45,10 +45,10 @@ Cell = tuple[Tenant, ...] | None
 
 
 class Row(Value):
-    """One node; or several, of which the others are as the first but for the numbers of their ranks.
+    """One node, or several nodes that differ only by the numbers of their ranks: `node` and the `others`.
 
-    `free` are its free slots; a node that is no part of the job is `aside`, one of `ASIDE`. `ranks` are, by
-    role, those of the `others`.
+    `free` is the number of its free slots. `aside`, one of `ASIDE`, says why a node has no ranks. `ranks` are those of
+    the `others`, by role.
     """
 
     node: str
@@ -57,6 +57,11 @@ class Row(Value):
     aside: str = ""
     others: tuple[str, ...] = ()
     ranks: Mapping[str, tuple[int, ...]] | None = None
+
+    @property
+    def lines(self) -> int:
+        """The height of the row in lines of text: roles that share a slot are below each other."""
+        return max([1, *(len(cell or ()) for cell in self.cells)])
 
     @property
     def note(self) -> str:
@@ -75,12 +80,27 @@ class Row(Value):
 
 
 class Grid(Value):
-    """All that a picture shows. `roles` are in the order of their colours; `rest` tells of nodes without a row."""
+    """All that a picture shows. `roles` are in the order of their colours; `rest` sums up the nodes without a row."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     roles: tuple[str, ...]
     rest: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The first column, with its head."""
+        return ("NODE", *(row.node for row in self.rows))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The last column, with its head."""
+        return ("FREE", *(row.note for row in self.rows))
+
+    def column(self, number: int) -> tuple[str, ...]:
+        """The texts of a column of slots, with its head."""
+        texts = (tenant.text for row in self.rows for tenant in row.cells[number] or ())
+        return (self.columns[number], *texts)
 
 
 def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -> Grid:
@@ -124,29 +144,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     texts = (f"{run[0]}…{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     return _clip(",".join(texts), 24)
-
-
-def text(picture: Grid, *, colours: Sequence[int] = (), width: int = 110) -> str:
-    """Lines for a terminal of `width` columns; slots that do not fit beside each other are below each other.
-
-    `colours` are codes of a terminal's colours, for roles in their order; without any, the lines are plain.
-    """
-    painted = {
-        role: colours[number % len(colours)] if colours else 0 for number, role in enumerate(picture.roles)
-    }
-    first = max(len(row.node) for row in picture.rows) if picture.rows else 0
-    first = max(first, len("NODE"))
-    wide = [_width(name, [row.cells[n] for row in picture.rows]) for n, name in enumerate(picture.columns)]
-    notes = max(len(note) for note in ("FREE", *(row.note for row in picture.rows)))
-    lines: list[str] = []
-    for bank in _banks(wide, width - first - 2 - notes):
-        last = bank.stop == len(wide)
-        lines += [""] if lines else []
-        heads = (picture.columns[n].ljust(wide[n]) for n in bank)
-        lines.append("  ".join(("NODE".ljust(first), *heads, *(("FREE",) if last else ()))).rstrip())
-        for row in picture.rows:
-            lines += _row_lines(row, first, [wide[n] for n in bank], bank, painted, last=last)
-    return "".join(f"{line}\n" for line in (*lines, *((picture.rest,) if picture.rest else ())))
 
 
 def _columns_of(place: Assignment, kind: str, given: bool) -> list[Column]:
@@ -220,42 +217,6 @@ def _rest(rows: Sequence[Row]) -> str:
     told = [f"{role}:{ranks_text(each)}" for role, each in _ranks(rows).items()]
     told += [f"{count} {what}" for what, count in counts.items() if count]
     return f"… {number} more nodes: {', '.join(told) or 'full'}"
-
-
-def _width(name: str, cells: Iterable[Cell]) -> int:
-    return max(len(name), *(len(tenant.text) for cell in cells for tenant in cell or ()), 1)
-
-
-def _banks(wide: Sequence[int], room: int) -> Iterator[range]:
-    """Columns that fit beside each other, one at the least."""
-    start = taken = 0
-    for number, width in enumerate(wide):
-        if number > start and taken + 2 + width > room:
-            yield range(start, number)
-            start, taken = number, 0
-        taken += 2 + width
-    yield range(start, len(wide))
-
-
-def _row_lines(
-    row: Row, first: int, wide: Sequence[int], bank: range, painted: Mapping[str, int], *, last: bool
-) -> Iterator[str]:
-    cells = [row.cells[n] for n in bank]
-    for line in range(max([1, *(len(cell or ()) for cell in cells)])):
-        words = [(row.node if line == 0 else "").ljust(first)]
-        for cell, width in zip(cells, wide, strict=True):
-            if cell is None or line >= max(len(cell), 1):
-                words.append(" " * width)
-            elif not cell:
-                words.append("·".ljust(width))
-            else:
-                word = cell[line].text.ljust(width)
-                code = painted[cell[line].role]
-                words.append(f"\x1b[{code}m{word}\x1b[0m" if code else word)
-        words += [row.note] if last and line == 0 else []
-        yield "  ".join(words).rstrip()
-    if row.folded and last:
-        yield row.folded
 
 
 def _clip(words: str, most: int) -> str:

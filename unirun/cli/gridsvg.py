@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from unirun.cli.grid import Cell, Grid, Tenant
 from unirun.graph.svgparts import document, text_at, text_width
@@ -37,24 +37,21 @@ class _Picture:
     def __init__(self, picture: Grid) -> None:
         self.picture = picture
         self.fills = {role: _FILLS[number % len(_FILLS)] for number, role in enumerate(picture.roles)}
-        names = [row.node for row in picture.rows]
-        self.first = max((text_width(name, FONT) for name in ("NODE", *names)), default=0.0) + GAP
+        self.first = self._width(picture.names) + GAP
         self.wide = [
-            max(
-                text_width(name, FONT),
-                *(text_width(each.text, FONT) for row in picture.rows for each in row.cells[n] or ()),
-                30.0,
-            )
-            + 12
-            for n, name in enumerate(picture.columns)
+            max(self._width(picture.column(number)), 30.0) + 12 for number in range(len(picture.columns))
         ]
+
+    @staticmethod
+    def _width(texts: Iterable[str]) -> float:
+        return max((text_width(text, FONT) for text in texts), default=0.0)
 
     def text(self) -> str:
         """All of it, from the top."""
         y = MARGIN + LINE
         parts = [*self.head()]
         for row in self.picture.rows:
-            tall = max([1, *(len(cell or ()) for cell in row.cells)]) * LINE
+            tall = row.lines * LINE
             parts.append(text_at(row.node, MARGIN, y + tall / 2, _INK))
             parts += self.cells(row.cells, y, tall)
             parts.append(text_at(row.note, self.end(), y + tall / 2, _FAINT))
@@ -66,8 +63,7 @@ class _Picture:
             parts.append(text_at(self.picture.rest, MARGIN, y + LINE / 2, _FAINT))
             y += LINE
         lines = (*(row.folded for row in self.picture.rows), self.picture.rest)
-        notes = max(text_width(note, FONT) for note in ("FREE", *(row.note for row in self.picture.rows)))
-        right = max(self.end() + notes, *(MARGIN + text_width(line, FONT) for line in lines))
+        right = max(self.end() + self._width(self.picture.notes), MARGIN + self._width(lines))
         return document(right + MARGIN, y + MARGIN, FONT, parts)
 
     def left(self, column: int) -> float:

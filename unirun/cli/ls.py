@@ -9,9 +9,9 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.options import Parser
+from unirun.cli.commandline import Parser
+from unirun.cli.output import age, print_table
 from unirun.cli.stored import opened
-from unirun.cli.tables import age, print_table
 from unirun.errors import JobError, StoreError, StoreRefused
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, Summary, read_status, read_summary

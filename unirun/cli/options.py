@@ -1,210 +1,220 @@
-"""Every option of ``unirun``, as one table: the parser, the help and the completions are made from it.
+"""The options of ``unirun``, as one table: the parser, the help and the completions are made of it.
 
-An option that torchrun has means what it means there, under both spellings (``--rdzv-id``, ``--rdzv_id``), with
-its ``PET_*`` variable.
+An option that torchrun has means what it means there, under both spellings (``--rdzv-id``, ``--rdzv_id``), with its
+``PET_*`` variable.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from unirun.cli.optiontable import GROUPS, OPTIONS, Option
-from unirun.errors import UsageError
 from unirun.values import Value
 
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("gpus", "num-gpus", "num_gpus", "num-processes", "num_processes", "np"), "nproc-per-node"
+
+class Option(Value):
+    """One option; without `metavar` it is a flag. With `many` it may be given several times."""
+
+    name: str
+    group: str
+    help: str
+    metavar: str = ""
+    many: bool = False
+    choices: tuple[str, ...] = ()
+    short: str = ""
+
+    @property
+    def dest(self) -> str:
+        """The key of the value in `CommandLine.options`."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that the help shows."""
+        return (self.short, self.name) if self.short else (self.name,)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All names, with the underscored form of the long one."""
+        return tuple(dict.fromkeys((*self.names, f"--{self.dest}")))
+
+
+RUN = "what to run"
+ROLES = "roles (ROLE=… forms may be given several times)"
+NODES = "nodes and rendezvous"
+LIFE = "restarts and the end"
+OUTPUT = "output"
+START = "how workers are started"
+GROUPS = (RUN, ROLES, NODES, LIFE, START, OUTPUT)
+
+OURS: tuple[Option, ...] = (
+    Option(
+        "--roles",
+        ROLES,
+        "roles and how many ranks each has: actor=4,rollout=4 (a number, gpu, cpu or auto); "
+        "critic=2@pkg.mod:Class names a workload, train=8@pkg.mod:func a function",
+        "ROLE=N[@pkg.mod:NAME],…",
+        many=True,
     ),
-    **dict.fromkeys(("nodes", "num-nodes", "num_nodes", "num-machines", "num_machines"), "nnodes"),
-    **dict.fromkeys(("working-dir", "working_dir", "workdir", "chdir"), "cwd"),
-    **dict.fromkeys(("job-name", "job_name"), "name"),
-}
-"""What other launchers call an option."""
+    Option("--trainer", ROLES, "the class that drives the workloads; the job ends with it", "pkg.mod:CLASS"),
+    Option("--script", ROLES, "a script for one role: rollout=serve.py", "ROLE=FILE", many=True),
+    Option(
+        "--env",
+        ROLES,
+        "an environment variable for all workers, or for one role: actor:K=V",
+        "[ROLE:]K=V",
+        many=True,
+    ),
+    Option("--cwd", ROLES, "working directory of all workers, or of one role", "[ROLE=]DIR", many=True),
+    Option(
+        "--primary",
+        ROLES,
+        "the job ends when these roles have ended well (default: the trainer, or all but workloads)",
+        "ROLE,…",
+        many=True,
+    ),
+    Option("--config", RUN, "a job in YAML; key=value arguments that follow override single values", "FILE"),
+    Option("--name", RUN, "a name for the job (default: the script's)", "NAME"),
+    Option(
+        "--preload", START, "modules that are imported once, before workers are forked", "MODULE,…", many=True
+    ),
+    Option("--call-timeout", LIFE, "seconds that a call between roles may take (default 1800)", "SECONDS"),
+    Option(
+        "--transport",
+        START,
+        "what carries calls between roles: unirun's own sockets or torch.distributed.rpc (default socket)",
+        "NAME",
+        choices=("socket", "torch"),
+    ),
+    Option(
+        "--stdin",
+        START,
+        "the worker that has the stdin of unirun (default: the only one of a job; of several, none)",
+        "ROLE:RANK",
+    ),
+    Option(
+        "--store",
+        NODES,
+        "where the job's state is kept: sqlite:PATH or etcd://H:2379,…?prefix=/x (default: "
+        "$UNIRUN_STORE, else a file of the job)",
+        "URL",
+    ),
+    Option(
+        "--inventory",
+        NODES,
+        "nodes that are not there, for plans and tests: fake:nodes=4,devices=8,numa=2 (default: this host)",
+        "fake:K=V,…",
+    ),
+    Option("--exclude", NODES, "nodes that are not used", "NODE[,NODE]", many=True),
+    Option("--detach", OUTPUT, "start the job and return; see unirun status, logs, stop", short="-d"),
+    Option("--quiet", OUTPUT, "show what workers write and errors, nothing else", short="-q"),
+    Option("--verbose", OUTPUT, "say too whether a warm process is used, else why not", short="-v"),
+)
 
-USAGE = """unirun [options] [--] script.py [args]
-       unirun --roles actor=4,rollout=4 [options] script.py [args]
-       unirun --roles actor=4@ppo:Actor,… --trainer ppo:PPOTrainer [options]
-       unirun --config job.yaml [key=value …] [script.py] [-- args]
-       unirun plan …          show what would run where, start nothing
-       unirun graph …         show who calls whom, start nothing
-       unirun status [JOB]    how a job stands          unirun ls      all jobs
-       unirun logs [JOB]      what its workers wrote    unirun stop    end a job
-       unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over
-       unirun warm [stop]     keep torch imported between jobs
-       unirun completion bash|zsh"""
+TORCHRUN: tuple[Option, ...] = (
+    Option("--nnodes", NODES, "number of nodes, or MIN:MAX; this version runs on one: 1 or 1:MAX", "N"),
+    Option(
+        "--nproc-per-node",
+        ROLES,
+        "ranks of each role that has no number, or of one role",
+        "[ROLE=]N|auto|cpu|gpu",
+        many=True,
+    ),
+    Option("--rdzv-backend", NODES, "static or c10d; on one node they are the same", "NAME"),
+    Option("--rdzv-endpoint", NODES, "address and port of the first role's store", "HOST:PORT"),
+    Option("--rdzv-id", NODES, "the job's id (default: a new one)", "ID"),
+    Option("--rdzv-conf", NODES, "join_timeout=SECONDS; what is between nodes does nothing on one", "K=V,…"),
+    Option("--standalone", NODES, "one node, a free port, a new id: what unirun does anyway"),
+    Option(
+        "--max-restarts",
+        LIFE,
+        "restarts after a worker failed (default: 0 of a role that runs scripts; 3 of workloads and trainer)",
+        "[ROLE=]N",
+        many=True,
+    ),
+    Option(
+        "--monitor-interval",
+        LIFE,
+        "how often memory and processor time are read for unirun status (default 5); exits are seen at once",
+        "SECONDS",
+    ),
+    Option(
+        "--start-method",
+        START,
+        "fork (also forkserver): from a process that has imported torch; exec (also spawn): new interpreters",
+        "METHOD",
+        choices=("fork", "exec", "spawn", "forkserver"),
+    ),
+    Option(
+        "--event-log-handler", OUTPUT, "console: show the job's events", "NAME", choices=("null", "console")
+    ),
+    Option("--role", ROLES, "the name of the only role (default: default)", "NAME"),
+    Option("--module", RUN, "the script is a module, as in python -m", short="-m"),
+    Option("--no-python", RUN, "the script is a program; run it as it is"),
+    Option("--run-path", RUN, "run the script with runpy in a process that is there already (as fork does)"),
+    Option("--log-dir", OUTPUT, "where logs go: DIR/<job id>/<role>/<rank>/<incarnation>/", "DIR"),
+    Option(
+        "--redirects",
+        OUTPUT,
+        "streams that go to files only: 0 none, 1 stdout, 2 stderr, 3 both, or RANK:N,…",
+        "STD",
+        short="-r",
+    ),
+    Option("--tee", OUTPUT, "streams that go to files and the console", "STD", short="-t"),
+    Option("--local-ranks-filter", OUTPUT, "show only these local ranks on the console", "N,…"),
+    Option(
+        "--duplicate-stdout-filters",
+        OUTPUT,
+        "copy lines with one of these words to filtered_stdout.log",
+        "WORD,…",
+    ),
+    Option("--duplicate-stderr-filters", OUTPUT, "the same for stderr", "WORD,…"),
+    Option("--node-rank", NODES, "rank of this node; 0 on one node", "N"),
+    Option("--master-addr", NODES, "address of this host on which stores listen", "ADDR"),
+    Option("--master-port", NODES, "port of the first role's store (default: a free one)", "PORT"),
+    Option("--local-addr", NODES, "the same as --master-addr on one node", "ADDR"),
+    Option("--logs-specs", OUTPUT, "refused: unirun keeps all output itself", "NAME"),
+    Option(
+        "--numa-binding",
+        START,
+        "bind workers to the processors near their GPU",
+        "MODE",
+        choices=("node", "socket", "exclusive", "core-complex"),
+    ),
+    Option(
+        "--signals-to-handle",
+        LIFE,
+        "signals that are passed on to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+        "SIG,…",
+    ),
+    Option(
+        "--shutdown-timeout",
+        LIFE,
+        "seconds between SIGTERM and SIGKILL (default $TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30)",
+        "SECONDS",
+    ),
+    Option("--virtual-local-rank", START, "LOCAL_RANK is 0 everywhere; each worker sees its device only"),
+)
 
+OPTIONS = OURS + TORCHRUN
+WITHOUT_VARIABLE = ("logs_specs", "numa_binding")
+"""Options of torchrun that have no ``PET_*`` variable, there as here."""
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with one-line errors as `UsageError`."""
+PLAN_OPTIONS = (
+    Option("--json", OUTPUT, "the plan for programs"),
+    Option("--svg", OUTPUT, "a file for a picture of nodes, slots and ranks", "FILE"),
+    Option(
+        "--lost",
+        OUTPUT,
+        "what the plan would be after the loss of these nodes, and who would move",
+        "NODE[,NODE]",
+        many=True,
+    ),
+)
+"""Of ``unirun plan``, besides all others."""
 
-    def error(self, message: str) -> Any:
-        """Raise instead of printing the usage and leaving."""
-        raise UsageError(message, f"see {self.prog} --help")
-
-
-class CommandLine(Value):
-    """A command line taken apart: options that were given, overrides ``key=value``, the script, its args."""
-
-    options: Mapping[str, Any]
-    overrides: tuple[str, ...]
-    script: str | None
-    args: tuple[str, ...]
-
-
-@functools.cache
-def build_parser(prog: str, extra: tuple[Option, ...] = ()) -> Parser:
-    """The parser of the options (not of the script and its arguments)."""
-    parser = Parser(
-        prog=prog,
-        usage=USAGE,
-        allow_abbrev=False,
-        description="torchrun for many roles: each role becomes a torch process group of its own.",
-        epilog="An unchanged torchrun script works; every torchrun option and PET_* variable is known. "
-        "Exit codes: 0 success; the failing worker's own (128+signal); 2 usage; 3 placement; 4 rendezvous; "
-        "5 restarts used up; 130/143 after SIGINT/SIGTERM; 141 when nobody reads stdout any more.",
-    )
-    options = (*OPTIONS, *extra)
-    for name in GROUPS:
-        group = parser.add_argument_group(name)
-        for option in options:
-            if option.group == name:
-                _add(group, option)
-    return parser
-
-
-def _add(group: Any, option: Option) -> None:
-    names = [*option.names]
-    settings: dict[str, Any] = {"dest": option.dest, "default": argparse.SUPPRESS}
-    settings["help"] = option.help.replace("%", "%%")
-    if option.kind == "flag":
-        settings["action"] = "store_true"
-    else:
-        settings["metavar"] = option.metavar
-        settings["action"] = "append" if option.kind == "list" else "store"
-    if option.choices:
-        settings["choices"] = option.choices
-    group.add_argument(*names, **settings)
-
-
-def parse(argv: Sequence[str], prog: str = "unirun", extra: tuple[Option, ...] = ()) -> CommandLine:
-    """Take `argv` apart. Raises `UsageError`. ``--help`` prints and leaves."""
-    own, rest = _split([*argv], (*OPTIONS, *extra))
-    overrides: list[str] = []
-    if any(word.startswith("--config=") for word in own):
-        while rest and "=" in rest[0] and not rest[0].startswith("-"):
-            overrides.append(rest.pop(0))
-            # Options may stand behind overrides, too: what is the script's comes after the script, or after ``--``.
-            more, rest = _split(rest, (*OPTIONS, *extra))
-            own += more
-    options = vars(build_parser(prog, extra).parse_args(own))
-    script = None
-    if _skip_dashes(rest):
-        # As in torchrun, ``--`` ends the options. Its arguments follow at once where what runs has been named.
-        if rest and not _names_what_runs(options):
-            script = rest.pop(0)
-    elif rest:
-        script = rest.pop(0)
-        _skip_dashes(rest)
-    return CommandLine(options, tuple(overrides), script, tuple(rest))
-
-
-def _skip_dashes(words: list[str]) -> bool:
-    """Drop a ``--`` at the beginning of `words`; whether there was one."""
-    found = words[:1] == ["--"]
-    del words[: int(found)]
-    return found
-
-
-def _names_what_runs(options: Mapping[str, Any]) -> bool:
-    """Whether a job file, or the options for each role, say what runs."""
-    if "config" in options:
-        return True
-    roles = items(options.get("roles", ()))
-    scripts = {item.partition("=")[0] for item in options.get("script", ())}
-    return bool(roles) and all("@" in item or item.partition("=")[0] in scripts for item in roles)
-
-
-def _split(argv: list[str], options: Sequence[Option]) -> tuple[list[str], list[str]]:
-    """Our own options (spelled with dashes) and, from the first argument that is none, the rest."""
-    spelled = {spelling: option for option in options for spelling in option.spellings}
-    own: list[str] = []
-    index = 0
-    while index < len(argv):
-        word = argv[index]
-        if word == "--" or not word.startswith("-") or word == "-":
-            break
-        index += 1
-        if word in ("-h", "--help"):
-            own.append("--help")
-            continue
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            option = spelled.get(name) or _abbreviated(name, spelled)
-            own.append(option.names[-1] + equals + value)
-            takes_value = option.kind != "flag" and not equals
-        else:
-            found = spelled.get(word[:2])
-            if found is None:
-                raise UsageError(f"unknown option {word!r}", _likely(f"-{word}", spelled))
-            own.append(word)
-            takes_value = found.kind != "flag" and len(word) == 2
-        if takes_value:
-            if index >= len(argv):
-                raise UsageError(f"{word} needs a value", "see unirun --help")
-            # Joined to its option, a value may begin with a dash.
-            own[-1] = own[-1] + ("=" if word.startswith("--") else "") + argv[index]
-            index += 1
-    return own, argv[index:]
-
-
-def _abbreviated(name: str, spelled: Mapping[str, Option]) -> Option:
-    """The option that `name` is the beginning of, as argparse allows for torchrun."""
-    matches = {option.dest: option for long, option in spelled.items() if long.startswith(name)}
-    if len(matches) == 1:
-        return next(iter(matches.values()))
-    if matches:
-        names = ", ".join(sorted(option.names[-1] for option in matches.values()))
-        raise UsageError(f"{name} can mean {names}", "write it out")
-    raise UsageError(f"unknown option {name}", _likely(name, spelled))
-
-
-def _likely(name: str, spelled: Mapping[str, Option]) -> str:
-    """What may be meant by an option that there is not."""
-    word, dot, _ = name.removeprefix("--").partition(".")
-    if dot and word in ("config", "roles", "trainer"):
-        return f"what changes a job file has no dashes: --config FILE {name.removeprefix('--')}=VALUE"
-    known = [n.removeprefix("--") for n in spelled if n.startswith("--") and "_" not in n]
-    begun = [each for each in known if each.startswith(word)]
-    near = begun or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    near = near or [_ELSEWHERE[word]] if word in _ELSEWHERE else near
-    return f"did you mean '--{near[0]}'?" if near else "see unirun --help"
-
-
-def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the ``PET_*`` variables say. Raises `UsageError` for a flag that is no number."""
-    found: dict[str, Any] = {}
-    for option in OPTIONS:
-        variable = f"PET_{option.dest.upper()}"
-        if not option.pet or variable not in environ:
-            continue
-        value = environ[variable]
-        if option.kind == "flag":
-            try:
-                wanted = int(value)
-            except ValueError as error:
-                raise UsageError(f"{variable}={value!r:.80} is no number", "use 0 or 1") from error
-            if wanted:
-                found[option.dest] = True
-        else:
-            found[option.dest] = [value] if option.kind == "list" else value
-    return found
-
-
-def items(values: Iterable[str]) -> list[str]:
-    """What stands between the commas of all `values`."""
-    return [item.strip() for value in values for item in value.split(",") if item.strip()]
+FORMATS = ("tree", "mermaid", "dot", "svg", "yaml")
+FORMAT_HELP = "how the graph is drawn; yaml is for a job file (default: by the file's name, or tree)"
+FILE_HELP = "a file for the graph (default: print)"
+GRAPH_OPTIONS = (
+    Option("--format", OUTPUT, FORMAT_HELP, "FORM", choices=FORMATS),
+    Option("--output", OUTPUT, FILE_HELP, "FILE", short="-o"),
+)
+"""Of ``unirun graph``, besides all others."""

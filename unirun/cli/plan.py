@@ -12,13 +12,13 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.files import write_file
-from unirun.cli.grid import grid, text
+from unirun.cli.commandline import items, parse
+from unirun.cli.compose import plan_job, topology_of
+from unirun.cli.grid import grid
 from unirun.cli.gridsvg import svg
-from unirun.cli.options import items, parse
-from unirun.cli.optiontable import PLAN_OPTIONS
-from unirun.cli.planned import plan_job, topology_of
-from unirun.cli.tables import print_table
+from unirun.cli.gridtext import text
+from unirun.cli.options import PLAN_OPTIONS
+from unirun.cli.output import print_table, write_file
 from unirun.collocation import Placement, slot_types
 from unirun.collocation.placing import TopologyOf
 from unirun.errors import UsageError

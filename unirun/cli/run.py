@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unirun.cli.options import parse
-from unirun.cli.planned import plan_job
+from unirun.cli.commandline import parse
+from unirun.cli.compose import plan_job
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import may_read, say, warn
 from unirun.launcher.launch import run

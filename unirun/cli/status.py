@@ -9,7 +9,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from unirun.cli.options import Parser
+from unirun.cli.commandline import Parser
+from unirun.cli.output import age, megabytes, print_table
 from unirun.cli.stored import (
     JOB_HELP,
     STORE_HELP,
@@ -20,7 +21,6 @@ from unirun.cli.stored import (
     read_stored,
     store_to_ask,
 )
-from unirun.cli.tables import age, megabytes, print_table
 from unirun.launcher.foreground.terminal import say
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
 

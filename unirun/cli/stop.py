@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 
-from unirun.cli.options import Parser
+from unirun.cli.commandline import Parser
 from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere, running_jobs
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.launcher.foreground.terminal import say

@@ -9,8 +9,8 @@ import signal
 import time
 from pathlib import Path
 
-from unirun.cli.options import Parser, items
-from unirun.cli.tables import age, duration, megabytes, print_table
+from unirun.cli.commandline import Parser, items
+from unirun.cli.output import age, duration, megabytes, print_table
 from unirun.errors import JobError
 from unirun.launcher.environment import for_workers
 from unirun.launcher.foreground.terminal import say

@@ -54,6 +54,14 @@ def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Missing | N
     return _look_into(found.origin, module, name, kind)
 
 
+def is_function(target: str, folders: Sequence[str]) -> bool:
+    """Whether the source of its module shows that `target` is a function."""
+    return (
+        missing_name(target, "function", folders) is None
+        and missing_name(target, "class", folders) is not None
+    )
+
+
 def _is_name(module: str, name: str) -> bool:
     return all(part.isidentifier() for part in (*module.split("."), name))
 

@@ -91,7 +91,7 @@ def _apply(data: dict[str, Any], override: Override, closed: Closed) -> None:
     if last not in node:
         _must_be_open(node, path, override, closed)
     if isinstance(node.get(last), dict) and isinstance(override.value, Mapping):
-        _merge(node[last], override.value)
+        merge(node[last], override.value)
     else:
         node[last] = override.value
 
@@ -137,9 +137,10 @@ def _must_be_open(node: Mapping[Any, Any], path: tuple[str, ...], override: Over
     raise SpecError([Fault(override.text, f"the job file has no {path[-1]!r} in {where}", remedy)])
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+def merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Put the values of `over` into `base`; a mapping is merged with the mapping that is there."""
     for key, value in over.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
+            merge(base[key], value)
         else:
             base[key] = value

@@ -122,7 +122,7 @@ def _finish(
     env = read.env(fields.get("env"), f"{where}.env")
     by_class = entry.kind in ("workload", "trainer")
     if entry.target:
-        _check_target(read, entry, where, cwd, _python_path(env, job))
+        _check_target(read, entry, where, cwd, python_path(env, job.get("env")))
     restarts = fields.get("max_restarts", job.get("max_restarts"))
     return RoleSpec(
         name=name,
@@ -233,11 +233,12 @@ def _entry(read: Reader, fields: Mapping[str, Any], where: str, default: Entry |
     return Entry(default.kind, default.target, args) if default else Entry("script", "", args)
 
 
-def _python_path(env: Mapping[str, str], job: Mapping[str, Any]) -> list[str]:
-    """Where workers look for modules because the spec says so; what the command has inherited is on ``sys.path``."""
-    wide = job.get("env")
-    path = env.get("PYTHONPATH") or (wide.get("PYTHONPATH") if isinstance(wide, Mapping) else None)
-    return [folder for folder in str(path).split(os.pathsep) if folder] if path else []
+def python_path(*envs: object) -> list[str]:
+    """The folders of PYTHONPATH in the first of `envs` that has it; the one of this process is on ``sys.path``."""
+    for env in envs:
+        if isinstance(env, Mapping) and env.get("PYTHONPATH"):
+            return [folder for folder in str(env["PYTHONPATH"]).split(os.pathsep) if folder]
+    return []
 
 
 def _check_target(read: Reader, entry: Entry, where: str, cwd: str | None, python_path: list[str]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from unirun.cli.commandline import parse
 from unirun.cli.compose import job_spec
-from unirun.cli.options import parse
 from unirun.collocation import Device, Inventory, Node
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store

@@ -12,7 +12,7 @@ import pytest
 
 from unirun.cli import SUBCOMMANDS
 from unirun.cli.completion import bash, zsh
-from unirun.cli.optiontable import OPTIONS
+from unirun.cli.options import OPTIONS
 from unirun.rendezvous import create_job
 from unirun.wire import new_token
 

@@ -246,6 +246,50 @@ class TestWorkloadsAndTheirTrainer:
             compose(*CALLS, *argv)
 
 
+class TestAFunctionAsTheEntryOfARole:
+    @pytest.fixture(autouse=True)
+    def module(self, scripts: Path) -> None:
+        text = "from os import getcwd\ndef main(ctx): ...\nclass Actor:\n    def act(self): ...\n"
+        (scripts / "jobs.py").write_text(text)
+
+    def test_is_told_from_a_workload_by_the_source_of_its_module(self, compose: Compose) -> None:
+        spec = compose(
+            "--roles", "train=2@jobs:main,actor=1@jobs:Actor", "--primary", "train", "--", "--lr", "1"
+        )
+        train, actor = spec.roles
+        assert train == RoleSpec("train", 2, Entry("function", "jobs:main", ("--lr", "1")))
+        assert actor.entry == Entry("workload", "jobs:Actor", ("--lr", "1"))
+
+    def test_is_the_same_job_in_a_file(self, compose: Compose, job_file: JobFile) -> None:
+        file = job_file("roles: {train: {count: 2, function: 'jobs:main'}}")
+        assert same(compose("--roles", "train=2@jobs:main"), compose("--config", file))
+
+    def test_is_looked_for_where_its_workers_run(self, compose: Compose, scripts: Path) -> None:
+        (scripts / "there").mkdir()
+        (scripts / "there" / "far.py").write_text("def main(): ...")
+        entry = Entry("function", "far:main")
+        assert compose("--roles", "a=1@far:main", "--cwd", "a=there").roles[0].entry == entry
+        assert compose("--roles", "a=1@far:main", "--cwd", "there").roles[0].entry == entry
+        assert compose("--roles", "a=1@far:main", "--env", "PYTHONPATH=there").roles[0].entry == entry
+
+    def test_that_is_imported_into_its_module_counts_as_a_workload(self, compose: Compose) -> None:
+        assert compose("--roles", "a=1@jobs:getcwd").roles[0].entry.kind == "workload"
+
+    @pytest.mark.parametrize(
+        ("target", "says"),
+        [
+            ("jobs.main", r"'jobs.main' is not of the form pkg.mod:Class; did you mean 'jobs:main'\?"),
+            ("jobs.py:main", r"did you mean 'jobs:main'\?"),
+            ("jobs:mian", r"no class 'mian'; did you mean 'main'\?"),
+            ("jobs:Actor.act", "is not of the form pkg.mod:Class"),
+            ("", "roles.a: nothing to run"),
+        ],
+    )
+    def test_with_a_usual_mistake_is_told(self, compose: Compose, target: str, says: str) -> None:
+        with pytest.raises(SpecError, match=says):
+            compose("--roles", f"a=1@{target}")
+
+
 def test_nodes_that_are_excluded_replace_those_of_the_file(compose: Compose, job_file: JobFile) -> None:
     job = ("--config", job_file("{script: train.py, exclude_nodes: [old]}"))
     assert compose(*job).exclude_nodes == ("old",)

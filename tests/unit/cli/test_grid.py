@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from unirun.cli.grid import MOST, WHOLE, Grid, grid, ranks_text, text
+from unirun.cli.grid import MOST, WHOLE, Grid, grid, ranks_text
 from unirun.cli.gridsvg import svg
+from unirun.cli.gridtext import text
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
 
 FOLDER = Path(__file__).with_name("pictures")

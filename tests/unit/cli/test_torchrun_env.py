@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from unirun.cli.torchrun_env import HEALTH, SLEEP, check_environment
+from unirun.cli.mistakes import HEALTH, SLEEP, environment_warnings
 from unirun.errors import UsageError
 from unirun.launcher.environment import INTERPRETER
 from unirun.spec.read import RESERVED_ENV
@@ -41,13 +41,13 @@ def test_every_variable_that_torchrun_reads_is_known() -> None:
 
 
 def test_a_health_check_that_nobody_serves_is_told() -> None:
-    (told,) = check_environment({HEALTH: "8080"})
+    (told,) = environment_warnings({HEALTH: "8080"})
     assert told.startswith("TORCHELASTIC_HEALTH_CHECK_PORT has no effect: torch comes without")
-    assert [*check_environment({"TORCHELASTIC_TIMER_FILE": "/tmp/x"})] == []
+    assert [*environment_warnings({"TORCHELASTIC_TIMER_FILE": "/tmp/x"})] == []
 
 
 def test_a_watch_over_uninterruptible_sleep_is_refused() -> None:
     with pytest.raises(UsageError, match=f"{SLEEP}: unirun does not watch for .*; unset it"):
-        [*check_environment({SLEEP: "30"})]
+        [*environment_warnings({SLEEP: "30"})]
     for off in ("", "0", "-1", "never"):
-        assert [*check_environment({SLEEP: off})] == []
+        assert [*environment_warnings({SLEEP: off})] == []

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.run import get_args_parser
 
 from tests.unit.cli.conftest import GPUS, Compose, same
-from unirun.cli.compose import BETWEEN_NODES, ONE_NODE
+from unirun.cli.joboptions import BETWEEN_NODES, ONE_NODE
 from unirun.errors import SpecError, UsageError
 
 LANDS = {

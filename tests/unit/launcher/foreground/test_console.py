@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unirun.cli.tables import age, megabytes, print_table
+from unirun.cli.output import age, megabytes, print_table
 from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
 

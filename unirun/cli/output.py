@@ -1,10 +1,11 @@
-"""Tables for people: aligned, coloured on a terminal, plain and never cut off elsewhere; and durations."""
+"""What subcommands print and write: tables, durations, sizes, files. Tables are coloured on a terminal."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import is_screen, printable, say
@@ -65,3 +66,11 @@ def age(seconds: float) -> str:
 def megabytes(size: int | None) -> str:
     """A size in MB; nothing when it is not known."""
     return "" if size is None else f"{size / 1e6:.0f} MB"
+
+
+def write_file(path: str, text: str) -> None:
+    """Write `text` to the file that the user named. Raises `UsageError` when that is not possible."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error

@@ -8,10 +8,11 @@ import pytest
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
-from unirun.cli.options import CommandLine, from_environment, parse
-from unirun.cli.optiontable import OPTIONS, TORCHRUN_ONLY, Option
+from unirun.cli.commandline import CommandLine, from_environment, parse
+from unirun.cli.options import OPTIONS, TORCHRUN, WITHOUT_VARIABLE, Option
 from unirun.errors import UsageError
 
+TORCHRUN_ONLY = {option.dest for option in TORCHRUN}
 TORCH = [a for a in get_args_parser()._actions if a.option_strings and a.dest != "help"]
 BY_SPELLING = {spelling: option for option in OPTIONS for spelling in option.spellings}
 
@@ -48,10 +49,10 @@ class TestEveryTorchrunOption:
         assert taken([joined], action.dest) == value
 
     def test_takes_its_variable_exactly_when_torchrun_does(self, action: argparse.Action, name: str) -> None:
-        option = BY_SPELLING[name]
-        assert option.pet == isinstance(action, env | check_env)
+        known = isinstance(action, env | check_env)
         found = from_environment({f"PET_{action.dest.upper()}": "1"})
-        assert (option.dest in found) == option.pet
+        assert (action.dest in found) == known
+        assert (action.dest not in WITHOUT_VARIABLE) == known
 
     def test_is_told_apart_from_our_own(self, action: argparse.Action, name: str) -> None:
         assert action.dest in TORCHRUN_ONLY
@@ -153,6 +154,11 @@ class TestValues:
     def test_may_hold_signs_and_spaces(self) -> None:
         assert parse(["--env=K=a b=c", "train.py"]).options == {"env": ["K=a b=c"]}
 
+    def test_of_flags_may_be_glued_together(self) -> None:
+        assert parse(["-dqr3", "train.py"]).options == {"detach": True, "quiet": True, "redirects": "3"}
+        with pytest.raises(UsageError, match="--quiet takes no value, found '1'"):
+            parse(["-dq=1", "train.py"])
+
     def test_that_is_missing_is_told(self) -> None:
         for argv in (["--nnodes"], ["-r"], ["--max-r"]):
             with pytest.raises(UsageError, match=f"{argv[0]} needs a value"):
@@ -245,7 +251,7 @@ def test_help_names_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
 
 
 def test_extra_options_are_known_where_they_are_added() -> None:
-    extra = Option(("--json",), "flag", OPTIONS[0].group, "for programs")
+    extra = Option("--json", OPTIONS[0].group, "for programs")
     assert parse(["--json", "train.py"], extra=(extra,)).options == {"json": True}
     with pytest.raises(UsageError, match="--json"):
         parse(["--json", "train.py"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.shell import call
-from unirun.cli.options import parse
-from unirun.cli.planned import inventory_of
+from unirun.cli.commandline import parse
+from unirun.cli.compose import inventory_of
 from unirun.collocation import local_inventory, parse_fake
 from unirun.errors import UsageError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Compose
-from unirun.cli.options import parse
-from unirun.cli.slips import misplaced
+from unirun.cli.commandline import parse
+from unirun.cli.mistakes import misplaced
 from unirun.errors import SpecError, UsageError
 
 
@@ -68,7 +68,7 @@ def test_in_the_place_of_a_script_is_no_script(
     ],
 )
 def test_options_behind_the_script_are_told(argv: list[str], says: str) -> None:
-    words = misplaced(parse(argv))
+    words = [*misplaced(parse(argv))]
     assert [says in word for word in words] == [True] * bool(says)
 
 

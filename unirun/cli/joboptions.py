@@ -1,0 +1,247 @@
+"""Options as the mapping of a job file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unirun.cli.commandline import RoleItem, items, role_items
+from unirun.errors import Fault, SpecError, UsageError
+from unirun.spec.read import nearest
+from unirun.spec.roles import NAME, TRAINER
+
+
+def options_to_job(
+    options: Mapping[str, Any], known: Sequence[str], *, trained: bool = False
+) -> dict[str, Any]:
+    """Options as the mapping that a job file would be.
+
+    `known`: the roles that the file already has; `trained`: whether there is a trainer, here or there.
+    """
+    job: dict[str, Any] = {}
+    roles: dict[str, dict[str, Any]] = {}
+    faults: list[Fault] = []
+    named = role_items(options)
+    if "roles" in options and not named:
+        faults.append(Fault("--roles", "it names no role", "write --roles actor=4,rollout=4"))
+    for item in named:
+        _add_role(item, roles, faults)
+    if "role" in options:
+        if roles or known:
+            raise UsageError("--role names the only role; there are several", "use --roles alone")
+        roles[options["role"]] = {}
+    if "trainer" in options:
+        job["trainer"] = {"class": options["trainer"]}
+    scope = _Scope(job, roles, [*dict.fromkeys([*roles, *known])], faults, trained=trained)
+    scope.scoped("script", options.get("script", ()), needs_role=True)
+    scope.folders(options.get("cwd", ()))
+    scope.scoped("max_restarts", options.get("max_restarts", ()))
+    scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
+    scope.environment(options.get("env", ()))
+    if "primary" in options:
+        job["primary"] = list(items(options["primary"]))
+    if "preload" in options:
+        job["preload"] = list(items(options["preload"]))
+    if "exclude" in options:
+        job["exclude_nodes"] = items(options["exclude"])
+    if roles:
+        job["roles"] = roles
+    _plain(options, job)
+    _nodes(options, job)
+    _output(options, job)
+    if faults:
+        raise SpecError(faults)
+    return job
+
+
+def _add_role(item: RoleItem, roles: dict[str, dict[str, Any]], faults: list[Fault]) -> None:
+    name, colon, count = item.name.partition(":")
+    if colon and item.count is None:
+        faults.append(Fault("--roles", f"{item.name!r} is no role", f"write {name}={count or 1}"))
+    elif item.name in roles:
+        problem = f"role {item.name!r} is there twice"
+        faults.append(Fault("--roles", problem, "give each role one name and number"))
+    else:
+        roles[item.name] = {} if item.count is None else {"count": item.count}
+
+
+class _Scope:
+    """Puts ``ROLE=value`` under its role and a bare ``value`` at the job."""
+
+    def __init__(
+        self,
+        job: dict[str, Any],
+        roles: dict[str, dict[str, Any]],
+        names: list[str],
+        faults: list[Fault],
+        *,
+        trained: bool,
+    ) -> None:
+        self._job, self._roles, self._faults, self._trained = job, roles, faults, trained
+        self._names = [*names, TRAINER] if trained else names
+
+    def scoped(self, key: str, values: Any, *, needs_role: bool = False, job_key: str | None = None) -> None:
+        option = f"--{(job_key or key).replace('_', '-')}"
+        for value in values:
+            role, equals, rest = value.partition("=")
+            if not equals and not needs_role:
+                self._job[job_key or key] = value
+            elif not equals:
+                self._faults.append(Fault(option, f"{value!r} names no role", f"write ROLE={value}"))
+            elif self._known(role, option):
+                self._of(role)[key] = rest
+
+    def folders(self, values: Any) -> None:
+        """Working directories, whose names may hold an equals sign themselves."""
+        for value in values:
+            role, equals, rest = value.partition("=")
+            if equals and (role in self._names or (NAME.fullmatch(role) and not os.path.isdir(value))):
+                if self._known(role, "--cwd"):
+                    self._of(role)["cwd"] = rest
+            else:
+                self._job["cwd"] = value
+
+    def environment(self, values: Any) -> None:
+        for value in values:
+            name, equals, text = value.partition("=")
+            if not equals:
+                self._faults.append(Fault("--env", f"{value!r} has no value", "write K=V or ROLE:K=V"))
+                continue
+            role, colon, variable = name.rpartition(":")
+            if not colon:
+                self._job.setdefault("env", {})[name] = text
+            elif self._known(role, "--env"):
+                self._of(role).setdefault("env", {})[variable] = text
+
+    def _of(self, role: str) -> dict[str, Any]:
+        if self._trained and role == TRAINER:
+            trainer: dict[str, Any] = self._job.setdefault("trainer", {})
+            return trainer
+        return self._roles.setdefault(role, {})
+
+    def _known(self, role: str, option: str) -> bool:
+        if role in self._names or (not self._names and role == "default"):
+            return True
+        remedy = nearest(role, self._names) if self._names else "there are no --roles"
+        self._faults.append(Fault(option, f"no role is called {role!r}", remedy))
+        return False
+
+
+_PLAIN = {
+    "name": "name",
+    "rdzv_id": "run_id",
+    "start_method": "start_method",
+    "monitor_interval": "sample_interval",
+    "shutdown_timeout": "shutdown_timeout",
+    "virtual_local_rank": "virtual_local_rank",
+    "numa_binding": "numa_binding",
+    "event_log_handler": "event_log",
+    "call_timeout": "call_timeout",
+    "transport": "transport",
+    "stdin": "stdin",
+    "module": "_module",
+    "no_python": "_program",
+    "run_path": "_run_path",
+}
+
+
+def _plain(options: Mapping[str, Any], job: dict[str, Any]) -> None:
+    for option, key in _PLAIN.items():
+        if option in options:
+            job[key] = options[option]
+    if "signals_to_handle" in options:
+        job["signals"] = items([options["signals_to_handle"]])
+
+
+def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
+    _one_node(str(options.get("nnodes", "1")))
+    if str(options.get("node_rank", "0")) != "0":
+        raise UsageError("--node-rank: on one node the rank of the node is 0", "leave it out")
+    backend = options.get("rdzv_backend", "static")
+    if backend not in ("static", "c10d"):
+        raise UsageError(
+            f"--rdzv-backend {backend}: on one node only static and c10d apply",
+            "leave it out; unirun holds the rendezvous itself",
+        )
+    if options.get("standalone"):
+        for option in ("rdzv_backend", "rdzv_endpoint", "rdzv_id"):
+            job.pop({"rdzv_id": "run_id"}.get(option, ""), None)
+    elif options.get("rdzv_endpoint"):
+        host, colon, port = options["rdzv_endpoint"].rpartition(":")
+        job["master_addr"] = (host if colon else port).strip("[]")
+        if colon:
+            job["master_port"] = port
+    for option in ("local_addr", "master_addr"):
+        if option in options:
+            # torchrun wants an IPv6 address in brackets.
+            job["master_addr"] = options[option].removeprefix("[").removesuffix("]")
+    if "master_port" in options:
+        job["master_port"] = options["master_port"]
+    for item in items([options.get("rdzv_conf", "")]):
+        _rendezvous_setting(item, job)
+
+
+def _one_node(nnodes: str) -> None:
+    """``1``, or ``MIN:MAX`` with one node as the least: then the job starts with the one that is there."""
+    least, colon, most = nnodes.partition(":")
+    try:
+        low, high = int(least), int(most if colon else least)
+    except ValueError as error:
+        raise UsageError(f"--nnodes {nnodes:.80}: expected N or MIN:MAX", "use --nnodes 1") from error
+    if not 0 < low <= high:
+        raise UsageError(f"--nnodes {nnodes}: expected at least 1, and no more than MAX", "use --nnodes 1")
+    if low > 1:
+        raise UsageError(
+            f"--nnodes {nnodes}: this version of unirun runs on one node, and the job wants {low}",
+            "use --nnodes 1, or 1:MAX when one is enough",
+        )
+
+
+BETWEEN_NODES = (
+    *("last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt"),
+)
+"""Settings of c10d for what nodes do with each other: one node satisfies them, whatever their number is."""
+
+ONE_NODE = {"is_host": ("1", "true", "t", "yes", "y"), "store_type": ("tcp",), "rank": ("0",)}
+"""Settings that one node satisfies with these values: it holds the rendezvous, in a TCPStore, and has rank 0."""
+
+
+def _rendezvous_setting(item: str, job: dict[str, Any]) -> None:
+    """One ``key=value`` of ``--rdzv-conf``."""
+    key, equals, value = (part.strip() for part in item.partition("="))
+    known = ("join_timeout", "timeout", *BETWEEN_NODES, *ONE_NODE)
+    if not equals or not value or key not in known:
+        remedy = nearest(key, known) if value else "write key=value"
+        raise UsageError(f"--rdzv-conf {item}: no setting that a rendezvous of one node has", remedy)
+    if key in ONE_NODE:
+        if value.lower() not in ONE_NODE[key]:
+            raise UsageError(
+                f"--rdzv-conf {item}: on one node only {ONE_NODE[key][0]} applies", "leave it out"
+            )
+    elif key in BETWEEN_NODES:
+        if not value.isascii() or not value.isdecimal():
+            raise UsageError(
+                f"--rdzv-conf {item}: expected a whole number", "leave it out: on one node it does nothing"
+            )
+    else:
+        job["join_timeout"] = value
+
+
+def _output(options: Mapping[str, Any], job: dict[str, Any]) -> None:
+    if "logs_specs" in options:
+        raise UsageError(
+            "--logs-specs: unirun keeps all output in <job>/logs, a LogsSpecs class has nothing to decide",
+            "use --log-dir, --redirects, --tee or the filters",
+        )
+    names = {"log_dir": "dir", "redirects": "redirects", "tee": "tee"}
+    log: dict[str, Any] = {key: options[option] for option, key in names.items() if option in options}
+    if options.get("local_ranks_filter"):
+        log["local_ranks_filter"] = options["local_ranks_filter"]
+    for option in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if option in options:
+            text = options[option].replace(",,", "\0")
+            log[option] = [word.replace("\0", ",") for word in text.split(",")]
+    if log:
+        job["log"] = log
