@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from tests.unit.collocation.checking import hosts
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.planning.cells import compile_request
-from unirun.collocation.planning.checks import request_faults
+from unirun.collocation.planning.problem import problem_of
 from unirun.collocation.request import Request, RoleRequest, Ties
+from unirun.errors import PlacementError
 
 NAMES = ("a", "b", "c")
 
@@ -86,4 +86,14 @@ def _roles(draw: st.DrawFn, name: str, size: int, elastic: bool) -> RoleRequest:
 
 def _if_sound(request: Request, **change: object) -> Request:
     changed = replace(request, **change)  # type: ignore[arg-type]
-    return request if request_faults(changed) or compile_request(changed)[1] else changed
+    whole = all(size is None or role.count % size == 0 for role in changed.roles for size in _sizes(role))
+    try:
+        problem_of(changed)
+    except PlacementError:
+        return request
+    return changed if whole else request
+
+
+def _sizes(role: RoleRequest) -> tuple[int | None, int | None]:
+    """Both divide the count of a role in every spec."""
+    return role.per_node, role.per_group

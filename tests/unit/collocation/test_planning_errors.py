@@ -15,7 +15,7 @@ from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.planning.explain import shortages
 from unirun.collocation.planning.offers import Trials
-from unirun.collocation.request import Request, RoleRequest, Ties
+from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
 PAIR = (gpu("actor", 2), gpu("rollout", 2))
@@ -109,25 +109,19 @@ def test_a_type_of_device_that_no_node_has() -> None:
 def test_all_faults_of_a_request_at_once() -> None:
     request = Request(
         (
-            gpu("actor", 2, per_group=3),
+            gpu("actor", 2, devices=()),
             gpu("rollout", 2, slots=Fraction(3, 4)),
             gpu("critic", 2, slots=Fraction(1, 2), per_node=2),
-            gpu("reward", 4, 5, slots=Fraction(3, 2), devices=()),
             RoleRequest("trainer", 1, 1, None, devices=("0",)),
         ),
         collocated=(("rollout", "critic"),),
         apart=(("rollout", "critic"),),
         isolated=(("rollout", "critic"),),
         together=(("rollout", "critic"),),
-        spares=-1,
     )
     assert [fault.where for fault in error(request, hosts(4)).faults] == [
-        "actor.per_group",
-        "reward.least",
-        "reward.slots",
-        "reward.devices",
+        "actor.devices",
         "trainer.devices",
-        "spares",
         "rollout.slots",
         "host_collocations[0]",
         "isolations[0]",
@@ -135,20 +129,18 @@ def test_all_faults_of_a_request_at_once() -> None:
     ]
 
 
-def test_groups_of_roles_that_are_not_there() -> None:
-    request = Request(
-        PAIR,
-        collocated=(("actor", "ref"),),
-        together=(("actor", "actor"),),
-        ties=Ties({("x", "actor"): -1}, (("rollout", "y"),)),
-    )
-    assert [str(fault) for fault in error(request, hosts(4)).faults] == [
-        "collocations[0]: there is no role ref; there are actor, rollout",
-        "host_collocations[0]: actor is in it twice",
-        "weights[x, actor]: there is no role x; there are actor, rollout",
-        "weights[x, actor]: expected 0 or more bytes per step, found -1",
-        "parts[0]: there is no role y; there are actor, rollout",
-    ]
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (
+            Request((gpu("a", 4, per_node=2, per_group=4),)),
+            "a.per_node: 2 on a node, but in whole groups it comes in 4s",
+        ),
+        (Request((gpu("a", 5, per_group=2),)), "a: a=5 cannot be cut into parts of a=2"),
+    ],
+)
+def test_ranks_that_make_no_whole_groups_are_told(request_: Request, says: str) -> None:
+    assert str(error(request_, hosts(8))).startswith(says)
 
 
 @pytest.mark.parametrize(

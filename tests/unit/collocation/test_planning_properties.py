@@ -34,7 +34,8 @@ from tests.unit.collocation.requests import inventories, requests, spread
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.plan import checked, find
+from unirun.collocation.planning.plan import find
+from unirun.collocation.planning.problem import problem_of
 from unirun.collocation.request import Request, Ties
 from unirun.errors import PlacementError
 
@@ -220,7 +221,7 @@ def fewest_that_move(
     """How many ranks beside those that are `gone` have to leave their slots; None when there is no way at all. Ranks that
     have to be on one node move together."""
     cells: dict[tuple[int, int], list[Assignment]] = {}
-    for number, bundle in enumerate(checked(request).bundles):
+    for number, bundle in enumerate(problem_of(request).bundles):
         for name in bundle.names:
             for each in before.of_role(name):
                 if each not in gone:

@@ -16,8 +16,8 @@ from tests.unit.collocation.requests import inventories, requests
 from unirun.collocation import NEARNESS, Device, Inventory, Node, parse_fake
 from unirun.collocation.placement import Placement
 from unirun.collocation.planning import plan, replan
-from unirun.collocation.planning.cells import compile_request
 from unirun.collocation.planning.nodes import Kinds
+from unirun.collocation.planning.problem import problem_of
 from unirun.collocation.request import Request, RoleRequest
 from unirun.errors import PlacementError
 
@@ -280,7 +280,7 @@ def test_what_fits_does_not_depend_on_links_nor_does_who_is_on_which_node(
 
 
 def test_nodes_with_the_same_links_are_alike() -> None:
-    problem, _ = compile_request(Request((gpu("a", 1),)))
+    problem = problem_of(Request((gpu("a", 1),)))
 
     def rooms(*texts: str) -> int:
         nodes = [node for text in texts for node in parse_fake(text).nodes]

@@ -1,10 +1,10 @@
 """The planner: a request and an inventory give a placement, or an error that says what would fit. Pure functions.
 
-A request goes through the modules in this order. `checks` finds its faults. `cells` brings it into the form in which it
-is solved: cells of bundles. `nodes` sorts nodes into kinds. `packer` says which cells fit on a node of a kind, and
-`search` finds places for them, near each other. `solve` decides how many cells there are and which node gets which:
-completely for small problems, else with `fill`, which also has the score. `plan` lays ranks out on slots. `replan` does
-the same after a loss. When nothing fits, `explain` says why, with `offers` that fit.
+`problem` brings a request into the form in which it is solved, cells of bundles, or says what is wrong with it. `nodes`
+sorts nodes into kinds. `packer` says which cells fit on a node of a kind, and on which slots. `solve` decides how many
+cells there are and which node gets which: completely for small problems, else with `fill`, which also has the score.
+`plan` lays ranks out on slots. `replan` does the same after a loss. When nothing fits, `explain` says why, with
+`offers` that fit.
 """
 
 from unirun.collocation.planning.plan import plan

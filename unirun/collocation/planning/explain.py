@@ -8,17 +8,16 @@ from itertools import chain, islice
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory
-from unirun.collocation.planning.cells import Problem, compile_request
-from unirun.collocation.planning.checks import both, join, some
 from unirun.collocation.planning.offers import (
     Offer,
     Trials,
-    changes,
+    differences,
     offer,
     part_of,
     with_part,
     without_a_constraint,
 )
+from unirun.collocation.planning.problem import Problem, both, join, problem_of, some
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
@@ -68,7 +67,7 @@ def shortages(request: Request, trials: Trials) -> list[Shortage]:
     whole = _shortage(request, trials)
     alone: list[tuple[Request, Shortage]] = []
     if not whole.offers:
-        problem, _ = compile_request(request)
+        problem = problem_of(request)
         parts = [part_of(request, bundle.names) for bundle in problem.bundles if len(problem.bundles) > 1]
         alone = [(part, _shortage(part, trials)) for part in parts if not trials.fit(part)]
         first = alone[0][1] if len(alone) > 1 else whole
@@ -80,7 +79,7 @@ def shortages(request: Request, trials: Trials) -> list[Shortage]:
 
 
 def _shortage(request: Request, trials: Trials) -> Shortage:
-    problem, _ = compile_request(request)
+    problem = problem_of(request)
     counts = trials.counts(request)
     lacking = any(need > there for _, need, there in _slots(request, problem, trials))
     ways = [
@@ -122,7 +121,7 @@ def _short(problem: Problem, counts: Sequence[int], offers: Sequence[Offer]) -> 
 def _binding_groups(request: Request, trials: Trials) -> str:
     """All groups, if the request fits without them; else ``slots``."""
     free = replace(request, collocated=(), together=(), apart=(), isolated=())
-    return join(change.binds for change in changes(request, free)) if trials.fit(free) else "slots"
+    return join(each.binds for each in differences(request, free)) if trials.fit(free) else "slots"
 
 
 def _several(request: Request, trials: Trials, alone: Sequence[tuple[Request, Shortage]]) -> Iterator[Offer]:
@@ -183,6 +182,6 @@ def _remedy(offers: Sequence[Offer], where: str = "") -> str:
 
 def _no_remedy(request: Request, trials: Trials) -> str:
     """What to do when no change is enough."""
-    problem, _ = compile_request(request)
+    problem = problem_of(request)
     none = [type for type in problem.types if not trials.most(type)]
     return f"use nodes with {both(none)} devices" if none else "use more nodes, or larger ones"

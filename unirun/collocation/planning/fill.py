@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from unirun.collocation.planning.cells import Cells, Problem, with_count
 from unirun.collocation.planning.nodes import NodeKind
 from unirun.collocation.planning.packer import Packer
+from unirun.collocation.planning.problem import Cells, Problem, with_count
 
 COARSE = 10**6
 """The resolution of the last criterion, how much a role is kept together."""

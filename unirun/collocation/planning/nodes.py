@@ -1,8 +1,8 @@
 """Node kinds: what nodes offer to a problem, computed once for all nodes that are alike.
 
-The slots of a kind are its *places*. Slots that are equally near to all others, and nearest to each other, form an
+Slots that are equally near to all others, and nearest to each other, form an
 *island*: each pair of an NVLink bridge is one, and so are the GPUs of a NUMA node behind NVSwitch. The distance of two
-places is then a lookup in a small matrix, as a node has few islands, however many slots it has.
+slots is then a lookup in a small matrix, as a node has few islands, however many slots it has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from unirun.collocation.inventory import NEARNESS, Device, Node
 from unirun.collocation.placement import Assignment
-from unirun.collocation.planning.cells import Cells, Problem
+from unirun.collocation.planning.problem import Cells, Problem
 from unirun.collocation.slots import CPU, Slot, number_of_slots, slots_of
 from unirun.values import Value
 
@@ -30,8 +30,8 @@ nearer. The diagonal is the distance of two slots of one island.
 _DEVICE = tuple(map(attrgetter, ("type", "index", "numa", "links")))
 
 
-class Place(NamedTuple):
-    """A slot: `number` among those of its type on the node, `free` units, and the stacks that use the others.
+class KindSlot(NamedTuple):
+    """A slot of a kind: `number` among those of its type on the node, `free` units, and the stacks that use the others.
 
     `name` is its index on the node where a role asks for devices by index, and empty otherwise.
     """
@@ -51,7 +51,7 @@ class NodeKind(Value, eq=False, dict=True, gc=True):
     `distances` are by type of slot. Kinds are compared by identity, because they are keys of many lookups.
     """
 
-    places: tuple[Place, ...]
+    slots: tuple[KindSlot, ...]
     distances: dict[str, Distances]
     held: Cells
 
@@ -59,15 +59,15 @@ class NodeKind(Value, eq=False, dict=True, gc=True):
     def free(self) -> Counter[str]:
         """The free units, by type of slot."""
         found: Counter[str] = Counter()
-        for place in self.places:
-            found[place.type] += place.free
+        for slot in self.slots:
+            found[slot.type] += slot.free
         return found
 
     @cached_property
     def shape(self) -> object:
-        """Equal for kinds on which the same cells fit, however near each other their places are."""
-        places = sorted((p.type, p.numa, p.name, p.free, tuple(sorted(p.users))) for p in self.places)
-        return self.held, tuple(places)
+        """Equal for kinds on which the same cells fit, however near each other their slots are."""
+        slots = sorted((s.type, s.numa, s.name, s.free, tuple(sorted(s.users))) for s in self.slots)
+        return self.held, tuple(slots)
 
 
 class Kinds:
@@ -98,18 +98,20 @@ class Kinds:
         return [found[id(node)] for node in nodes]
 
     def _empty(self, node: Node) -> NodeKind:
-        places: list[Place] = []
+        found: list[KindSlot] = []
         distances: dict[str, Distances] = {}
         for type in self._problem.types:
             slots = slots_of(node, type, self._per_processor)
             devices = [device for device in node.devices if device.type == type]
             of, distances[type] = _islands(slots, devices)
-            places += [
-                Place(type, number, slot.index if self._named else "", slot.numa, island, self._problem.unit)
+            found += [
+                KindSlot(
+                    type, number, slot.index if self._named else "", slot.numa, island, self._problem.unit
+                )
                 for number, (slot, island) in enumerate(zip(slots, of, strict=True))
             ]
         # Devices may have names of their own on each node, as with masks by UUID: these nodes are of one kind.
-        same = (tuple(places), tuple(distances.values()))
+        same = (tuple(found), tuple(distances.values()))
         return self._known.setdefault(same, NodeKind(same[0], distances, self._none))
 
     def units(self, node: Node) -> Counter[str]:
@@ -130,12 +132,12 @@ class Kinds:
         for stack, each in taken:
             for name in each.own:
                 users.setdefault((stacks[stack].device, name), []).append(stack)
-        places = []
-        for place, name in zip(kind.places, names_of(node, kind), strict=True):
-            here = users.get((place.type, name), ())
-            free = place.free - sum(stacks[stack].units for stack in here)
-            places.append(place._replace(free=free, users=frozenset(here)))
-        same = (kind, held, tuple(places))
+        slots = []
+        for slot, name in zip(kind.slots, names_of(node, kind), strict=True):
+            here = users.get((slot.type, name), ())
+            free = slot.free - sum(stacks[stack].units for stack in here)
+            slots.append(slot._replace(free=free, users=frozenset(here)))
+        same = (kind, held, tuple(slots))
         return self._known.setdefault(same, NodeKind(same[2], kind.distances, held))
 
     def full(self, held: Cells) -> NodeKind:
@@ -149,11 +151,11 @@ def described(node: Node) -> tuple[object, ...]:
 
 
 def names_of(node: Node, kind: NodeKind) -> tuple[str, ...]:
-    """The index of each place of `kind` on `node`, as device masks have it."""
+    """The index of each slot of `kind` on `node`, as device masks have it."""
     names: dict[str, list[str]] = {}
     for device in node.devices:
         names.setdefault(device.type, []).append(device.index)
-    return tuple(str(p.number) if p.type == CPU else names[p.type][p.number] for p in kind.places)
+    return tuple(str(p.number) if p.type == CPU else names[p.type][p.number] for p in kind.slots)
 
 
 def _islands(slots: Sequence[Slot], devices: Sequence[Device]) -> tuple[Sequence[int], Distances]:

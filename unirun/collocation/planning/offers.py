@@ -12,13 +12,23 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
-from unirun.collocation.planning.cells import Bundle, Cells, Problem, compile_request, with_count
-from unirun.collocation.planning.checks import GROUPS, both, join, request_faults, some
 from unirun.collocation.planning.nodes import Kinds, described
 from unirun.collocation.planning.packer import Packer
+from unirun.collocation.planning.problem import (
+    GROUPS,
+    Bundle,
+    Cells,
+    Problem,
+    both,
+    join,
+    problem_of,
+    some,
+    with_count,
+)
 from unirun.collocation.planning.solve import border, feasible, processes, towards
 from unirun.collocation.request import Request, RoleRequest, Ties
 from unirun.collocation.slots import CPU
+from unirun.errors import PlacementError
 from unirun.values import Value
 
 TRIES = 8
@@ -41,7 +51,7 @@ UNDONE = {
 }
 
 
-class Change(NamedTuple):
+class Difference(NamedTuple):
     """A difference of two requests. `binds` is the constraint that is given up, of `role` if it is a role's."""
 
     text: str
@@ -104,14 +114,15 @@ class Trials:
 
     def fit(self, request: Request, more: int = 0) -> bool:
         """Whether the least ranks of `request` can be placed."""
-        if request_faults(request):
+        try:
+            problem = problem_of(request)
+        except PlacementError:
             return False
-        problem, faults = compile_request(request)
-        return not faults and self._feasible(problem, self.nodes(request, more))(problem.least)
+        return self._feasible(problem, self.nodes(request, more))(problem.least)
 
     def counts(self, request: Request) -> list[int]:
         """By bundle, the cells with which `request`, which does not fit, would fit; 0 if with none."""
-        problem, _ = compile_request(request)
+        problem = problem_of(request)
         fits = self._feasible(problem, self.nodes(request))
 
         def most(bundle: int, least: int) -> int:
@@ -145,7 +156,7 @@ class Trials:
 
     def fewer(self, request: Request, counts: Sequence[int]) -> Iterator[Offer]:
         """With fewer ranks in one bundle, of which `counts` cells fit; that which lacks the fewest ranks first."""
-        problem, _ = compile_request(request)
+        problem = problem_of(request)
 
         def missing(bundle: int) -> int:
             return (problem.least[bundle] - counts[bundle]) * problem.bundles[bundle].ranks
@@ -180,8 +191,9 @@ class Trials:
 
     def smaller(self, request: Request) -> Request | None:
         """With fewer ranks in all bundles, by equal parts."""
-        problem, faults = compile_request(request)
-        if faults or request_faults(request):
+        try:
+            problem = problem_of(request)
+        except PlacementError:
             return None
         least = problem.least
         fits = self._feasible(problem, self.nodes(request))
@@ -316,12 +328,12 @@ def _cut(groups: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[tupl
 
 def offer(before: Request, after: Request) -> Offer:
     """`after`, which fits, in place of `before`."""
-    found = changes(before, after)
-    binds = join(change.binds for change in found if change.binds)
-    return Offer(after, both(change.text for change in found), binds, found[-1].role)
+    found = differences(before, after)
+    binds = join(each.binds for each in found if each.binds)
+    return Offer(after, both(each.text for each in found), binds, found[-1].role)
 
 
-def changes(before: Request, after: Request) -> list[Change]:
+def differences(before: Request, after: Request) -> list[Difference]:
     """The differences; `after` has the same roles, and no more of anything."""
     pairs = list(zip(before.roles, after.roles, strict=True))
     # As in a job file: ``actor=4``, ``actor=2:8``.
@@ -330,33 +342,33 @@ def changes(before: Request, after: Request) -> list[Change]:
         for one, other in pairs
         if (one.least, one.count) != (other.least, other.count)
     ]
-    found = [Change(join(counts))] if counts else []
+    found = [Difference(join(counts))] if counts else []
     for one, other in pairs:
-        found += _changes_of_role(one, other)
+        found += _differences_of_role(one, other)
     for kind in GROUPS:
         for group in getattr(before, kind):
             if group not in getattr(after, kind):
-                found.append(Change(UNDONE[kind].format(both(group)), f"{kind} {both(group)}"))
+                found.append(Difference(UNDONE[kind].format(both(group)), f"{kind} {both(group)}"))
     if before.spares != after.spares:
-        found.append(Change(f"spares {after.spares}", f"spares {before.spares}"))
+        found.append(Difference(f"spares {after.spares}", f"spares {before.spares}"))
     if back := sorted(before.tainted - after.tainted):
         text = f"not excluding {both(back) if len(back) <= NAMES else f'{len(back)} of the nodes'}"
         names = sorted(before.tainted)
         few = join([*names[:NAMES], *(["…"] if len(names) > NAMES else [])])
-        found.append(Change(text, f"excluded {few}"))
+        found.append(Difference(text, f"excluded {few}"))
     return found
 
 
-def _changes_of_role(one: RoleRequest, other: RoleRequest) -> Iterator[Change]:
+def _differences_of_role(one: RoleRequest, other: RoleRequest) -> Iterator[Difference]:
     name = one.name
     if one.slots != other.slots:
         # As in a job file: ``2``, ``0.5``, ``0.333``.
         before, after = (f"{name} slots {float(slots):.3g}" for slots in (one.slots, other.slots))
-        yield Change(after, before, name)
+        yield Difference(after, before, name)
     for what in ("per_node", "per_group"):
         size, there = getattr(one, what), getattr(other, what)
         if size != there:
             text = f"without {what} of {name}" if there is None else f"{name} {what} {there}"
-            yield Change(text, f"{name} {what} {size}", name)
+            yield Difference(text, f"{name} {what} {size}", name)
     if one.devices != other.devices:
-        yield Change(f"any device for {name}", f"{name} devices {join(one.devices or ())}", name)
+        yield Difference(f"any device for {name}", f"{name} devices {join(one.devices or ())}", name)

@@ -9,14 +9,12 @@ from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.cells import Cells, Problem, Stack, compile_request
-from unirun.collocation.planning.checks import both, join, request_faults, some
 from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
+from unirun.collocation.planning.problem import Cells, Problem, Stack, both, join, problem_of, some
 from unirun.collocation.planning.solve import solve
 from unirun.collocation.request import Request, RoleRequest
 from unirun.collocation.slots import CPU
-from unirun.errors import PlacementError
 
 Before = Mapping[str, Sequence[tuple[str, ...]]]
 """By role, the devices of each of its ranks that are on a node already, by local rank."""
@@ -28,22 +26,22 @@ def seating(
     """By role, what ranks of `cells` get on `node`, which is of `kind`, in the order of their slots, from rank 0."""
     names = names_of(node, kind)
     found = {}
-    for stack, places in zip(packer.problem.stacks, packer.pack(kind, cells), strict=True):
-        for role in stack.roles if places else ():
+    for stack, slots in zip(packer.problem.stacks, packer.pack(kind, cells), strict=True):
+        for role in stack.roles if slots else ():
             there = (before or {}).get(role.name, ())
-            found[role.name] = list(_seats(kind, names, places, stack, role, there))
+            found[role.name] = list(_seats(kind, names, slots, stack, role, there))
     return found
 
 
 def _seats(
     kind: NodeKind,
     names: Sequence[str],
-    places: Sequence[tuple[int, ...]],
+    slots: Sequence[tuple[int, ...]],
     stack: Stack,
     role: RoleRequest,
     before: Sequence[tuple[str, ...]],
 ) -> Iterator[Assignment]:
-    owns = [tuple(names[at] for at in each) for each in places]
+    owns = [tuple(names[at] for at in each) for each in slots]
     mask: tuple[str, ...] | None = None
     masked = stack.device not in (None, CPU)
     if masked:
@@ -51,13 +49,13 @@ def _seats(
         # With one device per rank, cuda:{LOCAL_RANK} names the rank's own among all of its role's.
         if len(devices) == len(set(devices)) == len(before) + len(owns):
             mask = devices
-    for number, (own, at) in enumerate(zip(owns, places, strict=True)):
-        numas = {kind.places[each].numa for each in at}
+    for number, (own, at) in enumerate(zip(owns, slots, strict=True)):
+        numas = {kind.slots[each].numa for each in at}
         yield Assignment(
             role=role.name,
             rank=number,
             node="",
-            slot=kind.places[at[0]].number if at else -1,
+            slot=kind.slots[at[0]].number if at else -1,
             local_rank=len(before) + number,
             devices=(mask or own) if masked else None,
             own=own,
@@ -106,7 +104,7 @@ def plan(request: Request, inventory: Inventory) -> Placement:
 
 def find(request: Request, inventory: Inventory) -> Placement | None:
     """The same, but None when nothing fits: without the search for an explanation, which takes longer."""
-    problem = checked(request)
+    problem = problem_of(request)
     packer = Packer(problem)
     sound = [node for node in inventory.nodes if node.name not in request.tainted]
     # The last nodes are the spares.
@@ -120,23 +118,6 @@ def find(request: Request, inventory: Inventory) -> Placement | None:
     there = Counter(cells for cells in placed if any(cells))
     lost = crossing(request, problem, there)
     return Placement(in_order(request, by_role), note(request, problem, there, spares, lost), spares, lost)
-
-
-def checked(request: Request) -> Problem:
-    """The problem that `request` states. Raises `PlacementError` with everything that is wrong with it."""
-    faults = request_faults(request)
-    if not faults:
-        problem, faults = compile_request(request)
-        if not faults:
-            return problem
-    raise PlacementError(
-        "\n".join(str(fault) for fault in faults),
-        role=next((role.name for role in request.roles if faults[0].where.split(".")[0] == role.name), ""),
-        needed=0,
-        available=0,
-        constraint=faults[0].where,
-        faults=tuple(faults),
-    )
 
 
 def in_order(request: Request, by_role: Mapping[str, Sequence[Assignment]]) -> tuple[Assignment, ...]:

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from unirun.collocation.inventory import Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
-from unirun.collocation.planning.cells import Bundle, Cells, Problem
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
-from unirun.collocation.planning.plan import checked, crossing, in_order, note, seating
-from unirun.collocation.planning.solve import most_cells, place, processes
+from unirun.collocation.planning.plan import crossing, in_order, note, seating
+from unirun.collocation.planning.problem import Bundle, Cells, Problem, problem_of
+from unirun.collocation.planning.solve import distribute, most_cells, processes
 from unirun.collocation.request import Request
 from unirun.collocation.slots import CPU
 
@@ -32,11 +32,11 @@ RELEASES = 4_000
 """The work of the search for survivors that have to move: (sets of them that are tried) × (nodes)."""
 
 Homes = tuple[Sequence[str | None], ...]
-"""By bundle, and by the number of the cell: its node, or None when the cell has no place."""
+"""By bundle, and by the number of the cell: its node, or None when the cell has none."""
 
 
 class Moved(NamedTuple):
-    """The cells that get a place on `nodes`, and the homes of those that stay."""
+    """The cells that are placed on `nodes`, and the homes of those that stay."""
 
     homes: Homes
     nodes: Sequence[Node]
@@ -54,11 +54,11 @@ def replan(request: Request, inventory: Inventory, previous: Placement, lost: fr
     survivors with the highest ranks take the missing numbers, and stay where they are. A survivor keeps its local rank
     and mask when others join it. Raises `PlacementError` as `plan` does.
     """
-    problem = checked(request)
+    problem = problem_of(request)
     packer = Packer(problem)
     nodes = [node for node in inventory.nodes if node.name not in lost and node.name not in request.tainted]
     survivors = _Survivors(problem, previous, nodes)
-    # Spares first, so that of equal places theirs is taken.
+    # Spares first, so that they are preferred to equal nodes.
     spares = frozenset(previous.spares)
     nodes.sort(key=lambda node: node.name not in spares)
     kinds = [Kinds(problem, number) for number in processes(problem, nodes)]
@@ -176,8 +176,8 @@ def _stays(survivors: _Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
     bundles = survivors.problem.bundles
     cells = sorted(
         (bundles[bundle].ranks, bundle, -cell)
-        for bundle, places in enumerate(homes)
-        for cell, node in enumerate(places)
+        for bundle, column in enumerate(homes)
+        for cell, node in enumerate(column)
         if node is not None
     )
     tries = RELEASES // max(len(nodes), 1)
@@ -186,8 +186,8 @@ def _stays(survivors: _Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
         ranks, released = heappop(heap)
         gone = {(cells[at][1], -cells[at][2]) for at in released}
         yield tuple(
-            tuple(None if (bundle, cell) in gone else node for cell, node in enumerate(places))
-            for bundle, places in enumerate(homes)
+            tuple(None if (bundle, cell) in gone else node for cell, node in enumerate(column))
+            for bundle, column in enumerate(homes)
         )
         tries -= 1
         for further in range(released[-1] + 1, len(cells)):
@@ -195,7 +195,7 @@ def _stays(survivors: _Survivors, nodes: Sequence[Node]) -> Iterator[Homes]:
     number = 1
     while heap and number < 2 * len(nodes):
         names = {node.name for node in nodes[-number:]}
-        yield tuple(tuple(None if node in names else node for node in places) for places in homes)
+        yield tuple(tuple(None if node in names else node for node in column) for column in homes)
         number *= 2
 
 
@@ -207,7 +207,7 @@ def _move(
     nodes: Sequence[Node],
     spares: frozenset[str],
 ) -> Moved | None:
-    """Places for the cells without one, when the others stay at `homes`."""
+    """Nodes for the cells without a home, when the others stay at `homes`; None when they do not fit."""
     problem = survivors.problem
     held = tuple(len(cells) - cells.count(None) for cells in homes)
     least, most = (
@@ -218,15 +218,15 @@ def _move(
     idle = [node for node in nodes if node.name in spares]
     for each in kinds:
         empty = each.of(idle)
-        if least == most and idle and (placed := place(packer, empty, least, held)) is not None:
+        if least == most and idle and (placed := distribute(packer, empty, least, held)) is not None:
             return Moved(homes, idle, empty, placed)
         there = survivors.left(each, nodes, homes, wanted)
         counts = most_cells(packer, there, least, most)
         if counts is None:
             continue
-        if idle and least != most and (placed := place(packer, empty, counts, held)) is not None:
+        if idle and least != most and (placed := distribute(packer, empty, counts, held)) is not None:
             return Moved(homes, idle, empty, placed)
-        placed = place(packer, there, counts, held)
+        placed = distribute(packer, there, counts, held)
         if placed is not None:
             return Moved(homes, nodes, there, placed)
     return None
@@ -244,12 +244,12 @@ def _result(
     homes: list[list[str | None]] = []
     for number, (bundle, cells) in enumerate(zip(problem.bundles, moved.homes, strict=True)):
         total = len(cells) - cells.count(None) + sum(each[number] for each in moved.placed)
-        changes = _changes(cells, total)
-        homes.append(_renumbered(cells, 1, total, changes))
+        taken = _taken_numbers(cells, total)
+        homes.append(_renumbered(cells, 1, total, taken))
         for name in bundle.names:
             size = bundle.ranks_of(name)
-            ranks: list[Assignment | None] = _renumbered(survivors.by_role[name], size, total, changes)
-            for rank in [number * size + at for number in changes for at in range(size)]:
+            ranks: list[Assignment | None] = _renumbered(survivors.by_role[name], size, total, taken)
+            for rank in [number * size + at for number in taken for at in range(size)]:
                 each = ranks[rank]
                 ranks[rank] = None if each is None else replace(each, rank=rank)
             by_role[name] = ranks
@@ -258,17 +258,17 @@ def _result(
     counts = [Counter(cells) for cells in homes]
     used = list(dict.fromkeys(node for count in counts for node in count))
     there: Counter[Cells] = Counter(zip(*(map(count.get, used, repeat(0)) for count in counts), strict=True))
-    taken = frozenset(used)
-    idle = [n.name for n in inventory.nodes if n.name in survivors.names and n.name not in taken]
+    free = survivors.names.difference(used)
+    idle = [n.name for n in inventory.nodes if n.name in free]
     spares = tuple(idle[max(len(idle) - request.spares, 0) :])
     lost = crossing(request, problem, there)
-    # All have a place now.
+    # All ranks are placed now.
     full = cast(dict[str, list[Assignment]], by_role)
     return Placement(in_order(request, full), note(request, problem, there, spares, lost), spares, lost)
 
 
-def _changes(homes: Sequence[str | None], total: int) -> dict[int, int | None]:
-    """By number, the cell that takes it, or None for a new cell; numbers that do not change hands are not in it.
+def _taken_numbers(homes: Sequence[str | None], total: int) -> dict[int, int | None]:
+    """By number, the cell that takes it, or None for a new cell; numbers that stay with their cell are not in it.
 
     When fewer than before are left, the cells with the highest numbers take those that are missing.
     """
@@ -279,14 +279,14 @@ def _changes(homes: Sequence[str | None], total: int) -> dict[int, int | None]:
 
 
 def _renumbered(
-    before: Sequence[T | None], size: int, total: int, changes: Mapping[int, int | None]
+    before: Sequence[T | None], size: int, total: int, taken: Mapping[int, int | None]
 ) -> list[T | None]:
-    """`before`, which has `size` entries for each cell, for `total` cells with `changes` of their numbers."""
+    """`before`, which has `size` entries for each cell, for `total` cells when numbers are `taken`."""
     found: list[T | None] = [*before[: total * size]]
     found += [None] * (total * size - len(found))
-    for number, cell in changes.items():
-        taken = [None] * size if cell is None else before[cell * size : (cell + 1) * size]
-        found[number * size : (number + 1) * size] = taken
+    for number, cell in taken.items():
+        own = [None] * size if cell is None else before[cell * size : (cell + 1) * size]
+        found[number * size : (number + 1) * size] = own
     return found
 
 

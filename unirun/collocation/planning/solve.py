@@ -14,10 +14,10 @@ from math import prod
 from operator import sub
 
 from unirun.collocation.inventory import Node
-from unirun.collocation.planning.cells import Cells, Problem, with_count
 from unirun.collocation.planning.fill import Filler, Score
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
+from unirun.collocation.planning.problem import Cells, Problem, with_count
 from unirun.collocation.slots import CPU
 
 WORK = 150_000
@@ -40,7 +40,7 @@ def solve(packer: Packer, nodes: Sequence[Node]) -> tuple[list[NodeKind], list[C
         kinds = Kinds(problem, per_processor).of(nodes)
         counts = most_cells(packer, kinds, problem.least, problem.most)
         if counts is not None:
-            placed = place(packer, kinds, counts)
+            placed = distribute(packer, kinds, counts)
             if placed is not None:
                 return kinds, placed
     return None
@@ -65,7 +65,7 @@ def processes(problem: Problem, nodes: Sequence[Node]) -> Iterator[int]:
             yield number
 
 
-def place(
+def distribute(
     packer: Packer, kinds: Sequence[NodeKind], counts: Cells, held: Cells | None = None
 ) -> list[Cells] | None:
     """For each node its cells, `counts` in all, or None. `held` are the cells that the nodes have already."""
@@ -95,7 +95,7 @@ def most_cells(packer: Packer, kinds: Sequence[NodeKind], least: Cells, most: Ce
     """How many cells of each bundle, from `least` to `most`, can be placed; None when too few can.
 
     All bundles grow from `least` by equal parts of the difference, as long as there is room, then those that still can.
-    So no role could have more without another having fewer. When `least` is `most`, `place` finds out.
+    So no role could have more without another having fewer. When `least` is `most`, `distribute` finds out.
     """
     if least == most:
         return most

@@ -1,4 +1,4 @@
-"""A request, brought into the form in which it is solved: how many cells of each bundle are on which node.
+"""A request as the problem that is solved, cells of bundles on nodes; and the faults of a request.
 
 Roles that share slots, rank by rank, are a *stack*. Stacks whose ranks must be on one node in a fixed proportion are a
 *bundle*, and its smallest part that cannot be cut is a *cell*: of 4 actors together with 2 rewards, 2 actors and a
@@ -9,12 +9,14 @@ a cell, or says which cells a node may have besides others, and a placement is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations
 from math import frexp, gcd, lcm, ldexp
 
-from unirun.collocation.planning.checks import both, join, merged
 from unirun.collocation.request import Request, RoleRequest, Ties
-from unirun.errors import Fault
+from unirun.collocation.slots import CPU
+from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 
 Cells = tuple[int, ...]
@@ -22,6 +24,14 @@ Cells = tuple[int, ...]
 
 BITS = 80
 """Weights are integers of so many bits."""
+
+GROUPS = {
+    "collocated": "collocations",
+    "together": "host_collocations",
+    "apart": "separations",
+    "isolated": "isolations",
+}
+"""By field of a request: the key in the job file."""
 
 
 class Stack(Value):
@@ -129,29 +139,116 @@ def with_count(cells: Cells, bundle: int, count: int) -> Cells:
     return (*cells[:bundle], count, *cells[bundle + 1 :])
 
 
-def compile_request(request: Request) -> tuple[Problem, list[Fault]]:
-    """The problem that `request` states, and what of its bundles cannot be; the request has no other faults."""
+def problem_of(request: Request) -> Problem:
+    """The problem that `request` states. Raises `PlacementError` with all faults that do not depend on the nodes.
+
+    Values of single roles and names in groups were checked when the job's spec was parsed.
+    """
+    faults = [*_device_faults(request), *_stack_faults(request), *_contradictions(request)]
+    if not faults:
+        problem = _compiled(request, faults)
+        if not faults:
+            return problem
+    raise PlacementError(
+        "\n".join(str(fault) for fault in faults),
+        role=next((role.name for role in request.roles if faults[0].where.split(".")[0] == role.name), ""),
+        needed=0,
+        available=0,
+        constraint=faults[0].where,
+        faults=tuple(faults),
+    )
+
+
+def _device_faults(request: Request) -> Iterator[Fault]:
+    for role in request.roles:
+        if role.devices is not None and role.device in (None, CPU):
+            problem = "a list of devices is given, and the role runs on none"
+            yield Fault(f"{role.name}.devices", problem, "leave it out, or name the type of device")
+        elif role.devices is not None and not role.devices:
+            yield Fault(f"{role.name}.devices", "the list is empty", "leave it out for any device")
+
+
+def _stack_faults(request: Request) -> Iterator[Fault]:
+    roles = {role.name: role for role in request.roles}
+    for names in merged(tuple(roles), request.collocated):
+        if len(names) > 1:
+            yield from _one_stack(both(names), [roles[name] for name in names])
+
+
+def _one_stack(said: str, roles: Sequence[RoleRequest]) -> Iterator[Fault]:
+    where = roles[0].name
+
+    def differ(what: str, remedy: str) -> Fault:
+        values = [getattr(role, what) for role in roles]
+        if what == "devices":
+            values = [join(value or ("any",)) for value in values]
+        told = join(f"{role.name} {value}" for role, value in zip(roles, values, strict=True))
+        return Fault(f"{where}.{what}", f"{said} are collocated and differ in {what}: {told}", remedy)
+
+    if max(role.least for role in roles) > min(role.count for role in roles):
+        yield differ("count", "give them the same count")
+    if any(role.device is None for role in roles):
+        yield differ("device", "a role without device has no slot to share")
+    elif len({role.device for role in roles}) > 1:
+        yield differ("device", "roles on different devices cannot share a slot")
+    if len({role.per_node for role in roles if role.per_node is not None}) > 1:
+        yield differ("per_node", "give them the same, or leave out all but one")
+    whole = all(role.slots >= 1 for role in roles)
+    if whole and len({role.slots for role in roles}) > 1:
+        yield differ("slots", "give them the same number of slots")
+    if not whole and (total := sum((role.slots for role in roles), Fraction())) > 1:
+        told = " + ".join(str(role.slots) for role in roles)
+        problem = f"{said} share a slot, and their shares {told} are {total}"
+        yield Fault(f"{where}.slots", problem, f"give each at most 1/{len(roles)}")
+    lists = [set(role.devices) for role in roles if role.devices is not None]
+    if lists and not set.intersection(*lists):
+        yield differ("devices", "name devices that all may have")
+
+
+def _contradictions(request: Request) -> Iterator[Fault]:
+    """Pairs of roles that one group joins, directly or through other groups, and another group separates."""
+    names = tuple(role.name for role in request.roles)
+    stacks = {name: stack for stack in merged(names, request.collocated) for name in stack}
+    near = merged(names, (*request.collocated, *request.together))
+    bundles = {name: bundle for bundle in near for name in bundle}
+    for kind, homes, why in (
+        ("together", stacks, "share a slot, and shall be on different slots"),
+        ("isolated", stacks, "share a slot, and shall be on different NUMA nodes"),
+        ("apart", bundles, "have ranks on the same node, and shall be on different nodes"),
+    ):
+        for number, group in enumerate(getattr(request, kind)):
+            for one, other in combinations(group, 2):
+                if other in homes[one]:
+                    others = "" if homes is stacks else " or host_collocations"
+                    links = f"{both(homes[one])} are joined by collocations{others}"
+                    yield Fault(
+                        f"{GROUPS[kind]}[{number}]",
+                        f"{one} and {other} {why}",
+                        f"{links}: drop one of the two",
+                    )
+
+
+def _compiled(request: Request, faults: list[Fault]) -> Problem:
+    """The problem that `request` states; bundles that cannot be go to `faults`. The request has no other faults."""
     roles = {role.name: role for role in request.roles}
     unit = lcm(*(role.slots.denominator for role in request.roles))
     parts = [tuple(roles[name] for name in stack) for stack in merged(tuple(roles), request.collocated)]
     found = merged(tuple(roles), (*request.collocated, *request.together))
-    faults: list[Fault] = []
     bundles = tuple(
         _bundle([stack for stack in parts if stack[0].name in names], unit, faults) for names in found
     )
     homes = {name: number for number, bundle in enumerate(bundles) for name in bundle.names}
     stacks = [stack for bundle in bundles for stack in bundle.stacks]
-    places = {role.name: number for number, stack in enumerate(stacks) for role in stack.roles}
-    problem = Problem(
+    numbers = {role.name: number for number, stack in enumerate(stacks) for role in stack.roles}
+    return Problem(
         bundles,
         unit,
         _foes(request.apart, homes, len(bundles)),
-        _foes(request.isolated, places, len(stacks)),
-        _foes(request.together, places, len(stacks)),
+        _foes(request.isolated, numbers, len(stacks)),
+        _foes(request.together, numbers, len(stacks)),
         _gains(request.ties, homes, len(bundles)),
         _parts(request.ties, bundles, homes),
     )
-    return problem, faults
 
 
 def _bundle(parts: Sequence[tuple[RoleRequest, ...]], unit: int, faults: list[Fault]) -> Bundle:
@@ -244,3 +341,32 @@ def _parts(ties: Ties, bundles: Sequence[Bundle], home: Mapping[str, int]) -> tu
         tuple(sorted({home[name] for name in names})) for names in groups if not firsts.isdisjoint(names)
     ]
     return tuple(part for part in found if len(part) < len(bundles))
+
+
+def join(words: Iterable[object]) -> str:
+    """``a, b, c``."""
+    return ", ".join(str(word) for word in words)
+
+
+def both(words: Iterable[object]) -> str:
+    """``a, b and c``."""
+    *first, last = [str(word) for word in words]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def some(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def merged(names: Sequence[str], groups: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The connected components of `names` that `groups` make, everything in the order of `names`."""
+    home = {name: [name] for name in names}
+    for group in groups:
+        first = home[group[0]]
+        for name in group[1:]:
+            if home[name] is not first:
+                first += home[name]
+                home |= dict.fromkeys(home[name], first)
+    order = {name: number for number, name in enumerate(names)}
+    return list(dict.fromkeys(tuple(sorted(home[name], key=order.__getitem__)) for name in names))
