@@ -133,7 +133,7 @@ class StoredJob(Value):
 def read_stored(store: Store, run_id: str) -> StoredJob:
     """Raises `JobError` when the job has no context (any more), `StoreError`."""
     # What a job needs a spec for, listing does not.
-    from unirun.master.persistence.context import observed, restore
+    from unirun.master.persistence.context import restore
     from unirun.master.persistence.context_store import read_context
     from unirun.master.status_views import status_of
 
@@ -145,7 +145,7 @@ def read_stored(store: Store, run_id: str) -> StoredJob:
         )
     head = store.get(f"{prefix}head")
     try:
-        state = observed(restore(documents), documents)
+        state = restore(documents)
         epoch = json.loads(head.value)["epoch"] if head else 0
         hosts = tuple(dict.fromkeys(agent.host for agent in state.agents.values())) or state.placement.nodes
         status = verified(status_of(state, {}, {}, epoch=epoch), f"the context of job {run_id}")

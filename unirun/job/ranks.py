@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, compress, starmap, zip_longest
+from itertools import chain, compress
 from operator import is_not
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
     from unirun.job.state import Standing, WorkerState
+
+T = TypeVar("T")
 
 BLOCK = 100
 """Workers in one block: to replace one worker copies its block and the tuple of blocks."""
@@ -54,11 +56,8 @@ class Ranks(Sequence["WorkerState"]):
 
     def since(self, before: Ranks) -> Iterator[tuple[WorkerState | None, WorkerState]]:
         """Each worker that differs from the one in `before`, with that one, None if there was none."""
-        pairs = list(zip_longest(before._blocks, self._blocks, fillvalue=()))
-        for old, new in compress(pairs, starmap(is_not, pairs)):
-            for was, now in zip_longest(old, new):
-                if now is not None and now is not was:
-                    yield was, now
+        for old, new in _that_differ(before._blocks, self._blocks):
+            yield from _that_differ(old or (), new)
 
     def __len__(self) -> int:
         return self._size
@@ -88,3 +87,10 @@ class Ranks(Sequence["WorkerState"]):
 
     def __repr__(self) -> str:
         return f"Ranks({tuple(self)})"
+
+
+def _that_differ(before: Sequence[T], after: Sequence[T]) -> Iterator[tuple[T | None, T]]:
+    """Each item of `after` that is another object than the one in its place in `before`, with that one."""
+    yield from compress(zip(before, after, strict=False), map(is_not, before, after))
+    for more in after[len(before) :]:
+        yield None, more

@@ -71,7 +71,7 @@ Standing = tuple[WorkerPhase, int, bool]
 """What decides how far a role is: a worker's phase, its generation, and whether it has ended well."""
 
 
-class WorkerState(Value):
+class WorkerState(Value, omit_defaults=True):
     """One rank and the worker that holds it.
 
     `node` is where its process is, or was last, and `own` are its slots there; where the next one will be is for the

@@ -192,9 +192,7 @@ def test_a_job_of_another_host_is_drawn_from_its_store(
     store = open_store(url)
     term = campaign(store, job_prefix("job-1"), "unix:/x", "far", 7, ttl=60)
     assert term is not None
-    contexts = ContextStore(store, "job-1", term)
-    contexts.create(state)
-    contexts.note(state, None, state)
+    ContextStore(store, "job-1", term).create(state)
     store.close()
     assert graph("--store", url) == 0
     assert capsys.readouterr().out.startswith(

@@ -45,9 +45,7 @@ def running(run_id: str, started: float = 100.0, uid: str = "other") -> JobState
 def put(store: Store, state: JobState, host: str = "far") -> Term:
     """What the job's first master writes."""
     term = lead(store, state.spec.run_id, host)
-    contexts = ContextStore(store, state.spec.run_id, term)
-    contexts.create(state)
-    contexts.note(state, None, state)
+    ContextStore(store, state.spec.run_id, term).create(state)
     return term
 
 

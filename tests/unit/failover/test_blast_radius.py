@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from tests.properties import examples
 from tests.unit.job.job import KILL, Job
+from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition
 from unirun.failover.takeover import resume
 from unirun.job.state import JobState
-from unirun.master.persistence.context import changed_documents, observations, restore, urgent
+from unirun.master.persistence.context import changed_documents, restore, urgent
 from unirun.master.status_views import status_of
 from unirun.observe import JobStatus
 from unirun.values import WorkerId
@@ -99,30 +100,20 @@ class TestCalls:
         assert not urgent(before, job().on(calls(TRAIN)).state)
 
 
-def written(state: JobState) -> dict[str, str]:
-    documents = changed_documents(None, state) | observations(None, state)
-    return {name: text for name, text in documents.items() if text is not None}
-
-
 class TestTheStore:
     def test_has_what_was_called_for_who_comes_next(self) -> None:
         state = job().on(calls(TRAIN)).exits("trainer", 0, by=KILL).on(calls(TRAIN, incarnation=1)).state
         again, _ = resume(restore(written(state)), 200.0)
         assert seen(again) == seen(state)
 
-    def test_may_have_it_of_the_incarnation_before(self) -> None:
-        early = job().on(calls(TRAIN))
-        kept = written(early.state)
-        late = early.exits("trainer", 0, by=KILL).state
-        documents = {**kept, **{name: text for name, text in changed_documents(None, late).items() if text}}
-        assert [each[3] for each in seen(restore(documents))] == [20]
-
     def test_gets_only_what_is_new(self) -> None:
         found = job().on(calls(TRAIN))
         before = found.state
-        news = observations(before, found.on(FromWorker(WorkerId("logger", 0, 0), Calls((TRAIN,)))).state)
+        news = changed_documents(
+            before, found.on(FromWorker(WorkerId("logger", 0, 0), Calls((TRAIN,)))).state
+        )
         assert list(news) == ["calls/logger/0"]
-        assert observations(found.state, found.state) == {}
+        assert changed_documents(found.state, found.state) == {}
 
     @examples(20)
     @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from unirun.errors import Fenced, OutcomeUnknown
 from unirun.job.state import JobState
-from unirun.master.persistence.context import changed_documents, observations, restore
+from unirun.master.persistence.context import changed_documents, restore
 from unirun.master.persistence.documents import Changes
 from unirun.master.status_views import summary_of
 from unirun.rendezvous.election import Term
@@ -135,28 +135,16 @@ class ContextStore:
 
     def write(self, before: JobState, after: JobState) -> None:
         """Bring the store from `before` to `after`: for whoever reads, all of it at once. Raises `Fenced` when another
-        leads, `StoreError`."""
-        self._write_whole(_of_context(changed_documents(before, after)), after)
+        leads, `StoreError`.
 
-    def note(self, before: JobState, noted: JobState | None, after: JobState) -> None:
-        """The same, with what is only of use to readers, who have had that of `noted`."""
-        documents, more = changed_documents(before, after), observations(noted, after)
-        if len(_parts(_of_context(documents | more))) == 1:
-            self._write_whole(_of_context(documents | more), after)
-            return
-        self._write_whole(_of_context(documents), after)
-        for part in _parts(_of_context(more)):
-            self._write(part)
-
-    def _write_whole(self, documents: Changes, state: JobState) -> None:
-        """Write documents as one, in pieces when there are too many for one transaction.
-
-        Pieces are staged beside the context. One small transaction commits them; from then on readers find them in
-        place of what is in the context. Then they are moved there. A master that comes when this one has died drops
-        pieces that were not committed, and goes on moving those that were (`take_over`).
+        When there are too many documents for one transaction, they are written in pieces, which are staged beside the
+        context. One small transaction commits them; from then on readers find them in place of what is in the context.
+        Then they are moved there. A master that comes when this one has died drops pieces that were not committed, and
+        goes on moving those that were (`take_over`).
         """
         self._move()
-        index = state if f"{CONTEXT}job" in documents else None
+        documents = _of_context(changed_documents(before, after))
+        index = after if f"{CONTEXT}job" in documents else None
         parts = _parts(documents)
         if len(parts) == 1:
             if documents:

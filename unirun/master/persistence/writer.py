@@ -61,7 +61,6 @@ class Writer:
         end_unwritten: Callable[[Verdict], None],
     ) -> None:
         self._latest = state
-        self._noted: JobState | None = None
         self._news_since: float | None = None
         self._ledger = Ledger(state)
         self._term, self._contexts = term, contexts
@@ -166,9 +165,8 @@ class Writer:
     async def _note(self, latest: JobState) -> None:
         """Write what can wait: it is there for who reads."""
         self._news_since = None
-        before, noted = self._ledger.kept, self._noted
-        await self._persistently("write", lambda: self._contexts.note(before, noted, latest))
-        self._noted = latest
+        before = self._ledger.kept
+        await self._persistently("write", lambda: self._contexts.write(before, latest))
         self._written(latest)
 
     async def _bring_to(self, target: JobState) -> None:
@@ -234,7 +232,7 @@ class Writer:
 
     def _finish(self) -> None:
         try:
-            self._contexts.note(self._ledger.kept, self._noted, self._latest)
+            self._contexts.write(self._ledger.kept, self._latest)
             self._term.resign()
         except StoreError as error:
             report(f"unirun-master: the end is not in the store: {error}")

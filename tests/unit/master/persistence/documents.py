@@ -14,11 +14,11 @@ Documents = dict[str, str]
 
 
 def kept(state: JobState) -> JobState:
-    """What the documents hold of `state`: all but what agents tell again."""
+    """What the documents hold of `state`: all but metrics, and what a new master sets itself."""
     roles = {
         name: replace(
             role,
-            workers=Ranks(replace(w, pid=None, addresses={}, metrics={}) for w in role.workers),
+            workers=Ranks(replace(w, metrics={}) for w in role.workers),
         )
         for name, role in state.roles.items()
     }

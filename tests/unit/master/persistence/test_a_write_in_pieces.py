@@ -35,7 +35,7 @@ class TestAWriteInPieces:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(store_module, "MAX_OPERATIONS", 2)
-        for name in ("_NODES", "_RANKS"):
+        for name in ("_NODES", "BLOCK"):
             monkeypatch.setattr(context_module, name, getattr(context_module, name) // 10)
 
     @pytest.fixture

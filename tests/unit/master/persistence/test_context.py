@@ -168,9 +168,9 @@ class TestDocumentsThatAreRefused:
             "job",
             "spec/0",
             "inventory/0",
+            "nodes/0",
             "placement/rollout/0",
-            "roles",
-            "ranks/0",
+            "ranks/actor/0",
             "failures/0",
             "failures/1",
             "failures/2",
@@ -202,26 +202,23 @@ class TestDocumentsThatAreRefused:
         self, documents: Documents, damage: Callable[[str], str]
     ) -> None:
         for name, text in documents.items():
-            if name == "nodes/0" and damage(text) in ("[]", "{}"):
-                continue  # nobody may be there
             with pytest.raises(StoreRefused):
                 restore({**documents, name: damage(text)})
         assert restore(documents)
 
     def test_are_those_with_names_of_somebody_else(self, documents: Documents) -> None:
-        for name in ("failures/x", "ranks/", "ranks/-1", "spec/0/1", "nodes/7"):
+        for name in ("failures/x", "ranks/actor/", "ranks/actor/-1", "spec/0/1", "nodes/7", "calls/actor/2"):
             with pytest.raises(StoreRefused):
-                restore({**documents, name: documents["ranks/0"]})
+                restore({**documents, name: documents["ranks/actor/0"]})
 
     @pytest.mark.parametrize(
         ("name", "from_", "to", "what"),
         [
-            ("roles", ",2,{},", ",3,{},", "ranks"),
-            ("roles", ",1,{},", ",0,{},", "ranks"),
-            ("placement/rollout/0", "[[0,", "[[1,", "placement"),
-            ("placement/actor/0", ',[1,"n0"', ',[2,"n0"', "placement"),
-            ("failures/1", '"first":8', '"first":9', "failures"),
-            ("failures/1", '"first":8', '"first":7', "failures"),
+            ("job", '"ranks/actor":[100,2,0]', '"ranks/actor":[100,3,0]', "ranks/actor"),
+            ("job", '"ranks/actor":[100,2,0]', '"ranks/actor":[100,1,0]', "ranks/actor"),
+            ("placement/rollout/0", '"rank":0', '"rank":1', "placement"),
+            ("placement/actor/0", '"rank":1', '"rank":2', "placement"),
+            ("ranks/actor/0", '"rank":1', '"rank":2', "ranks"),
         ],
     )
     def test_are_those_that_do_not_fit_each_other(
@@ -234,10 +231,10 @@ class TestDocumentsThatAreRefused:
 
     def test_are_those_with_a_gap(self, documents: Documents) -> None:
         documents["failures/3"] = documents.pop("failures/2")
-        with pytest.raises(StoreRefused, match="its failures are not whole"):
+        with pytest.raises(StoreRefused, match="not whole or not unirun's"):
             restore(documents)
 
-    @given(st.dictionaries(st.sampled_from(["job", "roles", "spec/0", "ranks/0"]), st.text()))
+    @given(st.dictionaries(st.sampled_from(["job", "spec/0", "ranks/actor/0"]), st.text()))
     def test_are_all_that_are_none(self, documents: Documents) -> None:
         with pytest.raises(StoreRefused):
             restore(documents)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from tests.unit.job.job import Job
 from tests.unit.master.persistence.documents import applied, kept, many, written
 from unirun.job.events import Event
 from unirun.job.failures import Exit, Failure
 from unirun.job.state import JobState, WorkerPhase
-from unirun.master.persistence.context import changed_documents, observations, observed, restore
+from unirun.master.persistence.context import changed_documents, restore
 from unirun.master.step import step
 from unirun.values import WorkerId
 from unirun.wire.reports import (
@@ -47,7 +46,6 @@ def big() -> JobState:
 class TestTenThousandRanks:
     def test_are_in_documents_of_moderate_size(self, big: JobState) -> None:
         assert largest(changed_documents(None, big)) < MOST
-        assert largest(observations(None, big)) < MOST
         assert restore(written(big)) == kept(big)
 
     def test_change_few_documents_with_each_event(self, big: JobState) -> None:
@@ -116,30 +114,20 @@ def test_many_failures_at_once_may_follow_few() -> None:
         assert len([name for name in documents if name.startswith("failures/")]) <= 33
 
 
-class TestWhatWasSeen:
-    def test_is_told_to_readers(self) -> None:
+class TestWhatReadersSee:
+    def test_are_the_pids_and_addresses_of_workers(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}).running()
         job.on(FromWorker(WorkerId("actor", 1, 0), Serving({"socket": "a:1"}, True)))
-        seen = applied({}, observations(None, job.state))
-        workers = observed(restore(written(job.state)), seen).roles["actor"].workers
+        workers = restore(written(job.state)).roles["actor"].workers
         assert [w.pid for w in workers] == [1, 2]
         assert [dict(w.addresses) for w in workers] == [{}, {"socket": "a:1"}]
 
-    def test_of_a_worker_that_has_a_successor_is_not(self) -> None:
+    def test_of_a_worker_that_has_a_successor_is_gone(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running()
-        seen = applied({}, observations(None, job.state))
         job.exits("actor", 0, 1)
-        (worker,) = observed(restore(written(job.state)), seen).roles["actor"].workers
+        (worker,) = restore(written(job.state)).roles["actor"].workers
         assert (worker.incarnation, worker.pid, worker.phase) == (1, None, WorkerPhase.STARTING)
 
-    def test_may_be_there_for_the_first_workers_only(self) -> None:
-        state = replace(many(600, 1), uid="x")
-        seen = applied({}, observations(None, state))
-        assert sorted(seen) == ["seen/0", "seen/1", "seen/2"]
-        del seen["seen/2"]
-        assert observed(state, seen) == state
-        assert observed(state, {}) == state
-
     def test_is_written_anew_only_where_it_has_changed(self, big: JobState) -> None:
-        after, _ = step(big, WorkerStarted(WorkerId("role0", 600, 0), 5), 3.0)
-        assert sorted(observations(big, after)) == ["seen/2"]
+        after, _ = step(big, WorkerStarted(WorkerId("role0", 601, 0), 5), 3.0)
+        assert sorted(changed_documents(big, after)) == ["ranks/role0/6"]

@@ -18,10 +18,9 @@ from tests.unit.master.persistence.documents import applied, kept, many
 from tests.unit.master.persistence.unsteady import Fault, UnsteadyStore
 from unirun.errors import Fenced, OutcomeUnknown, StoreAway, StoreError, StoreRefused
 from unirun.job.failures import Exit, Failure
-from unirun.job.ranks import Ranks
-from unirun.job.state import JobState, WorkerPhase
+from unirun.job.state import JobState
 from unirun.master.persistence import context_store as store_module
-from unirun.master.persistence.context import changed_documents, observations, observed, restore
+from unirun.master.persistence.context import changed_documents
 from unirun.master.persistence.context_store import (
     MAX_BYTES,
     MAX_OPERATIONS,
@@ -47,7 +46,7 @@ class TestANewContext:
             old = old.with_failures(
                 Failure(WorkerId("role0", failed, 0), 0, "n", float(number), Exit(code=1))
             )
-        first.note(many(600, 1), None, old)
+        first.write(many(600, 1), old)
         assert len(read_context(store, RUN)) > 10
         contexts(store, deposing=1).create(job.state)
         assert read_context(store, RUN) == applied({}, changed_documents(None, job.state))
@@ -88,7 +87,7 @@ class TestAWrite:
         store.written.clear()
         hand.write(before, job.exits("actor", 0).state)
         ((puts, deletes),) = store.written
-        assert puts == ["jobs/job-1/head", "jobs/job-1/context/ranks/0"]
+        assert puts == ["jobs/job-1/head", "jobs/job-1/context/ranks/actor/0"]
         assert deletes == []
         assert load(store, RUN) == kept(job.state)
 
@@ -110,7 +109,6 @@ class TestAWrite:
         hand.create(job.state)
         asked = store.asked
         hand.write(job.state, job.state)
-        hand.note(job.state, job.state, job.state)
         assert store.asked == asked
 
     def test_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
@@ -133,36 +131,6 @@ class TestAWrite:
         assert MAX_BYTES < MAX_SIZE
         contexts(store).create(many(10_000, 1250))
         assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
-
-    def test_of_what_readers_see_is_found_by_them(self, store: UnsteadyStore, job: Job) -> None:
-        hand = contexts(store)
-        hand.create(job.state)
-        hand.note(job.state, None, job.state)
-        documents = read_context(store, RUN)
-        workers = observed(restore(documents), documents).roles["actor"].workers
-        assert [worker.pid for worker in workers] == [1, 2, 3, 4]
-
-
-def test_what_is_only_for_readers_comes_after_what_was_decided(
-    store: UnsteadyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Together they are too much for one transaction."""
-    monkeypatch.setattr(store_module, "MAX_OPERATIONS", 3)
-    before = many(2000, 2)
-    role = before.roles["role0"]
-    workers = Ranks(replace(each, phase=WorkerPhase.ALIVE, pid=7) for each in role.workers)
-    after = before.with_role(replace(role, workers=workers))
-    hand = contexts(store)
-    hand.create(before)
-    store.written.clear()
-    hand.note(before, None, after)
-    documents = [{name.removeprefix("jobs/job-1/") for name in puts} - {"head"} for puts, _ in store.written]
-    seen = sorted(f"context/seen/{n}" for n in range(8))
-    assert documents[0] == {"context/ranks/0", "context/ranks/1"}
-    assert [len(each) for each in documents[1:]] == [3, 3, 2]
-    assert sorted(name for each in documents[1:] for name in each) == seen
-    found = read_context(store, RUN)
-    assert observed(restore(found), found).roles["role0"].workers[1999].pid == 7
 
 
 class TestAStoreThatFails:
@@ -279,7 +247,7 @@ class TestAMasterWhoseTermIsOver:
         with pytest.raises(Fenced, match="the term 1 of job job-1 is over"):
             first.write(before, after)
         with pytest.raises(Fenced):
-            first.note(before, None, before)
+            first.write(before, replace(before, asked_to_stop=True))
         assert load(store, RUN) == kept(before)
         second.write(before, after)
 
@@ -319,7 +287,7 @@ class TestAMasterWhoseTermIsOver:
         hand, before = contexts(store), job.state
         hand.create(before)
         after = job.exits("actor", 0).state
-        late = [Put("jobs/job-1/context/ranks/0", "late")]
+        late = [Put("jobs/job-1/context/ranks/actor/0", "late")]
         head = store.get("jobs/job-1/head")
         assert head is not None
         hand.write(before, after)
@@ -331,8 +299,3 @@ def test_a_context_of_somebody_else_is_refused(store: UnsteadyStore) -> None:
     store.txn([], [Put("jobs/job-1/context/job", "[]")])
     with pytest.raises(StoreRefused):
         load(store, RUN)
-
-
-def test_observations_are_no_part_of_what_is_restored(store: UnsteadyStore, job: Job) -> None:
-    documents = applied({}, changed_documents(None, job.state))
-    assert restore({**documents, **applied({}, observations(None, job.state))}) == restore(documents)

@@ -64,7 +64,7 @@ def test_a_master_whose_job_ends_while_more_is_to_be_written_ends_too(desk: Desk
     async def go() -> None:
         async with desk.writer.working(desk.over):
             desk.decides("the first is noted, too")
-            await desk.until(lambda: desk.writer._noted is not None)
+            await desk.until(lambda: desk.writer._news_since is None)
 
             def both() -> None:
                 desk.over.set()
@@ -105,7 +105,7 @@ def test_news_that_can_wait_is_written_without_what_is_there(
                 desk.steps("news", desk.job.on(WorkerStarted(WorkerId("actor", 0, 0), pid)).state)
                 await desk.until(lambda: desk.store.written != [])
                 ((puts, _),) = desk.store.written
-                assert "jobs/job-1/context/seen/0" in puts
+                assert "jobs/job-1/context/ranks/actor/0" in puts
                 assert "jobs/job-1/context/spec/0" not in puts
 
     run(go())
@@ -336,7 +336,7 @@ class TestAMasterThatIsDeposed:
     ) -> None:
         said = io.StringIO()
         monkeypatch.setattr(sys, "stderr", said)
-        monkeypatch.setattr(desk.contexts, "note", lambda *_: 1 / 0)
+        monkeypatch.setattr(desk.contexts, "write", lambda *_: 1 / 0)
         desk.writer.unwritten = True
 
         async def go() -> None:
