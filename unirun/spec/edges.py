@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from unirun.sizes import parse_size
-from unirun.spec.read import Reader, shown
+from unirun.spec.read import Section, shown
 from unirun.values import Value
 
 Kind = Literal["one_to_one", "broadcast", "scatter", "gather", "all_to_all"]
@@ -52,17 +52,14 @@ class Edge(Value):
         return f"{self.source} {arrow} {self.target}{call}"
 
 
-def read_edges(read: Reader, value: Any) -> tuple[Edge, ...]:
-    """The ``edges`` of a job file. What is wrong with one is a fault in `read`."""
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        read.fault("edges", f"expected a list of edges, found {shown(value)}", 'write ["a -> b: method"]')
-        return ()
-    return tuple(_edge(read, f"edges[{number}]", item) for number, item in enumerate(value))
+def read_edges(job: Section) -> tuple[Edge, ...]:
+    """The ``edges`` of a job file. The faults are added to those of `job`."""
+    items = job.items("edges", "edges", 'write ["a -> b: method"]')
+    return tuple(_edge(items, where) for where in items.fields)
 
 
-def _edge(read: Reader, where: str, item: Any) -> Edge:
+def _edge(items: Section, where: str) -> Edge:
+    item = items.fields[where]
     if isinstance(item, Mapping) and len(item) == 1 and _ARROW.search(str(next(iter(item)))):
         # YAML reads the short form without quotes as a mapping from "a -> b" to the method.
         ((ends_of_it, call),) = item.items()
@@ -70,46 +67,47 @@ def _edge(read: Reader, where: str, item: Any) -> Edge:
     if isinstance(item, str):
         match = _SHORT.fullmatch(item)
         if match is None:
-            read.fault(where, f"{shown(item)} is no edge", 'write "source -> target: method"')
+            items.fault(where, f"{shown(item)} is no edge", 'write "source -> target: method"')
             return Edge("", "")
-        item = {"from": match["source"], "to": match["target"], "invocation": match["call"]}
-    elif not isinstance(item, Mapping):
+        edge = items.below(
+            where, {"from": match["source"], "to": match["target"], "invocation": match["call"]}
+        )
+    elif isinstance(item, Mapping):
+        edge = items.section(where)
+    else:
         problem = f"expected an edge, found {shown(item)}"
-        read.fault(where, problem, 'write {from: a, to: b} or "a -> b: method"')
+        items.fault(where, problem, 'write {from: a, to: b} or "a -> b: method"')
         return Edge("", "")
-    fields = read.mapping(item, where)
-    read.known(fields, KEYS, where)
-    source, target = (read.text(fields.get(key), f"{where}.{key}") for key in ("from", "to"))
+    edge.known(KEYS)
     for key in ("from", "to"):
-        if fields.get(key) is None or fields[key] == "":
-            read.fault(f"{where}.{key}", "it names no role", f"write {key}: ROLE")
-    direction = read.choice(fields.get("direction"), f"{where}.direction", DIRECTIONS, "forward")
+        if edge.fields.get(key) in (None, ""):
+            edge.fault(key, "it names no role", f"write {key}: ROLE")
     return Edge(
-        source,
-        target,
-        read.text(fields.get("invocation"), f"{where}.invocation"),
-        cast(Kind, read.choice(fields.get("kind"), f"{where}.kind", KINDS, "")),
-        cast(Direction, direction),
-        read.flag(fields.get("async"), f"{where}.async"),
-        _weight(read, fields.get("weight"), f"{where}.weight"),
+        edge.text("from"),
+        edge.text("to"),
+        edge.text("invocation"),
+        cast(Kind, edge.choice("kind", KINDS, "")),
+        cast(Direction, edge.choice("direction", DIRECTIONS, "forward")),
+        edge.flag("async"),
+        _weight(edge),
     )
 
 
-def _weight(read: Reader, value: Any, where: str) -> float:
+def _weight(edge: Section) -> float:
     """Bytes per step: a number, or a size with its unit."""
+    value = edge.fields.get("weight")
     if value is None:
         return 0.0
-    if isinstance(value, str):
-        try:
-            return float(parse_size(value))
-        except ValueError as error:
-            read.fault(where, str(error))
-            return 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        read.fault(where, f"expected a number of bytes, found {shown(value)}", "write 64MB, or 64000000")
-        return 0.0
     try:
-        return float(value)
-    except OverflowError:
-        read.fault(where, "expected a number of bytes, found one of hundreds of digits")
+        if isinstance(value, str):
+            return float(parse_size(value))
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    except ValueError as error:
+        edge.fault("weight", str(error))
         return 0.0
+    except OverflowError:
+        edge.fault("weight", "expected a number of bytes, found one of hundreds of digits")
+        return 0.0
+    edge.fault("weight", f"expected a number of bytes, found {shown(value)}", "write 64MB, or 64000000")
+    return 0.0

@@ -50,105 +50,143 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-class Reader:
-    """Reads typed values out of mappings and collects the faults on the way."""
+class Section:
+    """One mapping of a job file: methods read typed values by their keys; what is wrong is added to `faults`.
 
-    def __init__(self) -> None:
-        self.faults: list[Fault] = []
+    `where` is the place of the mapping in the file, empty for the file itself. All sections of a file share `faults`.
+    """
 
-    def fault(self, where: str, problem: str, remedy: str = "") -> None:
-        """Note one thing that is wrong."""
-        self.faults.append(Fault(where, problem, remedy))
+    def __init__(self, fields: Mapping[str, Any], where: str = "", faults: list[Fault] | None = None) -> None:
+        self.fields, self.where = fields, where
+        self.faults: list[Fault] = [] if faults is None else faults
 
-    def mapping(self, value: Any, where: str) -> dict[str, Any]:
-        """A mapping with names as keys; empty for None."""
+    def at(self, key: str) -> str:
+        """The place of `key` in the file."""
+        return f"{self.where}.{key}" if self.where else key
+
+    def fault(self, key: str, problem: str, remedy: str = "") -> None:
+        """Add one fault of the value of `key`."""
+        self.faults.append(Fault(self.at(key), problem, remedy))
+
+    def given(self, key: str) -> bool:
+        """Whether there is a value, and not null."""
+        return self.fields.get(key) is not None
+
+    def below(self, key: str, fields: Mapping[str, Any]) -> Section:
+        """The section of `fields`, which are at `key`."""
+        return Section(fields, self.at(key), self.faults)
+
+    def section(self, key: str) -> Section:
+        """The section at `key`; empty when there is none."""
+        return self.below(key, self.mapping(key))
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A mapping with names as keys; empty for null."""
+        value = self.fields.get(key)
         if value is None:
             return {}
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return dict(value)
-        self.fault(where, f"expected a mapping with names as keys, found {shown(value)}")
+        self.fault(key, f"expected a mapping with names as keys, found {shown(value)}")
         return {}
 
-    def known(self, mapping: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-        """Every key of `mapping` must be one of `keys`."""
-        for key in mapping:
-            if key not in keys:
-                self.fault(f"{where}.{key}" if where else key, "unknown key", nearest(key, keys))
+    def items(self, key: str, what: str, remedy: str) -> Section:
+        """The items of a list of `what`, as a section with the keys ``key[0]``, ``key[1]``, …; empty for null."""
+        value = self.fields.get(key)
+        if value is not None and not isinstance(value, list | tuple):
+            self.fault(key, f"expected a list of {what}, found {shown(value)}", remedy)
+            value = None
+        items = {f"{key}[{number}]": item for number, item in enumerate(value or ())}
+        return Section(items, self.where, self.faults)
 
-    def text(self, value: Any, where: str, default: str = "") -> str:
-        """A text that a process can be given."""
-        if value is None:
-            return default
+    def known(self, keys: tuple[str, ...]) -> None:
+        """Every key must be one of `keys`."""
+        for key in self.fields:
+            if key not in keys:
+                self.fault(key, "unknown key", nearest(key, keys))
+
+    def text(self, key: str) -> str:
+        """A text that a process can be given; empty for null."""
+        value = self.fields.get(key)
+        return "" if value is None else self._text(key, value)
+
+    def _text(self, key: str, value: Any) -> str:
         if isinstance(value, str) and can_be_passed_on(value):
             return value
-        self.fault(where, f"expected a text, found {shown(value)}")
-        return default
+        self.fault(key, f"expected a text, found {shown(value)}")
+        return ""
 
-    def texts(self, value: Any, where: str) -> tuple[str, ...]:
+    def texts(self, key: str) -> tuple[str, ...]:
         """A list of texts and numbers; a text alone is a list of one."""
+        value = self.fields.get(key)
         if value is None:
             return ()
         if isinstance(value, str):
             value = [value]
         if isinstance(value, list | tuple) and all(isinstance(v, str | int | float) for v in value):
-            return tuple(self.text(str(v), where) for v in value)
-        self.fault(where, f"expected a list of texts, found {shown(value)}")
+            return tuple(self._text(key, str(v)) for v in value)
+        self.fault(key, f"expected a list of texts, found {shown(value)}")
         return ()
 
-    def integer(self, value: Any, where: str, default: int, least: int, most: int = MAX_COUNT) -> int:
+    def integer(self, key: str, default: int, least: int, most: int = MAX_COUNT) -> int:
         """A whole number from `least` to `most`, also as digits."""
-        if value is None:
-            return default
+        value = self.fields.get(key)
+        return default if value is None else self.as_integer(key, value, default, least, most)
+
+    def as_integer(self, key: str, value: Any, default: int, least: int, most: int = MAX_COUNT) -> int:
+        """The same for `value`, a part of the value of `key`."""
         if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,12}", value.strip()):
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            self.fault(where, f"expected a whole number, found {shown(value)}")
+            self.fault(key, f"expected a whole number, found {shown(value)}")
             return default
         if not least <= value <= most:
-            self.fault(where, f"expected a number from {least} to {most}, found {shown(value)}")
+            self.fault(key, f"expected a number from {least} to {most}, found {shown(value)}")
             return default
         return value
 
-    def seconds(self, value: Any, where: str, default: float, least: float = 0.0) -> float:
+    def seconds(self, key: str, default: float, least: float = 0.0) -> float:
         """A duration of at least `least` seconds."""
+        value = self.fields.get(key)
         if value is None:
             return default
         number = as_number(value)
         if not least <= number < 1e9:
-            self.fault(where, f"expected a number of seconds, at least {least:g}, found {shown(value)}")
+            self.fault(key, f"expected a number of seconds, at least {least:g}, found {shown(value)}")
             return default
         return number
 
-    def flag(self, value: Any, where: str, default: bool = False) -> bool:
+    def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
-        if value is None:
-            return default
-        if isinstance(value, bool):
-            return value
-        self.fault(where, f"expected true or false, found {shown(value)}")
+        value = self.fields.get(key)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.fault(key, f"expected true or false, found {shown(value)}")
         return default
 
-    def choice(self, value: Any, where: str, choices: tuple[str, ...], default: str) -> str:
+    def choice(self, key: str, choices: tuple[str, ...], default: str) -> str:
         """One of `choices`."""
+        value = self.fields.get(key)
         if value is None:
             return default
         if isinstance(value, str) and value in choices:
             return value
-        self.fault(where, f"expected one of {', '.join(choices)}, found {shown(value)}")
+        self.fault(key, f"expected one of {', '.join(choices)}, found {shown(value)}")
         return default
 
-    def env(self, value: Any, where: str) -> dict[str, str]:
+    def env(self, key: str) -> dict[str, str]:
         """Environment variables: names with texts or numbers, none of them unirun's own."""
         found: dict[str, str] = {}
-        for key, item in self.mapping(value, where).items():
-            if not ENV_NAME.fullmatch(key):
-                self.fault(f"{where}.{key}", "not a name for an environment variable")
-            elif key in RESERVED_ENV or key.startswith("UNIRUN_"):
-                self.fault(f"{where}.{key}", "unirun sets this for every worker itself")
-            elif isinstance(item, bool) or not isinstance(item, str | int | float):
-                self.fault(f"{where}.{key}", f"expected a text or a number, found {shown(item)}", "quote it")
+        env = self.section(key)
+        for name, value in env.fields.items():
+            if not ENV_NAME.fullmatch(name):
+                env.fault(name, "not a name for an environment variable")
+            elif name in RESERVED_ENV or name.startswith("UNIRUN_"):
+                env.fault(name, "unirun sets this for every worker itself")
+            elif isinstance(value, bool) or not isinstance(value, str | int | float):
+                env.fault(name, f"expected a text or a number, found {shown(value)}", "quote it")
             else:
-                found[key] = self.text(str(item), f"{where}.{key}")
+                found[name] = env._text(name, str(value))
         return found
 
 

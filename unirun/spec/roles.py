@@ -10,9 +10,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from unirun.errors import Fault
 from unirun.spec.entries import missing_entry
 from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
-from unirun.spec.read import Reader, as_number, shown
+from unirun.spec.read import Section, as_number, shown
 
 SlotCounter = Callable[[str], int]
 """Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
@@ -40,196 +41,162 @@ CLASS_RESTARTS = 3
 """How often a workload or a trainer is started again by default: it keeps its place in the job, a script does not."""
 
 
-def read_roles(read: Reader, data: Mapping[str, Any], count_slots: SlotCounter) -> list[RoleSpec]:
+def read_roles(job: Section, count_slots: SlotCounter) -> list[RoleSpec]:
     """The roles of a job in the order of the file; without any, one that is called ``default``."""
-    raw = read.mapping(data.get("roles"), "roles")
-    if not raw and data.get("trainer") is not None:
-        read.fault(
-            "roles", "there are none, so the trainer has nobody to call", "name the roles of workloads"
-        )
-    elif not raw and not read.faults:
+    raw = job.mapping("roles")
+    if not raw and job.given("trainer"):
+        remedy = "name the roles of workloads"
+        job.fault("roles", "there are none, so the trainer has nobody to call", remedy)
+    elif not raw and not job.faults:
         raw = {"default": {}}
-    default_entry = _entry(read, data, "", None)
-    roles = []
-    for name, value in raw.items():
-        where = f"roles.{name}"
-        if not NAME.fullmatch(name):
-            read.fault(
-                where,
-                f"{name!r} is no name for a role",
-                "a letter, then letters, digits, '-' or '_', of ASCII",
-            )
-        fields = read.mapping(value, where) if isinstance(value, Mapping) else {"count": value}
-        read.known(fields, ROLE_KEYS, where)
-        roles.append(_role(read, name, fields, data, default_entry, count_slots))
-    return roles
+    default_entry = _entry(job, None)
+    return [_role(job, name, value, default_entry, count_slots) for name, value in raw.items()]
 
 
-def read_trainer(read: Reader, data: Mapping[str, Any], roles: list[RoleSpec]) -> RoleSpec | None:
+def read_trainer(job: Section, roles: list[RoleSpec]) -> RoleSpec | None:
     """The role that ``trainer: pkg.mod:Class`` or ``trainer: {class: …}`` makes; None without one."""
-    value = data.get("trainer")
+    value = job.fields.get("trainer")
     if value is None:
         return None
-    fields = read.mapping(value, "trainer") if isinstance(value, Mapping) else {"class": value}
-    read.known(fields, TRAINER_KEYS, "trainer")
+    fields = job.mapping("trainer") if isinstance(value, Mapping) else {"class": value}
+    trainer = job.below("trainer", fields)
+    trainer.known(TRAINER_KEYS)
     if any(role.name == TRAINER for role in roles):
-        read.fault(
-            "roles.trainer", "trainer is given as well, which makes a role of that name", "rename the role"
-        )
-    target = read.text(fields.get("class"), "trainer.class")
+        problem = "trainer is given as well, which makes a role of that name"
+        job.fault("roles.trainer", problem, "rename the role")
     if not fields.get("class"):
-        read.fault("trainer", "it has no class", "write trainer: pkg.mod:Class")
-    args = read.texts(data.get("args"), "args")
-    return _finish(read, TRAINER, "trainer", fields, data, Entry("trainer", target, args))
+        job.fault("trainer", "it has no class", "write trainer: pkg.mod:Class")
+    return _finish(trainer, job, TRAINER, Entry("trainer", trainer.text("class"), job.texts("args")))
 
 
-def _role(
-    read: Reader,
-    name: str,
-    fields: Mapping[str, Any],
-    job: Mapping[str, Any],
-    default_entry: Entry,
-    count_slots: SlotCounter,
-) -> RoleSpec:
+def _role(job: Section, name: str, value: Any, default_entry: Entry, count_slots: SlotCounter) -> RoleSpec:
     where = f"roles.{name}"
-    entry = _entry(read, fields, where, default_entry)
-    if not entry.target and job.get("roles"):
-        read.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
+    if not NAME.fullmatch(name):
+        remedy = "a letter, then letters, digits, '-' or '_', of ASCII"
+        job.fault(where, f"{name!r} is no name for a role", remedy)
+    if isinstance(value, Mapping):
+        role = Section({where: value}, "", job.faults).section(where)
+    else:
+        role = job.below(where, {"count": value})
+    role.known(ROLE_KEYS)
+    entry = _entry(role, default_entry)
+    if not entry.target and job.fields.get("roles"):
+        job.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
     elif not entry.target:
-        read.fault(where, "there is nothing to run", "name a script: unirun train.py")
-    least, count = _counts(
-        read, fields.get("count", job.get("nproc_per_node", 1)), f"{where}.count", count_slots
-    )
-    role = _finish(read, name, where, fields, job, entry, count)
-    return replace(role, least=least, **_places(read, fields, where, count))
+        job.fault(where, "there is nothing to run", "name a script: unirun train.py")
+    least, count = _counts(role, role.fields.get("count", job.fields.get("nproc_per_node", 1)), count_slots)
+    return replace(_finish(role, job, name, entry, count), least=least, **_needs(role, count))
 
 
-def _finish(
-    read: Reader,
-    name: str,
-    where: str,
-    fields: Mapping[str, Any],
-    job: Mapping[str, Any],
-    entry: Entry,
-    count: int = 1,
-) -> RoleSpec:
+def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1) -> RoleSpec:
     """What all roles have, whatever they run."""
-    cwd = read.text(fields.get("cwd", job.get("cwd")), f"{where}.cwd") or None
+    wide = {key: job.fields[key] for key in ("cwd", "max_restarts", "start_method") if key in job.fields}
+    role = Section({**wide, **role.fields}, role.where, role.faults)
+    cwd = role.text("cwd") or None
     if cwd is not None and not os.path.isdir(cwd):
-        read.fault(f"{where}.cwd", f"{cwd!r} is no directory")
-    method = fields.get("start_method", job.get("start_method"))
-    chosen = read.choice(method, f"{where}.start_method", tuple(START_METHODS), "fork")
-    env = read.env(fields.get("env"), f"{where}.env")
+        role.fault("cwd", f"{cwd!r} is no directory")
+    chosen = role.choice("start_method", tuple(START_METHODS), "fork")
+    env = role.env("env")
     by_class = entry.kind in ("workload", "trainer")
     if entry.target:
-        _check_target(read, entry, where, cwd, python_path(env, job.get("env")))
-    restarts = fields.get("max_restarts", job.get("max_restarts"))
+        _check_target(role, entry, cwd, python_path(env, job.fields.get("env")))
     return RoleSpec(
         name=name,
         count=count,
         entry=entry,
         env=env,
         cwd=cwd,
-        max_restarts=read.integer(restarts, f"{where}.max_restarts", CLASS_RESTARTS if by_class else 0, 0),
+        max_restarts=role.integer("max_restarts", CLASS_RESTARTS if by_class else 0, 0),
         start_method="exec" if entry.kind == "program" else START_METHODS[chosen],
         restart="process" if by_class else "role",
-        per_node=_per_node(read, fields.get("per_node"), where, count),
-        auto_visible_device=_auto_device(read, fields, where),
+        per_node=_divisor(role, "per_node", count, "every node"),
+        auto_visible_device=_auto_device(role),
     )
 
 
-def _places(read: Reader, fields: Mapping[str, Any], where: str, count: int) -> dict[str, Any]:
+def _needs(role: Section, count: int) -> dict[str, Any]:
     """What each rank needs, and how ranks belong together."""
-    devices = fields.get("devices")
-    device = read.text(fields.get("device"), f"{where}.device") or None
-    per_group = fields.get("per_group")
     return {
-        "device": device,
-        "slots": _slots(read, fields.get("slots"), f"{where}.slots"),
-        "per_group": None
-        if per_group is None
-        else _divisor(read, per_group, f"{where}.per_group", count, "every group"),
-        "devices": None if devices is None else _devices(read, devices, f"{where}.devices"),
+        "device": role.text("device") or None,
+        "slots": _slots(role),
+        "per_group": _divisor(role, "per_group", count, "every group"),
+        "devices": _devices(role) if role.given("devices") else None,
     }
 
 
-def _slots(read: Reader, value: Any, where: str) -> float:
+def _slots(role: Section) -> float:
     """Whole slots, or a share of one."""
-    if value is None:
+    if not role.given("slots"):
         return 1.0
-    number = as_number(value)
+    number = as_number(role.fields["slots"])
     if not 0 < number < 1e6 or (number > 1 and number != int(number)):
-        read.fault(
-            where, f"expected a whole number or a share of one, found {shown(value)}", "for example 2 or 0.5"
-        )
+        problem = f"expected a whole number or a share of one, found {shown(role.fields['slots'])}"
+        role.fault("slots", problem, "for example 2 or 0.5")
         return 1.0
     return number
 
 
-def _counts(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> tuple[int | None, int]:
+def _counts(role: Section, value: Any, count_slots: SlotCounter) -> tuple[int | None, int]:
     """``4``, or ``2:8`` for as many as there is room for."""
     if not (isinstance(value, str) and ":" in value):
-        return None, _count(read, value, where, count_slots)
+        return None, _count(role, value, count_slots)
     low, _, high = value.partition(":")
-    least, most = _count(read, low, where, count_slots), _count(read, high, where, count_slots)
+    least, most = _count(role, low, count_slots), _count(role, high, count_slots)
     if least > most:
-        read.fault(where, f"{value!r} is from {least} to {most}", "write the smaller number first")
+        role.fault("count", f"{value!r} is from {least} to {most}", "write the smaller number first")
     return least, max(least, most)
 
 
-def _count(read: Reader, value: Any, where: str, count_slots: SlotCounter) -> int:
-    if isinstance(value, str) and value in ("auto", "cpu", "gpu", "xpu"):
+def _count(role: Section, value: Any, count_slots: SlotCounter) -> int:
+    if value in ("auto", "cpu", "gpu", "xpu"):
         try:
             return count_slots(value)
         except ValueError as error:
-            read.fault(where, str(error))
+            role.fault("count", str(error))
             return 1
-    return read.integer(value, where, 1, 1)
+    return 1 if value is None else role.as_integer("count", value, 1, 1)
 
 
-def _per_node(read: Reader, value: Any, where: str, count: int) -> int | None:
-    return None if value is None else _divisor(read, value, f"{where}.per_node", count, "every node")
-
-
-def _devices(read: Reader, value: Any, where: str) -> tuple[str, ...]:
+def _devices(role: Section) -> tuple[str, ...]:
     """Indices or UUIDs, each once."""
-    named = read.texts(value, where)
+    named = role.texts("devices")
     for name in named:
         if re.fullmatch(r"\d+\s*(-|:|\.\.)\s*\d+", name):
-            read.fault(where, f"{name!r} is no device", "name each one: [0, 1, 2]")
+            role.fault("devices", f"{name!r} is no device", "name each one: [0, 1, 2]")
     twice = sorted(name for name, times in Counter(named).items() if times > 1)
     if twice:
-        read.fault(where, f"{', '.join(twice)} stands there twice", "name each device once")
+        role.fault("devices", f"{', '.join(twice)} stands there twice", "name each device once")
     return named
 
 
-def _divisor(read: Reader, value: Any, where: str, count: int, what: str) -> int:
-    number = read.integer(value, where, 1, 1)
+def _divisor(role: Section, key: str, count: int, what: str) -> int | None:
+    if not role.given(key):
+        return None
+    number = role.integer(key, 1, 1)
     if count % number:
         fits = [str(each) for each in range(1, min(count, 64) + 1) if count % each == 0]
         problem = f"{number} does not divide the role's {count} ranks"
-        read.fault(where, problem, f"{what} has as many: {', '.join(fits)}")
+        role.fault(key, problem, f"{what} has as many: {', '.join(fits)}")
     return number
 
 
-def _auto_device(read: Reader, fields: Mapping[str, Any], where: str) -> bool:
-    given = [key for key in AUTO_DEVICE if fields.get(key) is not None]
+def _auto_device(role: Section) -> bool:
+    given = [key for key in AUTO_DEVICE if role.given(key)]
     if len(given) > 1:
-        read.fault(where, f"{' and '.join(given)} are given", "they are one and the same: keep the first")
-    return read.flag(fields[given[0]], f"{where}.{given[0]}") if given else True
+        problem = f"{' and '.join(given)} are given"
+        role.faults.append(Fault(role.where, problem, "they are one and the same: keep the first"))
+    return role.flag(given[0], True) if given else True
 
 
-def _entry(read: Reader, fields: Mapping[str, Any], where: str, default: Entry | None) -> Entry:
+def _entry(fields: Section, default: Entry | None) -> Entry:
     """The entry in `fields`; what they leave out (the target, the arguments) comes from `default`."""
-    given = [kind for kind in ENTRY_KINDS if fields.get(kind) is not None]
+    given = [kind for kind in ENTRY_KINDS if fields.given(kind)]
     if len(given) > 1:
-        read.fault(where, f"{' and '.join(given)} are given", "a role runs one of them")
-    args = default.args if default else ()
-    if fields.get("args") is not None:
-        args = read.texts(fields["args"], f"{where}.args" if where else "args")
+        problem = f"{' and '.join(given)} are given"
+        fields.faults.append(Fault(fields.where, problem, "a role runs one of them"))
+    args = fields.texts("args") if fields.given("args") or default is None else default.args
     if given:
-        target = read.text(fields[given[0]], f"{where}.{given[0]}" if where else given[0])
-        return Entry(given[0], target, args)
+        return Entry(given[0], fields.text(given[0]), args)
     return Entry(default.kind, default.target, args) if default else Entry("script", "", args)
 
 
@@ -241,8 +208,9 @@ def python_path(*envs: object) -> list[str]:
     return []
 
 
-def _check_target(read: Reader, entry: Entry, where: str, cwd: str | None, python_path: list[str]) -> None:
+def _check_target(role: Section, entry: Entry, cwd: str | None, python_path: list[str]) -> None:
     missing = missing_entry(entry, cwd, python_path)
     if missing is not None:
-        key = {"workload": ".workload", "trainer": ".class", "function": ".function"}.get(entry.kind, "")
-        read.fault(f"{where}{key}", missing.problem, missing.remedy)
+        key = {"workload": "workload", "trainer": "class", "function": "function"}.get(entry.kind)
+        where = role.at(key) if key else role.where
+        role.faults.append(Fault(where, missing.problem, missing.remedy))

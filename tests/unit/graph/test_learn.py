@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from unirun.graph import Edge, Graph, ProcessCalls, Role, added, graph_of, learn, sound, without_circles
 from unirun.graph.text import yaml
 from unirun.spec.edges import read_edges
-from unirun.spec.read import Reader
+from unirun.spec.read import Section
 from unirun.spec.yaml import load_job_file
 from unirun.wire.reports import CallCount, Span
 
@@ -190,7 +190,7 @@ def test_what_is_learned_can_be_written_into_a_job_file(
     # Calls in a circle that each wait for the next are what a job cannot declare.
     graph = without_circles(Graph(tuple(Role(name, count) for name, count in RANKS.items()), edges))
     file.write_text(yaml(graph))
-    again = graph_of(RANKS, read_edges(Reader(), load_job_file(str(file), ())["edges"]))
+    again = graph_of(RANKS, read_edges(Section(load_job_file(str(file), ()))))
     assert again.edges == tuple(replace(edge, weight=float(round(edge.weight))) for edge in graph.edges)
     assert [replace(edge, asynchronous=False) for edge in graph.edges] == [
         replace(edge, asynchronous=False) for edge in edges

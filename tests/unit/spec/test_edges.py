@@ -14,17 +14,17 @@ from tests.unit.graph.graphs import graphs
 from unirun.errors import SpecError
 from unirun.graph import Edge, Graph, faults, graph_of
 from unirun.spec.edges import read_edges
-from unirun.spec.read import Reader
+from unirun.spec.read import Section
 
 COUNTS = {"trainer": 1, "actor": 4, "rollout": 4, "reward": 2}
 
 
 def from_edges(counts: Mapping[str, int], raw: Any) -> Graph:
     """The graph of the edges in a job file. Raises `SpecError`."""
-    read = Reader()
-    edges = read_edges(read, raw)
-    if read.faults:
-        raise SpecError(read.faults)
+    job = Section({"edges": raw})
+    edges = read_edges(job)
+    if job.faults:
+        raise SpecError(job.faults)
     return graph_of(counts, edges)
 
 
