@@ -10,6 +10,7 @@ import resource
 from collections.abc import Iterable
 from pathlib import Path
 
+from unirun.collocation.hostfiles import memory_field, read_number
 from unirun.collocation.limits import cgroup_limits
 from unirun.errors import PlacementError
 from unirun.spec import JobSpec
@@ -48,9 +49,9 @@ def host_ceilings(root: Path = Path("/")) -> Ceilings:
     """The limits of this process on this host."""
     limits = cgroup_limits(root)
     found: list[tuple[int | None, str, str]] = [
-        (_number(root / "proc/sys/kernel/pid_max"), "kernel.pid_max", "sysctl -w kernel.pid_max=4194304"),
+        (read_number(root / "proc/sys/kernel/pid_max"), "kernel.pid_max", "sysctl -w kernel.pid_max=4194304"),
         (
-            _number(root / "proc/sys/kernel/threads-max"),
+            read_number(root / "proc/sys/kernel/threads-max"),
             "kernel.threads-max",
             "sysctl -w kernel.threads-max=NUMBER",
         ),
@@ -117,24 +118,6 @@ def _refusal(problem: str, remedy: str, role: str, needed: int, available: int) 
 
 def _memory(root: Path, group: int | None) -> int | None:
     """What the host has, or the control group may have of it, and all swap."""
-    sizes: dict[str, int] = {}
-    for line in _text(root / "proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words[1:] == ["kB"] and words[0].isdigit():
-            sizes[name] = int(words[0]) << 10
-    total = sizes.get("MemTotal")
-    known = [size for size in (total, group) if size is not None]
-    return min(known) + sizes.get("SwapTotal", 0) if known else None
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    total, swap = (memory_field(root / "proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
+    known = [size for size in (total, group) if size]
+    return min(known) + swap if known else None

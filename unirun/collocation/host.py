@@ -10,9 +10,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from unirun.collocation.devices import DeviceType, device_types
+from unirun.collocation.hostfiles import memory_field, parse_cpu_list, read_integer
 from unirun.collocation.inventory import Device, Inventory, Node, NumaNode, visible
 from unirun.collocation.limits import cgroup_limits, least, slurm_devices, slurm_limits
-from unirun.collocation.numa import Topology, parse_cpu_list, read_topology
+from unirun.collocation.numa import Topology, read_topology
 
 
 def local_inventory(environ: Mapping[str, str] | None = None) -> Inventory:
@@ -61,11 +62,13 @@ def read_node(
     numa_cpus = _numa_cpus(root)
     cpus = thin(usable, limits.cpu_count or len(usable), list(numa_cpus.values()))
     devices = tuple(
-        replace(device, numa=_device_numa(root, device.pci)) if device.numa < 0 and device.pci else device
+        replace(device, numa=read_integer(root / f"sys/bus/pci/devices/{device.pci}/numa_node", -1))
+        if device.numa < 0 and device.pci
+        else device
         for device in devices
     )
     hugepages = _hugepages(root)
-    memory = _field(root / "proc/meminfo", "MemTotal")
+    memory = memory_field(root / "proc/meminfo", "MemTotal")
     # Memory reserved for huge pages cannot be allocated otherwise.
     memory = max(memory - hugepages, 0)
     return Node(
@@ -110,19 +113,12 @@ def _numa_nodes(
         NumaNode(
             number,
             tuple(cpu for cpu in cpus if cpu in usable),
-            _field(root / f"sys/devices/system/node/node{number}/meminfo", "MemTotal"),
+            memory_field(root / f"sys/devices/system/node/node{number}/meminfo", "MemTotal"),
         )
         for number, cpus in numa_cpus.items()
         if usable.intersection(cpus) or number in near
     )
     return nodes if len(nodes) > 1 else ()
-
-
-def _device_numa(root: Path, pci: str) -> int:
-    try:
-        return int((root / f"sys/bus/pci/devices/{pci}/numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
 
 
 def _hugepages(root: Path) -> int:
@@ -132,16 +128,3 @@ def _hugepages(root: Path) -> int:
         size = int(pool.name.removeprefix("hugepages-").removesuffix("kB"))
         total += int((pool / "nr_hugepages").read_text()) * size * 1024
     return total
-
-
-def _field(path: Path, name: str) -> int:
-    """The bytes of a line ``MemTotal: 16 kB`` (``Node 0 MemTotal: 16 kB`` in sysfs); 0 when there is none."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        words = line.split()
-        if f"{name}:" in words:
-            return int(words[words.index(f"{name}:") + 1]) * 1024
-    return 0

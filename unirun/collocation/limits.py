@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from unirun.collocation.numa import parse_cpu_list
+from unirun.collocation.hostfiles import number, parse_cpu_list, read_number, read_text
 from unirun.values import Value
 
 
@@ -39,9 +39,9 @@ def slurm_limits(environ: Mapping[str, str]) -> Limits:
 
     ``SLURM_MEM_PER_NODE`` and ``SLURM_MEM_PER_CPU`` are in MiB (``srun(1)``); 0 is Slurm's word for all there is.
     """
-    cpus = _number(environ.get("SLURM_CPUS_ON_NODE"))
-    per_node = _number(environ.get("SLURM_MEM_PER_NODE"))
-    per_cpu = _number(environ.get("SLURM_MEM_PER_CPU"))
+    cpus = number(environ.get("SLURM_CPUS_ON_NODE"))
+    per_node = number(environ.get("SLURM_MEM_PER_NODE"))
+    per_cpu = number(environ.get("SLURM_MEM_PER_CPU"))
     by_cpu = per_cpu * cpus if per_cpu is not None and cpus is not None else None
     mebibytes = per_node if per_node is not None else by_cpu
     return Limits(cpu_count=cpus, memory=None if mebibytes is None else mebibytes << 20)
@@ -63,7 +63,7 @@ def cgroup_limits(root: Path = Path("/")) -> Limits:
     found = Limits()
     for mount in _mounts(root):
         for folder in _levels(root, mount):
-            found = least(found, *(reader(folder) for reader in _READERS[mount.version]))
+            found = least(found, _limits_of(folder, mount.version))
     return found
 
 
@@ -80,10 +80,10 @@ def _mounts(root: Path) -> Iterator[_Mount]:
     """The cgroup hierarchies that may have limits. See proc_pid_mountinfo(5) and cgroups(7)."""
     groups: dict[str, str] = {}
     """By controller; the second version has none there."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         groups |= dict.fromkeys(controllers.split(","), path)
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
         if len(fields) < 5 or len(kind) < 3:
@@ -115,41 +115,22 @@ def _levels(root: Path, mount: _Mount) -> Iterator[Path]:
         folder = folder.parent
 
 
-def _v2_cpu(folder: Path) -> Limits:
-    quota, period = [*_text(folder / "cpu.max").split(), "", ""][:2]
-    return Limits(cpu_count=_whole_cpus(_number(quota), _number(period)))
+def _limits_of(folder: Path, version: int) -> Limits:
+    """The limits of one control group; a controller that is not there has no files."""
+    if version == 2:
+        quota, period = [*read_text(folder / "cpu.max").split(), "", ""][:2]
+        cpus, memory = "cpuset.cpus.effective", "memory.max"
+    else:
+        quota, period = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        cpus, memory = "cpuset.effective_cpus", "memory.limit_in_bytes"
+    size = read_number(folder / memory)
+    return Limits(
+        cpus=_cpu_set(folder / cpus),
+        cpu_count=_whole_cpus(number(quota), number(period)),
+        memory=size if size is not None and size < _V1_UNLIMITED else None,
+        pids=read_number(folder / "pids.max"),
+    )
 
-
-def _v2_cpuset(folder: Path) -> Limits:
-    return Limits(cpus=_cpu_set(folder / "cpuset.cpus.effective"))
-
-
-def _v2_memory(folder: Path) -> Limits:
-    return Limits(memory=_number(_text(folder / "memory.max")))
-
-
-def _pids(folder: Path) -> Limits:
-    return Limits(pids=_number(_text(folder / "pids.max")))
-
-
-def _v1_cpu(folder: Path) -> Limits:
-    quota, period = (_number(_text(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
-    return Limits(cpu_count=_whole_cpus(quota, period))
-
-
-def _v1_cpuset(folder: Path) -> Limits:
-    return Limits(cpus=_cpu_set(folder / "cpuset.effective_cpus"))
-
-
-def _v1_memory(folder: Path) -> Limits:
-    limit = _number(_text(folder / "memory.limit_in_bytes"))
-    return Limits(memory=limit if limit is not None and limit < _V1_UNLIMITED else None)
-
-
-_READERS: Mapping[int, tuple[Callable[[Path], Limits], ...]] = {
-    1: (_v1_cpu, _v1_cpuset, _v1_memory, _pids),
-    2: (_v2_cpu, _v2_cpuset, _v2_memory, _pids),
-}
 
 _V1_UNLIMITED = 1 << 62
 """Version 1 says "no limit" with the greatest whole number of pages, a little less than 2**63."""
@@ -161,24 +142,12 @@ def _whole_cpus(quota: int | None, period: int | None) -> int | None:
 
 def _cpu_set(path: Path) -> frozenset[int] | None:
     """None for an empty set: the group inherits from its parent."""
-    text = _text(path)
+    text = read_text(path)
     return frozenset(parse_cpu_list(text)) if _LIST.fullmatch(text) else None
 
 
 _LIST = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*")
 """``0-3,8``"""
-
-
-def _number(text: str | None) -> int | None:
-    """A number over 0; None for anything else (``max``, ``-1``, nothing)."""
-    return int(text) if text and re.fullmatch(r"[0-9]{1,20}", text) and int(text) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _unescaped(field: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+from unirun.collocation.hostfiles import parse_cpu_list, read_integer, read_text
 from unirun.collocation.inventory import Node, NumaNode
 from unirun.errors import PlacementError
 from unirun.values import Value
@@ -99,13 +100,13 @@ def read_topology(cpus: Sequence[int], device_pci: dict[str, str], root: Path = 
             Cpu(
                 id=cpu,
                 numa=numa_of.get(cpu, 0),
-                socket=int(_read(base / "topology/physical_package_id", "0")),
-                core=parse_cpu_list(_read(base / "topology/thread_siblings_list", str(cpu))),
-                cache=parse_cpu_list(_read(base / "cache/index3/shared_cpu_list", str(cpu))),
+                socket=read_integer(base / "topology/physical_package_id", 0),
+                core=parse_cpu_list(read_text(base / "topology/thread_siblings_list")) or (cpu,),
+                cache=parse_cpu_list(read_text(base / "cache/index3/shared_cpu_list")) or (cpu,),
             )
         )
     devices = {
-        index: int(_read(root / f"bus/pci/devices/{pci}/numa_node", "-1"))
+        index: read_integer(root / f"bus/pci/devices/{pci}/numa_node", -1)
         for index, pci in device_pci.items()
     }
     return Topology(tuple(found), devices)
@@ -126,20 +127,3 @@ def _told(
     parts = {part.id: part.cpus for part in numa} or {0: cpus}
     found = tuple(Cpu(cpu, numa, numa, (cpu,), there) for numa, there in parts.items() for cpu in there)
     return Topology(found, dict(devices))
-
-
-def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """``0-3,8`` as (0, 1, 2, 3, 8). Raises ValueError."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        if part:
-            first, _, last = part.partition("-")
-            cpus += range(int(first), int(last or first) + 1)
-    return tuple(cpus)
-
-
-def _read(path: Path, default: str) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return default

@@ -18,11 +18,12 @@ from unirun.spec.yaml import plain_config
 from unirun.values import Value
 
 CALLS_OF_GROUPS = {
+    "collocations": "with_collocation",
     "host_collocations": "with_host_collocation",
     "separations": "with_separation",
     "isolations": "with_isolation",
 }
-"""Groups of roles besides those that share devices: their key in a job file, and the builder's method."""
+"""Groups of roles: their key in a job file, and the builder's method."""
 
 DL_TYPES = ("PRE", "SFT", "RL", "MULTIMODAL")
 
@@ -49,7 +50,7 @@ class WorkloadDraft(Value):
     per_node: Any = None
     env: Any = field(default_factory=dict)
     auto_visible_device: bool = True
-    places: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a role in a job file: ``slots``, ``device``, ``devices``, ``per_group``."""
 
 
@@ -63,10 +64,9 @@ class Draft(Value):
     env: Any = field(default_factory=dict)
     trainer: EntryDraft | None = None
     workloads: tuple[WorkloadDraft, ...] = ()
-    collocations: tuple[tuple[Any, ...], ...] = ()
     collocate_all: bool = False
     groups: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    """Other groups of roles, each with its key in a job file."""
+    """Groups of roles, each with its key in a job file."""
     spares: Any = None
     exclude_nodes: tuple[Any, ...] = ()
     edges: tuple[Any, ...] = ()
@@ -90,13 +90,12 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
     for workload in draft.workloads:
         faults += _workload_faults(draft, workload, loaded)
     groups, wrong = _groups(draft)
-    others, more = _other_groups(draft)
-    faults += [*wrong, *more]
+    faults += wrong
     numbers = [draft.node_num, draft.device_per_node]
     numbers += [number for workload in draft.workloads for number in (workload.total, workload.per_node)]
     sound = all(map(_is_number, numbers))
     if sound:
-        faults += _device_faults(draft, groups)
+        faults += _device_faults(draft, groups["collocations"])
     try:
         config = plain_config(draft.config) if draft.config is not None else {}
     except SpecError as error:
@@ -106,8 +105,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         "config": config,
         "env": draft.env,
         "roles": {workload.role: _role(workload) for workload in draft.workloads},
-        "collocations": groups,
-        **others,
+        **groups,
         "spares": draft.spares,
         "exclude_nodes": [*draft.exclude_nodes],
         "edges": [*draft.edges],
@@ -129,7 +127,7 @@ def _role(workload: WorkloadDraft) -> dict[str, Any]:
         workload.kind: workload.entry.target,
         "env": workload.env,
         "auto_visible_device": workload.auto_visible_device,
-        **workload.places,
+        **workload.needs,
     }
 
 
@@ -241,37 +239,22 @@ def _workload_faults(draft: Draft, workload: WorkloadDraft, loaded: Mapping[str,
     return faults
 
 
-def _groups(draft: Draft) -> tuple[list[list[str]], list[Fault]]:
-    """The collocations."""
-    groups, faults = _spelled(draft, "with_collocation", draft.collocations)
-    roles = [workload.role for workload in draft.workloads]
-    if draft.collocate_all and len(roles) > 1:
-        groups.append(roles)
-    return groups, faults
-
-
-def _other_groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
-    """The groups of every other kind, by their key in a job file."""
-    found: dict[str, list[list[str]]] = {}
-    faults: list[Fault] = []
-    for key, call in CALLS_OF_GROUPS.items():
-        found[key], wrong = _spelled(draft, call, [group for kind, group in draft.groups if kind == key])
-        faults += wrong
-    return found, faults
-
-
-def _spelled(draft: Draft, call: str, groups: Sequence[Sequence[Any]]) -> tuple[list[list[str]], list[Fault]]:
-    """Groups with the roles' own spelling: they may be named in upper or in lower case."""
+def _groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
+    """The groups by their key in a job file, with the roles' own spelling: upper and lower case are the same."""
     roles = [workload.role for workload in draft.workloads]
     spelled = {role.lower(): role for role in roles} | {role: role for role in roles} | {TRAINER: TRAINER}
-    found, faults = [], []
-    for number, group in enumerate(groups):
+    found: dict[str, list[list[str]]] = {key: [] for key in CALLS_OF_GROUPS}
+    faults = []
+    for key, group in draft.groups:
+        call = CALLS_OF_GROUPS[key]
         wrong = [name for name in group if not isinstance(name, str)]
         if wrong:
             problem = f"expected names of roles, found {wrong[0]!r}"
-            faults.append(Fault(f"{call}[{number}]", problem, f"call .{call}('a', 'b')"))
+            faults.append(Fault(f"{call}[{len(found[key])}]", problem, f"call .{call}('a', 'b')"))
         names = [name for name in group if isinstance(name, str)]
-        found.append([spelled.get(name, spelled.get(name.lower(), name)) for name in names])
+        found[key].append([spelled.get(name, spelled.get(name.lower(), name)) for name in names])
+    if draft.collocate_all and len(roles) > 1:
+        found["collocations"].append(roles)
     return found, faults
 
 
@@ -298,15 +281,6 @@ def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]
     return []
 
 
-_RENAMED = (
-    ("roles.", ""),
-    (".count", ".total"),
-    *((f"{key}[", f"{call}[") for key, call in CALLS_OF_GROUPS.items()),
-    ("collocations[", "with_collocation["),
-)
-"""Where a job file has a value, and where the builder has it."""
-
-
 def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> list[Fault]:
     """What is wrong with names, environments, collocations; said in the words of the builder.
 
@@ -323,8 +297,9 @@ def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> l
                 not mapping["roles"] and where.startswith("roles")
             ):
                 continue
-            for old, new in _RENAMED:
-                where = where.replace(old, new, 1)
+            key, bracket, number = where.partition("[")
+            where = f"{CALLS_OF_GROUPS.get(key, key)}{bracket}{number}"
+            where = where.removeprefix("roles.").replace(".count", ".total", 1)
             if where not in told:
                 found.append(Fault(where, fault.problem, fault.remedy))
         return found

@@ -97,7 +97,7 @@ class _JobMethods(Generic[J]):
 
     def with_collocation(self, *roles: str) -> J:
         """These roles share devices: one rank of each on every device. Names in upper or lower case."""
-        return self._say(collocations=(*self._described.draft.collocations, roles))
+        return self._group("collocations", roles)
 
     def with_collocation_all(self) -> J:
         """All workloads share devices, also those that are added later."""
@@ -165,7 +165,7 @@ class _JobMethods(Generic[J]):
         drafts += [draft.trainer] if draft.trainer is not None else []
         loaded = {entry.target: load(entry.module, entry.name) for entry in drafts}
         mapping = job_mapping(draft, loaded)
-        _check_places(mapping, draft.node_num, draft.device_per_node)
+        _check_placement(mapping, draft.node_num, draft.device_per_node)
         return Job(mapping, draft.node_num)
 
 
@@ -181,7 +181,7 @@ class WorkloadBuilder(_JobMethods[J]):
         kind: Literal["workload", "function"] = "workload",
     ) -> None:
         self._described, self._job = described, job
-        self._place = len(described.draft.workloads)
+        self._number = len(described.draft.workloads)
         # What is no text cannot be a name; `build` tells.
         name = role if isinstance(role, str) else f"{role!r} (no text)"
         workloads = (*described.draft.workloads, WorkloadDraft(name, entry, kind))
@@ -189,7 +189,7 @@ class WorkloadBuilder(_JobMethods[J]):
 
     def _own(self, **more: Any) -> None:
         workloads = [*self._described.draft.workloads]
-        workloads[self._place] = replace(workloads[self._place], **more)
+        workloads[self._number] = replace(workloads[self._number], **more)
         self._say(workloads=tuple(workloads))
 
     def total(self, num: int = 1) -> Self:
@@ -202,29 +202,29 @@ class WorkloadBuilder(_JobMethods[J]):
         self._own(per_node=num)
         return self
 
-    def _place_on(self, **more: Any) -> Self:
-        self._own(places={**self._described.draft.workloads[self._place].places, **more})
+    def _need(self, **more: Any) -> Self:
+        self._own(needs={**self._described.draft.workloads[self._number].needs, **more})
         return self
 
     def slots(self, num: float = 1) -> Self:
         """The number of devices that each rank takes: a whole number, or a share of one like 0.5."""
-        return self._place_on(slots=num)
+        return self._need(slots=num)
 
     def device(self, kind: str) -> Self:
         """The type of its devices: ``cpu``, ``cuda``, or another that the nodes have."""
-        return self._place_on(device=kind)
+        return self._need(device=kind)
 
     def devices(self, *indices: int | str) -> Self:
         """The indices of the only devices that its ranks may have on any node."""
-        return self._place_on(devices=[*indices])
+        return self._need(devices=[*indices])
 
     def per_group(self, num: int) -> Self:
         """Every `num` consecutive ranks are on one node."""
-        return self._place_on(per_group=num)
+        return self._need(per_group=num)
 
     def env(self, env: Mapping[str, Any]) -> Self:
         """Environment variables of the role's workers. Several calls add up."""
-        self._own(env=_merged(self._described.draft.workloads[self._place].env, env))
+        self._own(env=_merged(self._described.draft.workloads[self._number].env, env))
         return self
 
     def auto_visible_device(self, enabled: bool = True) -> Self:
@@ -290,7 +290,7 @@ class RLJobBuilder(_RLMethods):
         self.dl_type("RL")
 
 
-def _check_places(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
+def _check_placement(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
     """Whether the ranks find places on so many nodes. Raises `SpecError`."""
     spec = parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
     # What the nodes are called is not known here, and those that are looked at have names as good as any.
