@@ -54,7 +54,7 @@ async def main(folder: str, count: int) -> None:
     while (leader := masters.seat.leader) is None:
         await masters.news(1.0)
     masters.close()
-    path = leader.address.removeprefix("unix:")
+    path = leader.address.path
     began = time.monotonic()
     writers = await asyncio.gather(*(agent(path, token, number) for number in range(count)))
     print(time.monotonic() - began, flush=True)

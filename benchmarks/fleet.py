@@ -180,7 +180,7 @@ async def main(folder: str, file: str) -> None:
             await fleet.quiet()
             answer = {"received": max(agent.received for agent in fleet.agents.values())}
         else:
-            fleet.command(line, leader.address.removeprefix("unix:"), token)
+            fleet.command(line, leader.address.path, token)
             await fleet.settled(plan["ranks"])
             answer = {"up": len(fleet.up)}
         print(json.dumps(answer), flush=True)

@@ -39,6 +39,7 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 
 FAILOVER = {
     "sqlite": bar("master killed → the next one has decided (SQLite)", 1.0),
@@ -126,7 +127,7 @@ def large_context() -> float:
     try:
         began = time.monotonic()
         state = _running(_large_job(RANKS // 8, 8))
-        term = campaign(store, job_prefix("large"), "unix:/x", "h", 1, ttl=60.0)
+        term = campaign(store, job_prefix("large"), UnixAddress("/x", "h"), 1, ttl=60.0)
         if term is None:
             raise BenchmarkError("nobody was elected")
         ContextStore(store, "large", term).create(state)

@@ -23,6 +23,7 @@ from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.roles.transport.segments import MANY
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
+from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
 
@@ -59,7 +60,7 @@ class House:
 
     def enter(self) -> socket.socket:
         """A connection that has proved the token."""
-        sock = BlockingStream.connect(self.endpoint, self.token).socket
+        sock = BlockingStream.connect(UnixAddress.here(self.endpoint), self.token).socket
         sock.settimeout(SOON)
         return sock
 

@@ -26,6 +26,7 @@ from unirun.master.persistence.writer import END_PATIENCE, STOP_PATIENCE
 from unirun.master.step import step
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
+from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Message, Shutdown, View
 from unirun.wire.reports import Join
 
@@ -61,8 +62,7 @@ class MasterModel:
         term = campaign(
             self.client,
             job_prefix(RUN),
-            str(self.number),
-            "host",
+            UnixAddress(f"/{self.number}", "host"),
             self.number,
             ttl=TERM_TTL,
             deposing=deposing,

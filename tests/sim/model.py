@@ -80,7 +80,7 @@ class World(Protocol):
     def client(self) -> Store:
         """A way to the store."""
 
-    def master_at(self, address: str) -> Led:
+    def master_at(self, number: int) -> Led:
         """The process of a master, alive or not."""
 
     def start_master(self, deposing: int) -> None:

@@ -112,7 +112,7 @@ class Node:
         try:
             leader = leader_of(self.client, job_prefix("sim"))
             if leader is not None and leader.epoch >= self.state.epoch:
-                master = self.world.master_at(leader.address)
+                master = self.world.master_at(leader.pid)
                 if not master.leads:
                     if self._dead[0] != leader.epoch:
                         self._dead = (leader.epoch, self.world.clock.now)
@@ -141,7 +141,7 @@ class Node:
         if leader is None:
             self._start_in_turn(0.0, 0)
         elif leader.epoch > self.state.epoch:
-            master = self.world.master_at(leader.address)
+            master = self.world.master_at(leader.pid)
             if master.leads and not master.hangs:
                 self._connect(master, leader.epoch)
 

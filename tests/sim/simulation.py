@@ -184,9 +184,9 @@ class Simulation(Invariants):
         if deposing:
             self.troubled = max(self.troubled, self.clock.now)
 
-    def master_at(self, address: str) -> MasterModel:
+    def master_at(self, number: int) -> MasterModel:
         """The process of a master, alive or not."""
-        return self.masters[int(address)]
+        return self.masters[number]
 
     def stepped(
         self, epoch: int, before: JobState, event: Event, after: JobState, commands: list[Command]

@@ -104,7 +104,7 @@ def _row(job: JobDir) -> list[str]:
 
 def _stored_row(summary: Summary, leader: Leader | None) -> list[str]:
     where = "" if summary.phase in ENDED else "nobody"
-    where = f"{leader.host}:{leader.pid}" if leader else where
+    where = f"{leader.address.host}:{leader.pid}" if leader else where
     return [summary.run_id, *_cells(summary), where]
 
 
@@ -125,5 +125,5 @@ def _object(summary: Summary, leader: Leader | None, url: str | None) -> dict[st
         "roles": [{"name": name, "count": count} for name, count in summary.roles.items()],
         "dir": None,
         "store": url,
-        "leader": to_builtins(leader) if leader else None,
+        "leader": leader.to_json() if leader else None,
     }

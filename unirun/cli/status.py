@@ -7,8 +7,6 @@ import json
 import time
 from typing import Any
 
-from msgspec import to_builtins
-
 from unirun.cli.commandline import Parser
 from unirun.cli.output import age, megabytes, print_table
 from unirun.cli.stored import (
@@ -43,7 +41,7 @@ def main(argv: list[str]) -> int:
             stored = read_stored(store, find_summary(store, options.job).run_id)
             where = store.url
         status, logs = stored.status, f"{stored.host}:{stored.logs}"
-        leader = to_builtins(stored.leader) if stored.leader else None
+        leader = stored.leader.to_json() if stored.leader else None
         more = {"dir": None, "logs": stored.logs, "store": where, "leader": leader}
         master = _master(stored)
     if options.json:
@@ -58,7 +56,7 @@ def _master(stored: StoredJob) -> str:
     written, leader = f"the last write is of term {stored.status.epoch}", stored.leader
     if leader is not None:
         same = leader.epoch == stored.status.epoch
-        return f"{leader.host}, pid {leader.pid}, term {leader.epoch}{'' if same else f'; {written}'}"
+        return f"{leader.address.host}, pid {leader.pid}, term {leader.epoch}{'' if same else f'; {written}'}"
     if stored.status.ended is not None:
         return written
     return f"nobody leads now; {written}; another comes within seconds, or the job is lost"

@@ -127,7 +127,7 @@ class StoredJob(Value):
     @property
     def host(self) -> str:
         """Where it is led, or has been."""
-        return self.leader.host if self.leader else self.hosts[0]
+        return self.leader.address.host if self.leader else self.hosts[0]
 
 
 def read_stored(store: Store, run_id: str) -> StoredJob:
@@ -159,9 +159,9 @@ def refuse_elsewhere(job: JobDir) -> None:
     """Raise `JobElsewhere` when `job`, whose directory is shared, is led on another host."""
     with opened(job.store_url) as store:
         leader = leader_of(store, job_prefix(job.run_id))
-    if leader is not None and leader.host != socket.gethostname():
+    if leader is not None and leader.address.host != socket.gethostname():
         raise JobElsewhere(
-            f"job {job.run_id} runs on host {leader.host}",
+            f"job {job.run_id} runs on host {leader.address.host}",
             f"call unirun stop {job.run_id} there",
-            host=leader.host,
+            host=leader.address.host,
         )

@@ -25,6 +25,7 @@ from unirun.rendezvous.election import Term, campaign, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
+from unirun.wire.address import UnixAddress
 
 TERM_TTL = 6.0
 """Seconds after which a master that hangs is not the leader any more; one that is dead is deposed at once."""
@@ -94,10 +95,8 @@ def _opened(job: JobDir) -> Iterator[Store]:
 
 
 def _elected(store: Store, job: JobDir, path: Path, deposing: int) -> Term | None:
-    prefix, address = job_prefix(job.run_id), f"unix:{path}"
-    return campaign(
-        store, prefix, address, socket.gethostname(), os.getpid(), ttl=TERM_TTL, deposing=deposing
-    )
+    address = UnixAddress.here(path)
+    return campaign(store, job_prefix(job.run_id), address, os.getpid(), ttl=TERM_TTL, deposing=deposing)
 
 
 def _refuse_running(store: Store, job: JobDir) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from contextlib import suppress
 from itertools import chain
@@ -15,6 +14,7 @@ from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.jobdir import JobDir, one_at_a_time
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Store
+from unirun.wire.address import UnixAddress
 
 TTL = 10.0
 """Seconds for which whoever clears a job leads it, at most: no master does anything with it in that time."""
@@ -86,10 +86,10 @@ def clear_in(store: Store, run_id: str, *, ended: bool) -> int:
     term = None
     if leader is None:
         # From now on no master writes, whatever it was about to do.
-        term = campaign(store, job_prefix(run_id), "", socket.gethostname(), os.getpid(), ttl=TTL)
+        term = campaign(store, job_prefix(run_id), UnixAddress.here(""), os.getpid(), ttl=TTL)
         leader = leader_of(store, job_prefix(run_id))
     if term is None:
-        where = f" on host {leader.host}" if leader else ""
+        where = f" on host {leader.address.host}" if leader else ""
         raise JobError(f"job {run_id} is led{where}", f"stop it there with: unirun stop {run_id}")
     if not store.txn([term.fence], deletes=[job_prefix(run_id), index_key(run_id)]).succeeded:
         raise StoreError(f"another took job {run_id} while it was being removed", "try again")

@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec import to_builtins
 
 from unirun.errors import Fenced, FrameError, LeaseExpired, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.store.protocol import Compare, Item, Lease, Put, RevisionIs, Store, ValueIs
 from unirun.values import Value
+from unirun.wire.address import UnixAddress
 
 
 class Leader(Value):
     """Where the leader of term `epoch` listens, and which process it is."""
 
     epoch: int
-    address: str
-    host: str
+    address: UnixAddress
     pid: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As commands show it."""
+        return {
+            "epoch": self.epoch,
+            "address": f"unix:{self.address}",
+            "host": self.address.host,
+            "pid": self.pid,
+        }
 
 
 def seat_prefix(prefix: str) -> str:
@@ -125,7 +135,7 @@ class Term:
 
 
 def campaign(
-    store: Store, prefix: str, address: str, host: str, pid: int, *, ttl: float, deposing: int = 0
+    store: Store, prefix: str, address: UnixAddress, pid: int, *, ttl: float, deposing: int = 0
 ) -> Term | None:
     """Become the leader under `prefix`; None when there is one already, or another was quicker.
 
@@ -136,7 +146,7 @@ def campaign(
     if present is not None and present.epoch != deposing:
         return None
     epoch = _number(clock) + 1 if clock else 1
-    leader = Leader(epoch, address, host, pid)
+    leader = Leader(epoch, address, pid)
     lease = store.grant(ttl)
     compares = [
         RevisionIs(_leader_key(prefix), seat.revision if seat else 0),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.rendezvous.election import Leader, leader_of
@@ -13,6 +12,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import Token, load_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Appointed, Message
@@ -64,9 +64,8 @@ class Masters:
     async def reach(self, leader: Leader) -> Stream:
         """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
         `RendezvousError` or `WireError` when it does not answer."""
-        path = leader.address.removeprefix("unix:")
         try:
-            stream = await connect(path, self._token, timeout=CONNECT)
+            stream = await connect(leader.address, self._token, timeout=CONNECT)
         except RendezvousError as error:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 raise MasterGone(str(error), epoch=leader.epoch) from error
@@ -77,7 +76,7 @@ class Masters:
         except BaseException as error:
             await stream.close()
             if isinstance(error, TimeoutError):
-                raise WireError(f"the master at {path} does not say anything") from error
+                raise WireError(f"the master at {leader.address} does not say anything") from error
             raise
         return stream
 
@@ -113,7 +112,7 @@ def call_master(job: JobDir) -> BlockingStream:
         return master
     if leader is None:
         raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
-    master, first = _call(leader.address.removeprefix("unix:"), token)
+    master, first = _call(leader.address, token)
     try:
         _check(first, leader)
     except BaseException:
@@ -127,7 +126,7 @@ def _listening(job: JobDir, token: Token) -> BlockingStream | None:
     found: dict[int, BlockingStream] = {}
     for path in job.master_sockets():
         try:
-            stream, first = _call(path, token)
+            stream, first = _call(UnixAddress.here(path), token)
         except (RendezvousError, WireError):
             # It has died and left its socket.
             continue
@@ -141,10 +140,10 @@ def _listening(job: JobDir, token: Token) -> BlockingStream | None:
     return latest
 
 
-def _call(path: str | Path, token: Token) -> tuple[BlockingStream, Message]:
-    """A stream to who listens at `path`, and its first word: one that is closed before it was read takes with it
+def _call(address: UnixAddress, token: Token) -> tuple[BlockingStream, Message]:
+    """A stream to who listens at `address`, and its first word: one that is closed before it was read takes with it
     what was sent on it."""
-    stream = BlockingStream.connect(path, token, timeout=CONNECT)
+    stream = BlockingStream.connect(address, token, timeout=CONNECT)
     try:
         return stream, stream.receive(CONNECT)
     except BaseException:

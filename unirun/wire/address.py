@@ -1,22 +1,47 @@
-"""Unix socket addresses of any length.
-
-The kernel takes 107 bytes at most. A longer path is reached through a descriptor of its directory, so a
-job directory may lie as deep as the user likes.
-"""
+"""Where a process listens, and unix socket paths of any length."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from unirun.errors import RendezvousError
+from unirun.values import Value
+
 _LIMIT = 107
+
+
+class UnixAddress(Value, tag="unix"):
+    """A unix socket at `path`, which processes on `host` can reach, and no others."""
+
+    path: str
+    host: str
+
+    @classmethod
+    def here(cls, path: str | Path) -> UnixAddress:
+        """That of this host."""
+        return cls(os.fspath(path), socket.gethostname())
+
+    def __str__(self) -> str:
+        return self.path
+
+    def local_path(self) -> str:
+        """The path. Raises `RendezvousError` on another host than its own, where a file of that name says nothing."""
+        if self.host != socket.gethostname():
+            raise RendezvousError(f"{self.path} can be reached on host {self.host} only", "try it there")
+        return self.path
 
 
 @contextmanager
 def unix_address(path: str | Path) -> Iterator[str]:
-    """A string that names `path` for ``bind`` and ``connect`` as long as the context lasts."""
+    """A string that names `path` for ``bind`` and ``connect`` as long as the context lasts.
+
+    The kernel takes 107 bytes at most. A longer path is reached through a descriptor of its directory, so a
+    job directory may lie as deep as the user likes.
+    """
     text = os.fspath(path)
     if len(os.fsencode(text)) <= _LIMIT:
         yield text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unirun.errors import ConnectionLost, RendezvousError, WireError
-from unirun.wire.address import unix_address
+from unirun.wire.address import UnixAddress, unix_address
 from unirun.wire.codec import decode, encode
 from unirun.wire.frames import FrameReader, encode_frame
 from unirun.wire.handshake import (
@@ -68,16 +68,16 @@ def frame_of(message: Message) -> bytes:
     return encode_frame(encode(message))
 
 
-async def connect(path: str | Path, token: Token, *, timeout: float = DEADLINE) -> Stream:
-    """Connect to the unix socket at `path` and prove `token`, within `timeout` seconds.
+async def connect(address: UnixAddress, token: Token, *, timeout: float = DEADLINE) -> Stream:
+    """Connect to who listens at `address` and prove `token`, within `timeout` seconds.
 
     Raises `RendezvousError` when nobody listens, `AuthError` when a token is wrong.
     """
     try:
-        with unix_address(path) as address:
-            reader, writer = await asyncio.open_unix_connection(address)
+        with unix_address(address.local_path()) as path:
+            reader, writer = await asyncio.open_unix_connection(path)
     except OSError as error:
-        raise RendezvousError(f"nobody answers at {path}: {error}", "has the job ended?") from error
+        raise RendezvousError(f"nobody answers at {address}: {error}", "has the job ended?") from error
     try:
         async with asyncio.timeout(timeout):
             handshake = ClientHandshake(token)

@@ -8,12 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from unirun.errors import ConnectionLost, RendezvousError, WireError
-from unirun.wire.address import unix_address
+from unirun.wire.address import UnixAddress, unix_address
 from unirun.wire.codec import decode, encode
 from unirun.wire.frames import FrameReader, encode_frame
 from unirun.wire.handshake import DEADLINE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, Token
@@ -30,8 +29,8 @@ class BlockingStream:
         self._frames: deque[dict[str, Any]] = deque()
 
     @classmethod
-    def connect(cls, path: str | Path, token: Token, *, timeout: float = DEADLINE) -> BlockingStream:
-        """Connect to the unix socket at `path` and prove `token`, within `timeout` seconds.
+    def connect(cls, address: UnixAddress, token: Token, *, timeout: float = DEADLINE) -> BlockingStream:
+        """Connect to who listens at `address` and prove `token`, within `timeout` seconds.
 
         Raises `RendezvousError` when nobody listens, `AuthError` when a token is wrong.
         """
@@ -39,9 +38,11 @@ class BlockingStream:
         try:
             sock.settimeout(timeout)
             try:
-                _connect(sock, path, timeout)
+                _connect(sock, address.local_path(), timeout)
             except OSError as error:
-                raise RendezvousError(f"nobody answers at {path}: {error}", "has the job ended?") from error
+                raise RendezvousError(
+                    f"nobody answers at {address}: {error}", "has the job ended?"
+                ) from error
             handshake = ClientHandshake(token)
             deadline = time.monotonic() + timeout
             answer = handshake.answer(_exactly(sock, HELLO_SIZE, deadline))
@@ -112,7 +113,7 @@ class BlockingStream:
         self.close()
 
 
-def _connect(sock: socket.socket, path: str | Path, timeout: float) -> None:
+def _connect(sock: socket.socket, path: str, timeout: float) -> None:
     """Connect; a listener whose queue is full is asked again until `timeout` is over."""
     deadline = time.monotonic() + timeout
     with unix_address(path) as address:

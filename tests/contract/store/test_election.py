@@ -11,12 +11,13 @@ from tests.contract.store.places import PATIENCE, Place, wait_until
 from unirun.errors import Fenced, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Outcome, Put, Store
+from unirun.wire.address import UnixAddress
 
 SEAT = "jobs/run1/"
 
 
 def run_for(store: Store, name: str, *, ttl: float = 60, deposing: int = 0) -> Term | None:
-    return campaign(store, SEAT, f"{name}:1", name, 7, ttl=ttl, deposing=deposing)
+    return campaign(store, SEAT, UnixAddress(f"/{name}", name), 7, ttl=ttl, deposing=deposing)
 
 
 def win(store: Store, name: str, *, ttl: float = 60, deposing: int = 0) -> Term:
@@ -33,7 +34,7 @@ def test_who_comes_first_leads_and_everybody_can_see_who_it_is(store: Store, oth
     assert leader_of(other, SEAT) is None
     term = win(store, "first")
     assert term.epoch == 1
-    assert leader_of(other, SEAT) == Leader(1, "first:1", "first", 7)
+    assert leader_of(other, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
     assert run_for(other, "second") is None
     assert leader_of(other, "jobs/run10/") is None
     term.keep()
@@ -71,7 +72,7 @@ def test_a_leader_whose_lease_has_ended_goes_on_when_nobody_has_come(
     wait_until(lambda: leader_of(other, SEAT) is None)
     assert may_write(store, term), "nobody else has an epoch yet"
     term.keep()
-    assert leader_of(other, SEAT) == Leader(1, "first:1", "first", 7)
+    assert leader_of(other, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
 
 
 def test_a_leader_that_is_known_to_be_dead_is_deposed_at_once(store: Store, other: Store) -> None:
@@ -83,7 +84,7 @@ def test_a_leader_that_is_known_to_be_dead_is_deposed_at_once(store: Store, othe
     with pytest.raises(Fenced):
         first.keep()
     first.resign()
-    assert leader_of(other, SEAT) == Leader(2, "second:1", "second", 7), (
+    assert leader_of(other, SEAT) == Leader(2, UnixAddress("/second", "second"), 7), (
         "the lease of the first is not the second's"
     )
 
@@ -108,7 +109,7 @@ def test_of_many_who_campaign_at_once_one_wins_each_epoch(place: Place, store: S
     assert [epoch for epoch, _ in winners] == [1, 2, 3, 4, 5]
     leader = leader_of(store, SEAT)
     assert leader is not None
-    assert (leader.epoch, leader.host) == winners[-1]
+    assert (leader.epoch, leader.address.host) == winners[-1]
 
 
 class Interrupted:
@@ -142,7 +143,7 @@ def test_a_leader_that_comes_back_to_its_seat_is_not_deposed_by_who_saw_it_empty
     wait_until(lambda: leader_of(other, SEAT) is None)
     late = Interrupted(other, first.keep)
     assert run_for(late, "second") is None  # type: ignore[arg-type]
-    assert leader_of(other, SEAT) == Leader(1, "first:1", "first", 7)
+    assert leader_of(other, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
     assert may_write(store, first)
 
 

@@ -16,6 +16,7 @@ from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import context_prefix, index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 
 DAY = 86400.0
 
@@ -253,7 +254,7 @@ class TestAStore:
     ) -> None:
         for phase in ("running", "succeeded"):
             stored(store, phase, phase)
-            assert campaign(store, job_prefix(phase), "unix:/x", "far", 7, ttl=60)
+            assert campaign(store, job_prefix(phase), UnixAddress("/x", "far"), 7, ttl=60)
         before = keys(store)
         assert gc("--store", url) == 2
         assert gc("--store", url, "running") == 2
@@ -277,7 +278,7 @@ class TestAStore:
         monkeypatch.setattr(clearing.time, "sleep", lambda _: lead())
 
         def lead() -> None:
-            campaign(store, job_prefix("a"), "unix:/x", "far", 7, ttl=60)
+            campaign(store, job_prefix("a"), UnixAddress("/x", "far"), 7, ttl=60)
 
         assert gc("--store", url, "a") == 2
         assert "job a is led on host far" in capsys.readouterr().err

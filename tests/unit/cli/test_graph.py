@@ -22,6 +22,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store
 from unirun.values import WorkerId
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.reports import CallCount, Calls, FromWorker, Span
 
 LOOP = """
@@ -190,7 +191,7 @@ def test_a_job_of_another_host_is_drawn_from_its_store(
     )
     url = f"sqlite:{tmp_path / 'shared.db'}"
     store = open_store(url)
-    term = campaign(store, job_prefix("job-1"), "unix:/x", "far", 7, ttl=60)
+    term = campaign(store, job_prefix("job-1"), UnixAddress("/x", "far"), 7, ttl=60)
     assert term is not None
     ContextStore(store, "job-1", term).create(state)
     store.close()

@@ -25,10 +25,11 @@ from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Put, Store
 from unirun.values import WorkerId
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 
 
 def lead(store: Store, run_id: str, host: str = "far", deposing: int = 0) -> Term:
-    term = campaign(store, job_prefix(run_id), "unix:/x", host, 7, ttl=60, deposing=deposing)
+    term = campaign(store, job_prefix(run_id), UnixAddress("/x", host), 7, ttl=60, deposing=deposing)
     assert term is not None
     return term
 

@@ -28,6 +28,7 @@ from unirun.job.transition import Transition
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.store.protocol import Put
 from unirun.values import WorkerId
+from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Stop
 from unirun.wire.reports import WorkerExited
 
@@ -46,7 +47,7 @@ def crash(epoch: int = 1, *, lasted: float = 0.5, by: Exception | None = None) -
 
 
 def term(store: UnsteadyStore, deposing: int = 0) -> Term:
-    won = campaign(store, "jobs/job-1/", "unix:/x", "host", 7, ttl=60, deposing=deposing)
+    won = campaign(store, "jobs/job-1/", UnixAddress("/x", "host"), 7, ttl=60, deposing=deposing)
     assert won is not None
     return won
 

@@ -21,6 +21,7 @@ from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign
 from unirun.values import WorkerId
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import Stream, connect, listen
 from unirun.wire.handshake import Token
 from unirun.wire.messages import Appointed, Message, StartRole
@@ -45,7 +46,7 @@ class Court:
         self.token: Token = token
         self.job.token.write_text(token.hex())
         self.job.token.chmod(0o600)
-        term = campaign(self.store, SEAT, "unix:/x", "host", 7, ttl=60)
+        term = campaign(self.store, SEAT, UnixAddress("/x", "host"), 7, ttl=60)
         assert term is not None
         contexts = ContextStore(self.store, "job-1", term)
         contexts.create(self.model.state)
@@ -74,7 +75,7 @@ class Court:
 
     async def greet(self, first: Message) -> Stream:
         """A stream to the master, which has said which term it is in."""
-        stream = await connect(self.path, self.token)
+        stream = await connect(UnixAddress.here(self.path), self.token)
         assert await stream.receive() == Appointed(1)
         stream.send(first)
         return stream

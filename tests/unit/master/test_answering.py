@@ -10,6 +10,7 @@ from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.values import WorkerId
+from unirun.wire.address import UnixAddress
 from unirun.wire.asking import Answer, Ask, Wish
 
 
@@ -19,7 +20,7 @@ def store() -> MemoryStore:
 
 
 def contexts(store: MemoryStore, run_id: str = "run1", deposing: int = 0) -> ContextStore:
-    term = campaign(store, job_prefix(run_id), "unix:/x", "h", 1, ttl=60.0, deposing=deposing)
+    term = campaign(store, job_prefix(run_id), UnixAddress("/x", "h"), 1, ttl=60.0, deposing=deposing)
     assert term is not None
     return ContextStore(store, run_id, term)
 

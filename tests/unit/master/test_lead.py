@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +30,9 @@ from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import listen
+from unirun.wire.codec import from_json
 from unirun.wire.messages import Stop
 
 SEAT = "jobs/job-1/"
@@ -72,7 +73,7 @@ class Seat:
 
     def has(self, state: JobState) -> Term:
         """Another master has led, has written `state`, and still holds the term."""
-        term = campaign(self.store, SEAT, "unix:/x", "elsewhere", 7, ttl=60)
+        term = campaign(self.store, SEAT, UnixAddress("/x", "elsewhere"), 7, ttl=60)
         assert term is not None
         ContextStore(self.store, "job-1", term).create(state)
         return term
@@ -105,11 +106,11 @@ class TestTheFirstMaster:
         changes = seat.store.watch(SEAT, 0).changes(0.0)
         assert isinstance(changes, tuple)
         leaders = [
-            Leader(**json.loads(each.value))
+            from_json(Leader, each.value)
             for each in changes
             if each.key == f"{SEAT}lead/leader" and each.kind == "put"
         ]
-        assert leaders == [Leader(1, f"unix:{seat.path}", socket.gethostname(), os.getpid())]
+        assert leaders == [Leader(1, UnixAddress.here(seat.path), os.getpid())]
 
     def test_replaces_a_job_of_the_same_id_that_has_ended(self, seat: Seat) -> None:
         seat.has(stopped("other")).resign()

@@ -10,6 +10,7 @@ from tests.unit.master.court import SEAT, Court, all_of, until
 from unirun.master.persistence.context_store import load
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.values import WorkerId
+from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Attach, Ended, ExitAck, Shutdown
 from unirun.wire.reports import WorkerExited
 
@@ -62,7 +63,7 @@ def test_a_master_that_was_deposed_says_nothing_and_ends(court: Court) -> None:
 
     async def play() -> None:
         watcher, agent = await court.greet(Attach()), await court.agent()
-        assert campaign(court.store, SEAT, "unix:/y", "host", 8, ttl=60, deposing=1)
+        assert campaign(court.store, SEAT, UnixAddress("/y", "host"), 8, ttl=60, deposing=1)
         court.job.state.write_text("of the next master")
         agent.send(ended(0, 1))
         told = await all_of(agent)

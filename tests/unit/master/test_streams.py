@@ -18,6 +18,7 @@ from unirun.observe import read_metrics
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import connect
 from unirun.wire.asking import Answer, Ask, ToWorker
 from unirun.wire.handshake import Token
@@ -237,7 +238,7 @@ class TestAStranger:
     def test_is_refused_before_it_is_heard(self, court: Court) -> None:
         async def play() -> None:
             with pytest.raises(WireError):
-                await connect(court.path, Token(new_token()))
+                await connect(UnixAddress.here(court.path), Token(new_token()))
             await ends_well(await court.agent())
 
         assert court.run(play) == []
@@ -246,7 +247,7 @@ class TestAStranger:
 
     def test_that_leaves_without_a_word_is_noted(self, court: Court) -> None:
         async def play() -> None:
-            other = await connect(court.path, court.token)
+            other = await connect(UnixAddress.here(court.path), court.token)
             await other.close()
             await ends_well(await court.agent())
 

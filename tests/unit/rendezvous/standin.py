@@ -16,6 +16,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import Token, load_token, new_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import listen
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
@@ -52,7 +53,7 @@ class StandIn:
     def lead(self, store: Store, *, deposing: int = 0, ttl: float = 60.0) -> Term:
         """Be elected; say so on every stream from now on."""
         term = campaign(
-            store, self._prefix, f"unix:{self.path}", "host", os.getpid(), ttl=ttl, deposing=deposing
+            store, self._prefix, UnixAddress.here(self.path), os.getpid(), ttl=ttl, deposing=deposing
         )
         assert term is not None
         self._first = self._first or Appointed(term.epoch)

@@ -20,6 +20,7 @@ from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Compare, Lease, Outcome, Put
 from unirun.values import WorkerId
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 
 PREFIX = job_prefix("run-1")
 
@@ -92,7 +93,7 @@ def test_the_size_in_a_store_is_that_of_all_keys_and_values(values: dict[str, st
 
 
 def lead(store: MemoryStore) -> Term:
-    term = campaign(store, PREFIX, "unix:/x", "far", 7, ttl=60)
+    term = campaign(store, PREFIX, UnixAddress("/x", "far"), 7, ttl=60)
     assert term is not None
     return term
 
@@ -156,13 +157,15 @@ class TestInAStore:
         assert store.get(f"{PREFIX}head") is not None
 
     def test_who_deposes_it_meanwhile_keeps_everything(self, store: Interrupted) -> None:
-        store.before_removal.append(lambda: campaign(store, PREFIX, "unix:/x", "far", 7, ttl=60, deposing=1))
+        store.before_removal.append(
+            lambda: campaign(store, PREFIX, UnixAddress("/x", "far"), 7, ttl=60, deposing=1)
+        )
         with pytest.raises(StoreError, match="another took job run-1 while it was being removed"):
             clear_in(store, "run-1", ended=True)
         assert store.get(f"{PREFIX}head") is not None
         leader = leader_of(store, PREFIX)
         assert leader is not None
-        assert leader.host == "far"
+        assert leader.address.host == "far"
 
 
 def test_the_next_master_is_looked_for_until_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

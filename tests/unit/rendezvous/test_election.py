@@ -8,6 +8,7 @@ from unirun.errors import Fenced, StoreRefused
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Put
+from unirun.wire.address import UnixAddress
 
 SEAT, TTL = "jobs/run1/", 10.0
 
@@ -30,14 +31,14 @@ def store(clock: Clock) -> MemoryStore:
 
 
 def win(store: MemoryStore, name: str = "first") -> Term:
-    term = campaign(store, SEAT, f"{name}:1", name, 7, ttl=TTL)
+    term = campaign(store, SEAT, UnixAddress(f"/{name}", name), 7, ttl=TTL)
     assert term is not None
     return term
 
 
 def test_a_leader_of_the_first_term_is_not_deposed_by_who_knows_of_no_death(store: MemoryStore) -> None:
     win(store)
-    assert campaign(store, SEAT, "second:1", "second", 7, ttl=TTL) is None
+    assert campaign(store, SEAT, UnixAddress("/second", "second"), 7, ttl=TTL) is None
 
 
 def test_who_keeps_its_lease_in_time_leads_on(store: MemoryStore, clock: Clock) -> None:
@@ -45,7 +46,7 @@ def test_who_keeps_its_lease_in_time_leads_on(store: MemoryStore, clock: Clock) 
     for _ in range(3):
         clock.now += TTL * 0.9
         term.keep()
-    assert leader_of(store, SEAT) == Leader(1, "first:1", "first", 7)
+    assert leader_of(store, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
 
 
 class TestALeaderThatComesBackToItsSeat:
@@ -55,7 +56,7 @@ class TestALeaderThatComesBackToItsSeat:
         clock.now += TTL
         assert leader_of(store, SEAT) is None
         term.keep()
-        assert leader_of(store, SEAT) == Leader(1, "first:1", "first", 7)
+        assert leader_of(store, SEAT) == Leader(1, UnixAddress("/first", "first"), 7)
         return term
 
     def test_loses_it_again_without_keeping_it(self, term: Term, store: MemoryStore, clock: Clock) -> None:

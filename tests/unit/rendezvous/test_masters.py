@@ -17,6 +17,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.masters import MasterGone, Masters, call_master
 from unirun.rendezvous.seat import Seat
 from unirun.wire import new_token
+from unirun.wire.address import UnixAddress
 from unirun.wire.aio import listen
 from unirun.wire.handshake import DEADLINE
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
@@ -57,7 +58,7 @@ def reach(place: Place, leader: Leader | None = None) -> Leader:
 
 def says(place: Place, epoch: int) -> Leader:
     """What the store would say of the stand-in called ``first``."""
-    return Leader(epoch, f"unix:{place.job.path / 'first.sock'}", "host", 7)
+    return Leader(epoch, UnixAddress.here(place.job.path / "first.sock"), 7)
 
 
 class TestWhoLeads:
@@ -76,7 +77,7 @@ class TestWhoLeads:
         assert first.leader is not None
         assert second.leader is not None
         assert (first.leader.epoch, second.leader.epoch) == (1, 2)
-        assert second.leader.address == f"unix:{place.job.path}/m1.sock"
+        assert second.leader.address == UnixAddress.here(place.job.path / "m1.sock")
 
     def test_is_news_that_is_not_waited_for_longer_than_is_said(self, place: Place) -> None:
         async def ask() -> Seat:
@@ -114,6 +115,13 @@ class TestAMasterThatIsGone:
         with pytest.raises(MasterGone) as gone:
             reach(place)
         assert gone.value.epoch == 1
+
+    def test_is_not_one_on_another_host(self, place: Place) -> None:
+        """A file of that name may be missing here, and the master lead there: nobody may depose it."""
+        leader = Leader(1, UnixAddress(str(place.job.path / "first.sock"), "elsewhere"), 7)
+        with pytest.raises(RendezvousError, match=r"can be reached on host elsewhere only") as error:
+            reach(place, leader)
+        assert not isinstance(error.value, MasterGone)
 
     def test_is_not_one_that_hangs(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(masters, "CONNECT", 0.2)
@@ -188,7 +196,7 @@ class TestACall:
     ) -> None:
         monkeypatch.setattr(masters, "CONNECT", 0.1)
         path = place.job.path / "first.sock"
-        campaign(place.store, job_prefix("run-1"), f"unix:{path}", "host", 7, ttl=60)
+        campaign(place.store, job_prefix("run-1"), UnixAddress.here(path), 7, ttl=60)
         started = time.monotonic()
         with listen(path), pytest.raises(WireError, match="in time"):
             call_master(place.job)

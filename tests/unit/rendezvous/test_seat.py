@@ -16,6 +16,7 @@ from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.memory import MemoryStore
 from unirun.rendezvous.store.protocol import Put, Store, Watch
+from unirun.wire.address import UnixAddress
 
 JOB = job_prefix("run-1")
 PATIENCE = 20.0
@@ -60,7 +61,7 @@ def store() -> Iterator[MemoryStore]:
 
 def elect(store: Store, epochs: Sequence[int], *, resign: bool = False) -> None:
     for epoch in epochs:
-        term = campaign(store, JOB, f"unix:/m{epoch}", "host", epoch, ttl=60.0, deposing=epoch - 1)
+        term = campaign(store, JOB, UnixAddress(f"/m{epoch}", "host"), epoch, ttl=60.0, deposing=epoch - 1)
         assert term is not None
         if resign:
             term.resign()
@@ -82,7 +83,7 @@ def test_each_leader_is_told_in_order(store: MemoryStore) -> None:
     for epoch in (1, 2, 3):
         elect(store, [epoch])
         seat = told.until(lambda seat, epoch=epoch: seat.epoch == epoch)  # type: ignore[misc]
-        assert seat.leader == Leader(epoch, f"unix:/m{epoch}", "host", epoch)
+        assert seat.leader == Leader(epoch, UnixAddress(f"/m{epoch}", "host"), epoch)
     watch.close()
     assert [seat.epoch for seat in told.seats] == [0, 1, 2, 3]
     assert [seat.since for seat in told.seats] == sorted(seat.since for seat in told.seats)

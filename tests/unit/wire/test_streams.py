@@ -16,7 +16,7 @@ import pytest
 
 from unirun.errors import AuthError, ConnectionLost, FrameError, RendezvousError, WireError
 from unirun.wire import BlockingStream, encode, encode_frame, frames, new_token
-from unirun.wire.address import unix_address
+from unirun.wire.address import UnixAddress, unix_address
 from unirun.wire.aio import Stream, accept, connect, listen
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, ServerHandshake
 from unirun.wire.messages import Message, Shutdown, Stop
@@ -50,7 +50,7 @@ def over_asyncio(path: Path, talk: Callable[[Stream, Stream], Awaitable[None]]) 
             accepted.set_result(await accept(reader, writer, TOKEN))
 
         server = await asyncio.start_unix_server(serve, sock=listen(path))
-        client = await connect(path, TOKEN)
+        client = await connect(UnixAddress.here(path), TOKEN)
         async with asyncio.timeout(SOON):
             await talk(client, await accepted)
         await client.close()
@@ -132,7 +132,7 @@ class TestABlockingStream:
                 await asyncio.to_thread(talk)
 
         def talk() -> None:
-            with BlockingStream.connect(path, TOKEN) as stream:
+            with BlockingStream.connect(UnixAddress.here(path), TOKEN) as stream:
                 stream.send(Stop(15, "please", 1.5))
                 assert stream.receive(SOON) == Stop(15, "please", 1.5)
                 with pytest.raises(ConnectionLost):
@@ -183,7 +183,7 @@ class TestABlockingStream:
             connection.sendall(proof[:10])
             connection.sendall(proof[10:] + raw(Notice("a", "1")) + raw(Notice("a", "2")))
 
-        with serving(path, serve), BlockingStream.connect(path, TOKEN) as stream:
+        with serving(path, serve), BlockingStream.connect(UnixAddress.here(path), TOKEN) as stream:
             assert stream.receive(SOON) == Notice("a", "1")
             assert [*stream.buffered()] == [Notice("a", "2")]
 
@@ -193,7 +193,7 @@ class TestABlockingStream:
         with listener, first, unix_address(path) as address:
             first.connect(address)
             with pytest.raises(RendezvousError, match="nobody answers at"):
-                BlockingStream.connect(path, TOKEN, timeout=0.05)
+                BlockingStream.connect(UnixAddress.here(path), TOKEN, timeout=0.05)
 
             def make_room() -> None:
                 listener.accept()[0].close()
@@ -204,7 +204,7 @@ class TestABlockingStream:
 
             room = threading.Timer(0.05, make_room)
             room.start()
-            with BlockingStream.connect(path, TOKEN, timeout=SOON) as stream:
+            with BlockingStream.connect(UnixAddress.here(path), TOKEN, timeout=SOON) as stream:
                 assert stream.receive(SOON) == Shutdown()
             room.join(SOON)
 
@@ -238,7 +238,7 @@ class TestWhoIsNotLetIn:
 
             async with await asyncio.start_unix_server(serve, sock=listen(path)):
                 with pytest.raises(ConnectionLost, match="is the token right"):
-                    await connect(path, OTHER)
+                    await connect(UnixAddress.here(path), OTHER)
                 assert isinstance(await asyncio.wait_for(refused, SOON), AuthError)
 
         asyncio.run(main())
@@ -278,10 +278,10 @@ class TestWhoIsNotLetIn:
             connection.sendall(b"\0" * 32)
 
         with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
-            BlockingStream.connect(path, TOKEN)
+            BlockingStream.connect(UnixAddress.here(path), TOKEN)
         path.unlink()
         with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
-            asyncio.run(connect(path, TOKEN))
+            asyncio.run(connect(UnixAddress.here(path), TOKEN))
 
     def test_one_who_says_nothing_is_not_waited_for(self, path: Path) -> None:
         async def main() -> None:
@@ -305,25 +305,25 @@ class TestWhoIsNotLetIn:
         listener = listen(path)
         began = time.monotonic()
         with pytest.raises(WireError, match="did not finish the handshake in time"):
-            BlockingStream.connect(path, TOKEN, timeout=0.05)
+            BlockingStream.connect(UnixAddress.here(path), TOKEN, timeout=0.05)
         with pytest.raises(WireError, match="did not finish the handshake in time"):
-            asyncio.run(connect(path, TOKEN, timeout=0.05))
+            asyncio.run(connect(UnixAddress.here(path), TOKEN, timeout=0.05))
         assert time.monotonic() - began < SOON
         listener.close()
 
     def test_a_server_that_hangs_up_is_told_by_name(self, path: Path) -> None:
         for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(TOKEN).hello())):
             with serving(path, hang_up), pytest.raises(ConnectionLost):
-                BlockingStream.connect(path, TOKEN)
+                BlockingStream.connect(UnixAddress.here(path), TOKEN)
             path.unlink()
             with serving(path, hang_up), pytest.raises(ConnectionLost):
-                asyncio.run(connect(path, TOKEN))
+                asyncio.run(connect(UnixAddress.here(path), TOKEN))
             path.unlink()
 
     def test_nobody_listening_is_told_by_name(self, path: Path) -> None:
         for attempt in (
-            lambda: BlockingStream.connect(path, TOKEN),
-            lambda: asyncio.run(connect(path, TOKEN)),
+            lambda: BlockingStream.connect(UnixAddress.here(path), TOKEN),
+            lambda: asyncio.run(connect(UnixAddress.here(path), TOKEN)),
         ):
             with pytest.raises(RendezvousError, match="nobody answers at .*; has the job ended"):
                 attempt()

@@ -10,12 +10,13 @@ from unirun.master.persistence.context_store import (
     ContextStore,
 )
 from unirun.rendezvous.election import Term, campaign
+from unirun.wire.address import UnixAddress
 
 RUN = "job-1"
 
 
 def term(store: UnsteadyStore, *, deposing: int = 0, run_id: str = RUN) -> Term:
-    won = campaign(store, f"jobs/{run_id}/", "unix:/x", "host", 7, ttl=60, deposing=deposing)
+    won = campaign(store, f"jobs/{run_id}/", UnixAddress("/x", "host"), 7, ttl=60, deposing=deposing)
     assert won is not None
     return won
 

@@ -13,6 +13,7 @@ from unirun.job.state import JobState, Verdict
 from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.persistence.writer import Writer
 from unirun.rendezvous.election import campaign
+from unirun.wire.address import UnixAddress
 
 PATIENCE = 20.0
 
@@ -26,7 +27,7 @@ class Desk:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.store = UnsteadyStore()
-        term = campaign(self.store, SEAT, "unix:/x", "host", 7, ttl=60)
+        term = campaign(self.store, SEAT, UnixAddress("/x", "host"), 7, ttl=60)
         assert term is not None
         self.contexts = ContextStore(self.store, "job-1", term)
         self.contexts.create(job.state)

@@ -18,6 +18,7 @@ from unirun.job.state import JobPhase
 from unirun.master.persistence import writer as writing
 from unirun.rendezvous.election import campaign, leader_of
 from unirun.values import WorkerId
+from unirun.wire.address import UnixAddress
 from unirun.wire.messages import Stop
 from unirun.wire.reports import WorkerStarted
 
@@ -282,7 +283,7 @@ class TestAMasterThatIsDeposed:
     def test_does_nothing_more_and_leaves(self, desk: Desk) -> None:
         async def go() -> None:
             async with desk.writer.working(desk.over):
-                assert campaign(desk.store, SEAT, "unix:/y", "host", 8, ttl=60, deposing=1)
+                assert campaign(desk.store, SEAT, UnixAddress("/y", "host"), 8, ttl=60, deposing=1)
                 desk.decides("late")
                 await desk.over.wait()
                 assert desk.writer.deposed
@@ -298,7 +299,7 @@ class TestAMasterThatIsDeposed:
 
         async def go() -> None:
             async with desk.writer.working(desk.over):
-                assert campaign(desk.store, SEAT, "unix:/y", "host", 8, ttl=60, deposing=1)
+                assert campaign(desk.store, SEAT, UnixAddress("/y", "host"), 8, ttl=60, deposing=1)
                 await desk.over.wait()
 
         run(go())
