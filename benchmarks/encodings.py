@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from unirun.launcher import events
 from unirun.launcher.agent import Agent
+from unirun.launcher.orders import AgentTask
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire import aio, frames, new_token
@@ -46,7 +47,9 @@ def agent_encodings(workers: int) -> float:
         job.token.chmod(0o600)
         role = RoleSpec("worker", workers, Entry("workload", "a:B"))
         lock = os.open(folder, os.O_RDONLY)
-        agent = Agent(job, JobSpec("job", "job", (role,), ("worker",)), "n0", ("n0",), "/", {}, lock)
+        agent = Agent(
+            job, AgentTask(JobSpec("job", "job", (role,), ("worker",)), "n0", ("n0",), "/", ""), {}, lock
+        )
         sinks = [Sink() for _ in range(workers)]
         reader = cast(asyncio.StreamReader, None)
         for number, sink in enumerate(sinks):

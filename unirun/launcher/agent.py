@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
-from unirun.launcher.orders import Orders, welcome
+from unirun.launcher.orders import AgentTask, Orders, welcome
 from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import (
     BOOT,
@@ -35,7 +35,6 @@ from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
 from unirun.reporting import report_error
-from unirun.spec import JobSpec
 from unirun.values import WorkerId
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
@@ -54,23 +53,20 @@ class Agent:
     def __init__(
         self,
         job: JobDir,
-        spec: JobSpec,
-        node: str,
-        nodes: Sequence[str],
-        cwd: str,
+        task: AgentTask,
         endpoints: Mapping[str, Endpoint],
         lock: int,
         stdin: int | None = None,
     ) -> None:
-        """The agent of `node`, one of `nodes`. `stdin` is a descriptor for the job's reader (`JobSpec.reader`)."""
-        self._job, self._spec = job, spec
-        self._inherited = for_workers(os.environ)
-        self._orders = Orders(job, spec, node, cwd, self._inherited, stdin)
+        """`endpoints` are those of the roles' stores on its host; `stdin` is a descriptor for the job's reader
+        (`JobSpec.reader`)."""
+        self._job, self._spec = job, task.spec
+        self._orders = Orders(job, task, for_workers(os.environ), stdin)
         self._endpoints = endpoints
         self._token = load_token(job.token)
-        self._state = AgentState(node, in_place=self._orders.in_place)
+        self._state = AgentState(task.node, in_place=self._orders.in_place)
         self._master: Stream | None = None
-        self._masters = Standby(job, self._token, lock, node, nodes)
+        self._masters = Standby(job, self._token, lock, task.node, task.nodes)
         self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
         self._links: dict[int, set[Stream]] = {}
@@ -79,7 +75,7 @@ class Agent:
         self._left = asyncio.Event()
         self._oom_kills = out_of_memory_kills()
         self._descriptors = 0
-        self._filters = LineFilters(job, spec.log)
+        self._filters = LineFilters(job, task.spec.log)
 
     async def run(self, owner_pid: int | None) -> None:
         """Serve one master after another until one says `Shutdown`, or the process `owner_pid` is gone."""

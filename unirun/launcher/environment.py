@@ -14,7 +14,6 @@ from unirun.rendezvous.store.address import PASSWORD_VARIABLE
 from unirun.spec import JobSpec, RoleSpec
 from unirun.values import WorkerId
 from unirun.wire.messages import StartRole, StartWorker
-from unirun.wire.spawning import Spawn
 
 # fmt: off
 _AT_IMPORT = (
@@ -148,31 +147,3 @@ def worker_env(
             percentage = max(1, int(100 * member.share))
             env.setdefault("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", str(percentage))
     return env
-
-
-def spawn_request(
-    number: int,
-    spec: JobSpec,
-    order: StartRole,
-    member: StartWorker,
-    job: JobDir,
-    node: str,
-    cwd: str,
-    inherited: Mapping[str, str],
-) -> Spawn:
-    """The request that starts one worker. `cwd` is where `unirun` was called."""
-    role = spec.role(order.role)
-    logs = job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
-    return Spawn(
-        id=number,
-        title=f"{order.role}:{member.rank}",
-        kind=role.entry.kind,
-        target=role.entry.target,
-        args=tuple(arg.replace("${local_rank}", str(member.local_rank)) for arg in role.entry.args),
-        fresh=is_fresh(spec, order.role, inherited),
-        env=worker_env(spec, order, member, job, node, inherited),
-        cwd=role.cwd or cwd,
-        logs=str(job.logs),
-        folder=str(logs.relative_to(job.logs)),
-        cpus=member.cpus,
-    )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Mapping
 
 from unirun.collocation import Inventory
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
-from unirun.errors import EXIT_FAILURE, JobError, PlacementError
+from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
 from unirun.job.state import new_job
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import Processes, first_words, start_processes
+from unirun.launcher.orders import AgentTask
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
@@ -19,7 +21,6 @@ from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.rendezvous import JobDir, create_job
-from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec
@@ -82,12 +83,6 @@ def launch(
     url = anchored(store) if store is not None else None
     inventory = _nodes_with_agents(planned)
     refuse_impossible(spec, ((each.role, each.node) for each in placement.assignments), host_ceilings())
-    # The port that a user has chosen is that of the first role's rank 0, wherever it is.
-    first = placement.of_role(spec.roles[0].name)[0].node
-    endpoints = {
-        node.name: hold_endpoints(spec, spec.master_port if node.name == first else 0)
-        for node in inventory.nodes
-    }
     job, lock = create_job(spec.run_id, new_token(), spec.log.dir, url)
     socket_path = job.master_socket(os.getpid())
     try:
@@ -107,17 +102,31 @@ def launch(
 
     if not detach:
         adopt_orphans()
-    processes = start_processes(
-        job,
-        spec,
-        endpoints,
-        run_master,
-        listener=listener,
-        lock=lock,
-        detach=detach,
-        reader=_reading_node(planned) if stdin and not detach else None,
-    )
+    try:
+        processes = start_processes(
+            job,
+            _tasks(planned, inventory),
+            run_master,
+            listener=listener,
+            lock=lock,
+            detach=detach,
+            reader=_reading_node(planned) if stdin and not detach else None,
+        )
+    except RendezvousError:
+        listener.close()
+        os.close(lock)
+        shutil.rmtree(job.path, ignore_errors=True)
+        raise
     return RunningJob(job, spec, processes)
+
+
+def _tasks(planned: PlannedJob, inventory: Inventory) -> list[AgentTask]:
+    """What each agent has to know. All nodes are parts of this host, so that all have one address."""
+    spec, names = planned.spec, tuple(node.name for node in inventory.nodes)
+    # The port that a user has chosen is that of the first role's rank 0, wherever it is.
+    first = planned.placement.of_role(spec.roles[0].name)[0].node
+    ports = dict.fromkeys(names, 0) | {first: spec.master_port}
+    return [AgentTask(spec, name, names, os.getcwd(), spec.master_addr, ports[name]) for name in names]
 
 
 def _leave(running: RunningJob) -> int:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from unirun.errors import UnirunError
+from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.agent import Agent
+from unirun.launcher.orders import AgentTask
 from unirun.launcher.process import kill_children, set_title
-from unirun.rendezvous import Endpoint, JobDir
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.reporting import flush, report, report_error
-from unirun.spec import JobSpec
 
 FAREWELL = 5.0
 """Seconds that the master and the agents have to leave after the job's end."""
@@ -34,8 +36,7 @@ _SAYS = "unirun-master: "
 
 def start_processes(
     job: JobDir,
-    spec: JobSpec,
-    nodes: Mapping[str, Mapping[str, Endpoint]],
+    tasks: Sequence[AgentTask],
     run_master: Callable[[Mapping[str, int]], None],
     *,
     listener: socket.socket,
@@ -43,38 +44,55 @@ def start_processes(
     detach: bool,
     reader: str | None = None,
 ) -> Processes:
-    """Fork an agent for each of `nodes`, and the first master of `job`; they survive this process only when `detach`
+    """Fork an agent for each of `tasks`, and the first master of `job`; they survive this process only when `detach`
     is given.
 
-    `nodes` has, by node, the endpoints that its agent owns. `run_master` is called in the master's process with the
-    pids of the agents, whose end it must notice even before they have joined. `listener` stays open there only, and
-    the endpoints of a node in its agent only: what listens ends with its owner. All hold the `lock`, as long as one of
-    them lives. The agent of the node `reader` alone keeps this process's stdin, for a worker. Forking shares
+    `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
+    they have joined. `listener` stays open there only: what listens ends with its owner. All hold the `lock`, as long
+    as one of them lives. The agent of the node `reader` alone keeps this process's stdin, for a worker. Forking shares
     what is imported already. Call it before any thread is started.
+
+    Raises `RendezvousError`, and leaves no process, when an agent cannot bind its endpoints.
     """
     owner = None if detach else os.getpid()
-    cwd = os.getcwd()
+    refusals: list[int] = []
 
-    def run_agent(node: str, stdin: int | None) -> None:
+    def run_agent(task: AgentTask, refusal: int, stdin: int | None) -> None:
         listener.close()
-        _close(endpoints for other, endpoints in nodes.items() if other != node)
-        asyncio.run(Agent(job, spec, node, tuple(nodes), cwd, nodes[node], lock, stdin).run(owner))
+        for other in refusals:
+            os.close(other)
+        try:
+            endpoints = hold_endpoints(task.spec, task.addr, task.port)
+        except RendezvousError as error:
+            os.write(refusal, json.dumps([error.problem, error.remedy]).encode())
+            raise
+        os.close(refusal)
+        asyncio.run(Agent(job, task, endpoints, lock, stdin).run(owner))
 
-    agents = {
-        node: _fork("unirun-agent", job.agent_log(node), partial(run_agent, node), stdin=node == reader)
-        for node in nodes
-    }
-    _close(nodes.values())
+    agents: dict[str, int] = {}
+    for task in tasks:
+        ours, theirs = os.pipe()
+        refusals.append(ours)
+        run = partial(run_agent, task, theirs)
+        log = job.agent_log(task.node)
+        agents[task.node] = _fork("unirun-agent", log, run, stdin=task.node == reader)
+        os.close(theirs)
+    _raise_refusal(refusals)
     master = _fork("unirun-master", job.master_log, lambda _: run_master(agents))
     listener.close()
     os.close(lock)
     return Processes(master, tuple(agents.values()))
 
 
-def _close(held: Iterable[Mapping[str, Endpoint]]) -> None:
-    for endpoints in held:
-        for endpoint in endpoints.values():
-            endpoint.close()
+def _raise_refusal(pipes: Sequence[int]) -> None:
+    """Wait until each agent has its endpoints, which closes its pipe. Raises what the first has written instead."""
+    refused = []
+    for pipe in pipes:
+        with os.fdopen(pipe) as file:
+            refused.append(file.read())
+    for text in filter(None, refused):
+        kill_children()
+        raise RendezvousError(*json.loads(text))
 
 
 def _fork(title: str, log: Path, run: Callable[[int | None], None], *, stdin: bool = False) -> int:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
-
 from unirun.launcher.environment import (
     FRESH,
     SpawnerKey,
     base_env,
     is_fresh,
-    spawn_request,
     spawner_env,
     spawner_key,
+    worker_env,
 )
 from unirun.launcher.events import Launch, Store, Worker
 from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
-from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, RoleBrief, StartRole, View, Welcome
-from unirun.wire.spawning import Borrow, ServeStore
+from unirun.values import Value, WorkerId
+from unirun.wire.messages import OpenStore, RoleBrief, StartRole, StartWorker, View, Welcome
+from unirun.wire.spawning import Borrow, ServeStore, Spawn
 from unirun.wire.views import whole
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
@@ -36,20 +34,29 @@ CALLS = ("workload", "trainer", "function")
 """The kinds of entries that `unirun.roles.worker_main` runs: they serve or make calls, or may."""
 
 
+class AgentTask(Value):
+    """What the agent of `node`, one of `nodes`, has to know of its job; it may be on another host than the command.
+
+    Workers start in the directory `cwd`. The roles' stores listen at `addr`, an address of the agent's host; that of
+    the first role has `port` (0: any free one).
+    """
+
+    spec: JobSpec
+    node: str
+    nodes: tuple[str, ...]
+    cwd: str
+    addr: str
+    port: int = 0
+
+
 class Orders:
-    """One node's part of a job. `cwd` is where `unirun` was called, `inherited` its environment, `stdin` a descriptor
-    of its stdin for the job's reader."""
+    """One node's part of a job. `inherited` is the environment of its agent, `stdin` a descriptor for the job's
+    reader."""
 
     def __init__(
-        self,
-        job: JobDir,
-        spec: JobSpec,
-        node: str,
-        cwd: str,
-        inherited: Mapping[str, str],
-        stdin: int | None = None,
+        self, job: JobDir, task: AgentTask, inherited: Mapping[str, str], stdin: int | None = None
     ) -> None:
-        self._job, self._spec, self._node, self._cwd = job, spec, node, cwd
+        self._job, self._task, self._spec = job, task, task.spec
         self._inherited, self._stdin = inherited, stdin
         self._last_id = 0
 
@@ -81,28 +88,42 @@ class Orders:
     def wish(self, key: SpawnerKey, descriptors: int = 0, inherited: Sequence[int] = ()) -> Borrow:
         """What the spawner with this key is started with."""
         env = spawner_env(key, self._inherited)
-        return wish(env, self.modules(key), self._cwd, descriptors, (*inherited, *self.stdin_for(key)))
+        return wish(env, self.modules(key), self._task.cwd, descriptors, (*inherited, *self.stdin_for(key)))
 
     def launch(self, order: StartRole) -> Launch:
         """The workers that are to be started, each with a number of its own."""
         workers = []
         for member in order.members:
             self._last_id += 1
-            request = spawn_request(
-                self._last_id, self._spec, order, member, self._job, self._node, self._cwd, self._inherited
-            )
-            if (order.role, member.rank) == self._spec.reader:
-                request = replace(request, stdin=self._stdin)
             workers.append(
                 Worker(
                     id=self._last_id,
                     who=WorkerId(order.role, member.rank, member.incarnation),
                     spawner=self._key(order.role),
-                    request=request,
+                    request=self._spawn(order, member),
                     grace=self._spec.shutdown_timeout,
                 )
             )
         return Launch(tuple(workers))
+
+    def _spawn(self, order: StartRole, member: StartWorker) -> Spawn:
+        """The request that starts one worker."""
+        role = self._spec.role(order.role)
+        logs = self._job.worker_logs(WorkerId(order.role, member.rank, member.incarnation))
+        return Spawn(
+            id=self._last_id,
+            title=f"{order.role}:{member.rank}",
+            kind=role.entry.kind,
+            target=role.entry.target,
+            args=tuple(arg.replace("${local_rank}", str(member.local_rank)) for arg in role.entry.args),
+            fresh=is_fresh(self._spec, order.role, self._inherited),
+            env=worker_env(self._spec, order, member, self._job, self._task.node, self._inherited),
+            cwd=role.cwd or self._task.cwd,
+            logs=str(self._job.logs),
+            folder=str(logs.relative_to(self._job.logs)),
+            cpus=member.cpus,
+            stdin=self._stdin if (order.role, member.rank) == self._spec.reader else None,
+        )
 
     def store(self, order: OpenStore, fd: int) -> Store:
         """The store that is to be served on the listening socket `fd`."""

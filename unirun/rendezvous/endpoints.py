@@ -68,13 +68,13 @@ def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
     return Endpoint(sock, addr, sock.getsockname()[1])
 
 
-def hold_endpoints(spec: JobSpec, port: int) -> dict[str, Endpoint]:
-    """One listening socket per role, for one node; that of the first role has `port`, unless it is 0. Raises
+def hold_endpoints(spec: JobSpec, addr: str, port: int) -> dict[str, Endpoint]:
+    """One listening socket per role at `addr`; that of the first role has `port`, unless it is 0. Raises
     `RendezvousError` when it is taken."""
     held: dict[str, Endpoint] = {}
     try:
         for role in spec.roles:
-            held[role.name] = hold_endpoint(spec.master_addr, 0 if held else port)
+            held[role.name] = hold_endpoint(addr, 0 if held else port)
     except RendezvousError:
         for endpoint in held.values():
             endpoint.close()

@@ -13,6 +13,7 @@ from unirun.errors import Refused
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent
 from unirun.launcher.events import Command, Event
+from unirun.launcher.orders import AgentTask
 from unirun.launcher.state import AgentState
 from unirun.rendezvous import create_job
 from unirun.spec import Entry, JobSpec, RoleSpec
@@ -30,7 +31,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 
 async def _made(job: object, spec: JobSpec, lock: int) -> Agent:
-    return Agent(job, spec, "n0", ["n0"], "/", {}, lock)  # type: ignore[arg-type]
+    return Agent(job, AgentTask(spec, "n0", ("n0",), "/", ""), {}, lock)  # type: ignore[arg-type]
 
 
 class Bug:

@@ -13,7 +13,6 @@ from unirun.launcher.environment import (
     base_env,
     for_workers,
     is_loopback,
-    spawn_request,
     spawner_key,
     worker_env,
 )
@@ -205,24 +204,6 @@ class TestTheKeyOfASpawner:
         )
         actor, rollout, critic = (spawner_key(base_env(spec(roles=roles), r.name, {})) for r in roles)
         assert actor == rollout != critic
-
-
-class TestARequest:
-    def test_says_all_that_a_process_needs(self) -> None:
-        request = spawn_request(7, spec(), ORDER, MEMBER, JOB, "n1", "/where", {"PATH": "/bin"})
-        assert (request.id, request.title, request.kind, request.target) == (7, "actor:3", "script", "a.py")
-        assert (request.cwd, request.fresh, request.cpus) == ("/where", False, None)
-        assert (request.logs, request.folder) == ("/jobs/run-1/logs", "actor/3/2")
-        assert request.env["PATH"] == "/bin"
-
-    def test_fills_in_the_local_rank(self) -> None:
-        assert spawn_request(7, spec(), ORDER, MEMBER, JOB, "n1", "/", {}).args == ("--rank", "1")
-
-    def test_takes_the_roles_own_directory_and_processors(self) -> None:
-        role = RoleSpec("actor", 1, Entry("program", "ls"), cwd="/own", start_method="exec")
-        member = StartWorker(0, 0, 0, cpus=(1, 2))
-        request = spawn_request(7, spec(roles=(role,)), ORDER, member, JOB, "n1", "/", {})
-        assert (request.cwd, request.fresh, request.cpus) == ("/own", True, (1, 2))
 
 
 class TestAShareOfADevice:

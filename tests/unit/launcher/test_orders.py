@@ -8,12 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from unirun.launcher.environment import FRESH
-from unirun.launcher.orders import PRELOAD, Orders
+from unirun.launcher.orders import PRELOAD, AgentTask, Orders
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import StartRole, StartWorker
+from unirun.wire.spawning import Spawn
 
 STDIN = 7
+JOB = JobDir(Path("/jobs/run-1"))
 
 
 def orders(*counts: int, stdin: str | None = None, given: int | None = STDIN) -> Orders:
@@ -23,7 +25,7 @@ def orders(*counts: int, stdin: str | None = None, given: int | None = STDIN) ->
         for name, count in zip(names, counts, strict=True)
     )
     spec = JobSpec("job", "run-1", roles, names, stdin=stdin)
-    return Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {}, given)
+    return Orders(JOB, AgentTask(spec, "n0", ("n0",), "/", ""), {}, given)
 
 
 def readers(which: Orders, role: str, count: int) -> list[int | None]:
@@ -65,14 +67,38 @@ def test_a_spawner_for_stores_alone_imports_torch_and_nothing_of_the_users() -> 
     other = replace(role, name="critic", start_method="fork", entry=Entry("script", "a.py"))
     for roles, expected in (((role,), PRELOAD), ((role, other), (*PRELOAD, "mine"))):
         spec = JobSpec("job", "run-1", roles, tuple(each.name for each in roles), preload=("mine",))
-        which = Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {})
+        which = Orders(JOB, AgentTask(spec, "n0", ("n0",), "/", ""), {})
         assert {which.modules(key) for key in which.spawners} == {(), expected}
 
 
 def test_workers_of_another_interpreter_are_not_forked() -> None:
     roles = (RoleSpec("actor", 1, Entry("script", "a.py")),)
     spec = JobSpec("job", "run-1", roles, ("actor",))
-    which = Orders(JobDir(Path("/jobs/run-1")), spec, "n0", "/", {"PYTHON_EXEC": "/opt/python"})
+    which = Orders(JOB, AgentTask(spec, "n0", ("n0",), "/", ""), {"PYTHON_EXEC": "/opt/python"})
     order = StartRole("actor", 0, 0, 1, 1, 0, 1, "127.0.0.1:1", (StartWorker(0, 0, 0),), "")
     (worker,) = which.launch(order).workers
     assert (worker.spawner, worker.request.fresh) == (FRESH, True)
+
+
+class TestARequest:
+    def requested(self, member: StartWorker, *roles: RoleSpec, env: dict[str, str] | None = None) -> Spawn:
+        roles = roles or (RoleSpec("actor", 4, Entry("script", "a.py", ("--rank", "${local_rank}"))),)
+        task = AgentTask(JobSpec("job", "run-1", roles, ("actor",)), "n1", ("n1",), "/where", "")
+        order = StartRole("actor", 2, 2, 4, 2, 1, 2, "10.0.0.1:29500", (member,), "")
+        (worker,) = Orders(JOB, task, env or {}).launch(order).workers
+        return worker.request
+
+    def test_says_all_that_a_process_needs(self) -> None:
+        request = self.requested(StartWorker(3, 1, 2), env={"PATH": "/bin"})
+        assert (request.id, request.title, request.kind, request.target) == (1, "actor:3", "script", "a.py")
+        assert (request.cwd, request.fresh, request.cpus) == ("/where", False, None)
+        assert (request.logs, request.folder) == ("/jobs/run-1/logs", "actor/3/2")
+        assert request.env["PATH"] == "/bin"
+
+    def test_fills_in_the_local_rank(self) -> None:
+        assert self.requested(StartWorker(3, 1, 2)).args == ("--rank", "1")
+
+    def test_takes_the_roles_own_directory_and_processors(self) -> None:
+        role = RoleSpec("actor", 1, Entry("program", "ls"), cwd="/own", start_method="exec")
+        request = self.requested(StartWorker(0, 0, 0, cpus=(1, 2)), role)
+        assert (request.cwd, request.fresh, request.cpus) == ("/own", True, (1, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from unirun.launcher.environment import FRESH, for_workers
-from unirun.launcher.orders import Orders
+from unirun.launcher.orders import AgentTask, Orders
 from unirun.launcher.warm.borrowing import VARIABLE, Choice, choose, running, some_start, start
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
@@ -19,7 +19,7 @@ MOST = 4
 
 def choices(job: JobDir, spec: JobSpec) -> list[Choice]:
     """For each spawner of a job that forks workers, the warm process that lends it, or why none does."""
-    orders = Orders(job, spec, "", os.getcwd(), for_workers(os.environ))
+    orders = Orders(job, AgentTask(spec, "", (), os.getcwd(), spec.master_addr), for_workers(os.environ))
     return [choose(orders.wish(key)) for key in orders.spawners if key != FRESH]
 
 
