@@ -53,6 +53,7 @@ class TestAnAddress:
             f"unirun: 127.0.0.1:{port} cannot be listened on: address already in use; "
             "leave out --master-port to get a free one"
         )
+        assert not [*(unirun.home / "jobs").iterdir()], "no job is left"
 
 
 class TestAnId:
