@@ -41,6 +41,16 @@ class TestACommandLine:
 
 
 class TestAnAddress:
+    @pytest.mark.parametrize("address", ["203.0.113.7", "no.such.host.invalid"])
+    def test_that_is_not_of_this_host_ends_the_command_with_4(
+        self, unirun: Unirun, script: Script, address: str
+    ) -> None:
+        result = unirun("--master-addr", address, script("print('never')"))
+        (line,) = result.err.splitlines()
+        assert (result.code, result.out) == (4, "")
+        assert address in line
+        assert "see --master-addr" in line
+
     def test_that_is_taken_ends_the_command_with_4(self, unirun: Unirun, script: Script) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

@@ -153,17 +153,6 @@ class TestAnId:
         assert not (scripts / "up").exists()
 
 
-class TestAnAddress:
-    @pytest.mark.parametrize("address", ["203.0.113.7", "no.such.host.invalid"])
-    def test_that_is_not_of_this_host_has_the_code_4(
-        self, capsys: Captured, home: Path, address: str
-    ) -> None:
-        assert call("--master-addr", address, "train.py") == 4
-        (line,) = said(capsys, home)
-        assert address in line
-        assert "--master-addr" in line
-
-
 class TestAStore:
     @pytest.mark.parametrize("detach", [(), ("-d",)])
     @pytest.mark.parametrize(
