@@ -30,7 +30,7 @@ class TestPPO:
         for victim, update in (("actor:1", 1), ("critic:0", 4), ("rollout:1", 7)):
             running.lines(rf"update +(?:{'|'.join(map(str, range(update, 100)))}) ")
             os.kill(unirun.pid_of(victim), signal.SIGKILL)
-            running.lines(rf"{victim} ended with killed by SIGKILL; restart 1 of 3: {victim} alone")
+            running.lines(rf"{victim} was killed by SIGKILL; restart 1 of 3: {victim} alone")
         done = running.end()
         assert done.code == 0, done.err
         results = result_of(unirun)
@@ -77,7 +77,7 @@ class TestOnlineLearning:
         running.lines("ranks of 4 roles up")
         for victim in ("preprocess:1", "trainer:0"):
             os.kill(unirun.pid_of(victim), signal.SIGKILL)
-            running.lines(rf"{victim} ended with killed by SIGKILL; restart 1 of 3")
+            running.lines(rf"{victim} was killed by SIGKILL; restart 1 of 3")
         done = running.end()
         assert done.code == 0, done.err
         assert self.accuracies(unirun, 0)[0] > 0.8

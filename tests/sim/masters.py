@@ -12,9 +12,17 @@ from tests.sim.store import RUN, Killed
 from tests.sim.world import Pipe, Planted
 from tests.unit.master.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
-from unirun.failover.abort import abort_step, begin_abort
-from unirun.failover.crashes import crash_of, fatal, read_crashes, reason_of, record_crash, report_of
-from unirun.failover.ending import shutdown_order
+from unirun.failover.crashes import (
+    abort_step,
+    begin_abort,
+    crash_of,
+    fatal,
+    read_crashes,
+    reason_of,
+    record_crash,
+    report_of,
+)
+from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.takeover import resume
 from unirun.job.events import After, AgentLost, Command, Event, Finish, ToAgent, ToAgents
 from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict

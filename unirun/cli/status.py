@@ -89,7 +89,7 @@ def _print(status: JobStatus, master: str, logs: str) -> None:
     if any(worker.metrics for _, worker in workers):
         headers.append("METRICS")
         for row, (_, worker) in zip(rows, workers, strict=True):
-            row.append(" ".join(f"{name}={value:.6g}" for name, value in worker.metrics.items()))
+            row.append(" ".join(f"{name}={float(value):.6g}" for name, value in worker.metrics.items()))
     print_table(headers, rows)
     if status.failures:
         shown, every = len(status.failures), status.failed
@@ -120,6 +120,6 @@ def _failure(failure: FailureStatus, now: float) -> list[str]:
         f"{age(now - failure.time)} ago",
         failure.exit,
         # A decision repeats what it is about.
-        failure.decision.removeprefix(f"{failure.who} ended with {failure.exit}; "),
+        failure.decision.rpartition(f"{failure.exit}; ")[2],
         failure.message,
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import read_index
-from unirun.observe.status import ENDED, JobStatus, Summary, runs, verified
+from unirun.observe.status import ENDED, JobStatus, Summary, runs
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, job_at
 from unirun.rendezvous.keys import job_prefix
@@ -148,7 +148,7 @@ def read_stored(store: Store, run_id: str) -> StoredJob:
         state = restore(documents)
         epoch = json.loads(head.value)["epoch"] if head else 0
         hosts = tuple(dict.fromkeys(agent.host for agent in state.agents.values())) or state.placement.nodes
-        status = verified(status_of(state, {}, {}, epoch=epoch), f"the context of job {run_id}")
+        status = status_of(state, {}, {}, epoch=epoch)
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
         problem = f"the context of job {run_id} is not whole or not unirun's: {error!r}"
         raise StoreRefused(problem, "does the store's prefix belong to something else?") from error

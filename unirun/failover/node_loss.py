@@ -15,23 +15,15 @@ from msgspec.structs import replace
 from unirun.collocation import Placement
 from unirun.errors import EXIT_PLACEMENT, PlacementError
 from unirun.failover.blast_radius import consequences, unit_of
-from unirun.failover.ending import advance
 from unirun.failover.policy import Decision, Loss, decide
 from unirun.failover.relocation import moves, place_without, why_all_restart
-from unirun.failover.restart import end_job, history_of, restart
+from unirun.failover.restart_or_end import advance, end_job, history_of, restart
 from unirun.failover.worker_failure import failure_of
 from unirun.graph import show_ranks
 from unirun.job.events import After, LossesDue, ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import form_if_all_are_there, obstructed, order_store
-from unirun.job.state import (
-    ROLE_WORKS,
-    JobPhase,
-    JobState,
-    RolePhase,
-    RoleState,
-    waiting,
-)
+from unirun.job.state import ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, waiting
 from unirun.job.transition import Transition
 from unirun.job.views import leader
 from unirun.values import WorkerId

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from unirun.failover.ending import advance
+from unirun.failover.restart_or_end import advance
 from unirun.job.events import After, Command, JoinTimedOut, RejoinTimedOut, ToAgent, ToWatchers
 from unirun.job.failures import Exit
 from unirun.job.generations import complete, order_store
@@ -60,19 +60,7 @@ def resume(state: JobState, now: float) -> tuple[JobState, list[Command]]:
 def _unseen(role: RoleState) -> RoleState:
     """The role with what the store knows of live workers: the order to start them. Their agents tell the rest."""
     workers = Ranks(
-        WorkerState(
-            w.rank,
-            w.node,
-            w.incarnation,
-            WorkerPhase.STARTING,
-            generation=w.generation,
-            calls=w.calls,
-            called=w.called,
-            recoverable=w.recoverable,
-            own=w.own,
-        )
-        if w.live
-        else w
+        replace(w, phase=WorkerPhase.STARTING, pid=None, addresses={}, metrics={}) if w.live else w
         for w in role.workers
     )
     phase = RolePhase.STARTING if role.phase is RolePhase.RUNNING else role.phase
@@ -167,12 +155,7 @@ def _never_started(worker: WorkerState) -> WorkerState:
     if worker.incarnation == 0:
         return WorkerState(worker.rank, worker.node, own=worker.own)
     end = Exit(signal=signal.SIGTERM)
-    return WorkerState(
-        worker.rank,
-        worker.node,
-        worker.incarnation - 1,
-        WorkerPhase.EXITED,
-        exit=end,
-        called=worker.called,
-        own=worker.own,
+    before = WorkerState(
+        worker.rank, worker.node, worker.incarnation - 1, own=worker.own, called=worker.called
     )
+    return before.ended(end)

@@ -6,19 +6,12 @@ from msgspec.structs import replace
 
 from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, IllegalTransition
 from unirun.failover.blast_radius import consequences, unit_of
-from unirun.failover.ending import advance, form_anew
 from unirun.failover.policy import Decision, Loss, decide
-from unirun.failover.restart import end_job, history_of, restart
+from unirun.failover.restart_or_end import advance, end_job, form_anew, history_of, restart
 from unirun.job.events import ToWatchers
 from unirun.job.failures import Exit, Failure
 from unirun.job.generations import clear_the_way
-from unirun.job.state import (
-    ROLE_WORKS,
-    JobState,
-    RolePhase,
-    RoleState,
-    WorkerState,
-)
+from unirun.job.state import ROLE_WORKS, JobState, RolePhase, RoleState, WorkerState
 from unirun.job.transition import Transition
 from unirun.wire.messages import ExitAck
 from unirun.wire.reports import Notice, WorkerExited
@@ -106,7 +99,7 @@ def _loss(role: RoleState, worker: WorkerState, event: WorkerExited, end: Exit) 
     """The loss of `worker` (its state before it ended) for the policy."""
     in_past = max(worker.generation, event.met) < role.generation
     return Loss(
-        f"{event.worker} ended with {end}",
+        f"{event.worker} {end.predicate}",
         role.name,
         str(worker.rank),
         recoverable=worker.recoverable,

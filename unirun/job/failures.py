@@ -38,6 +38,11 @@ class Exit(Value):
         """As a shell gives it: the code, or 128 + the signal's number."""
         return 128 + self.signal if self.signal is not None else int(self.code or 0)
 
+    @property
+    def predicate(self) -> str:
+        """What follows the name of the process in a sentence."""
+        return f"ended with {self}" if self.signal is None else f"was {self}"
+
     def __str__(self) -> str:
         if self.signal is None:
             return f"exit code {self.code}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
@@ -10,7 +9,6 @@ from msgspec import field
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory, Placement
-from unirun.errors import IllegalTransition
 from unirun.graph import added
 from unirun.job.failures import Exit, Failure, brief
 from unirun.job.ranks import Ranks
@@ -191,33 +189,6 @@ class RoleState(Value):
         """This role with the worker of one rank replaced."""
         return replace(self, workers=self.workers.with_one(worker.rank, worker))
 
-    def check(self, max_restarts: int) -> None:
-        """Raise `IllegalTransition` when an invariant does not hold."""
-
-        def hold(true: bool, otherwise: str) -> None:
-            if not true:
-                raise IllegalTransition(f"role {self.name} {otherwise}")
-
-        counted = Counter(worker.standing for worker in self.workers)
-        hold(self.workers.standings == counted, f"has {counted} and counts {self.workers.standings}")
-        ranks = [worker.rank for worker in self.workers]
-        hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
-        hold(self.phase not in ROLE_ENDS or not self.living, f"is {self.phase} and has live workers")
-        hold(self.phase is not RolePhase.RUNNING or self.settled, f"is running with {self.running} ranks")
-        hold(self.phase is not RolePhase.REFORMING or not self.settled, "is reforming and complete")
-        hold(self.phase is not RolePhase.REFORMING or self.restart == "process", "reforms, which it cannot")
-        hold(self.restarts <= max_restarts, f"has {self.restarts} restarts, which is over its budget")
-        hold(self.opened <= self.generation, f"has a store of generation {self.opened}, which is to come")
-        for worker in self.workers:
-            who = f"has rank {worker.rank}"
-            hold(worker.incarnation <= self.generation, f"{who} started more often than it was formed")
-            hold(worker.generation <= self.generation, f"{who} in a generation that is to come")
-            hold(
-                not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away"
-            )
-        if self.phase is RolePhase.SUCCEEDED:
-            hold(self.has_done_its_work, "succeeded without all of its workers")
-
 
 class Verdict(Value):
     """How the job will end once every worker is gone. `by_failure`: the code is that of the root cause.
@@ -338,13 +309,6 @@ class JobState(Value):
     def live(self) -> bool:
         """Whether any worker has a process."""
         return any(role.living for role in self.roles.values())
-
-    def check(self) -> None:
-        """Raise `IllegalTransition` when an invariant does not hold."""
-        for role in self.roles.values():
-            role.check(self.role_spec(role.name).max_restarts)
-        if self.phase in JOB_ENDS and (self.live or self.verdict is None or self.ended is None):
-            raise IllegalTransition(f"the job is {self.phase} and not over")
 
 
 def new_job(

@@ -48,11 +48,7 @@ class Transition:
         role = replace(role, cause=self.cause if turned and self.cause else before.cause)
         self.state = self.state.with_role(role)
         if (before.phase, before.running, before.generation) != (role.phase, role.running, role.generation):
-            self.send(
-                ToWatchers(
-                    RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
-                )
-            )
+            self.send(ToWatchers(role_changed(role)))
 
     def tell_now(self) -> None:
         """Every worker learns what has changed since it was told last; who was told nothing yet learns everything.
@@ -119,6 +115,11 @@ class Transition:
         self.send(Record(kind, text, event, self.cause, about))
         if kind in CAUSES:
             self.cause = event
+
+
+def role_changed(role: RoleState) -> RoleChanged:
+    """What a CLI is told of a role."""
+    return RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
 
 
 def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:

@@ -6,16 +6,24 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from unirun.errors import EXIT_FAILURE, JobError
-from unirun.failover.abort import abort_step, begin_abort
-from unirun.failover.crashes import Crash, fatal, read_crashes, reason_of, record_crash, report_of
+from unirun.failover.crashes import (
+    Crash,
+    abort_step,
+    begin_abort,
+    fatal,
+    read_crashes,
+    reason_of,
+    record_crash,
+    report_of,
+)
 from unirun.failover.takeover import resume
-from unirun.job.state import JOB_ENDS, JobPhase, JobState, Verdict
+from unirun.job.state import JOB_ENDS, JobPhase, Verdict
 from unirun.master.persistence.context import restore
 from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.shell import Core, Master
@@ -46,7 +54,7 @@ def lead(
     on this host that have not joined yet, by node. Raises `JobError` when another job of the same id runs,
     `StoreError`.
     """
-    with _opened(job) as store:
+    with closing(open_store(job.store_url)) as store:
         first = job.first_context()
         if first is not None:
             _refuse_running(store, job)
@@ -54,7 +62,9 @@ def lead(
         if term is None:
             return
         contexts = ContextStore(store, job.run_id, term)
-        state = _own(contexts.take_over(), job)
+        state = contexts.take_over()
+        if state is not None and state.uid != job.uid:
+            state = None
         if state is None and first is not None:
             state = restore(first)
             contexts.create(state)
@@ -79,19 +89,6 @@ def _core(crashes: tuple[Crash, ...], job: JobDir) -> Core:
     verdict = Verdict(JobPhase.FAILED, EXIT_FAILURE, reason_of(crash), report=report)
     # What it does has been decided by those crashes, which are in the store; and the error may be one of writing.
     return Core(lambda state, now: begin_abort(state, verdict, now), abort_step, writes_first=False)
-
-
-def _own(state: JobState | None, job: JobDir) -> JobState | None:
-    return state if state is not None and state.uid == job.uid else None
-
-
-@contextmanager
-def _opened(job: JobDir) -> Iterator[Store]:
-    store = open_store(job.store_url)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 def _elected(store: Store, job: JobDir, path: Path, deposing: int) -> Term | None:

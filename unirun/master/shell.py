@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition, Refused, StoreError, WireError
 from unirun.failover.crashes import STORY, Crash, crash_of
-from unirun.failover.ending import shutdown_order
+from unirun.failover.restart_or_end import shutdown_order
 from unirun.job.events import (
     After,
     AgentLost,
@@ -34,7 +34,7 @@ from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
 from unirun.master.status_file import StatusFile
 from unirun.master.status_views import farewell, present, status_of
-from unirun.observe import EventLog, JobStatus, MetricsLog, led_to
+from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.reporting import report
@@ -42,6 +42,7 @@ from unirun.values import Value
 from unirun.wire import load_token
 from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
 from unirun.wire.asking import Ask
+from unirun.wire.codec import finite
 from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
@@ -84,7 +85,7 @@ class Master:
         self._core, self._record_crash = core, record_crash
         self._token = load_token(job.token)
         self._log = EventLog(job.events, term.epoch)
-        self._metrics = MetricsLog(job.metrics)
+        self._metrics = LineLog(job.metrics)
         self._state = replace(state, epoch=term.epoch, recorded=0)
         self._unaware = set(state.agents) if state.phase in JOB_ENDS else set()
         self._writer = Writer(
@@ -125,7 +126,7 @@ class Master:
         await self._status_file.write()
         server = await asyncio.start_unix_server(self._serve, sock=self._listener, backlog=BACKLOG)
         try:
-            async with self._writer.working(self._over):
+            async with self._status_file.kept(), self._writer.working(self._over):
                 await self._over.wait()
                 if (error := self._error or self._writer.error) is not None:
                     await self._crash(error)
@@ -134,7 +135,6 @@ class Master:
                     await self._say_goodbye()
         finally:
             server.close()
-            await self._status_file.close()
             self._log.close()
             self._metrics.close()
             for watch in watches:
@@ -214,7 +214,7 @@ class Master:
             case Record(kind, text, number, cause, about):
                 self._log.write(kind, text, id=number, cause=cause, about=about)
             case KeepMetrics(role, rank, when, values):
-                self._metrics.write(role, rank, when, values)
+                self._metrics.append({"time": when, "role": role, "rank": rank, "values": finite(values)})
             case After(delay, event):
                 asyncio.get_running_loop().call_later(delay, self._apply, event)
             case Finish():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from unirun.observe import JobStatus, write_status
@@ -27,46 +28,44 @@ class StatusFile:
     ) -> None:
         self._job, self._snapshot, self._failed = job, snapshot, failed
         self._one_by_one = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._due: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._news = asyncio.Event()
         self._took = 0.0
         self._written = 0
 
     def write_soon(self) -> None:
         """Write it in a moment: more may change until then."""
-        if self._due is None and not self._closed:
-            delay = min(max(DELAY, 10 * self._took), MAX_DELAY)
-            self._due = asyncio.get_running_loop().call_later(delay, self._begin)
+        self._news.set()
 
     async def write(self) -> None:
         """Write it now."""
         async with self._one_by_one:
-            self._cancel()
+            self._news.clear()
             status = self._snapshot()
             if status is not None and (problem := await asyncio.to_thread(self._replace, status)):
                 # A full disk must not end a job that can go on; the next change tries again.
                 self._failed(problem)
 
-    async def close(self) -> None:
-        """Write it for the last time: an event that comes later, such as the end of a stream, writes nothing."""
-        self._closed = True
-        await self.write()
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Write it after each change, and for the last time at the end: an event that comes later, such as the end of a
+        stream, writes nothing."""
+        task = asyncio.ensure_future(self._keep())
+        try:
+            yield
+        finally:
+            async with self._one_by_one:
+                # A thread that writes cannot be cancelled.
+                task.cancel()
+            await self.write()
 
-    def _cancel(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-
-    def _begin(self) -> None:
-        task = asyncio.ensure_future(self.write())
-        self._tasks.add(task)
-        task.add_done_callback(self._end)
-
-    def _end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            report_error(error)
+    async def _keep(self) -> None:
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(min(max(DELAY, 10 * self._took), MAX_DELAY))
+            try:
+                await self.write()
+            except Exception as error:  # noqa: BLE001 - a status that cannot be made must not end a job
+                report_error(error)
 
     def _replace(self, status: Callable[[], JobStatus]) -> str:
         """Why it could not be written; empty when it was, or was not to be."""

@@ -7,8 +7,8 @@ import signal
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.ending import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
+from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
 from unirun.failover.worker_failure import exited, store_ended
 from unirun.graph import sound
@@ -37,7 +37,6 @@ from unirun.job.state import (
 )
 from unirun.job.transition import Transition, output_of
 from unirun.values import WorkerId
-from unirun.wire.asking import Ask
 from unirun.wire.messages import Stop
 from unirun.wire.reports import (
     Calls,
@@ -94,8 +93,14 @@ def _handle(transition: Transition, event: Event) -> None:
             _started(transition, event)
         case WorkerRunning():
             _running(transition, event)
-        case FromWorker(who, message):
-            _said(transition, who, message)
+        case FromWorker(who, Serving() as said):
+            _serving(transition, who, said)
+        case FromWorker(who, GroupFormed() as said):
+            _formed(transition, who, said)
+        case FromWorker(who, Metrics() as said):
+            _metrics(transition, who, said)
+        case FromWorker(who, Calls() as said):
+            _calls(transition, who, said)
         case WorkerExited():
             exited(transition, event)
         case StoreOpened():
@@ -133,20 +138,6 @@ def _cause(state: JobState, event: Event) -> str:
         case _:
             return ""
     return state.roles[name].cause if name in state.roles else ""
-
-
-def _said(
-    transition: Transition, who: WorkerId, message: Serving | GroupFormed | Metrics | Calls | Ask
-) -> None:
-    match message:
-        case Serving():
-            _serving(transition, who, message)
-        case GroupFormed():
-            _formed(transition, who, message)
-        case Metrics():
-            _metrics(transition, who, message)
-        case Calls():
-            _calls(transition, who, message)
 
 
 def _join(transition: Transition, event: Join) -> None:

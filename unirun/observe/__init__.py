@@ -2,7 +2,7 @@
 
 from unirun.observe.events import EventLog, led_to, read_events
 from unirun.observe.index import read_index
-from unirun.observe.metrics import MetricsLog, read_metrics
+from unirun.observe.linelog import LineLog
 from unirun.observe.status import (
     FAILURES,
     CallStatus,
@@ -13,6 +13,7 @@ from unirun.observe.status import (
     WorkerStatus,
     read_status,
     read_summary,
+    shaped,
     write_status,
 )
 
@@ -22,15 +23,15 @@ __all__ = [
     "EventLog",
     "FailureStatus",
     "JobStatus",
-    "MetricsLog",
+    "LineLog",
     "RoleStatus",
     "Summary",
     "WorkerStatus",
     "led_to",
     "read_events",
     "read_index",
-    "read_metrics",
     "read_status",
     "read_summary",
+    "shaped",
     "write_status",
 ]

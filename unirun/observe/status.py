@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import convert, field, to_builtins
 from msgspec.structs import replace
@@ -18,13 +18,16 @@ from unirun.wire.codec import typed
 FAILURES = 20
 """Failures in a status; the event log has all of them."""
 
+T = TypeVar("T", bound=Value)
+
 ENDED = ("succeeded", "failed", "stopped", "lost")
 
 
 class WorkerStatus(Value):
     """One worker: its phase, its node, and how it has ended (`exit`, in words).
 
-    `generation` is that of its role's process group which it is in; `metrics` are the latest by name.
+    `generation` is that of its role's process group which it is in; `metrics` are the latest by name; those that
+    are not finite, which JSON has no words for, are text (``"nan"``).
     """
 
     rank: int
@@ -36,7 +39,7 @@ class WorkerStatus(Value):
     memory: int | None = None
     cpu: float | None = None
     generation: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | str] = field(default_factory=dict)
 
 
 class RoleStatus(Value):
@@ -143,20 +146,17 @@ class Summary(Value):
         return json.dumps(to_builtins(self))
 
 
+def shaped(kind: type[T], *sources: Value, **given: Any) -> T:
+    """The `kind` with the fields that are `given`, and the fields of the same names that `sources` have."""
+    fields = {name: getattr(each, name) for each in sources for name in each.__struct_fields__}
+    return kind(**{name: value for name, value in (fields | given).items() if name in kind.__struct_fields__})
+
+
 def write_status(job: JobDir, status: JobStatus) -> None:
     """Write the status of `job` and its summary. Raises OSError."""
     job.write_json(job.state.name, status.to_json())
-    summary = Summary(
-        run_id=status.run_id,
-        uid="",
-        name=status.name,
-        phase=status.phase,
-        started=status.started,
-        ended=status.ended,
-        code=status.code,
-        roles={role.name: len(role.workers) for role in status.roles},
-    )
-    job.write_json(job.summary.name, to_builtins(summary))
+    sizes = {role.name: len(role.workers) for role in status.roles}
+    job.write_json(job.summary.name, to_builtins(shaped(Summary, status, uid="", roles=sizes)))
 
 
 def runs(job: JobDir) -> bool:
@@ -195,17 +195,6 @@ def read_status(job: JobDir) -> JobStatus:
     if alive or status.phase in ENDED:
         return status
     return replace(status, phase="lost", reason="its processes are gone and left no end")
-
-
-def verified(status: JobStatus, where: str) -> JobStatus:
-    """`status`, which was read from `where`, after a check that each field has its type.
-
-    Raises `JobError`.
-    """
-    try:
-        return typed(JobStatus, status.to_json())
-    except FrameError as error:
-        raise _foreign(where) from error
 
 
 def _foreign(where: str) -> JobError:

@@ -7,6 +7,7 @@ written for.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar, get_args
 
 from msgspec import convert, to_builtins
@@ -27,10 +28,13 @@ def encode(message: Message) -> dict[str, Any]:
     if isinstance(message, FromWorker):
         said, place = message.message, payload["message"]
     if isinstance(said, Metrics):
-        # JSON has no words for these; a loss that is nan is news all the same.
-        values = said.values.items()
-        place["values"] = {name: value if math.isfinite(value) else str(value) for name, value in values}
+        place["values"] = finite(said.values)
     return payload
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | str]:
+    """`values` as JSON can have them: ``"nan"``, ``"inf"`` and ``"-inf"`` stand for floats that it has no words for."""
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def decode(payload: dict[str, Any]) -> Message:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
+from tests.unit.job.invariants import check_job
 from tests.unit.job.job import Job
 from tests.unit.master.persistence.documents import written
 from unirun.failover.takeover import resume
@@ -26,7 +27,7 @@ def take_over(job: Job) -> list[Command]:
     """The job's master dies, and another loads what is in the store. Returns what is done at once."""
     job.now += 2.0
     job.state, commands = resume(restore(written(job.state)), job.now)
-    job.state.check()
+    check_job(job.state)
     return commands
 
 

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from tests.unit.failover.losses import gone, nodes
 from tests.unit.failover.takeover import TWO
+from tests.unit.job.invariants import check_job
 from tests.unit.job.job import Job, plain
 from unirun.errors import EXIT_FAILURE
-from unirun.failover.abort import abort_step, begin_abort
+from unirun.failover.crashes import abort_step, begin_abort
 from unirun.failover.takeover import REJOIN_TIMEOUT
 from unirun.job.events import (
     After,
@@ -39,11 +40,11 @@ class Ending:
 
     def __init__(self, job: Job) -> None:
         self.state, self.commands = begin_abort(job.state, VERDICT, 200.0)
-        self.state.check()
+        check_job(self.state)
 
     def on(self, event: Event) -> list[Command]:
         self.state, self.commands = abort_step(self.state, event, 201.0)
-        self.state.check()
+        check_job(self.state)
         return self.commands
 
     def join(self, node: str = "n0") -> list[Command]:

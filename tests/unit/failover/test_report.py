@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from unirun.failover.report import failure_report
-from unirun.failover.root_cause import diagnose
+from unirun.failover.root_cause import diagnose, failure_report
 from unirun.job.failures import Exit, Failure
 from unirun.values import WorkerId
 

@@ -11,7 +11,7 @@ from tests.unit.failover.takeover import TWO, end, join, kinds, rejoin, starts, 
 from tests.unit.job.job import KILL, TERM, Job, plain
 from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition, Refused
-from unirun.failover.ending import shutdown_order
+from unirun.failover.restart_or_end import shutdown_order
 from unirun.failover.takeover import REJOIN_TIMEOUT, resume
 from unirun.job.events import After, JoinTimedOut, Record, RejoinTimedOut, ToAgent
 from unirun.job.failures import Exit

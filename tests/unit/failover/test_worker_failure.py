@@ -96,7 +96,7 @@ class TestAFailure:
     def test_tells_who_why_and_what_was_decided(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, by=9, note="out of memory")
         assert "exit: actor:0 ended: killed by SIGKILL, out of memory" in job.records
-        assert "decision: actor:0 ended with killed by SIGKILL; restart 1 of 1 of role actor" in job.records
+        assert "decision: actor:0 was killed by SIGKILL; restart 1 of 1 of role actor" in job.records
         assert "restart: role actor starts as generation 1" in job.records
         assert job.told(Notice)[0].source == "actor:0"
 
@@ -132,7 +132,7 @@ class TestAFailure:
             note="a note",
             tail="the end",
             log="/logs/actor/1/1",
-            decision="actor:1 ended with killed by SIGKILL; restart 2 of 3 of role actor",
+            decision="actor:1 was killed by SIGKILL; restart 2 of 3 of role actor",
         )
 
     def test_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:

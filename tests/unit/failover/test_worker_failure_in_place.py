@@ -51,7 +51,7 @@ class TestADeath:
     def test_gives_the_reason_in_words(self) -> None:
         job = serving().exits("actor", 2, by=KILL)
         says = (
-            "actor:2 ended with killed by SIGKILL; restart 1 of 3: actor:2 alone, actor's other 3 ranks keep "
+            "actor:2 was killed by SIGKILL; restart 1 of 3: actor:2 alone, actor's other 3 ranks keep "
             "their memory and form generation 1"
         )
         assert f"decision: {says}" in job.records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from tests.sim.views import told_view
+from tests.unit.job.invariants import check_job
 from unirun.collocation import Assignment, Inventory, Placement, place
 from unirun.graph import declared
 from unirun.job.events import (
@@ -89,7 +90,7 @@ class Job:
         while pending:
             self.now += 0.1
             self.state, commands = step(self.state, pending.pop(0), self.now)
-            self.state.check()
+            check_job(self.state)
             commands = [each for command in commands for each in self.received(command)]
             self.check_views()
             self.commands += commands

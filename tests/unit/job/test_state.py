@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.failover.losses import nodes, workloads
+from tests.unit.job.invariants import check_job, check_role
 from tests.unit.job.job import Job
 from unirun.errors import IllegalTransition
 from unirun.job.failures import Exit, Failure
@@ -86,18 +87,18 @@ ILLEGAL: list[tuple[str, Callable[[RoleState], RoleState]]] = [
 
 @pytest.mark.parametrize("change", LEGAL)
 def test_a_role_may_be(change: Callable[[RoleState], RoleState]) -> None:
-    change(running()).check(2)
+    check_role(change(running()), 2)
 
 
 @pytest.mark.parametrize(("words", "change"), ILLEGAL)
 def test_a_role_may_not_be(words: str, change: Callable[[RoleState], RoleState]) -> None:
     with pytest.raises(IllegalTransition, match=f"^role actor {words}"):
-        change(running()).check(2)
+        check_role(change(running()), 2)
 
 
 def test_a_job_that_is_over_has_an_end_and_nobody_who_lives() -> None:
     job = Job({"actor": 1}).running().exits("actor", 0).state
-    job.check()
+    check_job(job)
     live = job.roles["actor"].workers[0]
     role = job.roles["actor"].with_worker(replace(live, phase=WorkerPhase.ALIVE))
     wrong = [
@@ -107,15 +108,15 @@ def test_a_job_that_is_over_has_an_end_and_nobody_who_lives() -> None:
     ]
     for state in wrong:
         with pytest.raises(IllegalTransition, match="^the job is succeeded and not over"):
-            state.check()
-        replace(state, phase=JobPhase.STOPPING).check()
+            check_job(state)
+        check_job(replace(state, phase=JobPhase.STOPPING))
 
 
 def test_the_roles_of_a_job_are_held_to_their_budgets() -> None:
     job = Job({"actor": 1}, restarts={"actor": 1}).running().state
-    job.with_role(replace(job.roles["actor"], restarts=1)).check()
+    check_job(job.with_role(replace(job.roles["actor"], restarts=1)))
     with pytest.raises(IllegalTransition, match="2 restarts, which is over its budget"):
-        job.with_role(replace(job.roles["actor"], restarts=2)).check()
+        check_job(job.with_role(replace(job.roles["actor"], restarts=2)))
 
 
 def test_a_successor_has_what_its_rank_has_called_and_nothing_else() -> None:

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from tests.unit.master.court import SEAT, Court, all_of, eventually, until
 from tests.unit.master.streams import ended
 from unirun.errors import Fenced, StoreAway
-from unirun.failover.abort import abort_step, begin_abort
-from unirun.failover.crashes import STORY
+from unirun.failover.crashes import STORY, abort_step, begin_abort
 from unirun.job.events import Command, Event
 from unirun.job.state import JobPhase, JobState, Verdict
 from unirun.master.shell import Core

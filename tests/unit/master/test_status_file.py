@@ -28,8 +28,8 @@ def test_a_status_file_that_was_closed_writes_nothing_more(job_dir: JobDir) -> N
 
     async def main() -> None:
         file = status_file(job_dir, problems)
-        file.write_soon()
-        await file.close()
+        async with file.kept():
+            file.write_soon()
         job_dir.state.unlink()
         # The stream of an agent may end after the master has closed its files.
         file.write_soon()
@@ -46,11 +46,11 @@ def test_a_status_that_cannot_be_written_is_told_and_written_with_the_next_chang
     async def main() -> None:
         file = status_file(job_dir, problems)
         job_dir.state.mkdir()
-        await file.write()
-        assert problems, "nothing was told"
-        job_dir.state.rmdir()
-        file.write_soon()
-        await file.close()
+        async with file.kept():
+            await file.write()
+            assert problems, "nothing was told"
+            job_dir.state.rmdir()
+            file.write_soon()
 
     asyncio.run(main())
     assert job_dir.state.is_file()

@@ -14,7 +14,7 @@ from tests.unit.master.court import SEAT, Court, all_of, eventually, until
 from tests.unit.master.streams import ended, ends_well
 from unirun.errors import StoreAway, WireError
 from unirun.master.persistence import writer as writing
-from unirun.observe import read_metrics
+from unirun.observe.linelog import read_lines
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
 from unirun.wire import new_token
@@ -42,6 +42,9 @@ from unirun.wire.reports import (
     WorkerRunning,
 )
 
+METRICS = {"loss": 0.5, "norm": "nan"}
+"""As JSON has them."""
+
 
 class TestAnAgent:
     def test_is_heard_by_who_follows_the_job_and_by_who_reads(self, court: Court) -> None:
@@ -49,20 +52,20 @@ class TestAnAgent:
             watcher, agent = await court.greet(Attach()), await court.agent()
             agent.send(Notice("actor:0", "is slow"))
             agent.send(Sample("n0", {"actor:0": 5_000}, {"actor:0": 1.5}))
-            agent.send(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5}, 3.0)))
+            agent.send(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5, "norm": float("nan")}, 3.0)))
             told = await until(watcher, Notice)
             assert WorkerOutput(WorkerId("actor", 1, 0), 1) in told
             assert RoleChanged("actor", "running", 0, 2, 2) in told
             assert told[-1] == Notice("actor:0", "is slow")
-            await eventually(lambda: court.status()["roles"][0]["workers"][1]["metrics"] == {"loss": 0.5})
+            await eventually(lambda: court.status()["roles"][0]["workers"][1]["metrics"] == METRICS)
             worker = court.status()["roles"][0]["workers"][0]
             assert (worker["memory"], worker["cpu"], worker["pid"]) == (5_000, 1.5, 100)
             await ends_well(agent)
             await watcher.close()
 
         assert court.run(play) == []
-        (measured,) = read_metrics(court.job.metrics)
-        assert measured == {"time": 3.0, "role": "actor", "rank": 1, "values": {"loss": 0.5}}
+        (measured,) = read_lines(court.job.metrics)
+        assert measured == {"time": 3.0, "role": "actor", "rank": 1, "values": METRICS}
         assert court.events("notice") == ["actor:0: is slow"]
         assert (court.status()["phase"], court.status()["epoch"], court.status()["trouble"]) == (
             "succeeded",

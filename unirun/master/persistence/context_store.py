@@ -23,7 +23,8 @@ from unirun.rendezvous.keys import (
     job_prefix,
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
-from unirun.values import Value
+from unirun.values import Value, WorkerId
+from unirun.wire.asking import Answer, Ask
 
 _PIECE = 200_000
 """Characters of a worker's state in one value."""
@@ -34,6 +35,12 @@ _COMMITTED = "committed"
 the number of the write of which all are there."""
 
 _CLEAN: Changes = {f"{CONTEXT}{_COMMITTED}": None, f"{CONTEXT}{_STAGED}": None}
+
+MAX_CHANNEL = 200
+"""Characters in the name of a channel, which is a part of a key."""
+
+MAX_DIGITS = 18
+"""Of a version: it fits 64 bits."""
 
 MAX_OPERATIONS = 100
 MAX_BYTES = 1_000_000
@@ -199,6 +206,37 @@ class ContextStore:
         """The version of a channel that was kept last."""
         kept = self._get(f"{VERSIONS}{quote(channel, safe='')}")
         return None if kept is None else int(kept)
+
+    def answer(self, worker: WorkerId, ask: Ask) -> Answer:
+        """Carry out what a worker asks of the store. It is idempotent. Raises `StoreError`.
+
+        A request that no store could carry out is answered with the problem: a master that raised would leave the same
+        request to the next one.
+        """
+        if ask.wish in ("commit_version", "version") and not 0 < len(ask.name) <= MAX_CHANNEL:
+            return Answer(
+                ask.number, problem=f"{ask.name!r:.80} is no channel: 1 to {MAX_CHANNEL} characters"
+            )
+        if ask.wish == "commit_version" and not (ask.data.isdecimal() and len(ask.data) <= MAX_DIGITS):
+            return Answer(ask.number, problem=f"{ask.data!r:.80} is no version")
+        try:
+            return Answer(ask.number, self._carried_out(worker, ask))
+        except ValueError as error:
+            # Nothing was sent to the store: the text is not UTF-8, or the key is not allowed.
+            return Answer(ask.number, problem=f"{ask.wish} cannot be done: {error}")
+
+    def _carried_out(self, worker: WorkerId, ask: Ask) -> str | None:
+        match ask.wish:
+            case "save_state":
+                self.save_state(worker.role, worker.rank, ask.data)
+                return None
+            case "load_state":
+                return self.load_state(worker.role, worker.rank)
+            case "commit_version":
+                return str(self.commit_version(ask.name, int(ask.data)))
+            case "version":
+                kept = self.version(ask.name)
+                return None if kept is None else str(kept)
 
     def _get(self, name: str) -> str | None:
         item = self._store.get(f"{self._prefix}{name}")

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from unirun.errors import Fenced, StoreError
 from unirun.job.events import Command
 from unirun.job.state import JobState, Verdict
-from unirun.master.answering import answer
 from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.ledger import Ledger
 from unirun.rendezvous.election import Term
@@ -151,7 +150,7 @@ class Writer:
                 await self._bring_to(target)
             while self._asks:
                 worker, ask, reply = self._asks.popleft()
-                do = partial(answer, self._contexts, worker, ask)
+                do = partial(self._contexts.answer, worker, ask)
                 reply(ToWorker(worker, await self._persistently("write", do)))
             if self._until_note() == 0.0:
                 await self._note(self._latest)

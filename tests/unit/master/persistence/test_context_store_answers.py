@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from unirun.master.answering import answer
 from unirun.master.persistence.context_store import ContextStore
 from unirun.rendezvous.election import campaign
 from unirun.rendezvous.keys import job_prefix
@@ -34,48 +33,48 @@ def ask(wish: Wish, name: str = "", data: str = "", *, rank: int = 0, incarnatio
 
 def test_a_state_is_found_by_the_next_incarnation_and_the_next_master(store: MemoryStore) -> None:
     first = contexts(store)
-    assert answer(first, *ask("load_state")) == Answer(7, None)
+    assert first.answer(*ask("load_state")) == Answer(7, None)
     for text in ("one", "", "x" * 450_000, "two"):
-        assert answer(first, *ask("save_state", data=text)) == Answer(7)
-        assert answer(first, *ask("load_state", incarnation=1)).data == text
+        assert first.answer(*ask("save_state", data=text)) == Answer(7)
+        assert first.answer(*ask("load_state", incarnation=1)).data == text
     second = contexts(store, deposing=1)
-    assert answer(second, *ask("load_state", incarnation=2)) == Answer(7, "two")
+    assert second.answer(*ask("load_state", incarnation=2)) == Answer(7, "two")
 
 
 def test_each_rank_and_each_job_has_its_own(store: MemoryStore) -> None:
     mine, other = contexts(store, "run1"), contexts(store, "run10")
-    answer(mine, *ask("save_state", data="zero"))
-    answer(mine, *ask("save_state", data="one", rank=1))
-    assert answer(mine, *ask("load_state", rank=1)).data == "one"
-    assert answer(mine, *ask("load_state", rank=10)).data is None
-    assert answer(other, *ask("load_state")).data is None
+    mine.answer(*ask("save_state", data="zero"))
+    mine.answer(*ask("save_state", data="one", rank=1))
+    assert mine.answer(*ask("load_state", rank=1)).data == "one"
+    assert mine.answer(*ask("load_state", rank=10)).data is None
+    assert other.answer(*ask("load_state")).data is None
 
 
 def test_nothing_is_left_of_the_states_before(store: MemoryStore) -> None:
     held = contexts(store)
     for _ in range(3):
-        answer(held, *ask("save_state", data="y" * 450_000))
+        held.answer(*ask("save_state", data="y" * 450_000))
     states = [item.key for item in store.get_prefix("jobs/run1/states/").items]
     assert len(states) == 4, states
 
 
 def test_no_value_is_over_256_kilobytes(store: MemoryStore) -> None:
-    answer(contexts(store), *ask("save_state", data="z" * (11 << 20)))
+    contexts(store).answer(*ask("save_state", data="z" * (11 << 20)))
     assert max(len(item.value) for item in store.get_prefix("").items) <= 256 * 1024
 
 
 def test_a_version_only_grows(store: MemoryStore) -> None:
     held = contexts(store)
-    assert answer(held, *ask("version", "actor weights")).data is None
+    assert held.answer(*ask("version", "actor weights")).data is None
     for given, kept in ((3, "3"), (2, "3"), (3, "3"), (12, "12")):
-        assert answer(held, *ask("commit_version", "actor weights", str(given))).data == kept
-    assert answer(held, *ask("version", "actor weights")).data == "12"
-    assert answer(held, *ask("version", "actor")).data is None
-    assert answer(contexts(store, deposing=1), *ask("version", "actor weights")).data == "12"
+        assert held.answer(*ask("commit_version", "actor weights", str(given))).data == kept
+    assert held.answer(*ask("version", "actor weights")).data == "12"
+    assert held.answer(*ask("version", "actor")).data is None
+    assert contexts(store, deposing=1).answer(*ask("version", "actor weights")).data == "12"
 
 
 def test_what_is_no_version_is_told_to_who_asked(store: MemoryStore) -> None:
-    assert answer(contexts(store), *ask("commit_version", "w", "-1")).problem == "'-1' is no version"
+    assert contexts(store).answer(*ask("commit_version", "w", "-1")).problem == "'-1' is no version"
 
 
 @pytest.mark.parametrize("wish", ["commit_version", "version"])
@@ -83,24 +82,24 @@ def test_what_is_no_version_is_told_to_who_asked(store: MemoryStore) -> None:
 def test_a_channel_that_no_store_takes_is_told_to_who_asked(
     store: MemoryStore, wish: Wish, channel: str
 ) -> None:
-    problem = answer(contexts(store), *ask(wish, channel, "1")).problem
+    problem = contexts(store).answer(*ask(wish, channel, "1")).problem
     assert "is no channel: 1 to 200 characters" in problem
 
 
 @pytest.mark.parametrize("channel", ["/", "..", "a/b", "\N{SNOWMAN}" * 200, "\0"])
 def test_any_other_channel_is_one_of_its_own(store: MemoryStore, channel: str) -> None:
     held = contexts(store)
-    assert answer(held, *ask("commit_version", channel, "4")).data == "4"
-    assert answer(held, *ask("version", channel)).data == "4"
-    assert answer(held, *ask("version", "other")).data is None
+    assert held.answer(*ask("commit_version", channel, "4")).data == "4"
+    assert held.answer(*ask("version", channel)).data == "4"
+    assert held.answer(*ask("version", "other")).data is None
 
 
 def test_a_version_beyond_64_bits_is_none(store: MemoryStore) -> None:
-    assert "is no version" in answer(contexts(store), *ask("commit_version", "w", "9" * 5000)).problem
+    assert "is no version" in contexts(store).answer(*ask("commit_version", "w", "9" * 5000)).problem
 
 
 @pytest.mark.parametrize("wrong", [ask("commit_version", "\udc80", "1"), ask("version", "\udc80")])
 def test_what_is_no_text_harms_nobody_else(store: MemoryStore, wrong: Asked) -> None:
     held = contexts(store)
-    assert "cannot be done" in answer(held, *wrong).problem
-    assert answer(held, *ask("commit_version", "w", "1")).data == "1", "the next write goes on"
+    assert "cannot be done" in held.answer(*wrong).problem
+    assert held.answer(*ask("commit_version", "w", "1")).data == "1", "the next write goes on"

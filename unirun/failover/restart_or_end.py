@@ -1,4 +1,4 @@
-"""How roles and the job end."""
+"""How roles restart and end, and how the job ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import signal
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_BUDGET, EXIT_PLACEMENT, IllegalTransition
-from unirun.failover.report import failure_report
-from unirun.failover.root_cause import diagnose, episode
+from unirun.failover.policy import Budget, Decision, History
+from unirun.failover.root_cause import diagnose, episode, failure_report
 from unirun.graph import show_ranks
 from unirun.job.events import Finish
 from unirun.job.failures import Exit
-from unirun.job.generations import form_next
+from unirun.job.generations import form_next, start_missing
 from unirun.job.ranks import Ranks
 from unirun.job.state import ROLE_ENDS, ROLE_WORKS, JobPhase, JobState, RolePhase, RoleState, Verdict
 from unirun.job.transition import Transition
@@ -119,7 +119,39 @@ def end_if_over(transition: Transition) -> None:
         code = verdict.code if verdict.code == EXIT_BUDGET else diagnosis.cause.exit.status
         report = failure_report(verdict.reason, diagnosis)
         verdict = replace(verdict, code=code, report=report, error_file=f"{diagnosis.cause.log}/error.json")
-    transition.state = replace(state, phase=verdict.phase, verdict=verdict, ended=transition.now)
-    transition.cause = state.cause
+    finish(transition, verdict)
+
+
+def finish(transition: Transition, verdict: Verdict) -> None:
+    """The job is over, with this verdict."""
+    transition.state = replace(transition.state, phase=verdict.phase, verdict=verdict, ended=transition.now)
+    transition.cause = transition.state.cause
     transition.record("end", f"{verdict.phase}: {verdict.reason} (exit code {verdict.code})")
     transition.send(Finish(verdict))
+
+
+def history_of(state: JobState, role: RoleState) -> History:
+    """What the policy knows of `role`."""
+    budget = Budget(state.role_spec(role.name).max_restarts, role.restarts)
+    return History(budget, role.kind, role.restart, role.living, role.generation)
+
+
+def restart(transition: Transition, role: RoleState, decision: Decision) -> None:
+    """Restart the whole `role`, or start its lost ranks again, as was decided."""
+    if decision.action == "join":
+        start_missing(transition, role)
+        return
+    role = replace(role, restarts=role.restarts + 1)
+    if decision.action == "restart_worker":
+        form_anew(transition, replace(role, phase=RolePhase.REFORMING))
+        return
+    role = replace(role, phase=RolePhase.RESTARTING)
+    transition.put(role)
+    transition.stop(role, signal.SIGTERM, transition.state.spec.shutdown_timeout)
+    advance(transition, role)
+
+
+def end_job(transition: Transition, decision: Decision, code: int, *, by_failure: bool) -> None:
+    """End the job as was decided, with exit code `code` unless a budget is spent."""
+    code = EXIT_BUDGET if decision.budget_spent else code
+    stop_all(transition, Verdict(JobPhase.FAILED, code, decision.reason, by_failure), signal.SIGTERM, None)

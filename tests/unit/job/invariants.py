@@ -1,0 +1,42 @@
+"""What holds of the state of a job after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unirun.errors import IllegalTransition
+from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobState, RolePhase, RoleState, WorkerPhase
+
+
+def check_role(role: RoleState, max_restarts: int) -> None:
+    """Raise `IllegalTransition` when an invariant does not hold."""
+
+    def hold(true: bool, otherwise: str) -> None:
+        if not true:
+            raise IllegalTransition(f"role {role.name} {otherwise}")
+
+    counted = Counter(worker.standing for worker in role.workers)
+    hold(role.workers.standings == counted, f"has {counted} and counts {role.workers.standings}")
+    ranks = [worker.rank for worker in role.workers]
+    hold(ranks == list(range(len(ranks))), "has ranks that are not 0..n-1")
+    hold(role.phase not in ROLE_ENDS or not role.living, f"is {role.phase} and has live workers")
+    hold(role.phase is not RolePhase.RUNNING or role.settled, f"is running with {role.running} ranks")
+    hold(role.phase is not RolePhase.REFORMING or not role.settled, "is reforming and complete")
+    hold(role.phase is not RolePhase.REFORMING or role.restart == "process", "reforms, which it cannot")
+    hold(role.restarts <= max_restarts, f"has {role.restarts} restarts, which is over its budget")
+    hold(role.opened <= role.generation, f"has a store of generation {role.opened}, which is to come")
+    for worker in role.workers:
+        who = f"has rank {worker.rank}"
+        hold(worker.incarnation <= role.generation, f"{who} started more often than it was formed")
+        hold(worker.generation <= role.generation, f"{who} in a generation that is to come")
+        hold(not worker.addresses or worker.phase is WorkerPhase.SERVING, f"{who} called though it is away")
+    if role.phase is RolePhase.SUCCEEDED:
+        hold(role.has_done_its_work, "succeeded without all of its workers")
+
+
+def check_job(state: JobState) -> None:
+    """Raise `IllegalTransition` when an invariant does not hold."""
+    for role in state.roles.values():
+        check_role(role, state.role_spec(role.name).max_restarts)
+    if state.phase in JOB_ENDS and (state.live or state.verdict is None or state.ended is None):
+        raise IllegalTransition(f"the job is {state.phase} and not over")
