@@ -12,7 +12,7 @@ from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
 from unirun.job.state import new_job
 from unirun.launcher.foreground.terminal import drop_input, warn
-from unirun.launcher.local import Processes, first_words, start_processes
+from unirun.launcher.local import RunningJob, first_words, start_processes
 from unirun.launcher.orders import AgentTask
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
@@ -24,20 +24,11 @@ from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec
-from unirun.values import Value
 from unirun.wire import new_token
 from unirun.wire.aio import listen
 
 MOST_NODES = 16
 """Each is an agent, and a process that has torch imported: 150 MB, and a second of a processor when it starts."""
-
-
-class RunningJob(Value):
-    """A job whose processes are children of this process."""
-
-    job: JobDir
-    spec: JobSpec
-    processes: Processes
 
 
 def run(

@@ -21,6 +21,8 @@ from unirun.launcher.process import kill_children, set_title
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.reporting import flush, report, report_error
+from unirun.spec import JobSpec
+from unirun.values import Value
 
 FAREWELL = 5.0
 """Seconds that the master and the agents have to leave after the job's end."""
@@ -222,6 +224,14 @@ class Processes:
             else:
                 time.sleep(0.005)
         return self._exits[pid]
+
+
+class RunningJob(Value):
+    """A job whose processes are children of this process."""
+
+    job: JobDir
+    spec: JobSpec
+    processes: Processes
 
 
 def last_words(job: JobDir) -> str:

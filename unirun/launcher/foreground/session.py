@@ -14,8 +14,7 @@ from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
 from unirun.job.state import ROLE_ENDS, RolePhase
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
-from unirun.launcher.launch import RunningJob
-from unirun.launcher.local import FAREWELL, first_words, last_words
+from unirun.launcher.local import FAREWELL, RunningJob, first_words, last_words
 from unirun.master.persistence.context_store import load
 from unirun.master.status_views import farewell
 from unirun.rendezvous.election import Leader

@@ -15,8 +15,7 @@ from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.launcher.foreground import session as session_module
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.session import Session, StopRequests
-from unirun.launcher.launch import RunningJob
-from unirun.launcher.local import Processes
+from unirun.launcher.local import Processes, RunningJob
 from unirun.rendezvous import seat
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.blocking import BlockingStream
