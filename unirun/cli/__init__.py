@@ -30,18 +30,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _dispatch_and_flush(argv: list[str]) -> int:
-    """Run the command. What it prints is written when this returns, or is dropped: the interpreter would fail at it."""
+    """Run the command and flush stdout. Output that cannot be written is dropped before the interpreter exits."""
     try:
         try:
             return _dispatch(argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has gone, as head does. A shell expects the code of SIGPIPE.
+        # The reader has closed the pipe, as head does. A shell expects the code of SIGPIPE.
         drop_output()
         return 128 + signal.SIGPIPE
     except FileNotFoundError as error:
-        # What asks for the working directory names no file.
+        # An error of os.getcwd() has no file name.
         if error.filename is not None or _cwd_is_there():
             raise
         raise UsageError("the working directory is gone", "call unirun in another one") from error
@@ -49,7 +49,7 @@ def _dispatch_and_flush(argv: list[str]) -> int:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
         drop_output()
-        warn(f"what there is to print cannot be written: {error.strerror}")
+        warn(f"the output cannot be written: {error.strerror}")
         return EXIT_FAILURE
 
 

@@ -1,6 +1,6 @@
 """``unirun completion bash|zsh``: completions, made from the table of options.
 
-Jobs are completed from the directories that are here: a key must not wait for a store.
+Jobs are completed from the directories of this host only: a completion must not wait for a store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unirun.cli.options import GRAPH_OPTIONS, OPTIONS, PLAN_OPTIONS
 EVERY = (*OPTIONS, *PLAN_OPTIONS, *GRAPH_OPTIONS)
 
 _BASH = """# unirun completion for bash: source <(unirun completion bash)
-# What compgen -W gets it expands as the shell would: only words of this script, never names of jobs or files.
+# compgen -W expands its words as the shell does, so it gets words of this script only, no names of jobs or files.
 _unirun_jobs() {{
   local job
   while IFS= read -r job; do

@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="unirun events", description="What happened to a job, what was decided, and why.")
     parser.add_argument("job", nargs="?", help=JOB_HELP)
     parser.add_argument(
-        "--story", help="only what concerns a worker, a role or a node, and what caused that", metavar="WHO"
+        "--story", help="only events of a worker, a role or a node, and their causes", metavar="WHO"
     )
     parser.add_argument("--json", action="store_true", help="one object a line, for programs")
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")

@@ -1,4 +1,4 @@
-"""``unirun gc [JOB…]``: clear what finished and lost jobs have left, here and in the store."""
+"""``unirun gc [JOB…]``: remove the directories and contexts of jobs that have finished or are lost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from unirun.values import Value
 
 
 class Remains(Value):
-    """What is left of one job: its directory `here`, if this user has it, and what the store at `url` has of it, if
-    that is not in the directory. `ended`: when it ended, or was seen last."""
+    """What is left of one job: its directory `here` and its context in the store at `url`, each None if there is none.
+
+    A store in the directory counts as the directory. `ended` is when the job ended, or was last seen.
+    """
 
     run_id: str
     phase: str
@@ -36,13 +38,13 @@ class Remains(Value):
 
     @property
     def over(self) -> bool:
-        """Whether that is sure: it has left an end, or the lock that its processes would hold is free."""
+        """Whether the job is surely over: its end was written, or the lock of its processes is free."""
         return self.phase in ENDED and (self.phase != "lost" or self.here is not None)
 
 
 def main(argv: list[str]) -> int:
     """Remove jobs. Returns 0, or the exit code of the first that could not be removed."""
-    parser = Parser(prog="unirun gc", description="Clear what jobs have left that are over.")
+    parser = Parser(prog="unirun gc", description="Remove what jobs have left that are over.")
     parser.add_argument("jobs", nargs="*", help="only these, whatever their age: whole ids", metavar="JOB")
     parser.add_argument(
         "--older-than",
@@ -86,7 +88,7 @@ class _Stores:
         self._stack = stack
         self._open: dict[str, tuple[Store, dict[str, Summary]]] = {}
         self.refused: list[StoreRefused] = []
-        """What they have that cannot be read."""
+        """Errors of jobs whose lines in the index cannot be read."""
 
     def at(self, url: str) -> tuple[Store, dict[str, Summary]]:
         """The store at `url` and its index, by job."""
@@ -99,7 +101,7 @@ class _Stores:
 
 
 def _found(option: str | None, stores: _Stores) -> Iterator[Remains]:
-    """Everything that is left of jobs, also of those that run. Of one job of the store that is here, once."""
+    """The remains of all jobs, also of running ones. A job of the store with a directory here is found once."""
     known: set[JobDir] = set()
     for job in () if option else all_jobs():
         known.add(job)
@@ -147,7 +149,7 @@ def _there(store: Store, summary: Summary, url: str) -> Remains:
 
 
 def _named(names: Sequence[str], found: Sequence[Remains]) -> tuple[list[Remains], list[UnirunError]]:
-    """The jobs with exactly these ids; one that is here comes before one of its id elsewhere."""
+    """The jobs with exactly these ids; of two with one id, the one with a directory here."""
     by_id = {remains.run_id: remains for remains in reversed(found)}
     chosen: list[Remains] = []
     errors: list[UnirunError] = []
@@ -165,18 +167,18 @@ def _named(names: Sequence[str], found: Sequence[Remains]) -> tuple[list[Remains
 
 
 def _old(found: Sequence[Remains], before: float) -> list[Remains]:
-    """Only those that are surely over: a job on another host may be cut off from the store, and run."""
+    """Jobs that are surely over. One on another host may be cut off from the store and still run."""
     return [remains for remains in found if remains.over and remains.ended <= before]
 
 
 def _clear(remains: Remains, stores: _Stores, *, dry: bool) -> int:
-    """Remove one job, or only measure it. Returns how many bytes that are."""
+    """Remove one job, or with `dry` only measure it. Returns the number of bytes."""
     freed = 0
     if remains.here is not None and remains.here.alive():
         raise JobError(f"job {remains.run_id} is running", f"stop it with: unirun stop {remains.run_id}")
     if remains.url is not None:
         freed += _clear_store(remains, remains.url, stores, dry=dry)
-    # The directory at last: it says which store has the rest.
+    # The directory last, because it names the store that has the rest.
     if remains.here is not None:
         freed += size_here(remains.here) if dry else clear_here(remains.here)
     return freed

@@ -1,4 +1,4 @@
-"""``unirun graph``: who calls whom, as a job's options or its file say, or as a job was seen to do. Starts nothing."""
+"""``unirun graph``: the calls between roles, as declared by options and job files, or as observed in a job."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _form(named: str | None, output: str | None) -> str:
-    """The form that is named, or that the name of the file tells."""
+    """The format that `named` says, else the one that fits the suffix of the file."""
     suffix = os.path.splitext(output or "")[1].removeprefix(".")
     return named or {"mmd": "mermaid", "gv": "dot", "yml": "yaml"}.get(
         suffix, suffix if suffix in FORMATS else "tree"

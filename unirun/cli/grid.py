@@ -15,9 +15,9 @@ from unirun.collocation.slots import CPU
 from unirun.values import Value
 
 WHOLE = 8
-"""Of so many nodes, each has a row of its own."""
+"""Up to so many nodes, each has a row of its own."""
 MOST = 40
-"""The most rows; what is on other nodes is summed up."""
+"""The most rows; the other nodes are summed up in one line."""
 ASIDE = ("spare", "excluded", "lost")
 """Why a node has no ranks."""
 _NOWHERE = ("", "")
@@ -41,7 +41,7 @@ class Tenant(Value):
 
 
 Cell = tuple[Tenant, ...] | None
-"""Who is on a slot; None where the node has no such slot, or it is not one to be free."""
+"""The tenants of a slot; None where the node has no such slot, or an unused slot does not count as free."""
 
 
 class Row(Value):
@@ -65,7 +65,7 @@ class Row(Value):
 
     @property
     def note(self) -> str:
-        """What stands at the end of the row: the free slots, or why there are no ranks."""
+        """The end of the row: the number of free slots, or why there are no ranks."""
         return self.aside or str(self.free)
 
     @property
@@ -80,7 +80,7 @@ class Row(Value):
 
 
 class Grid(Value):
-    """All that a picture shows. `roles` are in the order of their colours; `rest` sums up the nodes without a row."""
+    """The whole picture. `roles` are in the order of their colours; `rest` sums up the nodes without a row."""
 
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -147,7 +147,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _columns_of(place: Assignment, kind: str, given: bool) -> list[Column]:
-    """The slots of a rank. Where nobody was `given` devices, it has a place for one process."""
+    """The columns of a rank: its slots if ranks were `given` slots, else the processor's slot with its number."""
     if not given:
         return [_NOWHERE if place.slot < 0 else (CPU, str(place.slot))]
     return [(kind, index) for index in place.own] or [_NOWHERE]
@@ -177,7 +177,7 @@ def _free(node: Node, columns: Sequence[Column], cells: Sequence[Cell], own: set
 
 
 def _look(row: Row) -> object:
-    """Rows with equal looks differ by the numbers of ranks alone."""
+    """Equal for rows that differ by the numbers of their ranks only."""
     cells = [
         None if cell is None else [(each.role, len(each.ranks), each.share) for each in cell]
         for cell in row.cells

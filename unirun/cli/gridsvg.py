@@ -23,7 +23,7 @@ _FILLS = (
     ("#d9f99d", "#4d7c0f"),
     ("#e2e8f0", "#334155"),
 )
-"""What fills the ranks of a role, and the line around them; for roles in their order."""
+"""Fill and outline of the ranks of a role; for roles in their order."""
 
 
 def svg(picture: Grid) -> str:
@@ -32,7 +32,7 @@ def svg(picture: Grid) -> str:
 
 
 class _Picture:
-    """Everything that is measured before the first line is drawn."""
+    """The sizes of a picture, computed before anything is drawn, and its parts."""
 
     def __init__(self, picture: Grid) -> None:
         self.picture = picture

@@ -67,7 +67,7 @@ def _add_role(item: RoleItem, roles: dict[str, dict[str, Any]], faults: list[Fau
 
 
 class _Scope:
-    """Puts ``ROLE=value`` under its role and a bare ``value`` at the job."""
+    """Puts ``ROLE=value`` into the mapping of its role, and a bare ``value`` into that of the job."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
 
 
 def _one_node(nnodes: str) -> None:
-    """``1``, or ``MIN:MAX`` with one node as the least: then the job starts with the one that is there."""
+    """Accept ``1``, or ``1:MAX``, with which the job starts on one node. Raises `UsageError`."""
     least, colon, most = nnodes.partition(":")
     try:
         low, high = int(least), int(most if colon else least)
@@ -202,10 +202,10 @@ BETWEEN_NODES = (
     *("last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
-"""Settings of c10d for what nodes do with each other: one node satisfies them, whatever their number is."""
+"""Settings of c10d between nodes: they have no effect on one node."""
 
 ONE_NODE = {"is_host": ("1", "true", "t", "yes", "y"), "store_type": ("tcp",), "rank": ("0",)}
-"""Settings that one node satisfies with these values: it holds the rendezvous, in a TCPStore, and has rank 0."""
+"""Settings that must have these values on one node: it hosts the rendezvous in a TCPStore, and has rank 0."""
 
 
 def _rendezvous_setting(item: str, job: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _found(store: str | None, name: str | None, who: str | None) -> tuple[JobDir, str | None]:
-    """The job and the workers that are meant. A worker or a role alone is one of the newest job."""
+    """The job and the worker or role whose logs are shown. A worker or a role alone is one of the newest job."""
     if name is not None and ":" in name:
         if who is not None:
             problem = f"{name} is a worker, and stands behind the job"
@@ -145,7 +145,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
 
 
 def _wait_for_change(job: JobDir, stopped: threading.Event) -> None:
-    """Until the job's state was written again (it is replaced as a whole) or `stopped` is set; at most a second."""
+    """Wait until the job's state is written again or `stopped` is set, at most a second."""
     before = _mtime(job)
     end = time.monotonic() + 1.0
     while time.monotonic() < end and _mtime(job) == before and not stopped.wait(0.05):

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         stored, refused = _stored(url, here) if url else ([], ())
         trouble = next(iter(refused), None)
     except StoreError as error:
-        # What is here can be shown all the same.
+        # The jobs of this host are listed in any case.
         trouble = error
     _show(here, stored, url, as_json=options.json)
     if trouble is not None:
@@ -58,7 +58,7 @@ def _show(
 ) -> None:
     if as_json:
         for job in here:
-            # What holds no readable state is listed for people only.
+            # A directory without a readable state is listed for people only.
             with contextlib.suppress(JobError):
                 print(json.dumps({**read_status(job).to_json(), "dir": str(job.path)}))
         for summary, leader in stored:
@@ -75,7 +75,7 @@ def _show(
 def _stored(
     url: str, here: list[JobDir]
 ) -> tuple[list[tuple[Summary, Leader | None]], tuple[StoreRefused, ...]]:
-    """The jobs of a store, but those that are `here`, each with who leads it now; and what cannot be read."""
+    """The jobs of a store without those that are `here`, each with its leader; and errors of unreadable jobs."""
     known = {_identity(job) for job in here}
     with opened(url) as store:
         index = read_index(store)

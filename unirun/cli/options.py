@@ -66,7 +66,7 @@ OURS: tuple[Option, ...] = (
     Option(
         "--primary",
         ROLES,
-        "the job ends when these roles have ended well (default: the trainer, or all but workloads)",
+        "the job ends when these roles have succeeded (default: the trainer, or all but workloads)",
         "ROLE,…",
         many=True,
     ),
@@ -99,13 +99,13 @@ OURS: tuple[Option, ...] = (
     Option(
         "--inventory",
         NODES,
-        "nodes that are not there, for plans and tests: fake:nodes=4,devices=8,numa=2 (default: this host)",
+        "simulated nodes, for plans and tests: fake:nodes=4,devices=8,numa=2 (default: this host)",
         "fake:K=V,…",
     ),
     Option("--exclude", NODES, "nodes that are not used", "NODE[,NODE]", many=True),
     Option("--detach", OUTPUT, "start the job and return; see unirun status, logs, stop", short="-d"),
     Option("--quiet", OUTPUT, "show what workers write and errors, nothing else", short="-q"),
-    Option("--verbose", OUTPUT, "say too whether a warm process is used, else why not", short="-v"),
+    Option("--verbose", OUTPUT, "also show whether a warm process is used, and if not, why", short="-v"),
 )
 
 TORCHRUN: tuple[Option, ...] = (
@@ -120,8 +120,10 @@ TORCHRUN: tuple[Option, ...] = (
     Option("--rdzv-backend", NODES, "static or c10d; on one node they are the same", "NAME"),
     Option("--rdzv-endpoint", NODES, "address and port of the first role's store", "HOST:PORT"),
     Option("--rdzv-id", NODES, "the job's id (default: a new one)", "ID"),
-    Option("--rdzv-conf", NODES, "join_timeout=SECONDS; what is between nodes does nothing on one", "K=V,…"),
-    Option("--standalone", NODES, "one node, a free port, a new id: what unirun does anyway"),
+    Option(
+        "--rdzv-conf", NODES, "join_timeout=SECONDS; settings between nodes have no effect on one", "K=V,…"
+    ),
+    Option("--standalone", NODES, "one node, a free port, a new id, as is the default"),
     Option(
         "--max-restarts",
         LIFE,
@@ -148,7 +150,7 @@ TORCHRUN: tuple[Option, ...] = (
     Option("--role", ROLES, "the name of the only role (default: default)", "NAME"),
     Option("--module", RUN, "the script is a module, as in python -m", short="-m"),
     Option("--no-python", RUN, "the script is a program; run it as it is"),
-    Option("--run-path", RUN, "run the script with runpy in a process that is there already (as fork does)"),
+    Option("--run-path", RUN, "run the script with runpy in an existing process (as fork does)"),
     Option("--log-dir", OUTPUT, "where logs go: DIR/<job id>/<role>/<rank>/<incarnation>/", "DIR"),
     Option(
         "--redirects",

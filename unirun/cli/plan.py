@@ -97,7 +97,7 @@ def _without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> 
 
 
 class Move(Value):
-    """A worker that is elsewhere `after` than `before`, each as ``node0 cuda 1``; empty for no place."""
+    """A worker that moves from `before` to `after`, each as ``node0 cuda 1``; empty when it has no slot left."""
 
     worker: str
     before: str
@@ -105,7 +105,7 @@ class Move(Value):
 
 
 def moves(before: Placement, after: Placement, types: Mapping[str, str]) -> list[Move]:
-    """Who is on another node or on other slots, and who has no place any more. `types`: of the slots, by role."""
+    """The workers whose node or slots differ. `types` are the types of slots by role."""
     was, now = _places(before, types), _places(after, types)
     return [
         Move(worker, was[worker], now.get(worker, "")) for worker in was if was[worker] != now.get(worker)
@@ -133,10 +133,9 @@ def _calls(spec: JobSpec) -> list[str]:
 
 
 def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
-    """One object per worker: role, rank, node, slot, local_rank, devices, kind of entry and its command, what is
-    restarted with it and how often, and what `unirun` sets.
+    """One object per worker: its assignment, entry, restarts, and the environment variables that unirun sets.
 
-    The port of a store is known once it is held, so a free one stands as 0.
+    A port that the launcher will choose is 0.
     """
     job = job_at(spec.run_id)
     rows = []
@@ -174,7 +173,7 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
 
 
 def command_of(role: RoleSpec) -> str:
-    """The command line that does what the role's worker does."""
+    """The entry of a role as a command line."""
     entry = role.entry
     words = {
         "script": [Path(sys.executable).name, entry.target],

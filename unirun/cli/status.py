@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def _master(stored: StoredJob) -> str:
-    """Who leads, as the store says."""
+    """The leader, as the store says."""
     written, leader = f"the last write is of term {stored.status.epoch}", stored.leader
     if leader is not None:
         same = leader.epoch == stored.status.epoch
@@ -119,7 +119,7 @@ def _failure(failure: FailureStatus, now: float) -> list[str]:
         str(failure.incarnation),
         f"{age(now - failure.time)} ago",
         failure.exit,
-        # A decision repeats what it is about.
+        # A decision begins with the failure that it is about.
         failure.decision.rpartition(f"{failure.exit}; ")[2],
         failure.message,
     ]

@@ -15,7 +15,7 @@ from unirun.rendezvous.masters import call_master
 from unirun.wire.messages import Stop
 
 PATIENCE = 600.0
-"""Seconds until a job that was told to stop is given up; its grace period is shorter."""
+"""Seconds to wait for the end of a job; longer than any grace period."""
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
         "job", nargs="?", help="the job's id, or the beginning of it (default: the one that runs)"
     )
     parser.add_argument(
-        "--signal", default="SIGTERM", help="what the workers get first (default SIGTERM)", metavar="SIG"
+        "--signal", default="SIGTERM", help="the first signal to the workers (default SIGTERM)", metavar="SIG"
     )
     parser.add_argument(
         "--grace", type=float, help="seconds until SIGKILL (default: the job's)", metavar="SECONDS"
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         say(f"{nothing}job {job.run_id} has ended already: {phase}")
         return 0
     with contextlib.suppress(StoreError):
-        # Without its store nobody knows who leads; that is waited for below.
+        # Without the store the leader is not known; following the job waits for it.
         refuse_elsewhere(job)
     stop = Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace)
     if options.no_wait:
@@ -72,7 +72,7 @@ def _signal(text: str) -> signal.Signals:
 
 
 def _only_one(store: str | None) -> str | None:
-    """The job that runs; None when none does. Raises `UsageError` when several do: which one is not guessed."""
+    """The only running job, or None. Raises `UsageError` when several run."""
     running = running_jobs(store)
     if len(running) > 1:
         raise UsageError(f"{len(running)} jobs run: {', '.join(running)}", "name one: unirun stop JOB")

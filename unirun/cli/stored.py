@@ -1,4 +1,4 @@
-"""Jobs as a store knows them: for shells and hosts that have no access to the job's directory."""
+"""Finding jobs: in the directories of this user, or in a store, from hosts without access to the job's directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORE_HELP = (
 
 @contextmanager
 def opened(url: str) -> Iterator[Store]:
-    """The store at `url`, which must be there already. Raises `UsageError`, `StoreError`."""
+    """The store at `url`, which must exist. Raises `UsageError`, `StoreError`."""
     if not may_be_there(url):
         raise StoreRefused(f"there is no store {url}", "a job makes it; is this the right file?")
     store = open_store(url)
@@ -38,7 +38,7 @@ def opened(url: str) -> Iterator[Store]:
 
 
 def may_be_there(url: str) -> bool:
-    """Whether there is a store at `url`, as far as that is seen without a connection."""
+    """Whether a store exists at `url`; True where only a connection can tell."""
     address = parse_address(url)
     return not isinstance(address, SqliteAddress) or Path(address.path).expanduser().exists()
 
@@ -63,13 +63,13 @@ def find_job(name: str | None) -> JobDir:
 
 
 def find_summary(store: Store, name: str | None) -> Summary:
-    """The same among the jobs of `store`."""
+    """The job of `store` that `name` means, as in `find_job`. Raises `JobError`, `StoreError`."""
     index = read_index(store)
     summaries = {summary.run_id: summary for summary in index.jobs}
     try:
         return summaries[choose_job(name, tuple(summaries), lambda run_id: _is_led(store, summaries[run_id]))]
     except JobError:
-        # It may be on a line that cannot be read.
+        # The job may be on a line of the index that cannot be read.
         if index.refused:
             raise index.refused[0] from None
         raise
@@ -116,8 +116,11 @@ def find_here(option: str | None, name: str | None, command: str) -> JobDir:
 
 
 class StoredJob(Value):
-    """A job as its context says. Its `status` has the term of the last write; `leader` leads it now; `logs` is a
-    directory on `hosts`."""
+    """A job as its context in a store describes it.
+
+    `status` has the term of the last write, `leader` is the master that leads it now, and `logs` is a directory on
+    `hosts`.
+    """
 
     status: JobStatus
     leader: Leader | None
@@ -126,13 +129,13 @@ class StoredJob(Value):
 
     @property
     def host(self) -> str:
-        """Where it is led, or has been."""
+        """The host of its master, or of its first agent."""
         return self.leader.address.host if self.leader else self.hosts[0]
 
 
 def read_stored(store: Store, run_id: str) -> StoredJob:
     """Raises `JobError` when the job has no context (any more), `StoreError`."""
-    # What a job needs a spec for, listing does not.
+    # Imported here: listing jobs needs no spec.
     from unirun.master.persistence.context import restore
     from unirun.master.persistence.context_store import read_context
     from unirun.master.status_views import status_of

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _start(preload: tuple[str, ...], idle: float, until: int) -> int:
-    """One for jobs of one rank, one for jobs of several: they differ in OMP_NUM_THREADS, which counts at import."""
+    """Start one for jobs of one rank and one for jobs of several: OMP_NUM_THREADS, read at import, differs."""
     modules = (*PRELOAD, *preload)
     alone = for_workers(os.environ)
     several = {"OMP_NUM_THREADS": "1"} | alone
@@ -70,7 +70,7 @@ def _start(preload: tuple[str, ...], idle: float, until: int) -> int:
 
 def _await(folder: Path) -> Warm:
     deadline = time.monotonic() + READY
-    # Open, as a process that ends removes its folder.
+    # Opened first: a process that ends removes its folder.
     with (folder / LOG).open() as log:
         while True:
             alive = is_alive(folder)
@@ -122,7 +122,7 @@ def _jobs(pid: int) -> int:
 
 
 def _memory(pid: int) -> int | None:
-    """Its part of the memory that it shares with others, and what is its own."""
+    """The proportional set size of a process in bytes; None when it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -131,7 +131,7 @@ def _memory(pid: int) -> int | None:
 
 
 def _stop() -> int:
-    """Jobs that run do not notice."""
+    """Stop all warm processes. Running jobs are not affected."""
     for warm in running():
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(warm.description.pid)

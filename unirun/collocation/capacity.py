@@ -36,8 +36,8 @@ DESCRIPTORS = 64
 class Ceilings(Value):
     """The limits of a host; None where there is no limit.
 
-    `processes` are limits with what they are called and how they are raised. `descriptors` is the most that one process
-    may raise its own limit to. `memory`, in bytes, is with swap.
+    `processes` are limits, each with its name and the way to raise it. `descriptors` is the hard limit of one process.
+    `memory` is in bytes, swap included.
     """
 
     processes: tuple[tuple[int, str, str], ...] = ()
@@ -117,7 +117,7 @@ def _refusal(problem: str, remedy: str, role: str, needed: int, available: int) 
 
 
 def _memory(root: Path, group: int | None) -> int | None:
-    """What the host has, or the control group may have of it, and all swap."""
+    """The memory of the host or of its control group, whichever is less, and all swap."""
     total, swap = (memory_field(root / "proc/meminfo", name) for name in ("MemTotal", "SwapTotal"))
     known = [size for size in (total, group) if size]
     return min(known) + swap if known else None

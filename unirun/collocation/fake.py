@@ -53,7 +53,7 @@ def parse_fake(text: str) -> Inventory:
 
 
 def _pairs(text: str, faults: list[Fault]) -> dict[str, str]:
-    """What is written for each key; what cannot be read goes to `faults`."""
+    """The text of each key; faults are added to `faults`."""
     values: dict[str, str] = {}
     for part in (part.strip() for part in text.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))

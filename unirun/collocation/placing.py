@@ -51,7 +51,7 @@ def place_again(
     topology: TopologyOf = told_topology,
     ties: Ties = NO_TIES,
 ) -> tuple[JobSpec, Placement]:
-    """The same after the loss of nodes: ranks stay as in `previous` unless they have to move (`planning.replan`).
+    """The placement after the loss of nodes: ranks stay as in `previous` unless they have to move (`planning.replan`).
 
     Raises `PlacementError` when the job does not fit on the nodes that are left.
     """

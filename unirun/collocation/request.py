@@ -14,7 +14,7 @@ class RoleRequest(Value):
     """One role's ranks and what each of them needs.
 
     The planner places as many ranks as there is room for, `count` at most and `least` at least. A rank takes `slots`
-    slots of `device` (``cpu``: a place for one process; ``cuda``, or another type that the inventory knows), which are
+    slots of `device` (``cpu``: a slot for one process; ``cuda``, or another type that the inventory knows), which are
     on one node; a fraction is a share of one slot. A role with `device` None needs no slot, only a node. `per_node` is
     how many ranks a node holds that holds any. `per_group` cuts the ranks into groups of that many consecutive ones,
     each on one node. `devices` are the only ones, by index, that the role may have on any node.

@@ -1,4 +1,4 @@
-"""The slots of a node: its devices of a type; on CPUs, places for one process each."""
+"""The slots of a node: its devices of one type; on CPUs, one slot for each process that a processor may run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ CPU = "cpu"
 
 
 class Slot(Value):
-    """A place on a node. `index` is what a device mask names; of a CPU place it is its number.
+    """A device, or a CPU slot for one process. `index` is its name in a device mask, or the number of the CPU slot.
 
-    `numa` is the nearest NUMA node, 0 when the kernel does not tell.
+    `numa` is the nearest NUMA node, 0 when it is not known.
     """
 
     node: str
@@ -23,7 +23,7 @@ class Slot(Value):
 def slots_of(node: Node, type: str, crowd: int = 1) -> tuple[Slot, ...]:
     """The slots of `type` on `node`, in the node's order.
 
-    There is one place per usable processor, `crowd` times over: more processes than processors may run on a host.
+    There are `crowd` CPU slots per usable processor: a host may run more processes than it has processors.
     """
     if type != CPU:
         return tuple(

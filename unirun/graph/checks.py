@@ -44,8 +44,9 @@ def faults(graph: Graph) -> tuple[Fault, ...]:
 
 
 def warnings(graph: Graph, joined: Collection[str] = ()) -> tuple[str, ...]:
-    """Warnings: roles without incoming calls. A graph without edges says nothing of its roles, and
-    those that are `joined` with others in another way need no edge.
+    """Warnings about roles without edges, and roles that are called only in a cycle.
+
+    A graph without edges has none. Roles that are `joined` with others, by a collocation for example, need no edge.
     """
     if not graph.edges:
         return ()
@@ -68,9 +69,9 @@ def warnings(graph: Graph, joined: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def cycles(names: Sequence[str], edges: Iterable[Edge]) -> Iterator[tuple[str, ...]]:
-    """Cycles, each from the role of it that comes first in `names`, and so many that breaking them breaks all.
+    """Cycles, each starting with its first role in the order of `names`; the graph without them has no cycle.
 
-    A depth-first search finds one for each edge that leads back to where it came from. Self-loops do not count.
+    A depth-first search finds one for each back edge. Self-loops do not count.
     """
     follows: dict[str, list[str]] = {name: [] for name in names}
     for edge in edges:

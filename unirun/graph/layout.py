@@ -35,7 +35,7 @@ Point = str | tuple[Pair, int]
 
 
 def layout(graph: Graph) -> Layout:
-    """The layers of `graph`, with all edges between two roles as one; a role that calls itself is not drawn so."""
+    """The layers of `graph`. All edges between two roles are drawn as one; self-loops are not drawn."""
     names = [role.name for role in graph.roles]
     pairs = _pairs(graph, names)
     forward, turned = _without_cycles(names, pairs)
@@ -105,7 +105,7 @@ def _leads(forward: Mapping[str, set[str]], start: str, end: str) -> bool:
 
 
 def _levels(names: Sequence[str], forward: Mapping[str, set[str]]) -> dict[str, int]:
-    """The longest way to each; a role that nothing leads to stands right before the first that it leads to."""
+    """The length of the longest path to each role; a role without callers stands before the first that it calls."""
     waits = dict.fromkeys(names, 0)
     for targets in forward.values():
         for name in targets:

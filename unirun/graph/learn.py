@@ -1,7 +1,7 @@
 """The observed graph: from the calls that workers report.
 
-Each worker counts its calls since it was started, so the last report of a process holds everything that the earlier
-ones did, and a restart begins again at zero: `added` keeps what the one before had called.
+A report has all calls of a process since its start, so it replaces earlier reports. A restarted worker starts at zero:
+`added` adds the counts of its predecessor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ the methods with the most bytes; of more spans, one from the first to the last."
 
 
 class ProcessCalls(NamedTuple):
-    """One rank and what it has called."""
+    """The calls of one rank."""
 
     role: str
     rank: int
@@ -47,7 +47,7 @@ class LearnedEdge(Value):
 
 
 def sound(counts: Iterable[CallCount], ranks: Mapping[str, int]) -> Counts:
-    """Those of `counts` that can be: of roles that there are, with as many `ranks`, and with figures that add up."""
+    """The plausible ones of `counts`: of known roles and existing `ranks`, with figures in range."""
     return _bounded([each for each in counts if _sound(each, ranks.get(each.role, 0))])
 
 
@@ -62,7 +62,7 @@ def _sound(count: CallCount, ranks: int) -> bool:
 
 
 def added(one: Counts, other: Counts) -> Counts:
-    """What two processes have called, of which the later one took the place of the other."""
+    """The sum of the counts of two processes that had the same rank, one after the other."""
     if not one or not other:
         return one or other
     found = {_what(each): each for each in one}
@@ -173,7 +173,7 @@ def _union(counts: Sequence[CallCount]) -> tuple[Span, ...]:
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same ranks, ascending and each once."""
+    """The same ranks as ascending spans that do not overlap."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.first, each.last)):
         if found and span.first <= found[-1].last + 1:

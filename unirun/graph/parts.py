@@ -56,7 +56,7 @@ class Affected(Value):
 
     `side` is ``failed``; ``peer`` for the ranks that are in a process group with one that failed; ``upstream`` for
     those that call it, ``downstream`` for those that it calls, directly or over others. `distance` counts the edges
-    between. `blocked`: they can do nothing until it is back; what only loses an asynchronous call goes on.
+    between. `blocked` ranks wait until the failed ones are back; a rank that only loses an asynchronous call goes on.
     """
 
     role: str
@@ -73,9 +73,9 @@ class Affected(Value):
 def affected(graph: Graph, failed: Iterable[str]) -> tuple[Affected, ...]:
     """The ranks affected when `failed` fail: roles (``rollout``) or single ranks (``rollout:1``). The unit of failover.
 
-    First those that failed, then their peers, then upstream and downstream, the nearest first; a role that is on both
-    sides is there twice. Who waits holds up those that wait for it, so that goes on over synchronous edges; an
-    asynchronous one is where it ends. Raises KeyError for a role or a rank that the graph has not.
+    First those that failed, then their peers, then upstream and downstream, the nearest first; a role on both sides is
+    there twice. A failure spreads over synchronous edges, because a blocked rank blocks those that wait for it; it ends
+    at asynchronous edges. Raises KeyError for a role or a rank that the graph does not have.
     """
     down: dict[str, set[int]] = {}
     for name in failed:
@@ -126,7 +126,7 @@ def _spread(graph: Graph, down: Ranks, side: Side) -> list[Affected]:
 def _step(
     graph: Graph, front: Ranks, seen: Ranks, side: Side, distance: int, *, asynchronous: bool
 ) -> tuple[Ranks, list[Affected]]:
-    """Those not yet in `seen` that edges of one sort join to `front`; they are in `seen` then."""
+    """The ranks that edges of one sort join to `front` and that are not in `seen`; they are added to `seen`."""
     reached: Ranks = {}
     found = []
     peers_of = graph.sources_of if side == "upstream" else graph.targets_of

@@ -1,6 +1,6 @@
-"""What a job builder has collected, and the rules that it must keep: from a `Draft` to the mapping of a job file.
+"""The calls of a job builder as values, and a pure function from a `Draft` to the mapping of a job file.
 
-The methods that users call are in `unirun.train.builder`; here are values and one pure function.
+The methods that users call are in `unirun.train.builder`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DL_TYPES = ("PRE", "SFT", "RL", "MULTIMODAL")
 
 
 class EntryDraft(Value):
-    """A class or a function as it was named: a module and a name in it."""
+    """The module and the name of a class or function."""
 
     module: Any
     name: Any
@@ -41,7 +41,7 @@ class EntryDraft(Value):
 
 
 class WorkloadDraft(Value):
-    """A role as far as it was described; None is what was not said."""
+    """The calls for one role; None for a value that was not set."""
 
     role: str
     entry: EntryDraft
@@ -55,7 +55,7 @@ class WorkloadDraft(Value):
 
 
 class Draft(Value):
-    """A job as far as it was described; None is what was not said."""
+    """The calls for a job; None for a value that was not set."""
 
     dl_type: Any = None
     node_num: Any = None
@@ -75,16 +75,16 @@ class Draft(Value):
 
 
 class Loaded(Value):
-    """What importing a name has shown: that it is a function, the ``__unirun_kind__`` of a class, or an error."""
+    """The result of importing a name: a function, the ``__unirun_kind__`` of a class, or an error."""
 
     kind: Literal["workload", "trainer", "function", ""] = ""
     error: str = ""
 
 
 def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
-    """The job file that `draft` stands for; `loaded` tells of each class and function, by target.
+    """The mapping of a job file that is equal to `draft`; `loaded` has each class and function by target.
 
-    Raises `SpecError` with everything that is wrong.
+    Raises `SpecError` with all faults.
     """
     faults = [*_job_faults(draft), *_trainer_faults(draft, loaded)]
     for workload in draft.workloads:
@@ -132,7 +132,7 @@ def _role(workload: WorkloadDraft) -> dict[str, Any]:
 
 
 def _without_numbers(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """For a look at everything else: of wrong numbers, nothing more is to be said."""
+    """The mapping with valid numbers in place of wrong ones, whose faults were found already."""
     nothing = {"count": 1, "per_node": None, "per_group": None}
     roles = {name: {**role, **nothing} for name, role in mapping["roles"].items()}
     return {**mapping, "roles": roles}
@@ -177,7 +177,7 @@ def _job_faults(draft: Draft) -> list[Fault]:
 
 
 def _trainer_faults(draft: Draft, loaded: Mapping[str, Loaded]) -> list[Fault]:
-    """Every type of job has a trainer, unless it has functions only: without one, nobody calls the workloads."""
+    """A job with workloads needs a trainer that calls them; one with functions only does not."""
     if draft.trainer is None:
         if draft.workloads and all(workload.kind == "function" for workload in draft.workloads):
             return []
@@ -259,7 +259,7 @@ def _groups(draft: Draft) -> tuple[dict[str, list[list[str]]], list[Fault]]:
 
 
 def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]:
-    """Roles that share devices need as many as the largest of them; the trainer needs none."""
+    """Faults when devices are short. Roles that share devices need as many as the largest; the trainer needs none."""
     by_name = {workload.role: workload for workload in draft.workloads}
     together = [[by_name[name] for name in group if name in by_name] for group in groups]
     grouped = {workload.role for group in together for workload in group}
@@ -282,9 +282,9 @@ def _device_faults(draft: Draft, groups: Sequence[Sequence[str]]) -> list[Fault]
 
 
 def _faults_of_job_file(mapping: Mapping[str, Any], known: Sequence[Fault]) -> list[Fault]:
-    """What is wrong with names, environments, collocations; said in the words of the builder.
+    """The faults that parsing the job file finds, with the names of the builder's methods.
 
-    Classes were imported and numbers looked at before, so what a job file would say of them is left out.
+    Faults of classes and numbers are left out, because the builder has checked these itself.
     """
     try:
         parse_job(mapping, count_slots=lambda _: 1, run_id="draft")

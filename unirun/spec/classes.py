@@ -1,8 +1,7 @@
-"""Whether a class ``pkg.mod:Class`` or a function ``pkg.mod:name`` is there, told from files alone: the user's code is
-read, never run.
+"""Checks that a class ``pkg.mod:Class`` or a function ``pkg.mod:name`` exists, from the source of its module alone.
 
-Where a module is, the finders of the import system say; they run nothing of a module that is not imported. What
-cannot be told from the source (an extension, a star import, a module ``__getattr__``) is taken on trust.
+Modules are found by the finders of the import system, and parsed, never imported. What the source does not show (an
+extension, a star import, a module ``__getattr__``) is assumed to exist.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MAKE_NAMES = frozenset({"globals", "vars", "locals", "exec", "setattr"})
 
 
 class Missing(Value):
-    """Why a class is not there, and what to do."""
+    """Why an entry does not exist, and the remedy."""
 
     problem: str
     remedy: str
@@ -33,7 +32,7 @@ Kind = Literal["class", "function"]
 
 
 def missing_name(target: str, kind: Kind, folders: Sequence[str]) -> Missing | None:
-    """Why the class or function `target` (``pkg.mod:name``) cannot be there; None when it is, or may be.
+    """Why the class or function `target` (``pkg.mod:name``) does not exist; None when it does, or may.
 
     `folders` are searched like ``sys.path``, before it.
     """
@@ -67,7 +66,7 @@ def _is_name(module: str, name: str) -> bool:
 
 
 def _likely(target: str) -> str:
-    """What is meant by ``ppo.Actor`` or ``./ppo.py:Actor``."""
+    """The remedy for ``ppo.Actor`` or ``./ppo.py:Actor``."""
     module, _, name = target.removesuffix(".py").rpartition(":" if ":" in target else ".")
     module = module.removesuffix(".py").strip("./").replace("/", ".")
     likely = f"{module}:{name}"
@@ -104,7 +103,7 @@ def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
 
 
 def _ask(name: str, path: list[str] | None) -> ModuleSpec | None:
-    """Every finder there is: editable installs bring their own."""
+    """Ask all finders: editable installs add their own."""
     for finder in sys.meta_path:
         found = finder.find_spec(name, path)
         if found is not None:
@@ -155,7 +154,7 @@ def _look_into(path: str, module: str, name: str, kind: Kind) -> Missing | None:
 
 
 def _bindings(scope: ast.AST) -> Iterator[tuple[str, str]]:
-    """Each name that `scope` binds, with what binds it; ``*`` for names that are not told."""
+    """Each name that `scope` binds, with the kind of binding; ``*`` for names that the source does not show."""
     for node in ast.iter_child_nodes(scope):
         match node:
             case ast.ClassDef(name=name):

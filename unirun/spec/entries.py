@@ -1,4 +1,4 @@
-"""Whether what a role runs is there and can be run, told before anything starts and without running it."""
+"""Checks that the entry of a role exists and can be run, before anything starts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NO_SCRIPTS = {
 }
 
 _MAIN = ("__main__.py", "__main__.pyc")
-"""What Python runs of a directory."""
+"""The files that Python runs when it is given a directory."""
 
 
 def missing_entry(entry: Entry, cwd: str | None, python_path: Sequence[str]) -> Missing | None:
-    """Why `entry` cannot be run in `cwd`; None when it can, as far as that is seen."""
+    """Why `entry` cannot be run in `cwd`; None when no reason is found."""
     match entry.kind:
         case "script":
             return _script(entry.target, Path(cwd or ".", entry.target))
@@ -55,7 +55,7 @@ def _script(name: str, path: Path) -> Missing | None:
 
 
 def _is_python(path: Path) -> bool:
-    """Whether Python runs it whatever it is called: a zip application, or a file whose first line says so."""
+    """Whether Python runs the file despite its suffix: a zip application, or a ``#!…python`` line."""
     import zipfile
 
     if os.path.isdir(path) or zipfile.is_zipfile(path):
@@ -65,7 +65,7 @@ def _is_python(path: Path) -> bool:
 
 
 def _near(path: Path) -> str:
-    """A script whose name is near, or where there is none."""
+    """The remedy: a script with a similar name, or the folder that was searched."""
     folder = os.path.abspath(path.parent)
     try:
         stems = [name.removesuffix(".py") for name in os.listdir(folder) if name.endswith(".py")]
@@ -77,7 +77,7 @@ def _near(path: Path) -> str:
 
 
 def _module(name: str) -> Missing | None:
-    """Only whether it may be one: where a module is found is known when it is imported."""
+    """Only the form of the name is checked: the module is found when it is imported."""
     if name.endswith(".py") or "/" in name:
         dotted = name.removesuffix(".py").strip("./").replace("/", ".")
         return Missing(f"{name!r} is a file and no module", f"write -m {dotted}, or leave out -m")

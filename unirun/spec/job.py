@@ -20,7 +20,7 @@ GROUPS = ("collocations", "host_collocations", "separations", "isolations")
 
 
 class Entry(Value):
-    """What every process of a role runs.
+    """The entry of every process of a role.
 
     ``script``: a Python file. ``module``: as ``python -m``. ``program``: executed as it is.
     ``function``: ``pkg.mod:name``, which is called without an argument or with the worker's `Context`.
@@ -35,8 +35,8 @@ class Entry(Value):
 class RoleSpec(Value):
     """A named set of `count` identical processes.
 
-    `restart` says what is started again after a worker failed: every worker of the ``role``, or that ``process``
-    alone, while the others keep their memory; `max_restarts` counts either. `cwd` is None for the directory where
+    `restart` is what restarts after a worker failed: all workers of the ``role``, or that ``process`` alone, while the
+    others keep their memory. `max_restarts` limits either. `cwd` is None for the directory where
     `unirun` was called. `env` comes on top of the job's. `per_node` is how many of the role a node shall have, None
     for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
 
@@ -63,7 +63,7 @@ class RoleSpec(Value):
 
 
 class LogSpec(Value):
-    """Where output goes. Everything is always kept in files; this says what a person sees besides.
+    """Where output goes. All output is kept in files; these are settings of the console and of further files.
 
     `redirects` and `tee` are torchrun's ``-r`` and ``-t``: a bit set (1 stdout, 2 stderr) for all local
     ranks or by local rank; a redirected stream is not shown on the console unless it is also teed.
@@ -136,7 +136,7 @@ class JobSpec(Value):
 
     @property
     def groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """What holds between roles, by the key of a job file."""
+        """The groups of roles, by the key of a job file."""
         return {key: getattr(self, key) for key in GROUPS}
 
     def to_json(self) -> dict[str, Any]:
@@ -146,5 +146,5 @@ class JobSpec(Value):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> JobSpec:
-        """The inverse of `to_json`. Raises ValueError for what is none."""
+        """The inverse of `to_json`. Raises ValueError for any other data."""
         return convert(data, cls)

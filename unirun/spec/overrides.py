@@ -1,6 +1,6 @@
 """``key=value`` and ``+key=value`` on a command line: single values of a job file, changed and added.
 
-As with Hydra, a key that the file does not have is added with ``+`` only, so that a slip (``config.stepz=5``) is told.
+As in Hydra, a key that the file does not have needs a ``+``, so that a typing error (``config.stepz=5``) is found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unirun.values import Value
 
 _KEY = re.compile(r"[^.\[\]=\s]+(?:\.[^.\[\]=\s]+|\[\d+\])*")
 _TREES = ("config", "roles")
-"""What has names that the user chooses: unirun does not know them, but the file does."""
+"""The mappings whose keys the user chooses, so that only the file tells which there are."""
 
 _PART = re.compile(r"[^.\[\]]+")
 
@@ -26,11 +26,11 @@ Closed = Mapping[str, frozenset[str]]
 """The names that the file has in each of these trees, if any."""
 
 ReadValue = Callable[[str, str], Any]
-"""What a text says as YAML; the first argument names where it stands. Raises `SpecError`."""
+"""Reads a text as YAML; the first argument is its place, for errors. Raises `SpecError`."""
 
 
 class Override(Value):
-    """What one argument says: `value` stands at `path` from now on. `adds`: the file need not have that."""
+    """One argument: sets `path` to `value`. `adds`: the key may be new."""
 
     text: str
     path: tuple[str, ...]
@@ -56,9 +56,9 @@ def _read(text: str, read_value: ReadValue) -> Override:
 
 
 def overridden(file: Mapping[str, Any], texts: Sequence[str], read_value: ReadValue) -> dict[str, Any]:
-    """`file`, a job file in its long form, with the values that `texts` say; a mapping is merged with the one there.
+    """`file`, a job file in its long form, changed by the overrides `texts`. A mapping is merged with the one there.
 
-    Raises `SpecError` with all faults: of keys that the file does not have and that are not to be added, too.
+    Raises `SpecError` with all faults.
     """
     closed = {
         tree: frozenset(map(str, file[tree]))
@@ -97,7 +97,7 @@ def _apply(data: dict[str, Any], override: Override, closed: Closed) -> None:
 
 
 def _child(node: Any, part: str, path: tuple[str, ...], override: Override, closed: Closed) -> Any:
-    """What `node` holds under `part`, the end of `path`; a mapping that is made where there is none."""
+    """The container that `node` has at `part`, the end of `path`; a new mapping where there is none."""
     if isinstance(node, list):
         return _container(node[_index(node, part, path, override)], path, override)
     if part not in node:
@@ -122,9 +122,9 @@ def _index(node: list[Any], part: str, path: tuple[str, ...], override: Override
 
 
 def _must_be_open(node: Mapping[Any, Any], path: tuple[str, ...], override: Override, closed: Closed) -> None:
-    """Raise `SpecError` for a new key where the file has other ones, unless it is to be added.
+    """Raise `SpecError` for a new key without ``+`` in a mapping whose keys the user chooses.
 
-    In all other places the names of what a job may have are known, and checked later.
+    All other keys are checked when the job is parsed.
     """
     tree = path[0]
     if tree not in JOB_KEYS and tree in closed.get("config", ()):

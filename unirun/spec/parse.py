@@ -30,8 +30,7 @@ def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str)
     """The `JobSpec` that `data` describes; `run_id` is used when `data` has none.
 
     `data` has the keys of a job file (see ``docs/job-file.md``). Raises `SpecError` with every fault.
-    What the spec names (scripts, classes, working directories) is looked for here, so that a missing one is
-    told before anything starts; nothing of it is imported.
+    Scripts, classes and working directories that the spec names must exist; none is imported.
     """
     job = Section(data)
     job.known(JOB_KEYS)
@@ -108,7 +107,7 @@ def _node_names(job: Section) -> tuple[str, ...]:
 
 
 def _config(job: Section) -> dict[str, Any]:
-    """The user's part: whatever workers can be sent as JSON."""
+    """The user's own configuration, which workers are sent as JSON."""
     config = job.mapping("config")
     try:
         json.dumps(config, allow_nan=False)
@@ -125,7 +124,7 @@ def _job_name(roles: list[RoleSpec]) -> str:
 
 
 def _stdin(job: Section, roles: Sequence[RoleSpec]) -> str | None:
-    """A worker that is there in any case, as ``actor:0``."""
+    """A worker, as ``actor:0``, whose rank exists even with the least count."""
     text = job.text("stdin")
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Reading typed values out of a mapping. A wrong type is named with the place, what was expected and what was found."""
+"""Reads typed values from mappings. A fault has the place of the value, what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_SHOWN = 200
 
 
 def nearest(word: str, words: Sequence[str]) -> str:
-    """``did you mean 'actor'?`` or, when nothing is near, the list of what there is."""
+    """``did you mean 'actor'?`` or, when no word is similar, all of `words`."""
     if not words:
         return "there are none"
     close = difflib.get_close_matches(word, words, n=1)
@@ -41,7 +41,7 @@ def nearest(word: str, words: Sequence[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """`value` as a message can show it, whatever it is: in Python's form, of at most `MAX_SHOWN` characters."""
+    """The ``repr`` of `value` for a message, of at most `MAX_SHOWN` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -191,7 +191,7 @@ class Section:
 
 
 def as_number(value: Any) -> float:
-    """What a number or a text means as one; nan when it is none."""
+    """A number, or a text that is one, as a float; nan for anything else."""
     try:
         return float(value) if not isinstance(value, bool) else float("nan")
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""The roles of a job: what each runs, how often, and what is known to be wrong with that before anything starts."""
+"""Parses the roles of a job: entry, number of ranks, environment, restarts and needs of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAINER = "trainer"
 
 ENTRY_KINDS: tuple[EntryKind, ...] = ("script", "module", "program", "function", "workload")
 JOB_WIDE_KEYS = (*ENTRY_KINDS, "args", "env", "cwd", "max_restarts", "start_method")
-"""What a role takes from the job when it does not say it itself."""
+"""Keys that a role inherits from the job."""
 
 AUTO_DEVICE = ("auto_visible_device", "enable_ray_auto_visible_device")
 """The second name is the one under which DLRover's users know it."""
@@ -38,7 +38,7 @@ START_METHODS: dict[str, StartMethod] = {
     "spawn": "exec",
 }
 CLASS_RESTARTS = 3
-"""How often a workload or a trainer is started again by default: it keeps its place in the job, a script does not."""
+"""The default of ``max_restarts`` for workloads and trainers; that of scripts is 0, as in torchrun."""
 
 
 def read_roles(job: Section, count_slots: SlotCounter) -> list[RoleSpec]:
@@ -89,7 +89,7 @@ def _role(job: Section, name: str, value: Any, default_entry: Entry, count_slots
 
 
 def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1) -> RoleSpec:
-    """What all roles have, whatever they run."""
+    """The settings that roles and the trainer have in common."""
     wide = {key: job.fields[key] for key in ("cwd", "max_restarts", "start_method") if key in job.fields}
     role = Section({**wide, **role.fields}, role.where, role.faults)
     cwd = role.text("cwd") or None
@@ -115,7 +115,7 @@ def _finish(role: Section, job: Section, name: str, entry: Entry, count: int = 1
 
 
 def _needs(role: Section, count: int) -> dict[str, Any]:
-    """What each rank needs, and how ranks belong together."""
+    """Slots and devices of each rank, and groups of ranks."""
     return {
         "device": role.text("device") or None,
         "slots": _slots(role),
@@ -189,7 +189,7 @@ def _auto_device(role: Section) -> bool:
 
 
 def _entry(fields: Section, default: Entry | None) -> Entry:
-    """The entry in `fields`; what they leave out (the target, the arguments) comes from `default`."""
+    """The entry in `fields`. A missing target or missing arguments come from `default`."""
     given = [kind for kind in ENTRY_KINDS if fields.given(kind)]
     if len(given) > 1:
         problem = f"{' and '.join(given)} are given"

@@ -1,4 +1,4 @@
-"""What must hold between roles: who shares devices with whom, and how a trainer tells them apart."""
+"""Checks of groups of roles, and of the names under which a trainer finds roles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unirun.spec.job import RoleSpec
 from unirun.spec.read import nearest
 
 SHARING = ("collocations", "host_collocations")
-"""Groups of which a role is in one at most."""
+"""Kinds of groups of which a role is in one at most."""
 
 WHAT_GROUPS_SAY = {
     "collocations": "share devices",
@@ -20,10 +20,10 @@ WHAT_GROUPS_SAY = {
 
 
 def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[RoleSpec]) -> list[Fault]:
-    """What is wrong with the `groups` of roles that a job file has under `key`.
+    """The faults of the `groups` of roles that a job file has under `key`.
 
-    Whether all of them can be kept, and fit the numbers of ranks, is for the planner to say, all at once; that a role
-    is in two groups of its kind is a fault only of those that share.
+    A role may be in several groups of one kind, except groups that share. Contradictions between groups, and numbers of
+    ranks that do not fit them, are found by the planner.
     """
     known = {role.name: role for role in roles if role.entry.kind != "trainer"}
     trainers = {role.name for role in roles} - known.keys()
@@ -48,7 +48,7 @@ def group_faults(key: str, groups: Sequence[Sequence[str]], roles: Sequence[Role
 
 
 def handle_faults(roles: Sequence[str]) -> list[Fault]:
-    """Roles that the trainer could not tell apart: ``actor`` and ``Actor`` are both ``RG_ACTOR``."""
+    """Faults for roles with one name in the trainer: ``actor`` and ``Actor`` are both ``RG_ACTOR``."""
     first: dict[str, str] = {}
     faults = []
     for name in roles:

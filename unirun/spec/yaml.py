@@ -18,8 +18,8 @@ MAX_BITS = 4096
 def load_job_file(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The mapping in the file `path`, in its long form, after `overrides` (``roles.actor.count=8``) and interpolation.
 
-    A file whose name ends with ``.json`` is taken as it is: in what programs write, ``${`` is no interpolation.
-    Raises `SpecError` when it cannot be read, is no YAML, or refers to what is not there.
+    A file whose name ends with ``.json`` is read as it is, without interpolation, because programs write it.
+    Raises `SpecError` when it cannot be read, is not YAML, or refers to a missing key.
     """
     try:
         plain = _read_json(path, overrides) if path.endswith(".json") else _read_yaml(path, overrides)
@@ -53,7 +53,7 @@ def _too_deep(path: str) -> SpecError:
 
 
 def _read_value(where: str, text: str) -> Any:
-    """What `text`, the value of an override `where`, says as YAML. Raises `SpecError`."""
+    """`text`, the value of an override `where`, parsed as YAML. Raises `SpecError`."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -129,7 +129,7 @@ def _read_yaml(path: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _problem(error: Exception) -> str:
-    """What a YAML parser complains of, and where, in one line."""
+    """The message of a YAML parser and its position, in one line."""
     problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
     if not problem or mark is None:
         return " ".join(str(error).split())
@@ -137,19 +137,19 @@ def _problem(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """What OmegaConf says, without the lines about its own classes."""
+    """The first line of an error: OmegaConf adds lines about its own classes."""
     if str(error).startswith("Exceeds the limit"):
-        # Python's words are about a setting of the interpreter.
+        # Python's message is about a setting of the interpreter.
         return "a number of more than 4300 digits"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-"""What YAML 1.1 takes for a number in base 60: ``2:8`` would be 128."""
+"""A number in base 60 in YAML 1.1, where ``2:8`` is 128."""
 
 
 def _without_base_60(text: str, root: Any) -> str:
-    """`text`, whose nodes are below `root`, with such numbers as what they look like: ``count: 2:8`` is a range."""
+    """`text`, whose nodes are below `root`, with such numbers as texts: ``count: 2:8`` is a range."""
     import yaml
 
     seen: set[int] = set()
@@ -172,7 +172,7 @@ def _without_base_60(text: str, root: Any) -> str:
 def plain_config(config: object) -> Mapping[Any, Any]:
     """`config`, a mapping or a ``DictConfig``, as plain values with its interpolations resolved.
 
-    Raises `SpecError` when it is neither, or refers to what is not there.
+    Raises `SpecError` when it is neither, or refers to a missing key.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException

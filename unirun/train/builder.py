@@ -14,7 +14,7 @@
         .build()
     )
 
-No call checks anything: `build` does, and tells everything that is wrong at once.
+`build` checks everything, and raises all faults at once; the other methods check nothing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ J = TypeVar("J")
 
 
 class _Described:
-    """What was said so far; a job's builder and those of its workloads share it."""
+    """The calls so far, shared by a job's builder and those of its workloads."""
 
     def __init__(self) -> None:
         self.draft = Draft()
 
 
 class _JobMethods(Generic[J]):
-    """What can be said of a job, at its builder and at that of a workload alike."""
+    """The methods for a job, which the builders of its workloads have too."""
 
     _described: _Described
     _job: J
@@ -66,7 +66,7 @@ class _JobMethods(Generic[J]):
         return self._say(device_per_node=num)
 
     def config(self, config: Any) -> J:
-        """What workers find as ``self.config``: a dict or an OmegaConf ``DictConfig``, may be empty. Required."""
+        """The value of ``self.config`` in workers: a dict or an OmegaConf ``DictConfig``, may be empty. Required."""
         return self._say(config=config)
 
     def global_env(self, env: Mapping[str, Any]) -> J:
@@ -148,7 +148,7 @@ class _JobMethods(Generic[J]):
         return self._say(edges=(*self._described.draft.edges, edge))
 
     def transport(self, name: str) -> J:
-        """What carries calls: ``socket`` (the default) or ``torch``, torch.distributed.rpc."""
+        """The transport of calls: ``socket`` (the default) or ``torch``, torch.distributed.rpc."""
         return self._say(transport=name)
 
     def call_timeout(self, seconds: float) -> J:
@@ -182,7 +182,7 @@ class WorkloadBuilder(_JobMethods[J]):
     ) -> None:
         self._described, self._job = described, job
         self._number = len(described.draft.workloads)
-        # What is no text cannot be a name; `build` tells.
+        # `build` refuses a name that is not a text.
         name = role if isinstance(role, str) else f"{role!r} (no text)"
         workloads = (*described.draft.workloads, WorkloadDraft(name, entry, kind))
         described.draft = replace(described.draft, workloads=workloads)
@@ -291,9 +291,9 @@ class RLJobBuilder(_RLMethods):
 
 
 def _check_placement(mapping: Mapping[str, Any], nodes: int, devices: int) -> None:
-    """Whether the ranks find places on so many nodes. Raises `SpecError`."""
+    """Check that the ranks fit on so many nodes. Raises `SpecError`."""
     spec = parse_job(mapping, count_slots=lambda _: 1, run_id="draft")
-    # What the nodes are called is not known here, and those that are looked at have names as good as any.
+    # The names of the nodes are not known here, so none is excluded.
     spec = replace(spec, exclude_nodes=())
     try:
         plan(spec, parse_fake(f"fake:nodes={nodes},devices={devices}"), told_topology)
@@ -302,5 +302,5 @@ def _check_placement(mapping: Mapping[str, Any], nodes: int, devices: int) -> No
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Both; what is no mapping is kept for `build` to tell."""
+    """Both together; a value that is not a mapping is kept, and refused by `build`."""
     return {**old, **new} if isinstance(old, Mapping) and isinstance(new, Mapping) else new

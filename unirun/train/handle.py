@@ -1,4 +1,4 @@
-"""The handle on a job that was submitted: how it stands, what it wrote, its end, and what it gave."""
+"""The handle on a submitted job: its status, logs, end and result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unirun.values import WorkerId
 from unirun.wire.messages import Stop
 
 START = 30.0
-"""Seconds in which the master of a job that was submitted must be there."""
+"""Seconds in which the master of a submitted job must answer."""
 
 RESULT = "result.pkl"
 """The file in a job's directory with what the trainer's ``fit`` returned."""
@@ -59,8 +59,7 @@ class JobHandle:
         return self._await_end(Stop(int(signal.SIGTERM), "stopped by the program that submitted it"), None)
 
     def logs(self, role: str | None = None, rank: int | None = None) -> str:
-        """What the latest incarnation of each worker has written; of all workers, of one `role`, or of one `rank` of
-        it.
+        """The output of the latest incarnation of each worker; of all workers, of one `role`, or of one `rank` of it.
 
         Each line begins with its worker, ``[actor:2]``. The stdout of a worker comes first, then its stderr.
         Raises `JobError` if there is no such worker.

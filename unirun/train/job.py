@@ -65,7 +65,7 @@ class Job:
         if max_restarts is not None:
             mapping["max_restarts"] = max_restarts
         planned = _planned(mapping, job_name)
-        # Before another process fails at it: whether there is a safe directory for the job.
+        # Raises here, not in the other process, when there is no safe directory for the job.
         job = job_at(planned.spec.run_id)
         return _follow(planned, job) if blocking else _detach(planned, job)
 
@@ -121,7 +121,7 @@ def _follow(planned: PlannedJob, job: JobDir) -> JobHandle:
     if interrupted:
         raise KeyboardInterrupt
     if code and not job.path.exists():
-        raise JobFailed("the job could not be started", "what unirun has printed says why", code=code)
+        raise JobFailed("the job could not be started", "see the messages above", code=code)
     handle = JobHandle(job)
     handle.raise_if_failed()
     return handle

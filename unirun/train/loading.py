@@ -1,4 +1,4 @@
-"""Classes and functions that a job names: whether this process can import them, and whether workers will."""
+"""Imports the classes and functions that a job names, as its workers will."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def importable(module: Any) -> Any:
 
 
 def entry_of(function: Any) -> EntryDraft:
-    """A function as it is named: the object, or ``pkg.mod:name``."""
+    """The module and name of a function, given as the object or as ``pkg.mod:name``."""
     if isinstance(function, str):
         module, _, attribute = function.partition(":")
         return EntryDraft(importable(module), attribute)
@@ -39,14 +39,14 @@ def entry_of(function: Any) -> EntryDraft:
 
 
 def load(module: Any, name: Any) -> Loaded:
-    """What importing the class or function `name` of `module` shows."""
+    """Import the class or function `name` of `module`. Errors are in the result."""
     if not all(isinstance(part, str) and part for part in (module, name)):
         return Loaded(error="it has no name")
     try:
         with _working_directory_on_path():
             home = _main_module(module) or importlib.import_module(module)
             found = getattr(home, name, None)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - it is the user's code; whatever it raises is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code is a fault of the job
         return Loaded(error=f"{type(error).__name__}: {error}")
     if found is None:
         names = [each for each, value in vars(home).items() if callable(value)]
@@ -77,7 +77,7 @@ def _main_module(module: str) -> ModuleType | None:
 
 @contextlib.contextmanager
 def _working_directory_on_path() -> Iterator[None]:
-    """Workers find modules in their working directory, so they are found there here, too."""
+    """Workers find modules in their working directory, so this process searches there, too."""
     folder = os.getcwd()
     sys.path.append(folder)
     try:
@@ -89,7 +89,7 @@ def _working_directory_on_path() -> Iterator[None]:
 def python_path() -> str:
     """The PYTHONPATH with which another interpreter finds the modules that this one does.
 
-    Beside what it has been given, that is the folder of the script, and whatever was added to ``sys.path`` since.
+    Besides this process's PYTHONPATH it has the folder of the script, and all that was added to ``sys.path`` since.
     """
     installed = {
         os.path.realpath(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())

@@ -52,7 +52,7 @@ def test_logs_that_cannot_be_written_are_told_of(follow: list[str]) -> None:
     command = [sys.executable, "-m", "unirun", "logs", *follow]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60, check=False)
-    words = b"unirun: what there is to print cannot be written: No space left on device\n"
+    words = b"unirun: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, words)
 
 

@@ -274,5 +274,5 @@ class TestStreams:
             done = unirun("plan", "--roles", "a=2", "train.py", stdout=full, stderr=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (
             1,
-            b"unirun: what there is to print cannot be written: No space left on device\n",
+            b"unirun: the output cannot be written: No space left on device\n",
         )

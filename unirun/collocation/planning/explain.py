@@ -28,7 +28,7 @@ OFFERS = 4
 
 
 class Shortage(Value):
-    """What is missing. Counts are ranks of `role`; each of `offers` fits."""
+    """A shortage in words and numbers. Counts are ranks of `role`; each of `offers` fits."""
 
     role: str
     needed: int
@@ -86,7 +86,7 @@ def _shortage(request: Request, trials: Trials) -> Shortage:
         trials.loosened(request),
         islice(trials.fewer(request, counts), OFFERS // 2 if lacking else OFFERS),
     ]
-    # Where slots are lacking, constraints are rarely what binds.
+    # Where slots are lacking, constraints are rarely the reason.
     found = chain(trials.room(request), *(reversed(ways) if lacking else ways))
     offers = tuple(islice(found, OFFERS))
     constraint = "slots" if lacking else _binding_groups(request, trials)
@@ -181,7 +181,7 @@ def _remedy(offers: Sequence[Offer], where: str = "") -> str:
 
 
 def _no_remedy(request: Request, trials: Trials) -> str:
-    """What to do when no change is enough."""
+    """The remedy when no change is enough."""
     problem = problem_of(request)
     none = [type for type in problem.types if not trials.most(type)]
     return f"use nodes with {both(none)} devices" if none else "use more nodes, or larger ones"

@@ -66,7 +66,7 @@ class Score:
         return sum(any(cells[bundle] for bundle in part) for part in self._parts)
 
     def value(self, kind: NodeKind, cells: Cells) -> int:
-        """What a node adds to the score when it gets `cells`."""
+        """The contribution of a node to the score when it gets `cells`."""
         if not any(cells):
             return 0
         total = tuple(number + held for number, held in zip(cells, kind.held, strict=True))
@@ -129,7 +129,7 @@ class Filler:
     def _heavy(self) -> Iterator[list[Run] | None]:
         """Bundles that need slots: node by node, then part by part."""
         heavy = [bundle for bundle, size in enumerate(self._sizes) if size]
-        # What there is one of on a node has the fewest choices, then what is large.
+        # Bundles with one cell per node have the fewest choices; then the largest come first.
         largest = sorted(heavy, key=lambda b: (not self._problem.bundles[b].single, -self._sizes[b]))
         in_turns = (in_turn(self._by_affinity(heavy)), in_turn(largest))
         for rule in (*in_turns, self._by_pull(heavy), by_share(heavy)):

@@ -1,4 +1,4 @@
-"""Node kinds: what nodes offer to a problem, computed once for all nodes that are alike.
+"""Node kinds: the free slots of nodes and their distances, computed once for all nodes that are alike.
 
 Slots that are equally near to all others, and nearest to each other, form an
 *island*: each pair of an NVLink bridge is one, and so are the GPUs of a NUMA node behind NVSwitch. The distance of two
@@ -46,7 +46,7 @@ class KindSlot(NamedTuple):
 
 
 class NodeKind(Value, eq=False, dict=True, gc=True):
-    """What nodes of one kind have left. `held` are the cells that are there already and stay.
+    """The free slots of nodes of one kind. `held` are the cells that are there already and stay.
 
     `distances` are by type of slot. Kinds are compared by identity, because they are keys of many lookups.
     """
@@ -124,7 +124,7 @@ class Kinds:
     def left(
         self, node: Node, kind: NodeKind, held: Cells, taken: Sequence[tuple[int, Assignment]]
     ) -> NodeKind:
-        """What `node`, which is of `kind`, has left beside the cells `held`: ranks `taken`, each with its stack."""
+        """The kind of `node`, empty of `kind`, when it has the cells `held`: ranks `taken`, each with its stack."""
         if not any(held):
             return kind
         stacks = self._problem.stacks
@@ -146,7 +146,7 @@ class Kinds:
 
 
 def described(node: Node) -> tuple[object, ...]:
-    """What a planner knows of the devices of `node`; equal for nodes that are alike."""
+    """The devices of `node` as far as they matter to the planner; equal for nodes that are alike."""
     return tuple([tuple(map(each, node.devices)) for each in _DEVICE])
 
 
@@ -161,7 +161,7 @@ def names_of(node: Node, kind: NodeKind) -> tuple[str, ...]:
 def _islands(slots: Sequence[Slot], devices: Sequence[Device]) -> tuple[Sequence[int], Distances]:
     """The island of each slot, and the distances. `devices` are those of `slots`, in the same order; none for CPUs.
 
-    Where the driver tells nothing of a link, the NUMA nodes count.
+    Where the driver reports no link, the distance follows from the NUMA nodes.
     """
     told = [dict(device.links) for device in devices]
     numas = [slot.numa for slot in slots]
@@ -169,7 +169,7 @@ def _islands(slots: Sequence[Slot], devices: Sequence[Device]) -> tuple[Sequence
     def distance(one: int, other: int) -> int:
         same = numas[one] == numas[other]
         said = [told[a].get(devices[b].index) for a, b in ((one, other), (other, one)) if told]
-        # Of what two devices say of each other, the nearer counts.
+        # Each device reports its link to the other one; the nearer counts.
         near = min((NEARNESS.index(each) for each in said if each in NEARNESS), default=None)
         return 2 * (NEARNESS.index("numa" if same else "system") if near is None else near) + (not same)
 

@@ -1,4 +1,4 @@
-"""Requests near one that does not fit, and fit: found by planning it again with something changed."""
+"""Requests that fit and differ little from one that does not: found by trying changes of it."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Trials:
         return changed if self.fit(changed) else None
 
     def loosened(self, request: Request) -> Iterator[Offer]:
-        """With one group less, or with less of what one role asks for."""
+        """With one group less, or with smaller needs of one role."""
         yield from (offer(request, changed) for changed in _without_a_group(request) if self.fit(changed))
         for role in request.roles:
             for each in _variants(role, self):
@@ -279,7 +279,7 @@ def _without_a_group(request: Request) -> Iterator[Request]:
 
 
 def without_a_constraint(request: Request) -> Iterator[Request]:
-    """`request` with one constraint less: spares, excluded nodes, a group, or what a role asks for."""
+    """`request` with one constraint less: spares, excluded nodes, a group, or a need of a role."""
     if request.spares:
         yield replace(request, spares=0)
     if request.tainted:
@@ -301,7 +301,7 @@ def part_of(request: Request, names: Sequence[str]) -> Request:
 
 
 def with_part(request: Request, before: Request, after: Request) -> Request:
-    """`request` with what was changed from `before`, a part of it, to `after`."""
+    """`request` with the changes from `before`, a part of it, to `after`."""
     changed = {role.name: role for role in after.roles}
     names = [role.name for role in before.roles]
     groups: dict[str, Any] = {}

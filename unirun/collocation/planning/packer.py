@@ -38,7 +38,7 @@ Counts = tuple[int, ...]
 
 
 class Packer:
-    """Answers what of a `problem` fits on kinds of nodes, and keeps the answers."""
+    """Answers which cells of a `problem` fit on kinds of nodes, and keeps the answers."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -91,7 +91,7 @@ class Packer:
         return packing
 
     def _may_choose(self, kind: NodeKind) -> bool:
-        """Whether the free slots differ in what they are near to, for a stack to which that matters."""
+        """Whether free slots are on several islands, for a stack whose slots should be near each other."""
         islands = Counter(type for type, _ in {(s.type, s.island) for s in kind.slots if s.free})
         return any(
             islands[stack.device or ""] > 1 and (stack.device != CPU or stack.width > 1 or stack.group > 1)
@@ -106,7 +106,7 @@ class Packer:
 class Item(NamedTuple):
     """`ranks` ranks of a stack that are placed in one step, each on `width` slots, of which it takes `units`.
 
-    `wish` says what of it is kept near each other.
+    `wish` says which of its slots should be near each other: those of a rank, of a group, or of all its ranks.
     """
 
     stack: int

@@ -23,7 +23,7 @@ Before = Mapping[str, Sequence[tuple[str, ...]]]
 def seating(
     packer: Packer, node: Node, kind: NodeKind, cells: Cells, before: Before | None = None
 ) -> dict[str, list[Assignment]]:
-    """By role, what ranks of `cells` get on `node`, which is of `kind`, in the order of their slots, from rank 0."""
+    """By role, the assignments of the ranks of `cells` on `node`, which is of `kind`, in slot order, from rank 0."""
     names = names_of(node, kind)
     found = {}
     for stack, slots in zip(packer.problem.stacks, packer.pack(kind, cells), strict=True):
@@ -103,7 +103,7 @@ def plan(request: Request, inventory: Inventory) -> Placement:
 
 
 def find(request: Request, inventory: Inventory) -> Placement | None:
-    """The same, but None when nothing fits: without the search for an explanation, which takes longer."""
+    """The placement of `plan`, or None when nothing fits, without the search for an explanation, which takes longer."""
     problem = problem_of(request)
     packer = Packer(problem)
     sound = [node for node in inventory.nodes if node.name not in request.tainted]

@@ -50,7 +50,7 @@ class Stack(Value):
     only: frozenset[str] | None
 
     def share(self, role: RoleRequest) -> float:
-        """What a rank of `role` has of each of its slots. Roles that ask for whole slots have equal parts."""
+        """The share of each of its slots that a rank of `role` has. Whole slots are shared equally."""
         return float(role.slots) if role.slots < 1 else 1 / len(self.roles)
 
 
@@ -87,7 +87,7 @@ class Bundle(Value):
 
 
 class Problem(Value):
-    """What is to be solved. A slot has `unit` units. Stacks are numbered through all bundles.
+    """The problem to solve. A slot has `unit` units. Stacks are numbered through all bundles.
 
     `apart[b]` are the bundles that no node has besides cells of b. `isolated[s]` are the stacks that no NUMA node has
     besides s, `distinct[s]` those that are on other slots than s. `gains[b][c]` is the weight between bundles b and c,

@@ -114,7 +114,7 @@ class _Survivors:
     def left(
         self, kinds: Kinds, nodes: Sequence[Node], homes: Homes, wanted: Collection[int]
     ) -> list[NodeKind]:
-        """What `nodes` have left beside the cells at `homes`.
+        """The kinds of `nodes` with the cells at `homes` on them.
 
         A node that is too full for any cell of the bundles `wanted` is full, whichever of its slots are free.
         """

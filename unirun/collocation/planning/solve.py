@@ -159,7 +159,7 @@ def border(good: int, bad: int, fits: Callable[[int], bool]) -> int:
 
 
 def choices(packer: Packer, kinds: Sequence[NodeKind], counts: Cells) -> Choices | None:
-    """What fits on each kind of node, or None when a complete search would take more than `WORK` steps."""
+    """All cells that fit on each kind of node; None when a complete search would take more than `WORK` steps."""
     states = prod(count + 1 for count in counts)
     limit = WORK // (states * max(len(kinds), 1))
     found: dict[NodeKind, list[Cells]] = {}
