@@ -33,13 +33,15 @@ spellings = [(action, name) for action in TORCH for name in action.option_string
 
 @pytest.mark.parametrize(("action", "name"), spellings, ids=[name for _, name in spellings])
 class TestEveryTorchrunOption:
-    def test_is_known_under_this_spelling(self, action: argparse.Action, name: str) -> None:
+    def test_every_spelling_of_torchrun_is_known(self, action: argparse.Action, name: str) -> None:
         assert name in BY_SPELLING, f"torchrun takes {name}, unirun does not"
 
-    def test_has_the_same_name_for_its_value(self, action: argparse.Action, name: str) -> None:
+    def test_an_option_of_torchrun_has_the_same_dest(self, action: argparse.Action, name: str) -> None:
         assert BY_SPELLING[name].dest == action.dest
 
-    def test_takes_a_value_where_torchrun_takes_one(self, action: argparse.Action, name: str) -> None:
+    def test_an_option_takes_a_value_where_torchrun_takes_one(
+        self, action: argparse.Action, name: str
+    ) -> None:
         if action.nargs == 0:
             assert taken([name], action.dest) is True
             return
@@ -48,13 +50,15 @@ class TestEveryTorchrunOption:
         joined = f"{name}={value}" if name.startswith("--") else f"{name}{value}"
         assert taken([joined], action.dest) == value
 
-    def test_takes_its_variable_exactly_when_torchrun_does(self, action: argparse.Action, name: str) -> None:
+    def test_an_option_has_a_pet_variable_exactly_when_torchrun_has_it(
+        self, action: argparse.Action, name: str
+    ) -> None:
         known = isinstance(action, env | check_env)
         found = from_environment({f"PET_{action.dest.upper()}": "1"})
         assert (action.dest in found) == known
         assert (action.dest not in WITHOUT_VARIABLE) == known
 
-    def test_is_told_apart_from_our_own(self, action: argparse.Action, name: str) -> None:
+    def test_an_option_of_torchrun_is_in_the_torchrun_table(self, action: argparse.Action, name: str) -> None:
         assert action.dest in TORCHRUN_ONLY
 
 
@@ -94,15 +98,15 @@ class TestAbbreviations:
     @pytest.mark.parametrize(
         ("word", "dest"), [("--max-r", "max_restarts"), ("--rdzv-b", "rdzv_backend"), ("--nnod", "nnodes")]
     )
-    def test_a_beginning_is_enough(self, word: str, dest: str) -> None:
+    def test_an_option_may_be_abbreviated(self, word: str, dest: str) -> None:
         assert taken([word, "1"], dest) == "1"
         assert taken([f"{word}=1"], dest) == "1"
 
-    def test_one_that_fits_several_names_them(self) -> None:
+    def test_an_ambiguous_abbreviation_names_the_options(self) -> None:
         with pytest.raises(UsageError, match="--rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id"):
             parse(["--rdzv", "x", "train.py"])
 
-    def test_a_whole_name_wins_over_a_longer_one(self) -> None:
+    def test_a_whole_option_name_wins_over_a_longer_one(self) -> None:
         assert parse(["--role", "a", "train.py"]).options == {"role": "a"}
         assert parse(["--roles", "a=1", "train.py"]).options == {"roles": ["a=1"]}
 
@@ -125,65 +129,65 @@ class TestAbbreviations:
 
 
 class TestAnUnknownOption:
-    def test_gets_the_nearest_one(self) -> None:
+    def test_an_unknown_option_gets_the_nearest_one(self) -> None:
         with pytest.raises(
             UsageError, match=r"unknown option --max-restart5; did you mean '--max-restarts'\?"
         ):
             parse(["--max-restart5", "3", "train.py"])
 
-    def test_with_one_dash_too(self) -> None:
+    def test_an_unknown_short_option_is_refused(self) -> None:
         with pytest.raises(UsageError, match="unknown option '-x'"):
             parse(["-x", "train.py"])
 
-    def test_is_not_taken_from_the_scripts_arguments(self) -> None:
+    def test_an_unknown_option_after_the_script_is_an_argument(self) -> None:
         assert parse(["train.py", "--max-restart5", "3"]).args == ("--max-restart5", "3")
 
 
 class TestValues:
-    def test_may_be_glued_to_a_short_option(self) -> None:
+    def test_a_value_may_be_glued_to_a_short_option(self) -> None:
         assert parse(["-r3", "-t1", "train.py"]).options == {"redirects": "3", "tee": "1"}
 
-    def test_may_be_glued_with_a_sign(self) -> None:
+    def test_a_value_may_be_glued_with_an_equals_sign(self) -> None:
         assert parse(["-r=3", "train.py"]).options == {"redirects": "3"}
 
-    def test_may_begin_with_a_dash(self) -> None:
+    def test_a_value_may_begin_with_a_dash(self) -> None:
         assert parse(["--env", "-K=V", "train.py"]).options == {"env": ["-K=V"]}
         assert parse(["--name", "--strange", "train.py"]).options == {"name": "--strange"}
         assert parse(["-r", "-1", "train.py"]).options == {"redirects": "-1"}
 
-    def test_may_hold_signs_and_spaces(self) -> None:
+    def test_a_value_may_hold_equals_signs_and_spaces(self) -> None:
         assert parse(["--env=K=a b=c", "train.py"]).options == {"env": ["K=a b=c"]}
 
-    def test_of_flags_may_be_glued_together(self) -> None:
+    def test_short_flags_may_be_glued_together(self) -> None:
         assert parse(["-dqr3", "train.py"]).options == {"detach": True, "quiet": True, "redirects": "3"}
         with pytest.raises(UsageError, match="--quiet takes no value, found '1'"):
             parse(["-dq=1", "train.py"])
 
-    def test_that_is_missing_is_told(self) -> None:
+    def test_a_missing_value_is_refused(self) -> None:
         for argv in (["--nnodes"], ["-r"], ["--max-r"]):
             with pytest.raises(UsageError, match=f"{argv[0]} needs a value"):
                 parse(argv)
 
-    def test_that_a_flag_does_not_take_is_told(self) -> None:
+    def test_a_value_for_a_flag_is_refused(self) -> None:
         with pytest.raises(UsageError, match="standalone"):
             parse(["--standalone=1", "train.py"])
 
-    def test_that_is_no_choice_is_told(self) -> None:
+    def test_a_value_that_is_not_a_choice_is_refused(self) -> None:
         with pytest.raises(UsageError, match="--start-method: invalid choice: 'thread'"):
             parse(["--start-method", "thread", "train.py"])
 
-    def test_of_the_last_one_count_unless_it_is_a_list(self) -> None:
+    def test_the_last_value_counts_unless_the_option_may_be_repeated(self) -> None:
         line = parse(["--tee", "1", "--tee", "2", "--env", "A=1", "--env", "B=2", "train.py"])
         assert line.options == {"tee": "2", "env": ["A=1", "B=2"]}
 
 
 class TestWhatFollows:
-    def test_the_script_belongs_to_the_script(self) -> None:
+    def test_words_after_the_script_are_its_arguments(self) -> None:
         args = ["--nnodes", "7", "-r3", "-h", "x", "--", "--roles", "--", "key=value"]
         line = parse(["--nnodes", "1", "train.py", *args])
         assert line == CommandLine({"nnodes": "1"}, (), "train.py", tuple(args))
 
-    def test_is_what_torchrun_would_give_the_script(self) -> None:
+    def test_the_arguments_of_the_script_are_those_of_torchrun(self) -> None:
         for rest in (["--", "--lr", "1"], ["a", "--", "b"], ["--", "--", "x"], ["-m"], [""]):
             theirs = get_args_parser().parse_args(["train.py", *rest]).training_script_args
             assert [*parse(["train.py", *rest]).args] == theirs
@@ -198,31 +202,33 @@ class TestWhatFollows:
             ["--", "train.py"],
         ],
     )
-    def test_two_dashes_is_the_script_as_with_torchrun(self, argv: list[str]) -> None:
+    def test_the_word_after_two_dashes_is_the_script_as_in_torchrun(self, argv: list[str]) -> None:
         theirs = get_args_parser().parse_args(argv)
         line = parse(argv)
         assert (line.script, [*line.args]) == (theirs.training_script, theirs.training_script_args)
 
-    def test_two_dashes_is_the_script_that_a_role_lacks(self) -> None:
+    def test_the_word_after_two_dashes_is_the_script_of_a_role_without_entry(self) -> None:
         line = parse(["--roles", "actor=2@ppo:Actor,critic=1", "--", "train.py", "--lr", "1"])
         assert (line.script, line.args) == ("train.py", ("--lr", "1"))
 
     @pytest.mark.parametrize(
         "told", [("--roles", "actor=2", "--script", "actor=a.py"), ("--roles", "actor=2@ppo:Actor")]
     )
-    def test_two_dashes_belongs_to_the_scripts_that_the_roles_name(self, told: tuple[str, ...]) -> None:
+    def test_words_after_two_dashes_are_arguments_when_all_roles_have_entries(
+        self, told: tuple[str, ...]
+    ) -> None:
         line = parse([*told, "--", "--lr", "1"])
         assert (line.script, line.args) == (None, ("--lr", "1"))
 
-    def test_a_config_are_overrides_until_something_else_comes(self) -> None:
+    def test_words_after_config_are_overrides_until_the_script(self) -> None:
         line = parse(["--config", "job.yaml", "a.b=1", "c=2", "train.py", "d=3"])
         assert (line.overrides, line.script, line.args) == (("a.b=1", "c=2"), "train.py", ("d=3",))
 
-    def test_a_config_may_be_overrides_and_arguments_alone(self) -> None:
+    def test_config_may_have_overrides_and_arguments_without_a_script(self) -> None:
         line = parse(["--config", "job.yaml", "a=1", "--", "b=2", "--c"])
         assert (line.overrides, line.script, line.args) == (("a=1",), None, ("b=2", "--c"))
 
-    def test_a_config_may_be_options_between_overrides(self) -> None:
+    def test_options_may_stand_between_overrides(self) -> None:
         line = parse(
             ["--config", "job.yaml", "a=1", "-d", "b=2", "--max-restarts", "3", "train.py", "--lr", "1"]
         )
@@ -250,7 +256,7 @@ def test_help_names_every_option_in_its_group(capsys: pytest.CaptureFixture[str]
         assert f"{option.group}:" in text
 
 
-def test_extra_options_are_known_where_they_are_added() -> None:
+def test_extra_options_of_a_subcommand_are_known_there_only() -> None:
     extra = Option("--json", OPTIONS[0].group, "for programs")
     assert parse(["--json", "train.py"], extra=(extra,)).options == {"json": True}
     with pytest.raises(UsageError, match="--json"):

@@ -15,7 +15,7 @@ JobFile = Callable[[str], str]
 
 
 class TestALineLikeTorchruns:
-    def test_is_one_role(self, compose: Compose) -> None:
+    def test_a_line_like_torchruns_is_one_role(self, compose: Compose) -> None:
         spec = compose("--nproc-per-node", "3", "train.py", "--lr", "1")
         (role,) = spec.roles
         assert (role.name, role.count, role.entry) == (
@@ -27,33 +27,33 @@ class TestALineLikeTorchruns:
         assert spec.name == "train"
         assert spec.run_id.startswith("train-")
 
-    def test_names_its_role(self, compose: Compose) -> None:
+    def test_role_names_the_only_role(self, compose: Compose) -> None:
         assert [r.name for r in compose("--role", "trainer", "train.py").roles] == ["trainer"]
 
-    def test_runs_a_module_or_a_program(self, compose: Compose) -> None:
+    def test_m_and_no_python_run_a_module_or_a_program(self, compose: Compose) -> None:
         assert compose("-m", "pkg.train", "a").roles[0].entry == Entry("module", "pkg.train", ("a",))
         assert compose("--no-python", "ls", "-l").roles[0].entry == Entry("program", "ls", ("-l",))
         assert compose("--no-python", "ls").roles[0].start_method == "exec"
 
-    def test_counts_what_the_host_has(self, compose: Compose) -> None:
+    def test_nproc_per_node_counts_devices_or_processors(self, compose: Compose) -> None:
         assert compose("--nproc-per-node", "cpu", "train.py").roles[0].count == 4
         assert compose("--nproc-per-node", "auto", "train.py").roles[0].count == 4
         assert compose("--nproc-per-node", "auto", "train.py", inventory=GPUS).roles[0].count == 8
         assert compose("--nproc-per-node", "gpu", "train.py", inventory=GPUS).roles[0].count == 8
 
     @pytest.mark.parametrize("count", ["gpu", "xpu"])
-    def test_says_that_there_is_no_such_device(self, compose: Compose, count: str) -> None:
+    def test_nproc_per_node_of_a_missing_device_is_refused(self, compose: Compose, count: str) -> None:
         with pytest.raises(SpecError, match="use a number"):
             compose("--nproc-per-node", count, "train.py")
 
 
 class TestRoles:
-    def test_have_their_numbers(self, compose: Compose) -> None:
+    def test_roles_have_their_numbers_of_ranks(self, compose: Compose) -> None:
         spec = compose("--roles", "actor=4,rollout=2", "--roles", "critic", "train.py")
         assert {r.name: r.count for r in spec.roles} == {"actor": 4, "rollout": 2, "critic": 1}
         assert spec.primary == ("actor", "rollout", "critic")
 
-    def test_without_a_number_have_the_common_one(self, compose: Compose) -> None:
+    def test_roles_without_a_number_have_nproc_per_node(self, compose: Compose) -> None:
         spec = compose("--roles", "actor,rollout=2", "--nproc-per-node", "3", "train.py")
         assert {r.name: r.count for r in spec.roles} == {"actor": 3, "rollout": 2}
 
@@ -79,7 +79,7 @@ class TestRoles:
         assert (actor.cwd, rollout.cwd) == ("there", None)
         assert spec.primary == ("actor",)
 
-    def test_default_may_be_scoped_when_there_are_no_others(self, compose: Compose) -> None:
+    def test_the_role_default_may_be_scoped_when_it_is_the_only_one(self, compose: Compose) -> None:
         assert compose("--env", "default:A=1", "train.py").roles[0].env == {"A": "1"}
 
     @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ CALLS = ("--roles", "actor=4@ppo:Actor,rollout=4@ppo:Rollout", "--trainer", "ppo
 
 
 class TestWorkloadsAndTheirTrainer:
-    def test_need_no_script(self, compose: Compose) -> None:
+    def test_workloads_and_their_trainer_need_no_script(self, compose: Compose) -> None:
         spec = compose(*CALLS)
         actor, rollout, trainer = spec.roles
         assert actor == RoleSpec(
@@ -172,7 +172,9 @@ class TestWorkloadsAndTheirTrainer:
         assert (spec.call_timeout, spec.transport) == (1800.0, "socket")
         assert spec.run_id.startswith("ppo-")
 
-    def test_are_the_same_job_in_a_file(self, compose: Compose, job_file: JobFile) -> None:
+    def test_workloads_on_the_command_line_are_the_same_job_in_a_file(
+        self, compose: Compose, job_file: JobFile
+    ) -> None:
         config = "config: {lr: 0.1}"
         flags = compose(*CALLS, "--transport", "socket", "--call-timeout", "7", "--config", job_file(config))
         file = compose(
@@ -192,7 +194,7 @@ class TestWorkloadsAndTheirTrainer:
         assert same(flags, file)
         assert file.config == {"lr": 0.1}
 
-    def test_may_be_mixed_with_scripts(self, compose: Compose) -> None:
+    def test_workloads_may_be_mixed_with_scripts(self, compose: Compose) -> None:
         spec = compose(*CALLS, "--roles", "logger=1", "train.py", "--x")
         assert spec.role("logger").entry == Entry("script", "train.py", ("--x",))
         assert (spec.role("logger").restart, spec.role("logger").max_restarts) == ("role", 0)
@@ -217,7 +219,7 @@ class TestWorkloadsAndTheirTrainer:
         trainer = spec.role("trainer")
         assert (trainer.entry.target, trainer.env, trainer.max_restarts) == ("ppo:PPOTrainer", {"A": "1"}, 0)
 
-    def test_may_be_the_reader_of_stdin(self, compose: Compose, job_file: JobFile) -> None:
+    def test_a_trainer_may_be_the_reader_of_stdin(self, compose: Compose, job_file: JobFile) -> None:
         assert compose(*CALLS).reader is None
         assert compose(*CALLS, "--stdin", "trainer:0").reader == ("trainer", 0)
         file = job_file("{script: train.py, roles: {a: 2}, stdin: 'a:1'}")
@@ -252,7 +254,7 @@ class TestAFunctionAsTheEntryOfARole:
         text = "from os import getcwd\ndef main(ctx): ...\nclass Actor:\n    def act(self): ...\n"
         (scripts / "jobs.py").write_text(text)
 
-    def test_is_told_from_a_workload_by_the_source_of_its_module(self, compose: Compose) -> None:
+    def test_a_function_is_told_from_a_workload_by_the_source_of_its_module(self, compose: Compose) -> None:
         spec = compose(
             "--roles", "train=2@jobs:main,actor=1@jobs:Actor", "--primary", "train", "--", "--lr", "1"
         )
@@ -260,11 +262,13 @@ class TestAFunctionAsTheEntryOfARole:
         assert train == RoleSpec("train", 2, Entry("function", "jobs:main", ("--lr", "1")))
         assert actor.entry == Entry("workload", "jobs:Actor", ("--lr", "1"))
 
-    def test_is_the_same_job_in_a_file(self, compose: Compose, job_file: JobFile) -> None:
+    def test_a_function_on_the_command_line_is_the_same_job_in_a_file(
+        self, compose: Compose, job_file: JobFile
+    ) -> None:
         file = job_file("roles: {train: {count: 2, function: 'jobs:main'}}")
         assert same(compose("--roles", "train=2@jobs:main"), compose("--config", file))
 
-    def test_is_looked_for_where_its_workers_run(self, compose: Compose, scripts: Path) -> None:
+    def test_a_function_is_searched_where_its_workers_run(self, compose: Compose, scripts: Path) -> None:
         (scripts / "there").mkdir()
         (scripts / "there" / "far.py").write_text("def main(): ...")
         entry = Entry("function", "far:main")
@@ -272,7 +276,7 @@ class TestAFunctionAsTheEntryOfARole:
         assert compose("--roles", "a=1@far:main", "--cwd", "there").roles[0].entry == entry
         assert compose("--roles", "a=1@far:main", "--env", "PYTHONPATH=there").roles[0].entry == entry
 
-    def test_that_is_imported_into_its_module_counts_as_a_workload(self, compose: Compose) -> None:
+    def test_an_imported_function_counts_as_a_workload(self, compose: Compose) -> None:
         assert compose("--roles", "a=1@jobs:getcwd").roles[0].entry.kind == "workload"
 
     @pytest.mark.parametrize(
@@ -285,7 +289,9 @@ class TestAFunctionAsTheEntryOfARole:
             ("", "roles.a: nothing to run"),
         ],
     )
-    def test_with_a_usual_mistake_is_told(self, compose: Compose, target: str, says: str) -> None:
+    def test_usual_mistakes_in_the_entry_of_a_role_are_explained(
+        self, compose: Compose, target: str, says: str
+    ) -> None:
         with pytest.raises(SpecError, match=says):
             compose("--roles", f"a=1@{target}")
 

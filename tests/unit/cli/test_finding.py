@@ -58,19 +58,21 @@ class TestWithoutAName:
         assert call("logs") == 0
         assert capfd.readouterr().out == "[actor:0] b actor\n"
 
-    def test_one_that_lingers_after_its_end_does_not_run(self, jobs: ExitStack, capsys: Text) -> None:
+    def test_a_job_that_lingers_after_its_end_does_not_count_as_running(
+        self, jobs: ExitStack, capsys: Text
+    ) -> None:
         jobs.enter_context(a_job("a", "running", 0))
         jobs.enter_context(a_job("b", "failed", 1))
         assert call("status") == 0
         assert capsys.readouterr().out.startswith("job a: running")
 
-    def test_one_that_has_no_state_yet_runs(self, jobs: ExitStack, capsys: Text) -> None:
+    def test_a_job_without_a_state_counts_as_running(self, jobs: ExitStack, capsys: Text) -> None:
         _, lock = create_job("begun", new_token())
         assert call("status") == 2
         assert "begun/state.json cannot be read" in capsys.readouterr().err
         os.close(lock)
 
-    def test_the_newest_is_taken_when_none_runs(self, capsys: Text) -> None:
+    def test_without_a_name_the_newest_job_is_taken_when_none_runs(self, capsys: Text) -> None:
         assert call("status") == 0
         assert capsys.readouterr().out.startswith("job over: succeeded")
         assert call("stop") == 0
@@ -85,14 +87,14 @@ class TestWithoutAName:
 
 class TestLogs:
     @pytest.mark.parametrize("who", ["trainer:0", "trainer"])
-    def test_of_a_worker_alone_are_those_of_the_newest_job(
+    def test_logs_of_a_worker_without_a_job_are_those_of_the_newest_job(
         self, jobs: ExitStack, capfd: pytest.CaptureFixture[str], who: str
     ) -> None:
         jobs.enter_context(a_job("a", "running", 0, "trainer"))
         assert call("logs", who) == 0
         assert capfd.readouterr().out == "[trainer:0] a trainer\n"
 
-    def test_of_a_job_come_before_those_of_a_role(
+    def test_logs_of_a_job_are_preferred_to_those_of_a_role_of_that_name(
         self, jobs: ExitStack, capfd: pytest.CaptureFixture[str]
     ) -> None:
         jobs.enter_context(a_job("trainer-1", "running", 0))
@@ -109,7 +111,9 @@ class TestLogs:
             (["a", "critic"], "job a has no role 'critic'; it has actor"),
         ],
     )
-    def test_of_nobody_are_refused(self, jobs: ExitStack, capsys: Text, argv: list[str], says: str) -> None:
+    def test_logs_of_an_unknown_name_are_refused(
+        self, jobs: ExitStack, capsys: Text, argv: list[str], says: str
+    ) -> None:
         jobs.enter_context(a_job("a", "running", 0))
         assert call("logs", *argv) == 2
         assert says in capsys.readouterr().err

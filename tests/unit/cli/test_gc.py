@@ -85,24 +85,24 @@ class TestHere:
         assert gc() == 0
         assert (old.path.exists(), new.path.exists()) == (False, True)
 
-    def test_what_has_left_nothing_but_a_directory_is_removed_too(self) -> None:
+    def test_gc_removes_a_directory_without_a_state(self) -> None:
         made, lock = create_job("odd", new_token())
         os.close(lock)
         assert gc("--older-than", "0s") == 0
         assert not made.path.exists()
 
     @pytest.mark.parametrize(("age", "left"), [("0s", []), ("36h", ["new"]), ("3d", ["mid", "new"])])
-    def test_how_old_can_be_said(self, home: Path, age: str, left: list[str]) -> None:
+    def test_gc_takes_an_age(self, home: Path, age: str, left: list[str]) -> None:
         for name, days in (("old", 4), ("mid", 2), ("new", 1)):
             job(name, days=days)
         assert gc("--older-than", age) == 0
         assert sorted(path.name for path in (home / "jobs").iterdir()) == left
 
-    def test_an_age_that_is_none_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_refuses_an_invalid_age(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert gc("--older-than", "soon") == 2
         assert "is no duration; for example 90s" in capsys.readouterr().err
 
-    def test_what_runs_is_left_alone_whatever_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_never_removes_a_running_job(self, capsys: pytest.CaptureFixture[str]) -> None:
         made, lock = create_job("mine", new_token())
         assert gc("--older-than", "0s") == 0
         assert gc("mine") == 2
@@ -116,26 +116,24 @@ class TestHere:
         assert gc("mine") == 0
         assert not made.path.exists()
 
-    def test_a_name_removes_that_one_whatever_its_age(self) -> None:
+    def test_gc_removes_a_named_job_whatever_its_age(self) -> None:
         one, ten = job("run1", days=0), job("run10", days=30)
         assert gc("run1") == 0
         assert (one.path.exists(), ten.path.exists()) == (False, True)
 
-    def test_a_name_is_never_the_beginning_of_another(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_takes_whole_names_only(self, capsys: pytest.CaptureFixture[str]) -> None:
         ten = job("run10")
         assert gc("run1") == 2
         assert "no job is called 'run1'; write the whole id: run10" in capsys.readouterr().err
         assert ten.path.exists()
 
-    def test_that_is_not_there_is_told_and_nothing_else(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_of_an_unknown_job_is_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert call("gc", "nobody") != 0
         output = capsys.readouterr()
         assert output.out == ""
         assert "nobody" in output.err
 
-    def test_of_several_names_those_that_are_there_are_removed(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_gc_removes_the_existing_jobs_of_several_names(self, capsys: pytest.CaptureFixture[str]) -> None:
         one = job("one")
         assert gc("none", "one") == 2
         output = capsys.readouterr()
@@ -149,7 +147,7 @@ class TestHere:
         assert made.path.exists()
         assert "1 job would be removed, " in capsys.readouterr().out
 
-    def test_programs_get_an_object_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_json_has_an_object_per_line(self, capsys: pytest.CaptureFixture[str]) -> None:
         made = job("a")
         assert gc("--json", "--dry-run") == 0
         dry = json.loads(capsys.readouterr().out)
@@ -164,13 +162,13 @@ class TestHere:
         )
         assert row["bytes"] >= 100_000
 
-    def test_nothing_is_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_with_nothing_to_remove_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert gc() == 0
         assert capsys.readouterr().out == "0 jobs removed, 0 B freed\n"
 
 
 class TestLogsElsewhere:
-    def test_are_removed_with_their_job(self, tmp_path: Path) -> None:
+    def test_logs_in_another_directory_are_removed_with_their_job(self, tmp_path: Path) -> None:
         logs = tmp_path / "logs"
         other = logs / "thesis"
         other.mkdir(parents=True)
@@ -179,7 +177,7 @@ class TestLogsElsewhere:
         assert not made.path.exists()
         assert sorted(logs.iterdir()) == [other]
 
-    def test_are_left_when_they_are_another_jobs_by_now(
+    def test_logs_that_belong_to_another_job_now_are_left(
         self, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         job("a", log_dir=tmp_path / "logs")
@@ -190,7 +188,7 @@ class TestLogsElsewhere:
         assert (tmp_path / "logs" / "a" / "out.log").exists()
 
     @pytest.mark.parametrize("mark", [None, ""])
-    def test_are_left_without_the_mark(self, tmp_path: Path, mark: str | None) -> None:
+    def test_logs_without_the_mark_of_unirun_are_left(self, tmp_path: Path, mark: str | None) -> None:
         made = job("a", log_dir=tmp_path / "logs")
         target = made.logs.resolve()
         (target / ".unirun").unlink()
@@ -202,7 +200,7 @@ class TestLogsElsewhere:
 
 
 class TestAStore:
-    def test_of_a_job_that_is_here_is_cleared_with_it(self, store: Store, url: str) -> None:
+    def test_the_context_of_a_job_is_removed_with_its_directory(self, store: Store, url: str) -> None:
         made = job("run1", store=url)
         stored(store, "run1", uid=made.uid)
         stored(store, "run10")
@@ -211,7 +209,7 @@ class TestAStore:
         assert keys(store) == ten
         assert not made.path.exists()
 
-    def test_that_has_another_job_of_the_id_keeps_that(self, store: Store, url: str) -> None:
+    def test_the_context_of_another_job_with_the_same_id_is_kept(self, store: Store, url: str) -> None:
         made = job("a", store=url)
         stored(store, "a", uid="another")
         before = keys(store)
@@ -219,19 +217,21 @@ class TestAStore:
         assert keys(store) == before
         assert not made.path.exists()
 
-    def test_that_is_gone_has_nothing_left(self, tmp_path: Path) -> None:
+    def test_a_store_that_is_gone_is_no_error_for_gc(self, tmp_path: Path) -> None:
         made = job("a", store=f"sqlite:{tmp_path / 'gone.db'}")
         assert gc("a") == 0
         assert not made.path.exists()
         assert not (tmp_path / "gone.db").exists()
 
-    def test_that_is_away_leaves_the_job_as_it_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_store_that_cannot_be_reached_leaves_the_job_as_it_is(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         made, other = job("a", store="etcd://127.0.0.1:1?timeout=0.1"), job("b")
         assert gc() == 4
         assert "job a is left as it is: etcd at 127.0.0.1:1 has not answered" in capsys.readouterr().err
         assert (made.path.exists(), other.path.exists()) == (True, False)
 
-    def test_is_cleared_of_jobs_of_other_hosts_that_have_ended(
+    def test_ended_jobs_of_other_hosts_are_removed_from_the_store(
         self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         here = job("here", days=30)
@@ -249,7 +249,7 @@ class TestAStore:
         assert keys(store) == set()
         assert not here.path.exists()
 
-    def test_keeps_a_job_that_is_led(
+    def test_gc_keeps_a_job_that_has_a_leader(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for phase in ("running", "succeeded"):
@@ -263,7 +263,7 @@ class TestAStore:
         assert "job succeeded is led on host far" in capsys.readouterr().err
         assert keys(store) == before
 
-    def test_keeps_a_job_that_may_be_cut_off_unless_it_is_named(self, store: Store, url: str) -> None:
+    def test_gc_keeps_a_job_that_may_be_cut_off_unless_it_is_named(self, store: Store, url: str) -> None:
         stored(store, "a", "running")
         before = keys(store)
         assert gc("--store", url) == 0
@@ -271,7 +271,7 @@ class TestAStore:
         assert gc("--store", url, "a") == 0
         assert keys(store) == set()
 
-    def test_keeps_one_whose_next_master_comes(
+    def test_gc_keeps_a_job_whose_next_master_comes(
         self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         stored(store, "a", "running")
@@ -287,7 +287,7 @@ class TestAStore:
     @pytest.mark.parametrize(
         "run_id", ["../../victim", "../../../victim", "..", ".", "a/../../../../victim", "/victim", ""]
     )
-    def test_names_no_directory_outside_of_the_place_of_jobs(
+    def test_gc_never_touches_a_directory_outside_of_the_home(
         self, store: Store, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], run_id: str
     ) -> None:
         job("a")
@@ -317,7 +317,7 @@ class TestAStore:
         ],
         ids=lambda change: next(iter(change)),
     )
-    def test_with_a_line_of_another_kind_is_refused(
+    def test_gc_refuses_an_index_with_a_foreign_line(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str], change: dict[str, object]
     ) -> None:
         line = {**json.loads(Summary("x", "u", "t", "failed", 1.0, 2.0, 1, {"a": 1}).line()), **change}
@@ -325,7 +325,9 @@ class TestAStore:
         assert gc("--store", url) == 4
         assert "index/x holds" in capsys.readouterr().err
 
-    def test_that_is_not_there_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_gc_of_a_missing_store_is_an_error(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert gc("--store", f"sqlite:{tmp_path / 'typo.db'}") == 4
         assert "there is no store sqlite:" in capsys.readouterr().err
         assert not (tmp_path / "typo.db").exists()

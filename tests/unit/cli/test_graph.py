@@ -65,14 +65,14 @@ def test_a_trainer_without_edges_calls_every_role(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("form", "begins"), [("mermaid", "flowchart LR"), ("dot", "digraph"), ("svg", "<svg")]
 )
-def test_other_forms_by_their_names(
+def test_the_format_option_chooses_the_form(
     capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str], form: str, begins: str
 ) -> None:
     assert graph("--format", form, "--config", job_file(LOOP)) == 0
     assert capsys.readouterr().out.startswith(begins)
 
 
-def test_a_file_is_written(
+def test_output_writes_a_file(
     capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str], scripts: Path
 ) -> None:
     assert graph("--format", "svg", "-o", "job.svg", "--config", job_file(LOOP)) == 0
@@ -159,7 +159,9 @@ def test_a_picture_of_a_job_has_the_colours_of_its_states(
     assert LOOKS["restarting"].fill in picture
 
 
-def test_what_was_seen_is_written_for_the_next_job(capsys: pytest.CaptureFixture[str], job: JobDir) -> None:
+def test_observed_edges_are_written_as_yaml_for_the_next_job(
+    capsys: pytest.CaptureFixture[str], job: JobDir
+) -> None:
     assert graph("ppo-1", "--format", "yaml") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[1].removeprefix("  - ")) == {
         "from": "actor",
@@ -220,7 +222,7 @@ def test_a_job_that_there_is_not_is_one_line(capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_is_odd_is_said_beside_the_picture(
+def test_warnings_about_a_graph_are_on_stderr(
     capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]
 ) -> None:
     path = job_file("{script: train.py, roles: {a: 1, b: 1, c: 1}, edges: ['a -> b']}")
@@ -230,7 +232,9 @@ def test_what_is_odd_is_said_beside_the_picture(
     assert output.out == "a ×1\n└─ one_to_one → b ×1\nc ×1\n\nwait for each other: a + b, c\n"
 
 
-def test_every_fault_is_told(capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]) -> None:
+def test_all_faults_of_a_graph_are_reported(
+    capsys: pytest.CaptureFixture[str], job_file: Callable[[str], str]
+) -> None:
     path = job_file("{script: train.py, roles: {actor: 1, b: 1}, edges: ['actr -> b', 'b -> b']}")
     assert graph("--config", path) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -238,7 +242,7 @@ def test_every_fault_is_told(capsys: pytest.CaptureFixture[str], job_file: Calla
     assert any("edges[1]" in line for line in lines)
 
 
-def test_nodes_that_are_not_there_count_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_graph_counts_devices_of_simulated_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--inventory", "fake:devices=8", "--nproc-per-node", "gpu", "train.py")
     assert graph(*argv) == 0
     assert capsys.readouterr().out == "default ×8\n"

@@ -59,14 +59,14 @@ def test_help_and_completion_import_next_to_nothing(argv: list[str]) -> None:
     [["status"], ["ls"], ["stop"], ["status", "--json"], ["ls", "--json"], ["gc", "--dry-run"]],
     ids=" ".join,
 )
-def test_looking_at_jobs_imports_neither_torch_nor_a_table_nor_a_store(home: Path, argv: list[str]) -> None:
+def test_commands_about_jobs_import_neither_torch_nor_rich_nor_a_store(home: Path, argv: list[str]) -> None:
     heavy = {"torch", "numpy", "omegaconf", "yaml", "rich", "psutil", "pynvml", "sqlite3", "grpc", "google"}
     assert imported(*argv) & heavy == set()
 
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("argv", [["ls"], ["gc"]], ids=" ".join)
-def test_looking_into_a_file_imports_what_reads_it_only(home: Path, argv: list[str]) -> None:
+def test_commands_with_a_sqlite_store_import_sqlite_only(home: Path, argv: list[str]) -> None:
     url = f"sqlite:{home / 'shared.db'}"
     open_store(url).close()
     modules = imported(*argv, "--store", url)
@@ -80,7 +80,7 @@ def test_a_plan_imports_no_torch(home: Path, scripts: Path) -> None:
 
 
 @pytest.mark.starts_processes
-def test_classes_are_looked_at_without_torch_and_without_themselves(home: Path, scripts: Path) -> None:
+def test_a_plan_of_classes_imports_neither_torch_nor_the_classes(home: Path, scripts: Path) -> None:
     (scripts / "ppo.py").write_text("import torch\nclass Actor: ...\nclass PPOTrainer: ...")
     argv = ("plan", "--roles", "a=2@ppo:Actor", "--trainer", "ppo:PPOTrainer")
     assert imported(*argv) & {"torch", "numpy", "omegaconf", "rich", "ppo"} == set()
@@ -95,7 +95,7 @@ def test_a_plan_of_a_job_file_imports_no_torch(home: Path, scripts: Path) -> Non
 
 
 @pytest.mark.starts_processes
-def test_a_job_is_started_before_what_leads_shows_and_explains_it_is_imported() -> None:
+def test_run_does_not_import_the_master_the_console_and_the_explanations() -> None:
     code = "import sys, unirun.cli.run; print(*sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True

@@ -109,7 +109,7 @@ class TestLayers:
 
 
 class TestFlagsAndFile:
-    def test_build_the_equal_spec(self, compose: Compose, job_file: JobFile) -> None:
+    def test_flags_and_a_file_build_the_same_spec(self, compose: Compose, job_file: JobFile) -> None:
         flags = compose(
             *("--roles", "actor=2,rollout=3", "--script", "rollout=serve.py", "--primary", "actor"),
             *("--env", "A=1", "--env", "rollout:B=2", "--max-restarts", "1", "--max-restarts", "rollout=4"),
@@ -193,11 +193,13 @@ class TestAWrongFile:
             ("roles: {a: '???'}\nscript: train.py", "roles.a.count: has no value yet"),
         ],
     )
-    def test_is_told_in_words(self, compose: Compose, job_file: JobFile, text: str, says: str) -> None:
+    def test_a_wrong_job_file_is_refused_in_one_line(
+        self, compose: Compose, job_file: JobFile, text: str, says: str
+    ) -> None:
         with pytest.raises(SpecError, match=says):
             compose("--config", job_file(text))
 
-    def test_in_json_is_taken_as_it_is(self, compose: Compose, scripts: Path) -> None:
+    def test_a_job_file_in_json_is_taken_as_it_is(self, compose: Compose, scripts: Path) -> None:
         (scripts / "job.json").write_text('{"script": "train.py", "config": {"a": "${b}", "c": 1e-05}}')
         assert compose("--config", "job.json").config == {"a": "${b}", "c": 1e-05}
         with pytest.raises(SpecError, match="nothing can be overridden"):
@@ -207,7 +209,7 @@ class TestAWrongFile:
             with pytest.raises(SpecError, match=says):
                 compose("--config", "job.json")
 
-    def test_that_is_not_there_is_told(self, compose: Compose, scripts: Path) -> None:
+    def test_a_missing_job_file_is_refused(self, compose: Compose, scripts: Path) -> None:
         for path in ("nowhere.yaml", "nowhere.json", "."):
             with pytest.raises(SpecError, match="cannot be read"):
                 compose("--config", path)

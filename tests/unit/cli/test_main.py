@@ -35,7 +35,7 @@ def ended(run_id: str, phase: str = "failed", code: int = 7) -> JobDir:
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("follow", [[], ["-f"]])
-def test_logs_that_nobody_reads_any_more_end_quietly(follow: list[str]) -> None:
+def test_logs_to_a_closed_pipe_end_quietly(follow: list[str]) -> None:
     ended("job-1")
     reader, writer = os.pipe()
     os.close(reader)
@@ -47,7 +47,7 @@ def test_logs_that_nobody_reads_any_more_end_quietly(follow: list[str]) -> None:
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("follow", [[], ["-f"]])
-def test_logs_that_cannot_be_written_are_told_of(follow: list[str]) -> None:
+def test_logs_that_cannot_be_written_are_an_error(follow: list[str]) -> None:
     ended("job-1")
     command = [sys.executable, "-m", "unirun", "logs", *follow]
     with open("/dev/full", "wb") as full:
@@ -132,13 +132,15 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_every_subcommand_explains_itself(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_subcommand_has_a_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert call(name, "--help") == 0
     assert "usage: unirun" in capsys.readouterr().out
 
 
 class TestStatus:
-    def test_tells_how_a_job_stands(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_status_shows_the_phase_of_a_job_and_its_workers(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         ended("train-1")
         assert call("status") == 0
         lines = capsys.readouterr().out.splitlines()
@@ -146,7 +148,7 @@ class TestStatus:
         assert lines[1] == "reason: why"
         assert lines[-1].split()[:4] == ["actor:0", "exit", "code", "7"]
 
-    def test_shows_what_workers_have_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_status_shows_the_metrics_of_workers(self, capsys: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")
         assert call("status") == 0
         assert "METRICS" not in capsys.readouterr().out
@@ -167,7 +169,7 @@ class TestStatus:
 
 
 class TestLs:
-    def test_lists_what_there_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_ls_lists_all_jobs(self, capsys: pytest.CaptureFixture[str]) -> None:
         ended("a-1")
         ended("b-1", "succeeded", 0)
         assert call("ls") == 0
@@ -178,7 +180,7 @@ class TestLs:
             ["b-1", "succeeded", "0", "actor=1"],
         ]
 
-    def test_lists_a_directory_that_holds_no_state_as_lost(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_ls_lists_a_directory_without_a_state_as_lost(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, lock = create_job("odd", new_token())
         assert call("ls") == 0
         assert "odd  starting" in capsys.readouterr().out
@@ -188,30 +190,32 @@ class TestLs:
 
 
 class TestLogs:
-    def test_shows_the_last_incarnation_or_all(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_logs_shows_the_last_incarnation_or_all(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert call("logs") == 0
         assert capfd.readouterr().out == "[actor:0] out 1\n[actor:0] last\n[actor:0] err\n"
         assert call("logs", "train-1", "actor:0", "--all", "--stdout", "-n", "1") == 0
         assert capfd.readouterr().out == "[actor:0] last\n[actor:0] last\n"
 
-    def test_have_the_colours_that_workers_have_given_them(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_logs_keep_the_colours_of_workers(self, capfd: pytest.CaptureFixture[str]) -> None:
         job = ended("train-1")
         (job.worker_logs(WorkerId("actor", 0, 1)) / "stdout.log").write_text("\x1b[31mred\x1b[0m\n")
         assert call("logs", "--stdout") == 0
         assert capfd.readouterr().out == "[actor:0] \x1b[31mred\x1b[0m\n"
 
-    def test_of_both_streams_are_shown_when_both_are_named(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_logs_of_both_streams_are_shown_when_both_are_named(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         ended("train-1")
         assert call("logs", "--stdout", "--stderr") == 0
         assert capfd.readouterr().out == "[actor:0] out 1\n[actor:0] last\n[actor:0] err\n"
 
-    def test_follows_a_job_that_has_ended_to_its_end(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_logs_follow_ends_for_a_job_that_has_ended(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert call("logs", "-f", "train-1", "--stderr") == 0
         assert capfd.readouterr().out == "[actor:0] err\n" * 2
 
-    def test_names_the_roles_there_are(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_logs_of_an_unknown_role_name_the_known_ones(self, capfd: pytest.CaptureFixture[str]) -> None:
         ended("train-1")
         assert call("logs", "train-1", "aktor") == 2
         assert "has no role 'aktor'; it has actor" in capfd.readouterr().err
@@ -227,7 +231,7 @@ def test_a_job_that_has_ended_needs_no_stop(
 
 
 class TestAPlan:
-    def test_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    def test_a_plan_is_a_table(self, capsys: pytest.CaptureFixture[str], home: Path) -> None:
         assert call("plan", "--roles", "actor=2,rollout=1", "--rdzv-id", "x", "train.py", "--lr", "1") == 0
         lines = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
         assert lines[0].split()[:6] == ["ROLE", "RANK", "NODE", "SLOT", "RESTART", "ENV"]
@@ -236,12 +240,14 @@ class TestAPlan:
         assert lines[1].endswith("  python train.py --lr 1")
         assert not home.exists(), "a plan makes nothing"
 
-    def test_has_a_short_header_however_long_the_command_is(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_plan_has_a_short_header_however_long_the_command_is(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert call("plan", "train.py", *("--some-option",) * 50) == 0
         header, row = capsys.readouterr().out.splitlines()[-2:]
         assert len(header) < 100 < 700 < len(row)
 
-    def test_is_for_programs_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_plan_is_available_as_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         argv = ["--roles", "actor=2", "--env", "A=1", "--master-port", "29500", "train.py"]
         assert call("plan", "--json", *argv) == 0
         plan = json.loads(capsys.readouterr().out)
@@ -251,7 +257,7 @@ class TestAPlan:
         assert call("plan", *argv, "--json") == 0, "what follows the script is the script's"
         assert capsys.readouterr().out.startswith("job train-")
 
-    def test_shows_classes_restarts_collocations_and_calls(
+    def test_a_plan_shows_classes_restarts_collocations_and_calls(
         self, capsys: pytest.CaptureFixture[str], scripts: Path
     ) -> None:
         (scripts / "job.yaml").write_text("{collocations: [[actor, rollout]], transport: socket}")

@@ -43,7 +43,7 @@ from unirun.errors import SpecError, UsageError
         (["--config", "job.yaml", "config.lr", "=", "3"], "config.lr has no value"),
     ],
 )
-def test_in_the_place_of_a_script_is_no_script(
+def test_a_word_in_the_place_of_the_script_that_is_a_mistake_is_refused(
     compose: Compose, scripts: Path, argv: list[str], says: str
 ) -> None:
     (scripts / "job.yaml").write_text("{script: train.py, config: {lr: 1}}")
@@ -67,13 +67,13 @@ def test_in_the_place_of_a_script_is_no_script(
         (["train.py", "--lr", "3"], ""),
     ],
 )
-def test_options_behind_the_script_are_told(argv: list[str], says: str) -> None:
+def test_an_option_after_the_script_is_warned_of(argv: list[str], says: str) -> None:
     words = [*misplaced(parse(argv))]
     assert [says in word for word in words] == [True] * bool(says)
 
 
 @pytest.mark.parametrize("name", ["a=1", "statsu", "status", "python", "run"])
-def test_a_file_of_that_name_is_run(compose: Compose, scripts: Path, name: str) -> None:
+def test_a_file_with_the_name_of_a_command_is_run(compose: Compose, scripts: Path, name: str) -> None:
     (scripts / name).touch()
     assert compose(name).roles[0].entry.target == name
 

@@ -39,7 +39,7 @@ def test_the_picture_is_written_as_svg(capsys: pytest.CaptureFixture[str], scrip
     assert "no/such.svg cannot be written" in capsys.readouterr().err
 
 
-def test_programs_are_told_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--json", *TWO) == 0
     whole = json.loads(capsys.readouterr().out)
     assert {*whole} == {"spec", "note", "spares", "excluded", "lost", "moved", "crossing", "workers"}
@@ -74,13 +74,13 @@ def test_workers_find_their_node_among_those_of_their_role(capsys: pytest.Captur
     }
 
 
-def test_what_a_worker_has_of_a_device_is_told(capsys: pytest.CaptureFixture[str], scripts: Path) -> None:
+def test_the_share_of_a_device_is_in_the_plan(capsys: pytest.CaptureFixture[str], scripts: Path) -> None:
     (scripts / "job.yaml").write_text("{script: train.py, roles: {a: 1, b: 1}, collocations: [[a, b]]}")
     assert plan("--inventory", "fake:devices=1", "--config", "job.yaml") == 0
     assert capsys.readouterr().out.count("CUDA_VISIBLE_DEVICES=0 UNIRUN_DEVICE_SHARE=0.5 OMP") == 2
 
 
-def test_excluded_nodes_are_seen_and_names_that_no_node_has_are_told(
+def test_excluded_nodes_are_in_the_plan_and_unknown_ones_are_warned_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     nodes = ("--inventory", "fake:nodes=3,devices=2", "--roles", "a=2,b=1")
@@ -92,7 +92,7 @@ def test_excluded_nodes_are_seen_and_names_that_no_node_has_are_told(
 
 
 @pytest.mark.parametrize(("waited", "sent"), [("b", "c"), ("c", "b")])
-def test_who_waits_for_whom_decides_who_is_on_one_node(
+def test_roles_that_wait_for_each_other_are_on_one_node(
     capsys: pytest.CaptureFixture[str], scripts: Path, waited: str, sent: str
 ) -> None:
     """As much goes over both edges, as far as is known; but for what it only sends nobody waits."""
@@ -114,7 +114,7 @@ class TestALoss:
         (scripts / "job.yaml").write_text(text)
         return "--inventory", "fake:nodes=4,devices=2,cpus=4", "--config", "job.yaml"
 
-    def test_shows_who_would_move_and_where_to(
+    def test_lost_shows_which_ranks_move_and_where(
         self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
     ) -> None:
         assert plan(*job, "--lost", "node1") == 0
@@ -129,7 +129,7 @@ class TestALoss:
             [],
         ]
 
-    def test_of_more_nodes_leaves_the_least_that_a_role_needs(
+    def test_lost_nodes_shrink_an_elastic_role_to_its_least(
         self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
     ) -> None:
         assert plan("--json", *job, "--lost", "node0,node3") == 3
@@ -140,11 +140,13 @@ class TestALoss:
         assert {each["worker"] for each in whole["moved"]} <= {"a:0", "a:1", "b:0", "b:1", "c:0"}
         assert {row["node"] for row in whole["workers"]} <= {"node0", "node2"}
 
-    def test_of_a_spare_moves_nobody(self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]) -> None:
+    def test_a_lost_spare_moves_no_rank(
+        self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
+    ) -> None:
         assert plan(*job, "--lost", "node3") == 0
         assert "0 ranks of 7 would move" in capsys.readouterr().out
 
-    def test_of_a_node_that_there_is_not_is_a_slip(
+    def test_an_unknown_lost_node_is_refused(
         self, capsys: pytest.CaptureFixture[str], job: tuple[str, ...]
     ) -> None:
         assert plan(*job, "--lost", "node9x") == 2

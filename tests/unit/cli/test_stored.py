@@ -64,7 +64,9 @@ def row(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 class TestStatus:
-    def test_is_told_by_the_store(self, store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_status_comes_from_the_store(
+        self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         put(store, running("mine"))
         assert call("status", "mi", "--store", url) == 0
         text = capsys.readouterr().out
@@ -82,7 +84,7 @@ class TestStatus:
         assert lines[-1].split()[:2] == ["actor:1", "0"]
         assert lines[-1].endswith("exit code 3  restart 1 of 3 of role actor")
 
-    def test_says_who_leads_and_whose_the_last_write_is(
+    def test_status_shows_the_leader_and_the_term_of_the_last_write(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         term = put(store, running("mine"))
@@ -114,7 +116,7 @@ class TestStatus:
         assert call("status", "--store", url, "--json") == 0
         assert row(capsys)["leader"] is None
 
-    def test_comes_from_the_environments_store_when_no_directory_fits(
+    def test_status_comes_from_the_store_of_the_environment_when_no_directory_fits(
         self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine"))
@@ -127,7 +129,7 @@ class TestStatus:
         assert call("status", "mine", "--json") == 0
         assert row(capsys)["dir"] is None
 
-    def test_of_a_job_here_needs_no_store(
+    def test_status_of_a_job_with_a_directory_needs_no_store(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         away = "etcd://127.0.0.1:1?timeout=0.1"
@@ -137,7 +139,7 @@ class TestStatus:
         assert call("status", "--store", away) == 4
         assert "has not answered" in capsys.readouterr().err
 
-    def test_of_what_is_not_there_is_refused(
+    def test_status_of_an_unknown_job_is_refused(
         self, store: Store, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for argv, code, says in (
@@ -152,7 +154,7 @@ class TestStatus:
         assert call("status", "run", "--store", url) == 2
         assert "'run' fits 2 jobs; write more of the id" in capsys.readouterr().err
 
-    def test_of_a_job_without_a_context_says_so(
+    def test_status_of_a_job_without_a_context_is_an_error(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine"))
@@ -162,7 +164,7 @@ class TestStatus:
 
 
 class TestTheFailuresInAStatus:
-    def test_are_the_last_twenty_with_the_first_line_of_what_was_said(
+    def test_status_has_the_last_twenty_failures_with_their_first_lines(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         state = running("mine").with_failures(
@@ -195,13 +197,13 @@ class TestTheFailuresInAStatus:
         assert call("status") == 0
         assert "failures: the last 20 of 31\n" in capsys.readouterr().out
 
-    def test_say_what_happened_when_the_worker_could_not(self) -> None:
+    def test_a_failure_without_a_message_has_its_note(self) -> None:
         failure = Failure(WorkerId("actor", 0, 0), 0, "n0", 1.0, Exit(signal=9), note="out of memory")
         assert status_of(running("mine").with_failures(failure), {}, {}).failures[-1].message == (
             "out of memory"
         )
 
-    def test_tell_of_a_store_that_cannot_be_written(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_status_shows_that_the_store_cannot_be_written(self, capsys: pytest.CaptureFixture[str]) -> None:
         job, lock = create_job("mine", new_token())
         status = status_of(running("mine"), {}, {}, epoch=2, trouble="it is away\n  host: why")
         write_status(job, status)
@@ -212,7 +214,7 @@ class TestTheFailuresInAStatus:
 
 
 class TestLs:
-    def test_lists_the_jobs_of_a_store(
+    def test_ls_lists_the_jobs_of_a_store(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("second", 200.0))
@@ -226,7 +228,7 @@ class TestLs:
             ("second", "running", "actor=2,rollout=1", "far:7"),
         ]
 
-    def test_lists_what_is_here_and_then_what_only_the_environments_store_knows(
+    def test_ls_lists_jobs_of_this_host_and_then_those_of_the_store(
         self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("both", uid=local("both", url)))
@@ -260,7 +262,7 @@ class TestLs:
             "leader": {"epoch": 1, "address": "unix:/x", "host": "far", "pid": 7},
         }
 
-    def test_shows_what_is_here_when_the_store_is_away(
+    def test_ls_lists_jobs_of_this_host_when_the_store_cannot_be_reached(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         local("here")
@@ -270,7 +272,7 @@ class TestLs:
         assert output.out.splitlines()[1].startswith("here  succeeded")
         assert "has not answered" in output.err
 
-    def test_of_somebody_elses_index_is_refused(
+    def test_ls_of_a_foreign_index_is_refused(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         store.txn([], [Put(index_key("x"), "[1]")])
@@ -280,7 +282,7 @@ class TestLs:
 
 class TestAJobOfAnotherHost:
     @pytest.mark.parametrize("command", ["logs", "stop"])
-    def test_is_not_reached_from_here_and_its_host_is_named(
+    def test_a_job_of_another_host_is_refused_with_the_name_of_its_host(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str], command: str
     ) -> None:
         term = put(store, running("mine"))
@@ -293,7 +295,7 @@ class TestAJobOfAnotherHost:
         assert call(command, "mi", "--store", url) == 2
         assert "job mine ran on host n0" in capsys.readouterr().err
 
-    def test_is_looked_for_in_the_environments_store(
+    def test_a_job_of_another_host_is_found_in_the_store_of_the_environment(
         self, store: Store, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine"))
@@ -302,14 +304,16 @@ class TestAJobOfAnotherHost:
         assert call("stop", "mine") == 2
         assert "runs on host far" in capsys.readouterr().err
 
-    def test_that_is_here_is_found_by_its_store_too(
+    def test_a_job_of_this_host_is_found_by_its_store(
         self, store: Store, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         put(store, running("mine", uid=local("mine", url)))
         assert call("stop", "mine", "--store", url) == 0
         assert capsys.readouterr().out == "job mine has ended already: succeeded\n"
 
-    def test_with_a_shared_directory_cannot_be_stopped_from_here(self, store: Store, url: str) -> None:
+    def test_a_job_with_a_shared_directory_cannot_be_stopped_from_another_host(
+        self, store: Store, url: str
+    ) -> None:
         job, lock = create_job("mine", new_token(), None, url)
         put(store, running("mine", uid=job.uid))
         with pytest.raises(JobElsewhere, match="job mine runs on host far") as error:

@@ -47,14 +47,16 @@ class TestAStandardStreamThatIsClosed:
             ("plan train.py <&- >&- 2>&-", 0, ""),
         ],
     )
-    def test_is_one_that_leads_nowhere(self, command: str, code: int, shown: str, tmp_path: Path) -> None:
+    def test_a_closed_standard_stream_becomes_dev_null(
+        self, command: str, code: int, shown: str, tmp_path: Path
+    ) -> None:
         line = ["sh", "-c", f"{sys.executable} -m unirun {command}"]
         done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, check=False)
         text = done.stdout + done.stderr
         assert (done.returncode, shown in text, bool(text)) == (code, True, bool(shown)), text
 
     @pytest.mark.starts_processes
-    def test_does_not_give_its_number_to_a_file(self) -> None:
+    def test_a_closed_standard_stream_does_not_give_its_descriptor_to_a_file(self) -> None:
         code = """if True:
             import os, sys
             from unirun.launcher.foreground.terminal import prepare_streams
@@ -155,7 +157,7 @@ JSON = st.recursive(
 class TestOutput:
     @examples(40)
     @given(text=HOSTILE)
-    def test_has_no_control_characters_of_workers(
+    def test_output_has_no_control_characters_of_workers(
         self, text: str, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         with home(tmp_path_factory.mktemp("home")):
@@ -166,7 +168,7 @@ class TestOutput:
 
     @examples(60)
     @given(data=st.data())
-    def test_is_words_whatever_the_state_holds(
+    def test_output_is_printable_whatever_the_state_holds(
         self, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         status: Any = status_of("x").to_json()
@@ -186,7 +188,7 @@ class TestOutput:
 
     @examples(60)
     @given(name=st.sampled_from(Summary.__struct_fields__), value=JSON, text=HOSTILE)
-    def test_is_words_whatever_a_line_of_the_index_holds(
+    def test_output_is_printable_whatever_a_line_of_the_index_holds(
         self, name: str, value: Any, text: str, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         # Halves of characters are in no store: they are no text.
@@ -231,7 +233,7 @@ class TestOutput:
             max_size=3,
         )
     )
-    def test_is_words_whatever_a_job_file_holds(
+    def test_output_is_printable_whatever_a_job_file_holds(
         self, values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         folder = tmp_path_factory.mktemp("home")
@@ -248,19 +250,19 @@ def unirun(*argv: str, **how: Any) -> subprocess.CompletedProcess[bytes]:
 
 class TestStreams:
     @pytest.mark.starts_processes
-    def test_that_are_closed_are_no_error(self, scripts: Path) -> None:
+    def test_closed_standard_streams_are_no_error(self, scripts: Path) -> None:
         shell = f'"{sys.executable}" -m unirun plan --roles a=2 train.py >&- 2>&-'
         assert subprocess.run(["/bin/sh", "-c", shell], timeout=60, check=False).returncode == 0
 
     @pytest.mark.starts_processes
-    def test_that_know_few_characters_get_the_others_escaped(self, scripts: Path) -> None:
+    def test_characters_that_an_encoding_lacks_are_escaped(self, scripts: Path) -> None:
         env = {**os.environ, "PYTHONIOENCODING": "ascii"}
         done = unirun("plan", "--roles", "a=2", "train.py", capture_output=True, env=env)
         assert (done.returncode, done.stderr) == (0, b"")
         assert b"role\\xd70" in done.stdout
 
     @pytest.mark.starts_processes
-    def test_that_nobody_reads_end_the_command_quietly(self, scripts: Path) -> None:
+    def test_a_closed_pipe_ends_the_command_quietly(self, scripts: Path) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         done = unirun("plan", "--roles", "a=2", "train.py", stdout=writer, stderr=subprocess.PIPE)
@@ -269,7 +271,7 @@ class TestStreams:
 
     @pytest.mark.starts_processes
     @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-    def test_on_a_full_disk_are_told(self, scripts: Path) -> None:
+    def test_output_to_a_full_disk_is_an_error(self, scripts: Path) -> None:
         with open("/dev/full", "wb") as full:
             done = unirun("plan", "--roles", "a=2", "train.py", stdout=full, stderr=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (

@@ -52,12 +52,12 @@ NOT_HERE = {"logs_specs", "numa_binding", "help"}
 
 
 class TestEveryTorchrunOption:
-    def test_is_looked_at_here(self) -> None:
+    def test_every_torchrun_option_has_a_case_here(self) -> None:
         dests = {action.dest for action in get_args_parser()._actions if action.option_strings}
         assert dests == LANDS.keys() | NOT_HERE
 
     @pytest.mark.parametrize("dest", LANDS)
-    def test_lands_where_it_should(
+    def test_a_torchrun_option_sets_its_field_of_the_spec(
         self, dest: str, compose: Compose, scripts: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         value, landed = LANDS[dest]
@@ -67,7 +67,7 @@ class TestEveryTorchrunOption:
         assert landed(compose(*argv, "tool"))
 
     @pytest.mark.parametrize("dest", LANDS)
-    def test_may_come_from_the_environment(
+    def test_a_torchrun_option_may_come_from_its_pet_variable(
         self, dest: str, compose: Compose, scripts: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         value, landed = LANDS[dest]
@@ -147,7 +147,9 @@ class TestWhatCannotApplyIsRefused:
             (["-m", "--run-path"], "--run-path runs a file"),
         ],
     )
-    def test_with_a_reason(self, compose: Compose, argv: list[str], says: str) -> None:
+    def test_an_option_that_cannot_apply_is_refused_with_a_reason(
+        self, compose: Compose, argv: list[str], says: str
+    ) -> None:
         with pytest.raises(UsageError, match=says) as caught:
             compose(*argv, "train.py")
         assert caught.value.remedy
@@ -170,6 +172,8 @@ class TestWhatCannotApplyIsRefused:
             (["--primary", "other"], "no role is called 'other'"),
         ],
     )
-    def test_a_wrong_value_is_told_with_its_place(self, compose: Compose, argv: list[str], says: str) -> None:
+    def test_a_wrong_value_of_an_option_is_refused_with_its_place(
+        self, compose: Compose, argv: list[str], says: str
+    ) -> None:
         with pytest.raises(SpecError, match=says):
             compose(*argv, "train.py")

@@ -35,7 +35,7 @@ def refused(
 class TestProcesses:
     PIDS = Ceilings(processes=((32768, "kernel.pid_max", "sysctl -w kernel.pid_max=4194304"),))
 
-    def test_as_there_never_are_are_refused_with_the_limit_and_how_to_raise_it(self) -> None:
+    def test_too_many_processes_are_refused_with_the_limit_and_how_to_raise_it(self) -> None:
         error = refused(self.PIDS, actor=99_999, critic=1)
         assert error is not None
         assert str(error) == (
@@ -46,18 +46,18 @@ class TestProcesses:
         assert refused(self.PIDS, actor=error.available - 1, critic=1) is None, "so many are possible"
         assert refused(self.PIDS, actor=error.available, critic=1) is not None
 
-    def test_that_others_may_have_now_are_not_counted(self) -> None:
+    def test_processes_of_others_are_not_counted(self) -> None:
         assert refused(self.PIDS, actor=32_000) is None
 
-    def test_of_nodes_that_one_host_plays_are_counted_together(self) -> None:
+    def test_processes_of_simulated_nodes_are_counted_together(self) -> None:
         assert refused(self.PIDS, nodes=16, actor=40_000) is not None
 
-    def test_need_no_limit_that_is_not_there(self) -> None:
+    def test_processes_without_a_limit_are_accepted(self) -> None:
         assert refused(Ceilings(), actor=99_999) is None
 
 
 class TestDescriptors:
-    def test_are_those_of_the_fullest_node(self) -> None:
+    def test_descriptors_are_those_of_the_fullest_node(self) -> None:
         ceilings = Ceilings(descriptors=4096)
         assert refused(ceilings, actor=4096 - DESCRIPTORS) is None
         error = refused(ceilings, actor=4096)
@@ -67,7 +67,7 @@ class TestDescriptors:
 
 
 class TestMemory:
-    def test_is_the_least_that_a_rank_can_do_with(self) -> None:
+    def test_memory_is_the_least_that_a_rank_needs(self) -> None:
         ceilings = Ceilings(memory=1000 * WORKER_MEMORY)
         assert refused(ceilings, actor=1000) is None
         error = refused(ceilings, actor=1001)
@@ -75,15 +75,15 @@ class TestMemory:
         assert "1001 ranks need at least 4004 MiB, and this host allows 4000 MiB" in str(error)
         assert error.available == 1000
 
-    def test_is_less_for_programs(self) -> None:
+    def test_memory_of_programs_is_less(self) -> None:
         assert refused(Ceilings(memory=5000 * PROGRAM_MEMORY), "program", actor=5000) is None
 
 
 class TestThisHost:
-    def test_has_ceilings_that_let_usual_jobs_through(self) -> None:
+    def test_this_host_accepts_usual_jobs(self) -> None:
         assert refused(host_ceilings(), actor=64, rollout=64) is None
 
-    def test_has_those_of_the_kernel(self, tmp_path: Path) -> None:
+    def test_ceilings_are_read_from_the_kernel(self, tmp_path: Path) -> None:
         files = {"proc/sys/kernel/pid_max": "32768\n", "proc/sys/kernel/threads-max": "1000\n"}
         files["proc/meminfo"] = (
             "MemTotal:        1024 kB\nHugePages_Total:       0\nSwapTotal:       512 kB\n"
@@ -96,12 +96,12 @@ class TestThisHost:
         assert limits == {"kernel.pid_max": 32768, "kernel.threads-max": 1000}
         assert found.memory == 1536 << 10
 
-    def test_has_none_where_it_tells_nothing(self, tmp_path: Path) -> None:
+    def test_a_host_without_these_files_has_no_ceilings(self, tmp_path: Path) -> None:
         found = host_ceilings(tmp_path)
         assert not [name for _, name, _ in found.processes if name != "ulimit -u"]
         assert found.memory is None
 
-    def test_holds_users_to_their_ulimit_but_not_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_ulimit_of_processes_does_not_apply_to_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limits = {resource.RLIMIT_NPROC: (500, 900), resource.RLIMIT_NOFILE: (1024, 4096)}
         monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
         monkeypatch.setattr("os.geteuid", lambda: 1000)

@@ -29,7 +29,7 @@ def tree(root: Path, groups: str, mounts: str, files: dict[str, str]) -> Path:
     return root
 
 
-def test_version_2_of_its_own_group(tmp_path: Path) -> None:
+def test_limits_of_a_group_of_cgroup_version_2(tmp_path: Path) -> None:
     files = {
         "job/cpu.max": "250000 100000",
         "job/cpuset.cpus.effective": "0-3,8",
@@ -81,7 +81,7 @@ def test_processes_are_limited_in_both_versions(
     assert cgroup_limits(tree(tmp_path, groups, mounts, {f"{folder}pids.max": text})).pids == pids
 
 
-def test_version_1_without_limits(tmp_path: Path) -> None:
+def test_a_group_of_cgroup_version_1_without_limits(tmp_path: Path) -> None:
     files = {
         "cpu,cpuacct/cpu.cfs_quota_us": "-1",
         "cpu,cpuacct/cpu.cfs_period_us": "100000",
@@ -126,7 +126,7 @@ TEXT = st.text(max_size=12) | st.sampled_from(
 
 
 @given(st.lists(TEXT, min_size=6, max_size=6))
-def test_whatever_stands_in_the_files_gives_limits(
+def test_any_content_of_the_files_gives_limits(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]
 ) -> None:
     root = tmp_path_factory.getbasetemp() / "fuzzed"
@@ -165,7 +165,7 @@ def test_of_several_limits_the_least_counts_in_any_order(a: Limits, b: Limits, c
     ],
     ids=str,
 )
-def test_slurms_limits(environ: dict[str, str], limits: Limits) -> None:
+def test_limits_of_a_slurm_job_step(environ: dict[str, str], limits: Limits) -> None:
     assert slurm_limits(environ) == limits
 
 

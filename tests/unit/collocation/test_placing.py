@@ -33,7 +33,7 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
     """It runs as under torchrun, whatever its roles."""
 
     @given(counts, st.integers(0, 12), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
-    def test_has_a_place_for_every_rank(
+    def test_a_job_without_placement_options_has_a_slot_for_every_rank(
         self, counts: dict[str, int], devices: int, numas: int, virtual: bool, trained: bool, shared: bool
     ) -> None:
         roles = [*ranks(**counts), *([TRAINER] if trained else [])]
@@ -107,7 +107,7 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
         )
         assert placement.note == "host has no accelerator: a slot is a place for one process"
 
-    def test_is_given_no_parts_of_gpus(self) -> None:
+    def test_mig_instances_are_not_assigned(self) -> None:
         node = Node("host", (0,), (Device("0", "H", type="mig"), Device("1", "H")))
         _, placement = place(job(*ranks(actor=1, critic=1)), Inventory((node,)))
         assert placement.note == "2 ranks on 1 devices: CUDA_VISIBLE_DEVICES is left as it is"
@@ -143,11 +143,11 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
         assert place(job(role("actor", 4, per_node=4)), hosts("devices=0"))
 
     @pytest.mark.parametrize("counts", [{"a": 1000}, {"a": 380}, dict.fromkeys("abcdefgh", 125)])
-    def test_may_have_many_ranks(self, counts: dict[str, int]) -> None:
+    def test_a_job_without_placement_options_may_have_many_ranks(self, counts: dict[str, int]) -> None:
         _, placement = place(job(*ranks(**counts)), hosts("cpus=64"))
         assert {name: len(placement.of_role(name)) for name in counts} == counts
 
-    def test_is_planned_again_as_it_was_planned(self) -> None:
+    def test_a_job_without_placement_options_is_planned_again_as_it_was_planned(self) -> None:
         """What the planner is asked for is all that it takes: nothing else decides about devices."""
         spec, inventory = job(*ranks(actor=2, critic=1)), hosts("devices=4")
         _, placement = place(spec, inventory)
@@ -175,11 +175,11 @@ class TestProcessorsNearADevice:
     def test_are_taken_in_turn_where_there_are_fewer_devices_than_ranks(self) -> None:
         assert self.bound(job(*ranks(actor=3), numa_binding="node"), 2) == [(0, 1), (2, 3), (0, 1)]
 
-    def test_are_those_of_all_devices_of_a_rank(self) -> None:
+    def test_processors_are_those_near_all_devices_of_a_rank(self) -> None:
         spec = job(role("actor", 1, slots=2.0), role("judge", 1, device="cpu"), numa_binding="node")
         assert self.bound(spec, 2) == [(0, 1, 2, 3), (0,)], "who has asked for processors has those"
 
-    def test_bind_nobody_else(self) -> None:
+    def test_without_numa_binding_or_devices_no_rank_is_bound(self) -> None:
         assert self.bound(job(*ranks(actor=2)), 2) == [None, None]
         assert self.bound(job(*ranks(actor=2), numa_binding="node"), 0) == [None, None]
 
@@ -215,7 +215,7 @@ class TestProcessorsNearADevice:
             ("node1", (2, 3)),
         ]
 
-    def test_are_too_few_on_any_node(self) -> None:
+    def test_numa_binding_with_too_few_processors_is_refused(self) -> None:
         """Of two devices on one processor the second gets none to itself."""
         first, second = (
             hosts("cpus=4,devices=2").nodes[0],

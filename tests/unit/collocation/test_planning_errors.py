@@ -27,7 +27,7 @@ def error(request: Request, inventory: Inventory) -> PlacementError:
     return caught.value
 
 
-def test_too_few_slots() -> None:
+def test_too_few_slots_are_an_error_with_requests_that_fit() -> None:
     found = error(Request((gpu("actor", 8), gpu("rollout", 4))), hosts(4, 4))
     assert (found.role, found.needed, found.available, found.constraint) == ("actor", 8, 4, "slots")
     assert found.nearest == ("actor=4", "adding 1 node")
@@ -171,14 +171,14 @@ def test_apart_through_a_chain_of_groups() -> None:
     )
 
 
-def test_what_is_left_is_too_little_to_plan_again() -> None:
+def test_replan_on_too_few_nodes_is_an_error() -> None:
     request, inventory = Request((gpu("actor", 4),)), hosts(2, 2)
     before = plan(request, inventory)
     with pytest.raises(PlacementError, match="needs room for 4 ranks and there is room for 2"):
         replan(request, inventory, before, frozenset({"n0"}))
 
 
-def test_nothing_is_left_at_all() -> None:
+def test_replan_without_any_node_is_an_error() -> None:
     request, inventory = Request((gpu("actor", 4),)), hosts(2, 2)
     before = plan(request, inventory)
     with pytest.raises(
@@ -209,7 +209,7 @@ def check_offers(
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(requests(elastic=True, most=6), inventories())
-def test_whatever_does_not_fit_something_near_it_does(request: Request, inventory: Inventory) -> None:
+def test_for_every_request_that_does_not_fit_a_near_one_does(request: Request, inventory: Inventory) -> None:
     try:
         plan(request, inventory)
     except PlacementError as found:

@@ -166,18 +166,18 @@ class TestAfterALoss:
 
 
 class TestWords:
-    def test_parts_that_are_not_on_all_nodes_are_told(self) -> None:
+    def test_the_note_names_parts_that_are_on_some_nodes_only(self) -> None:
         ties = Ties(parts=(("actor", "rollout"), ("critic",), ("Reward",)))
         placement = plan(Request(ROLES, ties=ties), hosts(4, 4))
         assert placement.note == "2 nodes in use; actor and rollout, which wait for each other, on 1 node"
         narrow = plan(Request(ROLES, ties=ties), hosts(2, 2, 2, 2))
         assert "actor and rollout, which wait for each other, on 2 nodes" in narrow.note
 
-    def test_one_that_needs_no_slot_does_not_count(self) -> None:
+    def test_the_note_leaves_out_roles_without_slots(self) -> None:
         trainer = RoleRequest("trainer", 1, 1, None)
         ties = Ties(parts=(("actor", "trainer"),))
         assert plan(Request((*ROLES, trainer), ties=ties), hosts(4, 4)).note == "2 nodes in use"
 
-    def test_parts_on_all_nodes_are_not(self) -> None:
+    def test_the_note_leaves_out_parts_on_all_nodes(self) -> None:
         ties = Ties(parts=(("actor", "rollout"),))
         assert plan(Request(ROLES[::2], ties=ties), hosts(2, 2)).note == "2 nodes in use"

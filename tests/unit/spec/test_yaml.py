@@ -51,7 +51,7 @@ VALUES = st.recursive(
 
 
 @given(values=st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3))
-def test_everything_else_is_read_as_ever(
+def test_all_other_scalars_are_read_as_by_omegaconf(
     values: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("yaml")
