@@ -8,6 +8,7 @@ thread does. Waking a processor that sleeps takes longer still, so both of them 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -23,6 +24,8 @@ from unirun.wire.handshake import DEADLINE
 SPIN = 200e-6
 """Seconds for which a waiting thread polls before it sleeps. To wake the processor of a sleeping thread takes about 100
 us on a virtual machine."""
+STOLEN, PAUSE = 500e-6, 0.1
+"""Seconds between two polls from which on another thread has had the processor, and for which no thread spins then."""
 
 
 class File(Protocol):
@@ -52,21 +55,25 @@ class SpinningPoll:
     """Polls again and again for `SPIN` seconds before it sleeps, if the wait before was about as short.
 
     So a worker without calls, or a caller of a slow method, sleeps. Between two polls other threads of the same
-    processor may run.
+    processor may run. If they do so for long, there is no free processor, and it does not spin for `PAUSE` seconds.
     """
 
     def __init__(self, poll: Poll, now: Callable[[], float] = time.monotonic) -> None:
-        self._poll, self._now, self._spins = poll, now, False
+        self._poll, self._now = poll, now
+        self._last, self._pause = math.inf, -math.inf
 
     def __call__(self, timeout: float | None) -> list[tuple[int, int]]:
         """As `poll`, up to `SPIN` seconds longer."""
-        began = self._now()
-        end = began + SPIN if self._spins else began
-        while not (found := self._poll(0)) and self._now() < end:
+        began = now = self._now()
+        # The wake-up of a sleeping thread is a part of the time, so the limit is higher than `SPIN`.
+        end = began + SPIN if self._last < 2 * SPIN and began > self._pause else began
+        while not (found := self._poll(0)) and now < end:
             os.sched_yield()
+            before, now = now, self._now()
+            if now - before > STOLEN:
+                self._pause = now + PAUSE
         found = found or self._poll(timeout)
-        # The wake-up of a sleeping thread is a part of this time, so the limit is higher than `SPIN`.
-        self._spins = self._now() - began < 2 * SPIN
+        self._last = self._now() - began
         return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.loop import SPIN, Loop, RequestInbox, SpinningPoll
+from unirun.roles.transport.loop import PAUSE, SPIN, STOLEN, Loop, RequestInbox, SpinningPoll
 
 SOON = 10.0
 
@@ -180,14 +180,15 @@ class TestARequestInbox:
 
 
 class Arrival:
-    """A poll, and its clock: something arrives `after` seconds. Each poll takes a microsecond."""
+    """A poll, and its clock, on which each poll takes `each` seconds. Something arrives at the time `arrives`."""
 
     def __init__(self) -> None:
         self.now = self.arrives = 0.0
+        self.each = 1e-6
         self.slept = False
 
     def poll(self, timeout: float | None) -> list[tuple[int, int]]:
-        self.now += 1e-6
+        self.now += self.each
         if timeout != 0:
             self.slept = True
             self.now = max(
@@ -218,3 +219,22 @@ class TestASpinningPoll:
 
     def test_returns_at_its_timeout(self) -> None:
         assert self.sleeps(10.0, 10.0, timeout=1.0) == [True, True]
+
+    def test_pauses_when_other_threads_have_the_processor(self) -> None:
+        """1. It spins. 2. Another thread has the processor between two polls. 3. It sleeps for `PAUSE` seconds, however
+        short the waits are. 4. It spins again."""
+        arrival = Arrival()
+        poll = SpinningPoll(arrival.poll, lambda: arrival.now)
+
+        def sleeps() -> bool:
+            arrival.arrives, arrival.slept = arrival.now + SPIN / 2, False
+            poll(None)
+            return arrival.slept
+
+        assert [sleeps(), sleeps()] == [True, False]
+        arrival.arrives, arrival.each = arrival.now + 3 * STOLEN, 2 * STOLEN
+        poll(None)
+        arrival.each = 1e-6
+        assert [sleeps(), sleeps()] == [True, True]
+        arrival.now += PAUSE
+        assert [sleeps(), sleeps()] == [False, False]
