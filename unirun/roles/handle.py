@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +10,13 @@ from typing import Any
 
 from unirun.errors import UsageError
 from unirun.roles.peers import Peers
-from unirun.roles.state import PATIENCE, StateStore
 from unirun.wire.reports import Metrics
+
+MAX_STATE = 8 << 20
+"""Bytes that one rank may save."""
+
+PATIENCE = 120.0
+"""Seconds in which the master must answer. It is long as the store may be unavailable for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +42,10 @@ class Identity:
 class MasterHandle:
     """The job, as one of its workers sees it: ``self.master_handle`` of a workload or a trainer."""
 
-    def __init__(self, identity: Identity, peers: Peers, state: StateStore) -> None:
+    def __init__(self, identity: Identity, peers: Peers) -> None:
         self.identity = identity
-        self._peers, self._state = peers, state
+        self._peers = peers
+        self._unlinked_state: bytes | None = None
 
     def job_info(self) -> dict[str, Any]:
         """A dict with the job's ``name`` and its ``roles``.
@@ -87,11 +94,27 @@ class MasterHandle:
             raise UsageError(
                 f"save_state got {type(state).__name__}", "give bytes, for example pickle.dumps(…)"
             )
-        self._state.save(bytes(state))
+        state = bytes(state)
+        if len(state) > MAX_STATE:
+            raise UsageError(
+                f"save_state got {len(state)} bytes, and {MAX_STATE} is the most",
+                "keep large data in files, and their names in the state",
+            )
+        if self._peers.linked:
+            self._peers.ask("save_state", data=base64.b64encode(state).decode(), timeout=PATIENCE)
+        else:
+            # Without a launcher nothing outlives the process.
+            self._unlinked_state = state
 
     def load_state(self) -> bytes | None:
-        """What this rank saved last, in this incarnation or an earlier one; None if nothing was."""
-        return self._state.load()
+        """What this rank saved last, in this incarnation or an earlier one; None if nothing was.
+
+        Raises `StoreAway` if the store does not answer.
+        """
+        if not self._peers.linked:
+            return self._unlinked_state
+        data = self._peers.ask("load_state", timeout=PATIENCE)
+        return None if data is None else base64.b64decode(data)
 
     def commit_version(self, channel: str, version: int) -> int:
         """Keep `version` as the latest of `channel` (weights, a data set), unless a higher one is kept already.

@@ -15,10 +15,9 @@ from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.state import MemoryState
 from unirun.roles.trainer import BaseTrainer, bind
-from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.inproc import InprocTransport
+from unirun.roles.transport.scheduler import await_end
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.messages import RoleView, View, WorkerView
@@ -76,7 +75,7 @@ def _handles(groups: Mapping[str, RoleGroup]) -> dict[str, list[Any]]:
 
 def _handle(role: str, rank: int, size: int, infos: Mapping[str, RoleInfo]) -> MasterHandle:
     identity = Identity(role, rank, size, rank, size, 0, os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
-    return MasterHandle(identity, Peers(role, rank, infos), MemoryState())
+    return MasterHandle(identity, Peers(role, rank, infos))
 
 
 class _InprocWorker:

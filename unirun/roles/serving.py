@@ -17,7 +17,7 @@ from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import init
 from unirun.roles.peers import Peers
-from unirun.wire.reports import Serving, WorkerError
+from unirun.wire.reports import WorkerError
 
 
 class Server:
@@ -50,15 +50,8 @@ def serve(target: Any, *, block: bool = True) -> Server | None:
     """
     context = init()
     peers, session = context.peers, context.session
-    dispatcher = Dispatcher(
-        target,
-        session.me,
-        invocations(target),
-        inbox=session.transport.inbox(),
-        open_rpc=session.open_rpc,
-    )
-    endpoint = session.transport.serve(session.me, dispatcher.handle)
-    peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
+    dispatcher = session.dispatcher(target, invocations(target))
+    session.serve(dispatcher)
     if not block:
         thread = threading.Thread(target=_serve_beside, args=(dispatcher, peers), daemon=True)
         thread.name = "unirun-serve"

@@ -7,18 +7,20 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import ChannelError, UsageError
 from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.peers import Peers
-from unirun.roles.state import job_folder
 from unirun.roles.transport.protocol import Transport
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.handshake import load_token
+from unirun.wire.reports import Serving
 
 if TYPE_CHECKING:
     from unirun.roles.transport.rpc_agent import RpcAgent
@@ -28,7 +30,9 @@ class Session:
     """One per process. Its parts are made when they are first used."""
 
     def __init__(self, peers: Peers, environ: Mapping[str, str]) -> None:
-        self._peers, self._environ = peers, environ
+        self._peers = peers
+        self.folder = Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
+        """The directory of this worker's job; None without a launcher."""
         self.me = WorkerId(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
         self._lock = threading.RLock()
         self._transport: Transport | None = None
@@ -50,15 +54,15 @@ class Session:
             return self._transport
 
     def _open(self) -> Transport:
-        folder, welcome = job_folder(self._environ), self._peers.welcome
-        if folder is None or welcome is None:
+        welcome = self._peers.welcome
+        if self.folder is None or welcome is None:
             raise UsageError(
                 "calls need other roles, and this process has none", "start it with unirun --roles …"
             )
         if welcome.transport == "socket":
             from unirun.roles.transport.sockets import SocketTransport
 
-            return SocketTransport(folder / "calls", load_token(folder / "token"))
+            return SocketTransport(self.folder / "calls", load_token(self.folder / "token"))
         from unirun.roles.transport.torch_rpc import TorchTransport
 
         return TorchTransport(self._rpc_agent())
@@ -79,6 +83,19 @@ class Session:
                 )
                 self._agent = RpcAgent(self.me, lambda who: bases[who.role] + who.rank, total, polls=polls)
             return self._agent
+
+    def dispatcher(
+        self, target: Any, methods: Mapping[str, Invocation], generations: Generations | None = None
+    ) -> Dispatcher:
+        """What runs the calls of `target` that come to this process, once `serve` was called."""
+        return Dispatcher(
+            target, self.me, methods, generations, self.transport.inbox(), open_rpc=self.open_rpc
+        )
+
+    def serve(self, dispatcher: Dispatcher) -> None:
+        """Listen, and tell the agent where."""
+        endpoint = self.transport.serve(self.me, dispatcher.handle)
+        self._peers.tell(Serving({self.transport.name: endpoint}, recoverable=True))
 
     def open_rpc(self) -> tuple[WorkerId, str]:
         """Let this process be called by torch.distributed.rpc. Returns who it is, and the endpoint of its agent."""

@@ -17,12 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from unirun.errors import UsageError
 from unirun.reporting import report
-from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.policy import invocations
 from unirun.roles.context import Context, init
 from unirun.roles.formation import Formation
 from unirun.roles.handle import Identity, MasterHandle
-from unirun.roles.state import job_folder, state_of
 from unirun.roles.trainer import BaseTrainer, bind
 from unirun.roles.workload import BaseWorkload
 from unirun.wire.reports import Serving
@@ -96,14 +94,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     workload = make(kind, BaseWorkload, master_handle=_handle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
     formation = Formation(peers, workload.on_generation)
-    dispatcher = Dispatcher(
-        workload,
-        session.me,
-        invocations(workload, BaseWorkload),
-        formation,
-        session.transport.inbox(),
-        session.open_rpc,
-    )
+    dispatcher = session.dispatcher(workload, invocations(workload, BaseWorkload), formation)
 
     peers.when_changed(formation.news)
     formation.enter(workload.setup)
@@ -116,8 +107,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     # A view that came before the listener was registered has not called it.
     changed()
     signal.signal(signal.SIGTERM, _stop)
-    endpoint = session.transport.serve(session.me, dispatcher.handle)
-    peers.tell(Serving({session.transport.name: endpoint}, recoverable=True))
+    session.serve(dispatcher)
     try:
         dispatcher.serve()
     finally:
@@ -140,9 +130,8 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
     trainer.init()
     result = trainer.fit()
-    folder = job_folder(os.environ)
-    if folder is not None and result is not None:
-        _keep(folder / "result.pkl", result)
+    if session.folder is not None and result is not None:
+        _keep(session.folder / "result.pkl", result)
 
 
 def make(kind: type[Made], base: type, **arguments: Any) -> Made:
@@ -200,7 +189,7 @@ def _handle(context: Context) -> MasterHandle:
         master_port=int(environ.get("MASTER_PORT", "0")),
         collocation=",".join(role.upper() for role in shared),
     )
-    return MasterHandle(identity, context.peers, state_of(context.peers))
+    return MasterHandle(identity, context.peers)
 
 
 def _resource(context: Context, role: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from unirun.roles.calls.scheduler import Scheduler
+from unirun.roles.transport.scheduler import Scheduler
 
 
 class Killed(BaseException):

@@ -15,9 +15,9 @@ import torch
 
 from unirun.errors import ConnectionLost, UsageError
 from unirun.roles import MasterHandle
+from unirun.roles import handle as handles
 from unirun.roles.handle import Identity
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.state import MemoryState
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.reports import Metrics
 
@@ -37,7 +37,7 @@ def agent() -> Iterator[BlockingStream]:
 
 def handle(link: Any = None) -> MasterHandle:
     """The handle of a worker with this link."""
-    return MasterHandle(IDENTITY, Peers("actor", 1, ROLES, link=link), MemoryState())
+    return MasterHandle(IDENTITY, Peers("actor", 1, ROLES, link=link))
 
 
 def test_without_a_launcher_it_knows_what_the_environment_tells() -> None:
@@ -102,3 +102,47 @@ def test_states_are_kept_as_bytes(state: Any) -> None:
 def test_a_state_that_is_no_bytes_is_refused(state: Any) -> None:
     with pytest.raises(UsageError, match=r"save_state got .*; give bytes, for example pickle.dumps"):
         handle().save_state(state)
+
+
+class Master(Peers):
+    """Peers that answer like a master, and note what they were asked."""
+
+    def __init__(self) -> None:
+        super().__init__("actor", 1, ROLES)
+        self.linked = True
+        self.asked: list[tuple[str, str]] = []
+        self.kept: str | None = None
+
+    def ask(self, wish: str, name: str = "", data: str = "", *, timeout: float) -> str | None:
+        self.asked.append((wish, name))
+        if wish == "save_state":
+            self.kept = data
+            return None
+        return self.kept
+
+
+def test_the_state_that_a_worker_saved_last_is_loaded_by_the_next_incarnation() -> None:
+    master = Master()
+    assert MasterHandle(IDENTITY, master).load_state() is None
+    for state in (b"first", b"", bytes(range(256)) * 100, b"last"):
+        MasterHandle(IDENTITY, master).save_state(state)
+        assert MasterHandle(IDENTITY, master).load_state() == state
+
+
+def test_a_state_that_is_too_large_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "MAX_STATE", 10)
+    master = Master()
+    with pytest.raises(
+        UsageError, match="save_state got 11 bytes, and 10 is the most; keep large data in files"
+    ):
+        MasterHandle(IDENTITY, master).save_state(b"x" * 11)
+    assert master.asked == []
+    MasterHandle(IDENTITY, master).save_state(b"x" * 10)
+    assert master.asked == [("save_state", "")]
+
+
+def test_a_state_saved_without_a_launcher_is_a_copy() -> None:
+    found, memory = handle(), bytearray(b"abc")
+    found.save_state(memory)
+    memory[:] = b"zzz"
+    assert found.load_state() == b"abc"

@@ -14,7 +14,6 @@ from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.group import role_group
 from unirun.roles.handle import Identity
 from unirun.roles.peers import Peer, Peers, RoleInfo
-from unirun.roles.state import MemoryState
 from unirun.roles.trainer import bind, group_name
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.values import WorkerId
@@ -44,7 +43,7 @@ def groups_of(*roles: str) -> dict[str, RoleGroup]:
 def handle() -> MasterHandle:
     """The job of a trainer without a launcher."""
     identity = Identity("trainer", 0, 1, 0, 1, 0, "", 0)
-    return MasterHandle(identity, Peers("trainer", 0, {"trainer": RoleInfo("trainer", 1, 0)}), MemoryState())
+    return MasterHandle(identity, Peers("trainer", 0, {"trainer": RoleInfo("trainer", 1, 0)}))
 
 
 def bound(

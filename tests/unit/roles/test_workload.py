@@ -9,13 +9,12 @@ from unirun.roles import BaseWorkload, MasterHandle, Workload
 from unirun.roles.calls.policy import invocations
 from unirun.roles.handle import Identity
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.state import MemoryState
 
 
 def workload(role: str = "actor", collocation: str = "") -> BaseWorkload:
     """Rank 5 of 8, the second one on its node."""
     identity = Identity(role, 5, 8, 1, 4, 2, "10.0.0.1", 29400, collocation)
-    handle = MasterHandle(identity, Peers(role, 5, {role: RoleInfo(role, 8, 0)}), MemoryState())
+    handle = MasterHandle(identity, Peers(role, 5, {role: RoleInfo(role, 8, 0)}))
     return BaseWorkload(handle, OmegaConf.create({"lr": 0.5}))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from unirun.errors import CallError, WorkerLost
 from unirun.roles.calls.codec import dump
 from unirun.roles.calls.counting import CallBook
+from unirun.roles.calls.deadlines import Deadlines
 from unirun.roles.calls.dispatcher import OPEN_RPC
 from unirun.roles.calls.envelope import encode_address, refused_for
 from unirun.roles.calls.open_call import Method, OpenCall
@@ -30,11 +31,10 @@ from unirun.roles.calls.policy import ANY, DEFAULT, Invocation, called_ranks
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.calls.reliable import Part, ReliableChannel
 from unirun.roles.calls.reported_losses import ReportedLosses
-from unirun.roles.calls.scheduler import Deadlines, Scheduler
 from unirun.roles.calls.sharding import rearranged, split
 from unirun.roles.peers import Peer, Peers
-from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.protocol import Parcel, Transport, own
+from unirun.roles.transport.scheduler import Scheduler
 from unirun.values import WorkerId
 from unirun.wire.reports import Calls
 
@@ -60,8 +60,8 @@ class Caller:
         self._me = encode_address(me)
         self._peers, self._transport, self._call_timeout = peers, transport, call_timeout
         self._scheduler = scheduler or Scheduler("unirun-calls")
-        self._callbacks = SerialExecutor("unirun-callbacks")
-        self._deliver = self._callbacks.submit
+        self._callbacks = Scheduler("unirun-callbacks")
+        self._deliver = self._callbacks.soon
         self._book = CallBook(self._scheduler, tell)
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()

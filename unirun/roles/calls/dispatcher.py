@@ -17,8 +17,8 @@ from unirun.roles.calls.codec import dump, load
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, Request, decode_request, encode_refusal
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
-from unirun.roles.transport.executor import await_end
 from unirun.roles.transport.protocol import Inbox, Parcel, Reply, own
+from unirun.roles.transport.scheduler import await_end
 from unirun.values import WorkerId
 
 DESCRIBE = "__describe__"

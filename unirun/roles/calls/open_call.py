@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from unirun.errors import EncodingError, InvocationTimeout, WorkerLost
 from unirun.roles.calls.codec import load
 from unirun.roles.calls.counting import Count
+from unirun.roles.calls.deadlines import Deadlines
 from unirun.roles.calls.dispatcher import outcome_of
 from unirun.roles.calls.envelope import INTERRUPTED, OK
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import load_error
-from unirun.roles.calls.scheduler import Deadlines
 from unirun.roles.transport.protocol import Parcel, Wait
 
 if TYPE_CHECKING:

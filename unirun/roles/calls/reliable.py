@@ -11,8 +11,8 @@ from unirun.errors import CallError, ChannelError
 from unirun.roles.calls.dispatcher import ACK
 from unirun.roles.calls.envelope import MAX_ACKS, encode_request
 from unirun.roles.calls.open_call import OpenCall
-from unirun.roles.calls.scheduler import Scheduler
 from unirun.roles.transport.protocol import Channel, Parcel, Transport
+from unirun.roles.transport.scheduler import Scheduler
 from unirun.values import WorkerId
 
 RECONNECT = 0.02

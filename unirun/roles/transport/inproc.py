@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, own
+from unirun.roles.transport.scheduler import Scheduler
 from unirun.values import WorkerId
 
 _servers: dict[str, _Server] = {}
@@ -22,24 +22,24 @@ class _Server:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self.channels: set[_Channel] = set()
-        self.executor = SerialExecutor("unirun-inproc")
+        self.executor = Scheduler("unirun-inproc")
 
 
 class _Channel:
-    def __init__(self, server: _Server, executor: SerialExecutor, broken: Callable[[str], None]) -> None:
+    def __init__(self, server: _Server, executor: Scheduler, broken: Callable[[str], None]) -> None:
         self._server, self._executor, self._broken = server, executor, broken
         self._open = True
         server.channels.add(self)
 
     def call(self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None) -> None:
         sent = own(parcel)
-        self._server.executor.submit(
+        self._server.executor.soon(
             lambda: self._server.handler(sent, lambda reply: self._answer(reply, done))
         )
 
     def _answer(self, reply: Parcel, done: Callable[[Parcel], None]) -> None:
         answer = own(reply)
-        self._executor.submit(lambda: done(answer) if self._open else None)
+        self._executor.soon(lambda: done(answer) if self._open else None)
 
     def close(self) -> None:
         self._open = False
@@ -48,7 +48,7 @@ class _Channel:
     def cut(self, reason: str) -> None:
         if self._open:
             self.close()
-            self._executor.submit(lambda: self._broken(reason))
+            self._executor.soon(lambda: self._broken(reason))
 
 
 class InprocTransport:
@@ -57,7 +57,7 @@ class InprocTransport:
     name = "inproc"
 
     def __init__(self) -> None:
-        self._executor = SerialExecutor("unirun-inproc")
+        self._executor = Scheduler("unirun-inproc")
         self._endpoint = ""
         self._channels: list[_Channel] = []
 

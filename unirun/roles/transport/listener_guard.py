@@ -13,7 +13,7 @@ import stat
 import threading
 from collections.abc import Callable
 
-from unirun.roles.transport.executor import await_end
+from unirun.roles.transport.scheduler import await_end
 
 PERIOD = 1.0
 """Seconds between two checks; a check takes a microsecond."""

@@ -16,11 +16,11 @@ import torch
 from torch.distributed import rpc
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.frames import offsets
 from unirun.roles.transport.listener_guard import ListenerGuard
 from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Wait, writable
 from unirun.roles.transport.rpc_agent import RpcAgent
+from unirun.roles.transport.scheduler import Scheduler
 from unirun.values import WorkerId
 
 MOMENT = 0.001
@@ -89,7 +89,7 @@ class TorchTransport:
 
     def __init__(self, agent: RpcAgent) -> None:
         self._agent = agent
-        self._executor = SerialExecutor("unirun-rpc")
+        self._executor = Scheduler("unirun-rpc")
         self._inbox = _Inbox()
         self._guard: ListenerGuard | None = None
 
@@ -128,9 +128,7 @@ class TorchTransport:
 
 
 class _Channel:
-    def __init__(
-        self, worker: Any, line: str, broken: Callable[[str], None], executor: SerialExecutor
-    ) -> None:
+    def __init__(self, worker: Any, line: str, broken: Callable[[str], None], executor: Scheduler) -> None:
         self._worker, self._line, self._broken, self._executor = worker, line, broken, executor
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -152,7 +150,7 @@ class _Channel:
         def answered(answer: torch.futures.Future[Form]) -> None:
             if threading.get_ident() == asking:
                 # The answer is here already, and the calling thread may hold locks that `done` takes.
-                self._executor.submit(lambda: self._answered(answer, done))
+                self._executor.soon(lambda: self._answered(answer, done))
             else:
                 self._answered(answer, done)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import queue
-import threading
 from typing import Any
 
 import pytest
 
 from unirun.errors import ChannelError
-from unirun.roles.transport.executor import SerialExecutor
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
@@ -63,12 +61,3 @@ def test_a_channel_that_is_closed_says_nothing_any_more() -> None:
     server.close()
     client.close()
     assert news.empty()
-
-
-def test_a_serial_executor_runs_actions_in_order_in_one_thread_until_it_is_closed() -> None:
-    executor, done = SerialExecutor("test"), queue.SimpleQueue[tuple[int, str]]()
-    for number in range(100):
-        executor.submit(lambda number=number: done.put((number, threading.current_thread().name)))
-    executor.close()
-    assert [done.get(timeout=SOON) for _ in range(100)] == [(number, "test") for number in range(100)]
-    SerialExecutor("never used").close()

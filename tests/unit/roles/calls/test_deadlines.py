@@ -1,4 +1,4 @@
-"""The thread that keeps deadlines."""
+"""`Deadlines`: what was not dropped in time is late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from unirun.roles.calls.scheduler import Deadlines, Scheduler
+from unirun.roles.calls.deadlines import Deadlines
+from unirun.roles.transport.scheduler import Scheduler
 
 SOON = 10.0
 
@@ -23,73 +24,6 @@ def scheduler() -> Iterator[Scheduler]:
     scheduler = Scheduler("test")
     yield scheduler
     scheduler.close()
-
-
-def test_things_are_done_in_the_order_of_their_times(scheduler: Scheduler) -> None:
-    done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    now = time.monotonic()
-    for name, after in (("third", 0.15), ("first", 0.05), ("second", 0.1)):
-        scheduler.at(now + after, lambda name=name: done.put(name))
-    assert [done.get(timeout=SOON) for _ in range(3)] == ["first", "second", "third"]
-    assert time.monotonic() - now >= 0.15
-
-
-def test_things_of_one_time_are_done_in_the_order_in_which_they_came(scheduler: Scheduler) -> None:
-    done: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in range(1000):
-        scheduler.soon(lambda number=number: done.put(number))
-    assert [done.get(timeout=SOON) for _ in range(1000)] == list(range(1000))
-
-
-def test_something_earlier_overtakes_what_is_waited_for(scheduler: Scheduler) -> None:
-    done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    scheduler.at(time.monotonic() + 1000, lambda: done.put("late"))
-    scheduler.soon(lambda: done.put("soon"))
-    assert done.get(timeout=SOON) == "soon"
-
-
-def test_something_that_never_comes_keeps_nothing_from_being_done(scheduler: Scheduler) -> None:
-    done = threading.Event()
-    scheduler.at(math.inf, lambda: None)
-    scheduler.at(time.monotonic() + 1e12, lambda: None)
-    scheduler.soon(lambda: None)
-    scheduler.at(time.monotonic() + 0.05, done.set)
-    assert done.wait(SOON)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_an_action_that_fails_is_shown_and_the_next_is_done(
-    scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = threading.Event()
-    scheduler.soon(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    scheduler.soon(done.set)
-    assert done.wait(SOON)
-    assert "ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_after_the_end_nothing_is_done(scheduler: Scheduler) -> None:
-    done = threading.Event()
-    scheduler.soon(done.set)
-    assert done.wait(SOON)
-    scheduler.close()
-    scheduler.close()
-    scheduler.soon(lambda: pytest.fail("it is closed"))
-    assert scheduler._thread is not None
-    scheduler._thread.join(SOON)
-    assert not scheduler._thread.is_alive()
-
-
-def test_it_keeps_no_program_from_ending(scheduler: Scheduler) -> None:
-    scheduler.at(math.inf, lambda: None)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
-    assert thread.daemon
-
-
-def test_actions_may_order_others(scheduler: Scheduler) -> None:
-    done = threading.Event()
-    scheduler.soon(lambda: scheduler.soon(lambda: scheduler.soon(done.set)))
-    assert done.wait(SOON)
 
 
 class TestDeadlines:

@@ -1,0 +1,96 @@
+"""`Scheduler`: a thread that runs actions at their times, or one after the other."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from unirun.roles.transport.scheduler import Scheduler
+
+SOON = 10.0
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    """One that is closed at the end."""
+    scheduler = Scheduler("test")
+    yield scheduler
+    scheduler.close()
+
+
+def test_things_are_done_in_the_order_of_their_times(scheduler: Scheduler) -> None:
+    done: queue.SimpleQueue[str] = queue.SimpleQueue()
+    now = time.monotonic()
+    for name, after in (("third", 0.15), ("first", 0.05), ("second", 0.1)):
+        scheduler.at(now + after, lambda name=name: done.put(name))
+    assert [done.get(timeout=SOON) for _ in range(3)] == ["first", "second", "third"]
+    assert time.monotonic() - now >= 0.15
+
+
+def test_things_of_one_time_are_done_in_the_order_in_which_they_came(scheduler: Scheduler) -> None:
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(1000):
+        scheduler.soon(lambda number=number: done.put(number))
+    assert [done.get(timeout=SOON) for _ in range(1000)] == list(range(1000))
+
+
+def test_something_earlier_overtakes_what_is_waited_for(scheduler: Scheduler) -> None:
+    done: queue.SimpleQueue[str] = queue.SimpleQueue()
+    scheduler.at(time.monotonic() + 1000, lambda: done.put("late"))
+    scheduler.soon(lambda: done.put("soon"))
+    assert done.get(timeout=SOON) == "soon"
+
+
+def test_something_that_never_comes_keeps_nothing_from_being_done(scheduler: Scheduler) -> None:
+    done = threading.Event()
+    scheduler.at(math.inf, lambda: None)
+    scheduler.at(time.monotonic() + 1e12, lambda: None)
+    scheduler.soon(lambda: None)
+    scheduler.at(time.monotonic() + 0.05, done.set)
+    assert done.wait(SOON)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_action_that_fails_is_shown_and_the_next_is_done(
+    scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = threading.Event()
+    scheduler.soon(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    scheduler.soon(done.set)
+    assert done.wait(SOON)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_actions_that_are_due_run_before_the_end_and_none_after_it() -> None:
+    scheduler, done = Scheduler("test"), queue.SimpleQueue[tuple[int, str]]()
+    scheduler.at(time.monotonic() + 1000, lambda: pytest.fail("it is closed"))
+    for number in range(100):
+        scheduler.soon(lambda number=number: done.put((number, threading.current_thread().name)))
+    scheduler.close()
+    scheduler.close()
+    scheduler.soon(lambda: pytest.fail("it is closed"))
+    assert scheduler._thread is not None
+    scheduler._thread.join(SOON)
+    assert not scheduler._thread.is_alive()
+    assert [done.get(timeout=SOON) for _ in range(100)] == [(number, "test") for number in range(100)]
+
+
+def test_a_scheduler_that_was_not_used_has_no_thread_to_end() -> None:
+    Scheduler("never used").close()
+
+
+def test_it_keeps_no_program_from_ending(scheduler: Scheduler) -> None:
+    scheduler.at(math.inf, lambda: None)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
+    assert thread.daemon
+
+
+def test_actions_may_order_others(scheduler: Scheduler) -> None:
+    done = threading.Event()
+    scheduler.soon(lambda: scheduler.soon(lambda: scheduler.soon(done.set)))
+    assert done.wait(SOON)
