@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 from unirun.rendezvous.endpoints import GENERATION_KEY, split_endpoint
 from unirun.roles.peers import Peers
-from unirun.roles.process_groups import process_groups
+from unirun.roles.process_groups import c10d, dist, process_groups
 from unirun.wire.reports import GroupFormed, GroupMeets, Stuck
 
 NEWS = 5.0
@@ -67,9 +66,8 @@ class Formation:
         if not self.outdated:
             return
         self._groups.end_outdated()
-        distributed = _initialized()
-        if distributed is not None and "nccl" in str(distributed.get_backend_config()):
-            group = _c10d()._get_default_group()
+        if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+            group = c10d._get_default_group()
             threading.Thread(target=group.abort, name="unirun-abort", daemon=True).start()
         if self._watching.acquire(blocking=False):
             threading.Thread(target=self._watch, name="unirun-stuck", daemon=True).start()
@@ -128,9 +126,8 @@ class Formation:
         Its address is another one when the node of rank 0 was lost.
         """
         self._peers.generation = self._wanted()
-        distributed = _initialized()
-        if distributed is not None:
-            distributed.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         self._groups.end_all()
         info = self._peers.known(self._peers.role)
         address, port = split_endpoint(info.endpoint)
@@ -140,8 +137,7 @@ class Formation:
             return
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
-        _c10d()._world.group_count = 0
-        dist: Any = importlib.import_module("torch.distributed")
+        c10d._world.group_count = 0
         # The prefix is the one that new ranks get from ``env://``.
         store = dist.PrefixStore("default_pg", self._connect(address, port, made.timeout))
         dist.init_process_group(
@@ -158,7 +154,6 @@ class Formation:
 
         Each attempt has a short timeout: torch sleeps for seconds before it reconnects within one attempt.
         """
-        dist: Any = importlib.import_module("torch.distributed")
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             try:
@@ -185,10 +180,9 @@ class Formation:
         All generations of a role use one address, so a worker that connects late may meet the next generation.
         Raises torch's `DistError` when the store is gone.
         """
-        distributed: Any = importlib.import_module("torch.distributed")
-        while isinstance(store, distributed.PrefixStore):
+        while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        if not isinstance(store, distributed.TCPStore):
+        if not isinstance(store, dist.TCPStore):
             return 0
         endpoint = self._peers.known(self._peers.role).endpoint
         if endpoint and (store.host, store.port) == split_endpoint(endpoint):
@@ -221,18 +215,6 @@ class Formation:
                 time.sleep(SAMPLE)
         finally:
             self._watching.release()
-
-
-def _initialized() -> Any:
-    """`torch.distributed`, if this process has a default group."""
-    if "torch.distributed" not in sys.modules:
-        return None
-    distributed: Any = importlib.import_module("torch.distributed")
-    return distributed if distributed.is_available() and distributed.is_initialized() else None
-
-
-def _c10d() -> Any:
-    return importlib.import_module("torch.distributed.distributed_c10d")
 
 
 def _main_frame() -> FrameType | None:

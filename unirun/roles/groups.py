@@ -7,24 +7,23 @@ the generations wait under different prefixes until their agents have sent them 
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
 
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.roles.peers import Peers, RoleInfo
-from unirun.roles.process_groups import GlooGroup, end_outdated, process_groups
+from unirun.roles.process_groups import GlooGroup, c10d, dist, end_outdated, process_groups
 from unirun.wire.messages import RoleView
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
 
 LOOK = 0.02
 """Seconds between two reads of the store while members are missing."""
@@ -163,24 +162,24 @@ class GroupForge:
     def _arrive(self, infos: tuple[RoleInfo, ...], backend: str) -> Store | None:
         """Write into the store that this member is there. None if the store is being replaced."""
         try:
-            store: Store = dist().PrefixStore(f"unirun/{_name(infos, backend)}", self._store(infos))
+            store: Store = dist.PrefixStore(f"unirun/{_name(infos, backend)}", self._store(infos))
             store.set(f"here/{self._rank(infos)}", "1")
-        except dist().DistError:
+        except dist.DistError:
             return None
         return store
 
     def _store(self, infos: tuple[RoleInfo, ...]) -> Any:
         if self._peers.linked:
             addr, port = split_endpoint(infos[0].endpoint)
-            return dist().TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
+            return dist.TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
         if sum(info.world_size for info in infos) == 1:
-            return dist().HashStore()
-        if not dist().is_initialized():
+            return dist.HashStore()
+        if not dist.is_initialized():
             raise GroupError(
                 "without unirun, ctx.group needs the default group",
                 "call torch.distributed.init_process_group",
             )
-        return c10d()._get_default_store()
+        return c10d._get_default_store()
 
 
 _SETTLED = ("starting", "running", "succeeded")
@@ -207,22 +206,10 @@ def missing_for_good(views: Sequence[RoleView], missing: Callable[[str, int], bo
     return ""
 
 
-def dist() -> Any:
-    """`torch.distributed`, of which much that is needed here has no types."""
-    return importlib.import_module("torch.distributed")
-
-
-def c10d() -> Any:
-    """torch's own module of process groups, likewise."""
-    return importlib.import_module("torch.distributed.distributed_c10d")
-
-
 def default_backend() -> str:
     """The backend of the default group; without one, gloo, and nccl for CUDA tensors."""
-    import torch
-
-    if dist().is_initialized():
-        return str(dist().get_backend_config())
+    if dist.is_initialized():
+        return str(dist.get_backend_config())
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -233,7 +220,7 @@ def _name(infos: tuple[RoleInfo, ...], backend: str) -> str:
 def _all_here(store: Store, keys: list[str]) -> bool:
     try:
         return bool(store.check(keys))
-    except dist().DistError:
+    except dist.DistError:
         return False
 
 
@@ -250,22 +237,21 @@ def _build(rank: int, size: int, name: str, store: Store, backend: str, timeout:
     torch has no public call for a group whose members are not all in the default group; this is the function that
     ``init_process_group`` and ``new_group`` use themselves.
     """
-    module = c10d()
-    default = module._get_default_group() if dist().is_initialized() else None
+    default = c10d._get_default_group() if dist.is_initialized() else None
     device = default.bound_device_id if default is not None else None
     if default is not None and device is not None:
         # NCCL would split the new communicator off the default one, which has other members.
         default.bound_device_id = None
     try:
-        pg, _ = module._new_process_group_helper(
-            size, rank, [], backend, store, group_name=module.GroupName(name), timeout=timeout
+        pg, _ = c10d._new_process_group_helper(
+            size, rank, [], backend, store, group_name=c10d.GroupName(name), timeout=timeout
         )
-    except (dist().DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError) as error:
         raise GroupError(f"group {name} could not be formed: {error}", "did a member die?") from error
     finally:
         if default is not None and device is not None:
             default.bound_device_id = device
-    module._world.pg_group_ranks[pg] = _OwnRanks(rank, size)
+    c10d._world.pg_group_ranks[pg] = _OwnRanks(rank, size)
     formed: ProcessGroup = pg
     return formed
 
@@ -283,11 +269,11 @@ class _OwnRanks(dict[int, int]):
 
     def __getitem__(self, key: int) -> int:
         asking = sys._getframe(1).f_back
-        if asking is not None and asking.f_code is c10d().get_rank.__code__:
+        if asking is not None and asking.f_code is c10d.get_rank.__code__:
             return self._rank
         return super().__getitem__(key)
 
 
 def _forget(pg: ProcessGroup) -> None:
     """Remove a broken group from torch's registry without waiting."""
-    c10d()._abort_process_group(pg)
+    c10d._abort_process_group(pg)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import socket
 import struct
@@ -26,7 +25,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed
+from torch.distributed import distributed_c10d
+
 from unirun.errors import GroupError
+
+dist: Any = torch.distributed
+c10d: Any = distributed_c10d
+"""torch's modules of process groups; much that is used of them has no types."""
 
 SLICE = 0.2
 """Seconds of each wait in a store, between two checks of `GlooGroup.ended`."""
@@ -232,7 +238,7 @@ _known: ProcessGroups | None = None
 
 
 def process_groups() -> ProcessGroups:
-    """The groups that this process makes after the first call of this function. Imports torch.
+    """The groups that this process makes after the first call of this function.
 
     torch has no hook for this, so two functions are wrapped: the one with which `torch.distributed` makes any group,
     and the constructor of gloo groups.
@@ -240,10 +246,9 @@ def process_groups() -> ProcessGroups:
     global _known
     if _known is None:
         _known = ProcessGroups()
-        c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
         c10d._new_process_group_helper = _wrapped_helper(_known, c10d._new_process_group_helper)
-        if (kind := getattr(c10d, "ProcessGroupGloo", None)) is not None:
-            kind.__init__ = _wrapped_constructor(_known, kind.__init__)
+        kind = c10d.ProcessGroupGloo
+        kind.__init__ = _wrapped_constructor(_known, kind.__init__)
     return _known
 
 
@@ -275,9 +280,8 @@ def _wrapped_constructor(groups: ProcessGroups, construct: Callable[..., None]) 
 
 def _watched_store(store: Any, group: GlooGroup) -> Any:
     """A store over `store` that records the addresses of the ranks, and whose waits fail when the group is ended."""
-    distributed: Any = importlib.import_module("torch.distributed")
 
-    class Watched(distributed.Store):  # type: ignore[misc]
+    class Watched(dist.Store):  # type: ignore[misc]
         def set(self, key: str, value: Any) -> None:
             group.published(value.encode() if isinstance(value, str) else value)
             store.set(key, value)
@@ -306,7 +310,7 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
                 try:
                     store.wait(keys, timedelta(seconds=max(min(left, SLICE), 0.001)))
                     return
-                except distributed.DistStoreError:
+                except dist.DistStoreError:
                     if left <= SLICE:
                         raise
 

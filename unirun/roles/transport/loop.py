@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from unirun.errors import ChannelError
 from unirun.reporting import report_error
-from unirun.wire.handshake import DEADLINE
+from unirun.roles.transport.scheduler import await_end
 
 SPIN = 200e-6
 """Seconds for which a waiting thread polls before it sleeps. To wake the processor of a sleeping thread takes about 100
@@ -38,13 +38,6 @@ class File(Protocol):
 
     def close(self) -> None:
         """Remove it from the poller, then close it."""
-
-
-class Expiring(File, Protocol):
-    """One that is closed if it is not `done` at its deadline, in seconds on the monotonic clock."""
-
-    deadline: float
-    done: bool
 
 
 Poll = Callable[[float | None], list[tuple[int, int]]]
@@ -172,7 +165,6 @@ class Loop(Poller):
 
     def __init__(self) -> None:
         super().__init__()
-        self._expiring: deque[Expiring] = deque()
         self._thread: threading.Thread | None = None
 
     def add(self, file: File) -> None:
@@ -183,33 +175,16 @@ class Loop(Poller):
                 self._thread = threading.Thread(target=self._work, name="unirun-socket", daemon=True)
                 self._thread.start()
 
-    def expect(self, expiring: Expiring) -> None:
-        """Add a file with a deadline. To be called in the reading thread only."""
-        self._expiring.append(expiring)
-        self.add(expiring)
-
     def close(self) -> None:
         """End the thread and close the files."""
         if not self._shut():
             return
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(DEADLINE)
+        await_end(self._thread)
         self._release()
-
-    def _patience(self) -> float | None:
-        """Close files that are late. Returns the seconds until the next deadline."""
-        while self._expiring:
-            expiring = self._expiring[0]
-            left = expiring.deadline - time.monotonic()
-            if left > 0 and not expiring.done:
-                return left
-            self._expiring.popleft()
-            expiring.close()
-        return None
 
     def _work(self) -> None:
         while not self._closed:
-            self.dispatch(self._epoll.poll(self._patience()))
+            self.dispatch(self._epoll.poll())
 
 
 class RequestInbox(Poller):

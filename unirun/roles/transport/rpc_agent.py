@@ -7,16 +7,19 @@ function that torch uses for dynamic groups. So no process waits for others, and
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed
 from torch.distributed import rpc
 
 from unirun.roles.transport.listener_guard import Listeners, listeners
 from unirun.values import WorkerId
+
+_dist: Any = torch.distributed
+"""Much that is used of it has no types."""
 
 THREADS = 4
 """Threads of an agent that take requests."""
@@ -88,24 +91,22 @@ class RpcAgent:
             tried += 1
             name = f"{plain}_{tried}"
         self._store.set(f"addrs/{name}", endpoint)
-        worker = _torch("torch.distributed.rpc").WorkerInfo(name, self._number(peer))
+        worker = _dist.rpc.WorkerInfo(name, self._number(peer))
         self._agent._update_group_membership(worker, [], {}, True)
         self._workers[name] = worker
         return worker
 
     def _start(self) -> None:
-        store = _torch("torch.distributed").HashStore()
+        store = _dist.HashStore()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=THREADS, rpc_timeout=0, _channels=[*CHANNELS], **self._transports
         )
         number = self._number(self._me)
-        _torch("torch.distributed.autograd")._init(number)
-        agent = _torch("torch.distributed.rpc").TensorPipeAgent(
-            store, self.name, number, None, options, {}, []
-        )
+        _dist.autograd._init(number)
+        agent = _dist.rpc.TensorPipeAgent(store, self.name, number, None, options, {}, [])
         before = listeners()
         # This also starts the agent.
-        _torch("torch.distributed.rpc").api._init_rpc_states(agent)
+        _dist.rpc.api._init_rpc_states(agent)
         self.listeners = dict(listeners().items() - before.items())
         self._agent, self._store = agent, store
 
@@ -116,8 +117,3 @@ class RpcAgent:
             number = next(self._numbers)
         self._used.add(number)
         return number
-
-
-def _torch(module: str) -> Any:
-    """A module of torch, of which much has no types."""
-    return importlib.import_module(module)

@@ -90,55 +90,29 @@ class _Listener:
         except OSError:
             # The peer has gone, or no descriptor is left. The next one is accepted when epoll reports it.
             return
+        threading.Thread(target=self._admit, args=(sock,), name="unirun-handshake", daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Let a peer prove the token, for at most `DEADLINE` seconds, and take its requests then."""
+        handshake, answer, end = ServerHandshake(self._token), b"", time.monotonic() + DEADLINE
         try:
-            handshaking = _Handshaking(sock, self._token, self._handler, self._loop, self._inbox)
-        except OSError:
-            # The peer has closed the connection already.
+            sock.settimeout(DEADLINE)
+            sock.send(handshake.hello())
+            while len(answer) < ANSWER_SIZE:
+                sock.settimeout(max(end - time.monotonic(), 0.001))
+                data = sock.recv(ANSWER_SIZE - len(answer))
+                if not data:
+                    raise EOFError("the peer closed the connection")
+                answer += data
+            sock.send(handshake.proof(answer))
+            self._inbox.add(_Served(sock, self._handler, self._inbox))
+        except (OSError, EOFError, AuthError, ChannelError):
+            # It did not prove the token in time, or this process serves no longer.
             sock.close()
-            return
-        self._loop.expect(handshaking)
 
     def close(self) -> None:
         self._loop.remove(self)
         self._socket.close()
-
-
-class _Handshaking:
-    """A peer that has not proved the token."""
-
-    def __init__(
-        self, sock: socket.socket, token: Token, handler: Handler, loop: Loop, inbox: RequestInbox
-    ) -> None:
-        sock.setblocking(False)
-        self.number, self._socket, self._handler = sock.fileno(), sock, handler
-        self._loop, self._inbox = loop, inbox
-        self._handshake = ServerHandshake(token)
-        self._answer = b""
-        self.deadline = time.monotonic() + DEADLINE
-        self.done = False
-        sock.send(self._handshake.hello())
-
-    def ready(self, events: int) -> None:
-        try:
-            data = self._socket.recv(ANSWER_SIZE - len(self._answer))
-            self._answer += data
-            if not data:
-                self.close()
-            elif len(self._answer) == ANSWER_SIZE:
-                self._socket.send(self._handshake.proof(self._answer))
-                self.done = True
-                self._loop.remove(self)
-                self._inbox.add(_Served(self._socket, self._handler, self._inbox))
-        except BlockingIOError:
-            return
-        except (OSError, AuthError):
-            self.close()
-
-    def close(self) -> None:
-        if not self.done:
-            self.done = True
-            self._loop.remove(self)
-            self._socket.close()
 
 
 class _Served:
