@@ -25,6 +25,17 @@ def test_a_worker_that_dies_in_mid_call_is_told_at_once(stage: Stage) -> None:
     assert cast.group[1].echo(1) == 1
 
 
+def test_the_death_of_a_called_worker_writes_nothing_on_stderr(
+    stage: Stage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cast = stage.role(1)
+    ref = cast.group.hold.call_async("doomed")
+    cast[0].hear("holding doomed")
+    cast.kill(0)
+    lost_within(ref, 2.0)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_worker_whose_death_only_the_board_tells_is_lost_too(stage: Stage) -> None:
     """The machine is gone, and no connection says so."""
     cast = stage.role(1)

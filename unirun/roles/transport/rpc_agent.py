@@ -7,9 +7,13 @@ function that torch uses for dynamic groups. So no process waits for others, and
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed
@@ -23,6 +27,9 @@ _dist: Any = torch.distributed
 
 THREADS = 4
 """Threads of an agent that take requests."""
+
+ERROR = 2
+"""The level of torch's C++ log that has errors and no warnings."""
 
 CHANNELS = ("cma", "basic")
 """How tensors are sent. Of torch's other channels, ``mpt_uv`` opens 16 more ports in each process, for several
@@ -97,6 +104,7 @@ class RpcAgent:
         return worker
 
     def _start(self) -> None:
+        _silence()
         store = _dist.HashStore()
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=THREADS, rpc_timeout=0, _channels=[*CHANNELS], **self._transports
@@ -117,3 +125,15 @@ class RpcAgent:
             number = next(self._numbers)
         self._used.add(number)
         return number
+
+
+def _silence() -> None:
+    """Turn off torch's C++ warnings, as an agent warns of each peer that ends; not if TORCH_CPP_LOG_LEVEL is set.
+
+    torch reads that variable when it is loaded, before it is known whether the process will have an agent.
+    """
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        # A build of torch with glog has no such flag.
+        with contextlib.suppress(ValueError):
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = ERROR
