@@ -37,6 +37,15 @@ def test_each_rank_calls_its_roles_function(unirun: Unirun, tmp_path: Path) -> N
         assert line in said
 
 
+def test_a_role_may_run_a_function_from_the_command_line(unirun: Unirun, tmp_path: Path) -> None:
+    (tmp_path / "steps.py").write_text(MODULE)
+    result = unirun("--cwd", tmp_path, "--roles", "train=2@steps:main", "--", "--lr", "1")
+    assert result.code == 0, result.err
+    said = "\n".join(result.lines)
+    for line in ("train:0 of 2", "train:1 of 2", "['steps:main', '--lr', '1']"):
+        assert line in said
+
+
 def test_a_function_that_is_not_there_is_told_before_anything_starts(unirun: Unirun, tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(MODULE)
     (tmp_path / "job.yaml").write_text(JOB.replace("steps:main", "steps:mian"))

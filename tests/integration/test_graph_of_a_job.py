@@ -20,6 +20,9 @@ TRAINER = """
         def load(self, data):
             return len(data)
 
+        def ping(self):
+            return "x"
+
         def state(self):
             return numpy.zeros(1_000_000, dtype=numpy.uint8)
 
@@ -33,6 +36,7 @@ TRAINER = """
         def fit(self):
             for _ in range(4):
                 self.RG_ACTOR.load(b"x" * 10_000)
+                self.RG_ACTOR.ping.rank0()
                 refs = [self.RG_ROLLOUT.state.call_async()]
                 [ref.result() for ref in refs]
             for _ in range(600):
@@ -54,9 +58,15 @@ def drawn(text: str) -> str:
     return re.sub(r"[\d.]+ (k?B)", r"… \1", text)
 
 
-def test_it_is_there_while_the_job_runs_and_when_it_is_over(
+def test_the_graph_of_a_job_is_there_while_it_runs_and_when_it_is_over(
     unirun: Unirun, options: tuple[object, ...]
 ) -> None:
+    """1. A trainer calls all actors, one of them, and all rollouts.
+
+    2. `unirun graph` shows these calls while the job runs.
+    3. The job ends.
+    4. `unirun graph` shows the same edges with the roles' last phases, and a table of all calls.
+    """
     running = unirun.start(*options)
     eventually(lambda: "state" in unirun("graph").out, "the trainer's calls are seen")
     (unirun.root / "go").touch()
@@ -67,15 +77,22 @@ def test_it_is_there_while_the_job_runs_and_when_it_is_over(
     assert picture.splitlines() == [
         "trainer ×1  succeeded",
         "├─ load · broadcast · … kB → actor ×2  stopped",
+        "├─ ping · one_to_one · ⟷ … B → actor ×2  stopped (above)",
         "└─ state · broadcast · ⟵ 3.0 MB ⇢ rollout ×3  stopped",
     ]
     assert [line.split()[:5] for line in table.splitlines()[1:]] == [
         ["trainer", "→", "actor:", "load", "8"],
+        ["trainer", "→", "actor:", "ping", "4"],
         ["trainer", "⇢", "rollout:", "state", "12"],
     ]
 
 
-def test_it_can_be_given_to_the_next_job(unirun: Unirun, options: tuple[object, ...]) -> None:
+def test_the_edges_of_a_job_can_be_used_for_the_next_job(unirun: Unirun, options: tuple[object, ...]) -> None:
+    """1. A job runs to its end.
+
+    2. `unirun graph --format yaml` writes its edges, which become part of a job file.
+    3. The plan of that file has their weights, and places the trainer beside the role with the most traffic.
+    """
     (unirun.root / "go").touch()
     assert unirun(*options).code == 0
     edges = unirun("graph", "--format", "yaml").out
@@ -85,14 +102,14 @@ def test_it_can_be_given_to_the_next_job(unirun: Unirun, options: tuple[object, 
         "  rollout: {count: 3, workload: 'loop:Rollout'}\ntrainer: loop:Trainer\n" + edges
     )
     plan = json.loads(unirun("plan", "--json", "--config", job, "--inventory", "fake:nodes=3,devices=2").out)
-    weights = {edge["target"]: edge["weight"] for edge in plan["spec"]["edges"]}
-    assert weights["actor"] < 30_000 < 2_999_999 < weights["rollout"]
+    weights = {edge["invocation"]: edge["weight"] for edge in plan["spec"]["edges"]}
+    assert weights["load"] < 30_000 < 2_999_999 < weights["state"]
     # What moves most is near the trainer.
     node = {(row["role"], row["rank"]): row["node"] for row in plan["workers"]}
     assert node["trainer", 0] in {node["rollout", rank] for rank in range(3)}
 
 
-def test_a_dead_worker_is_told_with_who_waits_for_it(unirun: Unirun) -> None:
+def test_the_event_of_a_dead_worker_names_the_roles_that_wait_for_it(unirun: Unirun) -> None:
     """The trainer of `crew` calls an actor that dies."""
     result = unirun(
         "--cwd",

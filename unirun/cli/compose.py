@@ -1,4 +1,4 @@
-"""From a command line to a job with its places.
+"""From a command line to a planned job.
 
 Later layers win: defaults < ``PET_*`` < job file < ``key=value`` < options.
 """
@@ -35,7 +35,7 @@ from unirun.spec.roles import ENTRY_KINDS, python_path
 
 
 def plan_job(line: CommandLine) -> PlannedJob:
-    """The job that a command line describes, with the place of each rank. Likely mistakes are written to stderr.
+    """The job that a command line describes, with its placement. Likely mistakes are written to stderr.
 
     Raises `SpecError`, `UsageError`, `PlacementError`.
     """
@@ -158,7 +158,7 @@ def _set_entry(data: dict[str, Any], line: CommandLine) -> None:
 
 
 def _anything_to_run(data: Mapping[str, Any]) -> bool:
-    return any(place.get(k) for place in (data, *_role_mappings(data)) for k in ENTRY_KINDS)
+    return any(each.get(k) for each in (data, *_role_mappings(data)) for k in ENTRY_KINDS)
 
 
 def _somebody_runs_it(data: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
-from unirun.collocation.slots import CPU
+from unirun.collocation.inventory import CPU
 from unirun.values import Value
 
 WHOLE = 8
@@ -108,14 +108,14 @@ def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -
 
     `types` has the type of the slots of each role (`unirun.collocation.slot_types`).
     """
-    given = any(place.own for place in placement.assignments)
+    given = any(each.own for each in placement.assignments)
     here: dict[str, dict[Column, dict[tuple[str, float], list[int]]]] = defaultdict(dict)
-    for place in placement.assignments:
-        for column in _columns_of(place, types.get(place.role, CPU), given):
-            tenants = here[place.node].setdefault(column, {})
-            tenants.setdefault((place.role, place.share), []).append(place.rank)
+    for each in placement.assignments:
+        for column in _columns_of(each, types.get(each.role, CPU), given):
+            tenants = here[each.node].setdefault(column, {})
+            tenants.setdefault((each.role, each.share), []).append(each.rank)
     devices = dict.fromkeys(column for node in inventory.nodes for column in _devices(node)) if given else {}
-    used = dict.fromkeys(column for each in here.values() for column in each if column not in devices)
+    used = dict.fromkeys(column for columns in here.values() for column in columns if column not in devices)
     columns = (*devices, *sorted(used, key=lambda column: (column == _NOWHERE, *_by_number(column))))
     nodes_aside = zip(ASIDE, (placement.spares, placement.excluded, placement.lost), strict=True)
     aside = {node: why for why, nodes in nodes_aside for node in nodes}
@@ -130,7 +130,7 @@ def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -
     names = tuple(
         "no slot" if column == _NOWHERE else f"{column[0]} {_clip(column[1], 12)}" for column in columns
     )
-    roles = tuple(dict.fromkeys(place.role for place in placement.assignments))
+    roles = tuple(dict.fromkeys(each.role for each in placement.assignments))
     return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]))
 
 
@@ -146,11 +146,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return _clip(",".join(texts), 24)
 
 
-def _columns_of(place: Assignment, kind: str, given: bool) -> list[Column]:
+def _columns_of(rank: Assignment, kind: str, given: bool) -> list[Column]:
     """The columns of a rank: its slots if ranks were `given` slots, else the processor's slot with its number."""
     if not given:
-        return [_NOWHERE if place.slot < 0 else (CPU, str(place.slot))]
-    return [(kind, index) for index in place.own] or [_NOWHERE]
+        return [_NOWHERE if rank.slot < 0 else (CPU, str(rank.slot))]
+    return [(kind, index) for index in rank.own] or [_NOWHERE]
 
 
 def _devices(node: Node) -> list[Column]:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from unirun.cli.commandline import Parser
@@ -109,7 +109,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
     failed: list[OSError] = []
     seen: set[Path] = set()
 
-    def sink(prefix: bytes, skip: int) -> object:
+    def sink(prefix: bytes, skip: int) -> Callable[[bytes], None]:
         left = skip
 
         def put(data: bytes) -> None:
@@ -134,7 +134,7 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
                 if path not in seen:
                     seen.add(path)
                     skip = 0 if lines is None else max(path.read_bytes().count(b"\n") - lines, 0)
-                    follower.follow(path, sink(prefix, skip))  # type: ignore[arg-type]
+                    follower.follow(path, sink(prefix, skip))
             if ended or stopped.is_set():
                 break
             _wait_for_change(job, stopped)

@@ -141,18 +141,18 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
     rows = []
     for index, role in enumerate(spec.roles):
         port = spec.master_port if index == 0 else 0
-        places = placement.of_role(role.name)
-        there = Counter(place.node for place in places)
+        assignments = placement.of_role(role.name)
+        there = Counter(each.node for each in assignments)
         group_ranks = {node: number for number, node in enumerate(there)}
-        for place in places:
-            member = StartWorker(place.rank, place.local_rank, 0, place.devices, place.cpus, place.share)
+        for each in assignments:
+            member = StartWorker(each.rank, each.local_rank, 0, each.devices, each.cpus, each.share)
             order = StartRole(
                 role=role.name,
                 generation=0,
                 restarts=0,
                 world_size=role.count,
-                local_world_size=there[place.node],
-                group_rank=group_ranks[place.node],
+                local_world_size=there[each.node],
+                group_rank=group_ranks[each.node],
                 group_world_size=len(there),
                 endpoint=f"{spec.master_addr}:{port}",
                 members=(member,),
@@ -160,13 +160,13 @@ def plan_rows(spec: JobSpec, placement: Placement) -> list[dict[str, Any]]:
             )
             rows.append(
                 {
-                    **to_builtins(place),
+                    **to_builtins(each),
                     "cwd": role.cwd or os.getcwd(),
                     "kind": role.entry.kind,
                     "restart": role.restart,
                     "max_restarts": role.max_restarts,
                     "command": command_of(role),
-                    "env": worker_env(spec, order, member, job, place.node, {}),
+                    "env": worker_env(spec, order, member, job, each.node, {}),
                 }
             )
     return rows

@@ -10,12 +10,11 @@ from functools import cache
 from msgspec.structs import replace
 
 from unirun.collocation.devices import device_types
-from unirun.collocation.inventory import Inventory, Node, accelerators
+from unirun.collocation.inventory import CPU, Inventory, Node, accelerators, slots_of
 from unirun.collocation.numa import Topology, near_cpus, told_topology
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning import plan, replan
 from unirun.collocation.request import Request, RoleRequest, Ties
-from unirun.collocation.slots import CPU, slots_of
 from unirun.collocation.torchrun_devices import TorchrunDevices, torchrun_devices
 from unirun.spec import JobSpec, RoleSpec
 

@@ -1,7 +1,7 @@
 """Devices as torchrun assigns them: for jobs on one node that have no placement options.
 
-The planner places these jobs as all others. This module changes what it is asked for them, and what a worker is told of
-its result when the worker chooses a device by itself.
+The planner places these jobs as all others. This module changes the request for them, and the assignments of workers
+that choose a device themselves.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import Node
+from unirun.collocation.inventory import CPU, Node, Slot, slots_of
 from unirun.collocation.placement import Assignment
 from unirun.collocation.request import Request
-from unirun.collocation.slots import CPU, Slot, slots_of
 from unirun.spec import JobSpec
 from unirun.values import Value
 
@@ -63,7 +62,7 @@ class TorchrunDevices(Value):
     def note(self, spec: JobSpec) -> str:
         """The decision in words."""
         if self.mode is Mode.NONE:
-            return f"{self.node.name} has no accelerator: a slot is a place for one process"
+            return f"{self.node.name} has no accelerator: each rank has a CPU slot"
         if self.mode is Mode.BY_LOCAL_RANK:
             return "one role: every worker sees all devices and chooses by LOCAL_RANK"
         if self.mode is Mode.UNKNOWN:

@@ -72,17 +72,16 @@ def added(one: Counts, other: Counts) -> Counts:
     return _bounded([*found.values()])
 
 
-def learn(
-    callers: Iterable[ProcessCalls], ranks: Mapping[str, int], *, steps: int | None = None
-) -> tuple[LearnedEdge, ...]:
-    """The edges that were seen: one for each method that one role calls of another, in the order of `ranks`.
+def learn(callers: Iterable[ProcessCalls], ranks: Mapping[str, int]) -> tuple[LearnedEdge, ...]:
+    """The observed edges: one for each method of one role that another role calls, in the order of `ranks`.
 
-    `ranks` has the number of ranks of every role; all counts are `sound`. Weights are bytes per step, of which there
-    were `steps`; without it, as many as the median method had calls of each of its ranks, because most methods are
-    called once in a step. Kinds follow from who called whom: each source one target and each target
-    one source → ``one_to_one``; each target one source → ``scatter`` if ranks got arguments of their own in one call,
-    else ``broadcast``; each source one target → ``gather``; else ``all_to_all``. The first three only where there are
-    not more sources than targets. An edge is asynchronous when all of its calls were.
+    `ranks` has the number of ranks of every role; all counts are `sound`. Weights are bytes per step. The number of
+    steps is the median of the calls per method and rank, because most methods are called once in a step.
+
+    The kind follows from which ranks call which. ``one_to_one``: each source has one target, and each target one
+    source. ``scatter`` and ``broadcast``: each target has one source; scattered if the ranks of one call got different
+    arguments. These need no more sources than targets. ``gather``: each source has one target. Else ``all_to_all``.
+    An edge is asynchronous when all of its calls were.
     """
     seen: dict[tuple[str, str, str], dict[int, list[CallCount]]] = {}
     for role, rank, counts in callers:
@@ -95,10 +94,10 @@ def learn(
         for by_rank in seen.values()
         for counts in by_rank.values()
     ]
-    made = steps or max(median_low(turns or [1]), 1)
+    steps = max(median_low(turns or [1]), 1)
     order = {name: number for number, name in enumerate(ranks)}
     names = sorted(seen, key=lambda edge: (order[edge[0]], order[edge[1]], edge[2]))
-    return tuple(_learned(edge, seen[edge], ranks, made) for edge in names)
+    return tuple(_learned(edge, seen[edge], ranks, steps) for edge in names)
 
 
 def _learned(

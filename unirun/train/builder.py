@@ -62,7 +62,7 @@ class _JobMethods(Generic[J]):
         return self._say(node_num=num)
 
     def device_per_node(self, num: int = 8) -> J:
-        """The number of devices per node; without accelerators, of places for processes. Required."""
+        """The number of devices per node; without accelerators, the number of CPU slots. Required."""
         return self._say(device_per_node=num)
 
     def config(self, config: Any) -> J:
@@ -238,7 +238,14 @@ class WorkloadBuilder(_JobMethods[J]):
 
 
 class DLJobBuilder(_JobMethods["DLJobBuilder"]):
-    """Describes a job of any type. Methods may be called in any order and check nothing; `build` does."""
+    """Describes a job of any type. Methods may be called in any order; only `build` checks them.
+
+    ::
+
+        job = DLJobBuilder().dl_type("SFT").node_num(1).device_per_node(8).config({"lr": 3e-4})
+        job = job.trainer("sft", "Trainer").workload("worker", "sft", "Worker").total(8).per_node(8).build()
+        job.submit("sft")
+    """
 
     def __init__(self) -> None:
         self._described, self._job = _Described(), self

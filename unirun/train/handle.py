@@ -27,7 +27,14 @@ RESULT = "result.pkl"
 
 
 class JobHandle:
-    """A job that was submitted. It reads the job's directory, and works as long as that exists."""
+    """A submitted job. It reads the job's directory, and works as long as that exists.
+
+    ::
+
+        handle = job.submit("ppo", blocking=False)
+        print(handle.status().phase)  # running
+        code = handle.wait(timeout=3600)  # seconds
+    """
 
     def __init__(self, job: JobDir) -> None:
         self._job = job

@@ -27,7 +27,7 @@ from unirun.train.loading import python_path
 
 
 class Job:
-    """A job that was checked by `DLJobBuilder.build`. `mapping` is the job file that describes the same, as a dict."""
+    """A job that `DLJobBuilder.build` has checked. `mapping` is the equivalent job file, as a dict."""
 
     def __init__(self, mapping: Mapping[str, Any], node_num: int) -> None:
         self.mapping, self.node_num = dict(mapping), node_num
@@ -71,7 +71,7 @@ class Job:
 
 
 def _planned(mapping: Mapping[str, Any], job_name: str | None) -> PlannedJob:
-    """The job with an id and its places on this host. Raises `SpecError`, `PlacementError`."""
+    """The job with an id and its placement on this host. Raises `SpecError`, `PlacementError`."""
     refuse_extremes("config", mapping)
     inventory = local_inventory()
     stem = job_name or _first_module(mapping)

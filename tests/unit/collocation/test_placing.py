@@ -105,7 +105,7 @@ class TestAJobThatSaysNothingOfPlacesOnOneNode:
             Assignment("actor", 0, "host", 0, 0, own=("0",), numa=0),
             Assignment("actor", 1, "host", 1, 1, own=("1",), numa=0),
         )
-        assert placement.note == "host has no accelerator: a slot is a place for one process"
+        assert placement.note == "host has no accelerator: each rank has a CPU slot"
 
     def test_mig_instances_are_not_assigned(self) -> None:
         node = Node("host", (0,), (Device("0", "H", type="mig"), Device("1", "H")))

@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import Inventory
+from unirun.collocation.inventory import CPU, Inventory
 from unirun.collocation.planning.offers import (
     Offer,
     Trials,
@@ -19,7 +19,6 @@ from unirun.collocation.planning.offers import (
 )
 from unirun.collocation.planning.problem import Problem, both, join, problem_of, some
 from unirun.collocation.request import Request
-from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 

@@ -14,10 +14,9 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from unirun.collocation.inventory import NEARNESS, Device, Node
+from unirun.collocation.inventory import CPU, NEARNESS, Device, Node, Slot, number_of_slots, slots_of
 from unirun.collocation.placement import Assignment
 from unirun.collocation.planning.problem import Cells, Problem
-from unirun.collocation.slots import CPU, Slot, number_of_slots, slots_of
 from unirun.values import Value
 
 Distances = tuple[tuple[int, ...], ...]

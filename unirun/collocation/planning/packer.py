@@ -14,9 +14,9 @@ from functools import partial
 from itertools import islice, product
 from typing import NamedTuple
 
+from unirun.collocation.inventory import CPU
 from unirun.collocation.planning.nodes import Distances, NodeKind
 from unirun.collocation.planning.problem import Cells, Problem
-from unirun.collocation.slots import CPU
 
 RANK, GROUP, ROLE = range(3)
 """The wishes, by the number of their limit."""

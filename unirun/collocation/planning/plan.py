@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import Inventory, Node
+from unirun.collocation.inventory import CPU, Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning.nodes import NodeKind, names_of
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import Cells, Problem, Stack, both, join, problem_of, some
 from unirun.collocation.planning.solve import solve
 from unirun.collocation.request import Request, RoleRequest
-from unirun.collocation.slots import CPU
 
 Before = Mapping[str, Sequence[tuple[str, ...]]]
 """By role, the devices of each of its ranks that are on a node already, by local rank."""

@@ -14,8 +14,8 @@ from fractions import Fraction
 from itertools import combinations
 from math import frexp, gcd, lcm, ldexp
 
+from unirun.collocation.inventory import CPU
 from unirun.collocation.request import Request, RoleRequest, Ties
-from unirun.collocation.slots import CPU
 from unirun.errors import Fault, PlacementError
 from unirun.values import Value
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from msgspec.structs import replace
 
-from unirun.collocation.inventory import Inventory, Node
+from unirun.collocation.inventory import CPU, Inventory, Node
 from unirun.collocation.placement import Assignment, Placement
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
@@ -22,7 +22,6 @@ from unirun.collocation.planning.plan import crossing, in_order, note, seating
 from unirun.collocation.planning.problem import Bundle, Cells, Problem, problem_of
 from unirun.collocation.planning.solve import distribute, most_cells, processes
 from unirun.collocation.request import Request
-from unirun.collocation.slots import CPU
 
 T = TypeVar("T")
 

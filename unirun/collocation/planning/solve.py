@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from operator import sub
 
-from unirun.collocation.inventory import Node
+from unirun.collocation.inventory import CPU, Node
 from unirun.collocation.planning.fill import Filler, Score
 from unirun.collocation.planning.nodes import Kinds, NodeKind
 from unirun.collocation.planning.packer import Packer
 from unirun.collocation.planning.problem import Cells, Problem, with_count
-from unirun.collocation.slots import CPU
 
 WORK = 150_000
 """Steps of a complete search: half a second or less."""
