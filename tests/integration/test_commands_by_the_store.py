@@ -44,7 +44,7 @@ class TestByTheStore:
         os.kill(first["pid"], signal.SIGKILL)
         second = eventually(lambda: (s := seen())["epoch"] == 2 and s["leader"], "another has written")
         assert second["pid"] != first["pid"]
-        assert unirun.status()["epoch"] == 2
+        eventually(lambda: unirun.status()["epoch"] == 2, "the status has it")
         (row,) = elsewhere("ls", env={"UNIRUN_STORE": url}, within=QUICK).out.splitlines()[1:]
         assert row.split()[0:2] == ["mine", "running"]
         assert row.endswith(f"  {socket.gethostname()}:{second['pid']}")

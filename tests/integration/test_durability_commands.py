@@ -67,8 +67,7 @@ def test_a_job_in_the_background_survives_its_masters(unirun: Unirun, detached: 
     detached.masters.next()
     assert detached.pids() == pids
     assert all(map(alive, pids))
-    status = unirun.status()
-    assert status["phase"] == "running"
+    eventually(lambda: unirun.status()["phase"] == "running", "the status has it", SOON)
     assert [worker["incarnation"] for worker in unirun.workers().values()] == [0, 0]
     detached.enough()
     eventually(lambda: unirun.status()["phase"] == "succeeded", "it ends", SOON)

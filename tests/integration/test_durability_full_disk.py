@@ -52,7 +52,7 @@ def test_what_is_decided_meanwhile_is_done_when_there_is_room(
     job.lines(r"unirun: store: it is back", within=SOON)
     job.lines(r"up 1$", 2, within=START)
     assert not gone(master.pid, 0.0), "it has led all the while"
-    assert unirun.status()["roles"][0]["restarts"] == 1
+    eventually(lambda: unirun.status()["roles"][0]["restarts"] == 1, "the restart is counted")
     job.signal(signal.SIGTERM)
     assert job.end(SOON).code == 143
 

@@ -193,7 +193,7 @@ class TestANodeOfSeveral:
         # A node that dies before it has joined the next master is waited for until its time is over.
         joined = f"node2 joined (pid {second})"
         eventually(lambda: unirun.events("join").count(joined) == 2, "it has joined another master", START)
-        assert masters.status()["epoch"] > 1
+        eventually(lambda: masters.status()["epoch"] > 1, "the status has it")
         os.kill(second, signal.SIGKILL)
         assert {node for _, node, _, _ in up(job, 2, 4)} == {"node0", "node3"}
         enough(unirun)

@@ -129,7 +129,7 @@ class TestADetachedJob:
     def test_goes_on_after_the_command_has_returned(self, unirun: Unirun, detached: list[int]) -> None:
         assert "unirun" not in unirun.processes().values()
         assert all(map(alive, detached))
-        assert unirun.status()["phase"] == "running"
+        eventually(lambda: unirun.status()["phase"] == "running", "the status has it", SOON)
         assert unirun("stop", "--now").code == 0
         assert not any(map(alive, detached))
         assert unirun.status()["phase"] == "stopped"
