@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree that one can read and catch.
+"""All exceptions of unirun, in one tree.
 
 ::
 
@@ -11,29 +11,29 @@
     ├── RendezvousError         peers did not meet before the deadline                        exit code 4
     │   └── GroupError          a process group across roles could not be formed
     ├── WireError               a stream between two processes of a job failed
-    │   ├── FrameError          bytes that are no frame, or a frame that is no known message
+    │   ├── FrameError          an invalid frame, or an unknown message
     │   ├── AuthError           the peer did not prove the job's token
     │   └── ConnectionLost      the peer is gone
     ├── CallError               a call to a workload could not be completed
     │   ├── EncodingError       an argument or a result cannot be sent
-    │   ├── InvocationTimeout   workers had not answered at the deadline; names them, has the other results
+    │   ├── InvocationTimeout   workers did not answer before the deadline; has the other results
     │   ├── WorkerLost          a worker died before it answered
-    │   └── RemoteError         the method raised something that cannot be rebuilt here
-    ├── StoreError              the store of job contexts cannot do what it was asked for
+    │   └── RemoteError         the method raised an exception that cannot be rebuilt in the caller
+    ├── StoreError              an operation on the store of job contexts failed
     │   ├── StoreAway           it cannot be reached; nothing was changed                     exit code 4
-    │   ├── OutcomeUnknown      a write was sent, and whether it was done is not known
+    │   ├── OutcomeUnknown      a write was sent but not answered; it may have been applied
     │   ├── StoreRefused        wrong password, certificate or permission; foreign data
-    │   ├── StoreBroken         its file is corrupt, or cannot be written
-    │   ├── LeaseExpired        the lease is over, and its keys are gone
+    │   ├── StoreBroken         its file is corrupt or cannot be written
+    │   ├── LeaseExpired        the lease has expired, its keys are deleted
     │   └── Fenced              another master leads the job now
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
-    ├── JobFailed               a job that was submitted did not succeed
-    ├── Refused                 a peer has sent what cannot be; nothing is lost when it is not taken
-    └── IllegalTransition       a state machine was given an event that its state does not allow (a bug)
+    ├── JobFailed               a submitted job did not succeed
+    ├── Refused                 a peer sent an invalid event; dropping it loses nothing
+    └── IllegalTransition       a state machine got an event that its state does not allow (a bug)
 
-An exception that a workload's method raises keeps its type; `RemoteTraceback` is its ``__cause__`` then.
+An exception that a workload's method raises keeps its type and has a `RemoteTraceback` as its ``__cause__``.
 
-The exit codes are those of the `unirun` command; `EXIT_BUDGET` belongs to a job's end, not to an exception.
+The exit codes are those of the `unirun` command; `EXIT_BUDGET` is a job's exit code and has no exception.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ EXIT_BUDGET = 5
 class UnirunError(Exception):
     """Base of all errors that unirun raises on purpose.
 
-    `problem` says what was expected and what was found, `remedy` what to do about it; the message has both. `exit_code`
-    is that of the command when the error ends it.
+    `problem` states what was expected and what was found, `remedy` what to do; the message has both. `exit_code` is
+    the exit code of the command when the error ends it.
     """
 
     exit_code = EXIT_FAILURE
@@ -104,7 +104,7 @@ class UnirunError(Exception):
 
 
 class UsageError(UnirunError):
-    """A command, an option or a call of the API asks for something that is not possible."""
+    """A command, an option or a call of the API is invalid."""
 
     exit_code = EXIT_USAGE
 
@@ -122,7 +122,7 @@ class Fault(Value):
 
 
 class SpecError(UnirunError):
-    """The spec of a job is wrong. All faults that were found are in `faults`."""
+    """The spec of a job is wrong; `faults` has every fault that was found."""
 
     exit_code = EXIT_USAGE
 
@@ -140,7 +140,7 @@ class JobError(UnirunError):
 
 
 class JobElsewhere(JobError):
-    """What is asked for can only be done on `host`, where the job runs, or ran."""
+    """The operation is only possible on `host`, where the job runs or ran."""
 
     def __init__(self, problem: str, remedy: str = "", *, host: str) -> None:
         self.host = host
@@ -148,10 +148,10 @@ class JobElsewhere(JobError):
 
 
 class PlacementError(UnirunError):
-    """The ranks of `role` do not fit: it needs `needed`, and there is room for `available`.
+    """The ranks of `role` do not fit: it needs `needed` slots, and `available` are free.
 
-    `constraint` is what stands in the way, in words, and `nearest` are changes of which each makes the job fit, the
-    smallest first. `faults` are all that were found; the other fields are those of the first one.
+    `constraint` describes what prevents the placement. `nearest` lists changes that each make the job fit, the
+    smallest first. `faults` has all faults; the other fields describe the first.
     """
 
     exit_code = EXIT_PLACEMENT
@@ -189,11 +189,11 @@ class WireError(UnirunError):
 
 
 class FrameError(WireError):
-    """Bytes that are no frame, a frame over the size cap, or a frame that is no known message."""
+    """An invalid frame, a frame over the size limit, or an unknown message."""
 
 
 class AuthError(WireError):
-    """The peer did not prove that it knows the job's token."""
+    """The peer could not prove that it knows the job's token."""
 
 
 class ConnectionLost(WireError):
@@ -205,13 +205,13 @@ class CallError(UnirunError):
 
 
 class EncodingError(CallError):
-    """An argument or a result cannot be pickled, and nothing was sent; or it cannot be unpickled at the other end."""
+    """An argument or a result cannot be pickled, so it was not sent, or cannot be unpickled by the receiver."""
 
 
 class InvocationTimeout(CallError, TimeoutError):
-    """Workers had not answered when the call's deadline came.
+    """Workers did not answer before the call's deadline.
 
-    `missing` names them (``actor:2``); `results` has what the others returned, by ``role:rank``.
+    `missing` names them (``actor:2``); `results` has the results of the others, by ``role:rank``.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class InvocationTimeout(CallError, TimeoutError):
 
 
 class WorkerLost(CallError):
-    """`worker` (``actor:2``) died, or was started again, before it answered. Whether it ran the method is unknown."""
+    """`worker` (``actor:2``) died or was restarted before it answered. It may have run the method."""
 
     def __init__(self, problem: str, remedy: str = "", *, worker: str) -> None:
         self.worker = worker
@@ -230,9 +230,9 @@ class WorkerLost(CallError):
 
 
 class RemoteError(CallError):
-    """A method raised an exception that cannot be rebuilt here: its class is not known, or does not pickle.
+    """A method raised an exception that cannot be rebuilt in the caller: its class is unknown or not picklable.
 
-    `kind` is the name of its class, `worker` where it was raised (``actor:2``), `traceback` the text from there.
+    `kind` is the name of its class, `worker` the worker that raised it (``actor:2``), `traceback` its traceback there.
     """
 
     def __init__(self, kind: str, message: str, *, worker: str, traceback: str) -> None:
@@ -241,7 +241,7 @@ class RemoteError(CallError):
 
 
 class RemoteTraceback(Exception):
-    """The ``__cause__`` of an exception that a worker raised: `worker` (``actor:2``) and its `traceback` there."""
+    """The ``__cause__`` of an exception that `worker` (``actor:2``) raised, with its `traceback` there."""
 
     def __init__(self, worker: str, traceback: str) -> None:
         self.worker, self.traceback = worker, traceback
@@ -252,33 +252,33 @@ class RemoteTraceback(Exception):
 
 
 class StoreError(UnirunError):
-    """The store of job contexts cannot do what it was asked for."""
+    """An operation on the store of job contexts failed."""
 
     exit_code = EXIT_RENDEZVOUS
 
 
 class StoreAway(StoreError):
-    """The store cannot be reached within the deadline; nothing was changed by the call."""
+    """The store could not be reached within the deadline; the call changed nothing."""
 
 
 class OutcomeUnknown(StoreError):
-    """A write was sent, and no answer came: read back before it is repeated."""
+    """A write was sent but not answered; read back before repeating it."""
 
 
 class StoreRefused(StoreError):
-    """The store does not let this user in, or not do this; or what lies there is not unirun's."""
+    """The store denied authentication or permission, or holds data that is not unirun's."""
 
 
 class StoreBroken(StoreError):
-    """The store's file is corrupt, or the disk does not take what is written."""
+    """The store's file is corrupt, or the disk cannot be written."""
 
 
 class LeaseExpired(StoreError):
-    """The lease is over, and the keys that it kept are gone."""
+    """The lease has expired, and its keys are deleted."""
 
 
 class Fenced(StoreError):
-    """Another master leads the job now; what this one wanted to write was not written."""
+    """Another master leads the job now; the write was rejected."""
 
 
 class ChannelError(UnirunError):
@@ -286,7 +286,7 @@ class ChannelError(UnirunError):
 
 
 class JobFailed(UnirunError):
-    """A job that was submitted did not succeed; its exit `code` and what is known of the cause."""
+    """A submitted job did not succeed. `code` is its exit code; the message states the cause as far as known."""
 
     def __init__(self, problem: str, remedy: str = "", *, code: int) -> None:
         self.code = code
@@ -294,17 +294,17 @@ class JobFailed(UnirunError):
 
 
 class Refused(UnirunError):
-    """A peer has sent a state machine what cannot be. The state is as before, and nothing that matters is lost.
+    """A peer sent a state machine an invalid event. The state is unchanged, and dropping the event loses nothing.
 
-    For what a peer can get wrong, or what a user's code can make it say. What must not be lost, as the end of a worker,
-    is never refused: if it cannot be taken, that is an `IllegalTransition`.
+    For errors that a peer or user code can cause. An event that must not be lost, as the exit of a worker, is never
+    refused: when it cannot be applied, that is an `IllegalTransition`.
     """
 
 
 class IllegalTransition(UnirunError):
-    """A state machine was given an event that its state does not allow. This is a bug in unirun.
+    """A state machine got an event that its state does not allow. This is a bug in unirun.
 
-    `cause` is the id of the last event in the job's event log that led here; empty when there is none.
+    `cause` is the id of the event in the job's event log that led to it; empty when there is none.
     """
 
     cause = ""

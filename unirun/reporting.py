@@ -1,6 +1,6 @@
-"""What the processes of a job say of themselves: lines on their stderr, which is their log in the job's directory.
+"""Log lines of the processes of a job, on their stderr, which is their log file in the job's directory.
 
-Reporting never raises. A full disk or a closed stderr loses the line, not the process that has something to say.
+Reporting never raises: a full disk or a closed stderr loses the line, not the process.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import traceback
 
 
 def report(text: object) -> None:
-    """Write `text` and a newline to stderr, at once."""
-    # In a worker stderr may be an object of the user's, which may raise anything.
+    """Write `text` and a newline to stderr, and flush."""
+    # In a worker, user code may have replaced stderr by an object that raises anything.
     with contextlib.suppress(Exception):
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)
@@ -24,7 +24,7 @@ def report_error(error: BaseException) -> None:
 
 
 def flush() -> None:
-    """Write what stderr still holds, before a process ends without the interpreter's clean-up."""
+    """Flush stderr, before a process ends without the interpreter's clean-up."""
     with contextlib.suppress(Exception):
         if sys.stderr is not None:
             sys.stderr.flush()

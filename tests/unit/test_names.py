@@ -22,10 +22,10 @@ from unirun.names import id_stem, is_run_id
         ("", "job"),
     ],
 )
-def test_what_no_id_may_hold_becomes_a_dash(name: str, stem: str) -> None:
+def test_characters_not_allowed_in_an_id_become_a_dash(name: str, stem: str) -> None:
     assert id_stem(name) == stem
 
 
 @given(st.text())
-def test_every_name_gives_an_id(name: str) -> None:
+def test_every_job_name_gives_a_valid_id(name: str) -> None:
     assert is_run_id(f"{id_stem(name)}-0a1b2c")

@@ -10,12 +10,12 @@ import pytest
 import unirun
 
 
-def test_its_names_are_listed_before_they_are_imported() -> None:
+def test_dir_of_unirun_lists_names_before_they_are_imported() -> None:
     assert {*unirun.__all__, "__all__"} <= {*dir(unirun)}
 
 
 @pytest.mark.starts_processes
-def test_it_is_the_command() -> None:
+def test_python_m_unirun_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "unirun", "--version"], capture_output=True, text=True, timeout=30, check=False
     )

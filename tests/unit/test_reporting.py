@@ -12,12 +12,12 @@ import pytest
 from unirun.reporting import flush, report, report_error
 
 
-def test_a_report_is_there_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_flushes_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     report("unirun-master: ü")
     assert capsys.readouterr().err == "unirun-master: ü\n"
 
 
-def test_an_error_is_reported_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_error_writes_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         _ = 1 / 0
     report_error(caught.value)
@@ -51,7 +51,7 @@ def stderr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.usefixtures("stderr")
-def test_nothing_is_raised_where_nothing_can_be_written() -> None:
+def test_report_never_raises_when_stderr_cannot_be_written() -> None:
     for _ in range(3):
         report("lost")
         report_error(ValueError("lost"))

@@ -27,7 +27,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "B", "-1", "1e9", "1.2.3", "64 megabytes", "nan", "٣", "1,5GB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of bytes"):
         parse_size(text)
 
@@ -50,5 +50,5 @@ def test_sizes_are_written(size: float, text: str) -> None:
 
 
 @given(st.floats(0, 1e18))
-def test_what_is_written_can_be_read_and_is_about_the_same(size: float) -> None:
+def test_a_written_size_is_read_back_as_about_the_same(size: float) -> None:
     assert abs(parse_size(show_size(size)) - size) <= 0.06 * size + 1

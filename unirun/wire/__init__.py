@@ -1,6 +1,6 @@
 """Streams between the processes of a job: frames, authentication, messages. JSON only, never pickle.
 
-What needs asyncio is in `unirun.wire.aio`, which takes longer to import than most commands to run.
+The asyncio streams are in `unirun.wire.aio`, which most commands do not import: asyncio takes longer than they do.
 """
 
 from unirun.wire.blocking import BlockingStream

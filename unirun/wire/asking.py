@@ -1,6 +1,6 @@
 """Requests of workers to the master, and the answers.
 
-An unanswered request is sent again to the next master, so each of them may be carried out twice.
+An unanswered request is sent again to the next master, so every request must be idempotent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 from unirun.values import Value, WorkerId
 
 Wish = Literal["save_state", "load_state", "commit_version", "version"]
-"""Save bytes for the next incarnation; load them; keep the highest version of a channel; get it."""
+"""Save bytes for the next incarnation; load them; commit a version of a channel (the highest is kept); get it."""
 
 
 class Ask(Value, tag=True):

@@ -1,7 +1,6 @@
-"""The form of a message in JSON: ``{"type": <class name>, …fields}``.
+"""Convert messages to and from JSON: ``{"type": <class name>, …fields}``.
 
-`decode` checks each field against its annotation, so what a state machine receives has the types that it was
-written for.
+`decode` checks each field against its annotation, so a state machine only receives values of the declared types.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """Plain values for a frame."""
+    """Convert `message` to plain values for a frame."""
     payload: dict[str, Any] = to_builtins(message)
     said, place = message, payload
     if isinstance(message, FromWorker):
@@ -33,12 +32,12 @@ def encode(message: Message) -> dict[str, Any]:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | str]:
-    """`values` as JSON can have them: ``"nan"``, ``"inf"`` and ``"-inf"`` stand for floats that it has no words for."""
+    """Replace nan and infinities, which JSON cannot represent, by ``"nan"``, ``"inf"`` and ``"-inf"``."""
     return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def decode(payload: dict[str, Any]) -> Message:
-    """The message that `payload` is. Raises `FrameError` for an unknown type or a wrong field."""
+    """Convert `payload` to a message. Raises `FrameError` for an unknown type or a wrong field."""
     name = payload.get("type")
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -49,7 +48,7 @@ def decode(payload: dict[str, Any]) -> Message:
 
 
 def _with_floats(payload: dict[str, Any]) -> dict[str, Any]:
-    """`payload` with the floats that JSON has no words for, if it has the figures of `Metrics`."""
+    """Convert the strings that stand for nan and infinities in the payload of `Metrics` back to floats."""
     values = payload.get("values")
     if payload.get("type") != "Metrics" or not isinstance(values, dict):
         return payload
@@ -58,7 +57,7 @@ def _with_floats(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def typed(kind: type[T], fields: dict[str, Any]) -> T:
-    """The `Value` of class `kind` with these fields, each checked against its annotation. Raises `FrameError`."""
+    """Build a `kind`, a `Value`, with each field checked against its annotation. Raises `FrameError`."""
     try:
         return convert(fields, kind)
     except (ValueError, RecursionError) as error:
@@ -66,10 +65,10 @@ def typed(kind: type[T], fields: dict[str, Any]) -> T:
 
 
 def from_json(kind: type[T], text: str) -> T:
-    """The `Value` of class `kind` that was written as the JSON object `text`. Raises `FrameError`."""
+    """Build a `kind`, a `Value`, from the JSON object `text`. Raises `FrameError`."""
     return typed(kind, parse_object(text))
 
 
 def _short(text: str) -> str:
-    """`text`, in which something is from a peer, in printable characters and as many as a message has room for."""
+    """Escape `text`, which may come from a peer, to printable ASCII and cut it to 160 characters."""
     return ascii(text[:160])[1:-1]

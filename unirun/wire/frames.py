@@ -1,11 +1,11 @@
-"""Frames: four bytes of length, big endian, then that many bytes of JSON (one object).
+"""Frames: a length of four bytes, big endian, followed by that many bytes of JSON (one object).
 
-`FrameReader` does no I/O: bytes go in, objects come out. It never trusts a length: one over the cap is
-refused before a byte of the frame is kept.
+`FrameReader` does no I/O: it takes bytes and yields objects. A length over the limit is refused before the body is
+buffered.
 
-Integers have 64 bits, with a sign or without; other numbers are finite. Text is Unicode, and may have the code points
-U+DC80 to U+DCFF, by which Python stands for bytes of file names and variables that are no UTF-8 (PEP 383). Other
-surrogates are no text, cannot be printed or written, and are sent as ``\\ud800``.
+Integers are signed or unsigned 64-bit; other numbers are finite. Text is Unicode and may contain the code points
+U+DC80 to U+DCFF, which Python uses for undecodable bytes in file names and variables (PEP 383). Other surrogates
+cannot be printed or encoded; they are sent escaped, as ``\\ud800``.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 from unirun.errors import FrameError
 
 VERSION = 3
-"""Version of the wire; part of the handshake, so two versions never exchange a frame."""
+"""Version of the protocol. It is part of the handshake, so peers of different versions never exchange a frame."""
 
 MAX_FRAME = 16 * 1024 * 1024
-"""The largest frame in bytes. The largest real one is the spec of a job."""
+"""Maximum size of a frame in bytes. The largest frame in practice is the spec of a job."""
 
 _LENGTH = struct.Struct(">I")
 
 
 def encode_frame(payload: dict[str, Any], *, limit: int = MAX_FRAME) -> bytes:
-    """The bytes of one frame. Raises `FrameError` when they pass `limit`."""
+    """Encode one frame. Raises `FrameError` when it exceeds `limit` bytes or `payload` is not valid JSON."""
     try:
         body = _to_json(payload)
         if _ESCAPED.search(body):
-            # There may be lone surrogates in what a user's code has said.
+            # Text from user code may contain lone surrogates.
             body = _to_json(as_text(payload))
     except (TypeError, ValueError, RecursionError) as error:
-        raise FrameError(f"a message has no form in JSON: {error}") from error
+        raise FrameError(f"cannot encode a message as JSON: {error}") from error
     if len(body) > limit:
         raise FrameError(f"a frame of {len(body)} bytes is over the limit of {limit}")
     return _LENGTH.pack(len(body)) + body.encode()
@@ -47,14 +47,14 @@ def _to_json(payload: dict[str, Any]) -> str:
 
 
 _NO_TEXT = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates that stand for no byte."""
+"""Surrogates that do not represent an undecodable byte."""
 
 _ESCAPED = re.compile(r"\\u[dD]")
-"""How surrogates are written, and the halves of characters outside of the basic plane."""
+"""A JSON escape of a surrogate, lone or half of a pair."""
 
 
 def as_text(value: Any) -> Any:
-    """JSON values in which surrogates that stand for no byte are spelled out."""
+    """Escape the surrogates in JSON values that do not represent an undecodable byte."""
     if isinstance(value, str):
         return _NO_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
     if isinstance(value, dict):
@@ -65,7 +65,7 @@ def as_text(value: Any) -> Any:
 
 
 class FrameReader:
-    """Takes bytes as they arrive and gives whole frames."""
+    """Incremental parser: takes bytes as they arrive and yields complete frames."""
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
         self._buffer = bytearray()
@@ -73,11 +73,11 @@ class FrameReader:
 
     @property
     def pending(self) -> int:
-        """How many bytes of an unfinished frame are held."""
+        """Number of buffered bytes of an incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Every frame that `data` completes. Raises `FrameError` on the first that is none."""
+        """Yield each frame that `data` completes. Raises `FrameError` on the first invalid one."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
@@ -92,16 +92,16 @@ class FrameReader:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The JSON object that `text` is. Raises `FrameError`."""
+    """Parse `text` as one JSON object. Raises `FrameError`."""
     try:
         text = text if isinstance(text, str) else text.decode()
         payload = _DECODER.decode(text)
         if (_ESCAPED.search(text) or not text.isascii()) and as_text(payload) != payload:
-            raise ValueError("a text has half of a character")
+            raise ValueError("a string has a lone surrogate")
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"what should be JSON is not: {error}") from error
+        raise FrameError(f"invalid JSON: {error}") from error
     if not isinstance(payload, dict):
-        raise FrameError(f"there is a {type(payload).__name__}, expected an object")
+        raise FrameError(f"expected a JSON object, found a {type(payload).__name__}")
     return payload
 
 

@@ -1,6 +1,6 @@
-"""Both ends prove that they know the job's token before a byte of payload is parsed.
+"""Mutual authentication: both ends prove that they know the job's token before any payload is parsed.
 
-Three messages of fixed size, no JSON, no lengths taken from the peer::
+Three messages of fixed size, without JSON and without lengths sent by the peer::
 
     server → client   b"unirun" version(1) nonce_s(32)
     client → server   b"unirun" version(1) nonce_c(32) HMAC(token, "client" nonce_s nonce_c)
@@ -29,16 +29,16 @@ HELLO_SIZE = len(_MAGIC) + _NONCE
 ANSWER_SIZE = HELLO_SIZE + _MAC
 PROOF_SIZE = _MAC
 DEADLINE = 10.0
-"""Seconds within which a peer must have proved the token."""
+"""Seconds within which a peer must prove the token."""
 
 
 def new_token() -> Token:
-    """256 random bits."""
+    """Return 256 random bits."""
     return Token(os.urandom(32))
 
 
 def load_token(path: Path) -> Token:
-    """The token in `path`. Raises `JobError` when there is none or when others may read it."""
+    """Read the token in `path`. Raises `JobError` when it is missing, malformed, or readable by other users."""
     try:
         mode = path.stat().st_mode & 0o077
         token = bytes.fromhex(path.read_text().strip())
@@ -59,11 +59,11 @@ class ServerHandshake:
         self._nonce = nonce or os.urandom(_NONCE)
 
     def hello(self) -> bytes:
-        """What the server sends first."""
+        """Return the first message of the server."""
         return _MAGIC + self._nonce
 
     def proof(self, answer: bytes) -> bytes:
-        """What the server sends when `answer` is right. Raises `AuthError` when it is not."""
+        """Check the client's `answer` and return the server's proof. Raises `AuthError`."""
         peer_nonce = _peer_nonce(answer[:HELLO_SIZE])
         expected = _mac(self._token, b"client", self._nonce, peer_nonce)
         if not hmac.compare_digest(expected, answer[HELLO_SIZE:]):
@@ -80,12 +80,12 @@ class ClientHandshake:
         self._peer_nonce = b""
 
     def answer(self, hello: bytes) -> bytes:
-        """What the client sends after the server's `hello`. Raises `AuthError`."""
+        """Return the client's answer to the server's `hello`. Raises `AuthError`."""
         self._peer_nonce = _peer_nonce(hello)
         return _MAGIC + self._nonce + _mac(self._token, b"client", self._peer_nonce, self._nonce)
 
     def check(self, proof: bytes) -> None:
-        """Raises `AuthError` unless `proof` shows that the server knows the token."""
+        """Check the server's `proof`. Raises `AuthError` when the server does not know the token."""
         expected = _mac(self._token, b"server", self._nonce, self._peer_nonce)
         if not hmac.compare_digest(expected, proof):
             raise AuthError("the server does not know this job's token", "it may belong to another job")

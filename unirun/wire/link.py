@@ -1,4 +1,4 @@
-"""The connection of a worker to its agent. There is one per process: the bootstrap opens it, `unirun.init` uses it."""
+"""The connection of a worker to its agent, one per process: the bootstrap opens it, `unirun.init` uses it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from unirun.wire.handshake import load_token
 from unirun.wire.messages import Hello
 
 _HIGHEST = 1024
-"""The kernel's table of descriptors grows with the highest one."""
+"""Upper limit of the descriptor numbers used: the kernel's table of descriptors grows with the highest one."""
 
 _ROOM = 64
-"""Descriptors at the end of the table for what must stay open when a script closes those from 3 on."""
+"""Descriptors reserved below the limit, so that the link survives a script that closes descriptors from 3 on."""
 
 _moved: set[int] = set()
-"""Descriptors that are closed in forks of this process."""
+"""Descriptors to close in forks of this process."""
 
 _current: dict[int, BlockingStream] = {}
 
 
 def open_link(environ: Mapping[str, str]) -> BlockingStream:
-    """The link of this process, opened at the first call.
+    """Return the link of this process; the first call opens it. A fork closes it and opens its own.
 
-    Raises `WireError`, `RendezvousError` or `JobError` when the agent does not answer. The link belongs to the
-    process that opened it: it is closed in a fork, which opens its own.
+    Raises `WireError`, `RendezvousError` or `JobError` when the agent does not answer.
     """
     pid = os.getpid()
     if pid not in _current:
@@ -51,7 +50,10 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
 
 
 def out_of_the_way(number: int) -> int:
-    """Move a descriptor to a high number, closed on exec and in forks. Returns it, or `number` when none is free."""
+    """Move a descriptor to a high number, closed on exec and in forks.
+
+    Returns the new number, or `number` when none is free.
+    """
     lowest = max(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _HIGHEST) - _ROOM, 3)
     try:
         moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest)

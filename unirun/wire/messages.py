@@ -1,4 +1,4 @@
-"""Every message that crosses a stream, as a frozen value; `unirun.wire.codec` has their form in JSON.
+"""All messages between the processes of a job, as frozen values; `unirun.wire.codec` encodes them.
 
 ============  =======================================================================
 agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
@@ -52,8 +52,8 @@ from unirun.wire.spawning import (
 
 
 class StartWorker(Value):
-    """One worker to start. `devices` are the indices for its device mask, None to leave the mask as it is; it has the
-    part `share` of each of its devices."""
+    """One worker to start. `devices` are the indices for its device mask, None to leave the mask unchanged; `share` is
+    the fraction of each device that it gets."""
 
     rank: int
     local_rank: int
@@ -64,28 +64,28 @@ class StartWorker(Value):
 
 
 class Appointed(Value, tag=True):
-    """A master's first message on a stream: it leads in the term `epoch`. An agent obeys no earlier term."""
+    """A master's first message on a stream: it leads in the term `epoch`. Agents ignore masters of earlier terms."""
 
     epoch: int
 
 
 class ExitAck(Value, tag=True):
-    """The end of a worker is in the store, so its agent may forget it."""
+    """Acknowledges `WorkerExited`: the exit is in the store, so the agent may forget it."""
 
     worker: WorkerId
 
 
 class OpenStore(Value, tag=True):
-    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of the one before."""
+    """Orders a new, empty rendezvous store for a generation of a role, at the endpoint of its predecessor."""
 
     role: str
     generation: int
 
 
 class StartRole(Value, tag=True):
-    """Orders the start of `members` of a role for a generation of its process group; its other workers live on.
+    """Orders the start of `members` of a role for a generation of its process group; its other workers keep running.
 
-    `mask` is the environment variable with the device mask (``CUDA_VISIBLE_DEVICES``), empty when there is none.
+    `mask` is the environment variable of the device mask (``CUDA_VISIBLE_DEVICES``), empty for none.
     """
 
     role: str
@@ -101,7 +101,7 @@ class StartRole(Value, tag=True):
 
 
 class StopWorkers(Value, tag=True):
-    """Orders the end of these ranks: `signal` at once, SIGKILL to their process groups `grace` seconds later."""
+    """Stops these ranks: sends `signal` at once, and SIGKILL to their process groups after `grace` seconds."""
 
     role: str
     ranks: tuple[int, ...]
@@ -110,10 +110,10 @@ class StopWorkers(Value, tag=True):
 
 
 class WorkerView(Value):
-    """What all workers know of one.
+    """The state of a worker that its peers see.
 
     `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls at `addresses`,
-    by transport); ``lost`` (ended, other than with code 0); or ``ended`` (with code 0).
+    by transport); ``ended`` (with code 0); or ``lost`` (with any other exit).
     """
 
     rank: int
@@ -123,7 +123,7 @@ class WorkerView(Value):
 
 
 class RoleView(Value):
-    """What all workers know of a role; `workers` in rank order. A view of changes has only those that have changed."""
+    """The state of a role that all workers see; `workers` in rank order, only the changed ones in a view of changes."""
 
     name: str
     world_size: int
@@ -134,9 +134,9 @@ class RoleView(Value):
 
 
 class View(Value, tag=True):
-    """The state of all roles; or, unless `since` is None, what has changed since the view of that number.
+    """The state of all roles or, unless `since` is None, the changes since the view of that number.
 
-    The views of a master are numbered consecutively; `unirun.wire.views` applies changes.
+    A master numbers its views consecutively; `unirun.wire.views` applies changes.
     """
 
     roles: tuple[RoleView, ...]
@@ -145,10 +145,10 @@ class View(Value, tag=True):
 
 
 class Shutdown(Value, tag=True):
-    """The job ends or has ended: the agent ends its workers, and then itself.
+    """The job ends or has ended: the agent stops its workers and exits.
 
-    Workers that were not told to end yet get SIGTERM and `grace` seconds; when it is None, all are killed at once.
-    `ending` is how the job ends, for the next master, when this one could not write it.
+    Workers that were not stopped before get SIGTERM and `grace` seconds; with None all are killed at once.
+    `ending` is the decided end of the job when the master could not write it; the agent hands it to the next master.
     """
 
     grace: float | None = None
@@ -156,7 +156,7 @@ class Shutdown(Value, tag=True):
 
 
 class Hello(Value, tag=True):
-    """A worker's first message. `running`: it enters the user's code now."""
+    """A worker's first message. `running`: it is about to enter the user's code."""
 
     worker: WorkerId
     pid: int
@@ -164,7 +164,7 @@ class Hello(Value, tag=True):
 
 
 class RoleBrief(Value):
-    """What workers know of the spec of a role: what it runs (`kind`, `target`), and what restarts (`restart`)."""
+    """The part of a role's spec that workers see: its entry (`kind`, `target`) and its `restart` level."""
 
     name: str
     kind: str
@@ -175,10 +175,10 @@ class RoleBrief(Value):
 
 
 class Welcome(Value, tag=True):
-    """The answer to `Hello`: a whole view, and what workers need of the spec.
+    """The answer to `Hello`: a whole view, and the part of the spec that workers use.
 
-    `config` is the user's, as a JSON text, in which integers may have any size. `name` is the job's. `collocations` are
-    the groups of roles that share devices. `call_timeout` is in seconds.
+    `config` is the user's configuration as JSON text, in which integers may have any size. `name` is the job's name.
+    `collocations` are the groups of roles that share devices. `call_timeout` is in seconds.
     """
 
     view: View
@@ -191,14 +191,13 @@ class Welcome(Value, tag=True):
 
 
 class Attach(Value, tag=True):
-    """A command wants to follow the job. Its `owner` is the one that the job must not outlive: the end of that stream
-    is the end of the job."""
+    """A command subscribes to the job's progress. With `owner`, the job ends when this stream ends."""
 
     owner: bool = False
 
 
 class Stop(Value, tag=True):
-    """Asks for the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's).
+    """Requests the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's setting).
 
     `code` is the exit code of the job, None for 128 + `signal`.
     """
@@ -210,7 +209,7 @@ class Stop(Value, tag=True):
 
     @property
     def exit_code(self) -> int:
-        """The job's exit code."""
+        """Exit code of the job."""
         return 128 + self.signal if self.code is None else self.code
 
 
@@ -225,14 +224,14 @@ class RoleChanged(Value, tag=True):
 
 
 class WorkerOutput(Value, tag=True):
-    """A worker has a process, so its output can be shown."""
+    """A worker's process was started, so its output can be followed."""
 
     worker: WorkerId
     local_rank: int
 
 
 class Ended(Value, tag=True):
-    """The job has ended with `code`; `report` is for people, `error_file` the path of the root cause's, or empty."""
+    """The job has ended with `code`. `report` is text for users; `error_file` is the root cause's, empty for none."""
 
     code: int
     phase: str

@@ -1,4 +1,4 @@
-"""What workers report to their agent, and agents to the master."""
+"""Messages of workers to their agent, and of agents to the master."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
 
 Cause = Literal["own", "order", "leaving", "doom", "stuck"]
-"""Why a worker has ended: by itself (``own``), by the master's order, because its agent leaves, because something that
-it needs is gone (``doom``), or because it could not be woken from a process group that is over (``stuck``)."""
+"""Why a worker has ended: by itself (``own``), by the master's order, because its agent leaves, because something it
+depends on is gone (``doom``), or because it was blocked in an abandoned process group (``stuck``)."""
 
 
 class SpawnerReady(Value, tag=True):
-    """A spawner can fork workers; it took `seconds` to import torch."""
+    """A spawner is ready to fork workers; it took `seconds` to import torch."""
 
     node: str
     seconds: float
 
 
 class ViewWanted(Value, tag=True):
-    """Asks for a whole view, as a view of changes does not follow on the one before.
+    """Requests a whole view after a gap in the numbers of views.
 
-    `node` is the node of the agent that asks; a worker, which asks its agent, leaves it empty.
+    `node` is that of the requesting agent; a worker, which asks its agent, leaves it empty.
     """
 
     node: str = ""
 
 
 class WorkerStarted(Value, tag=True):
-    """A worker has a process."""
+    """A worker's process was started."""
 
     worker: WorkerId
     pid: int
 
 
 class WorkerRunning(Value, tag=True):
-    """A worker enters the user's code; `generation` is the one of its role that it was welcomed with."""
+    """A worker enters the user's code; `generation` is that of its role in the view of its `Welcome`."""
 
     worker: WorkerId
     generation: int
 
 
 class Serving(Value, tag=True):
-    """A worker takes calls at `addresses`, by transport. `recoverable`: whether the job can go on without what
-    it holds in memory."""
+    """A worker takes calls at `addresses`, by transport. `recoverable`: the job can continue without the state in its
+    memory."""
 
     addresses: dict[str, str]
     recoverable: bool
@@ -58,13 +58,13 @@ class GroupFormed(Value, tag=True):
 
 
 class GroupMeets(Value, tag=True):
-    """A worker is about to use the rendezvous store of `generation`; its peers may read what it writes from now on."""
+    """A worker is about to write to the rendezvous store of `generation`, where its peers may read it."""
 
     generation: int
 
 
 class Stuck(Value, tag=True):
-    """A worker's main thread is blocked in the process group of `generation`, which is over, and cannot be woken.
+    """A worker's main thread is blocked in the abandoned process group of `generation` and cannot be interrupted.
 
     `stack` is the Python stack of that thread.
     """
@@ -74,7 +74,7 @@ class Stuck(Value, tag=True):
 
 
 class Metrics(Value, tag=True):
-    """Metrics of a worker by name, at `time` in seconds since the epoch. Values may be nan or infinite."""
+    """Metrics of a worker by name, taken at `time` in seconds since the epoch. Values may be nan or infinite."""
 
     values: dict[str, float]
     time: float
@@ -88,11 +88,11 @@ class Span(Value):
 
 
 class CallCount(Value):
-    """The calls of one `method` of a `role` that a worker has made since it was started; `ranks` have answered.
+    """Totals of a worker's calls of one `method` of a `role` since it was started; `ranks` are those that answered.
 
     A call to several ranks counts once for each. `bytes` is the size of all arguments, `returned` that of all results,
-    `seconds` the sum of the times until the answers. `asynchronous`: the caller does not wait at once. `split`: each
-    rank gets other arguments.
+    `seconds` the sum of the latencies. `asynchronous`: the caller does not wait at once. `split`: the arguments differ
+    between ranks.
     """
 
     role: str
@@ -107,22 +107,22 @@ class CallCount(Value):
 
 
 class Calls(Value, tag=True):
-    """All calls that a worker has made so far, by method."""
+    """Totals of all calls that a worker has made so far, by method."""
 
     counts: tuple[CallCount, ...]
 
 
 class FromWorker(Value, tag=True):
-    """A message of a worker, which its agent forwards to the master."""
+    """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
     message: Serving | GroupFormed | Metrics | Calls | Ask
 
 
 class WorkerError(Value, tag=True):
-    """An exception that ended a worker: its last line, its traceback, and when (seconds since the epoch).
+    """An exception that ended a worker: its last line, its traceback, and its time in seconds since the epoch.
 
-    `permanent`: it would occur again after every restart.
+    `permanent`: every restart would raise it again.
     """
 
     message: str
@@ -132,12 +132,12 @@ class WorkerError(Value, tag=True):
 
 
 class WorkerExited(Value, tag=True):
-    """A worker has ended, at `time` in seconds since the epoch, by `code` or by `signal`.
+    """A worker has ended at `time`, in seconds since the epoch, with `code` or by `signal`.
 
-    `sent` is the last signal that it was sent by order or because its agent leaves, else None.
-    `note` is what the agent knows besides: the kernel was out of memory, the worker never ran.
+    `sent` is the last signal that the agent sent it, by order or because the agent leaves; else None.
+    `note` is the agent's explanation, if it has one: out of memory, the worker never ran.
     `tail` has the last lines of its stderr when it failed without an exception.
-    `met` is the last generation whose rendezvous store it was about to use (`GroupMeets`), 0 for none.
+    `met` is the last generation whose rendezvous store it was about to write to (`GroupMeets`), 0 for none.
     """
 
     worker: WorkerId
@@ -153,9 +153,9 @@ class WorkerExited(Value, tag=True):
 
 
 class Held(Value):
-    """A worker as its agent knows it; `exit` is its end, as long as no master has acknowledged that.
+    """A worker as its agent knows it; `exit` is set until a master acknowledges it.
 
-    `generation` and `calls` are what it has reported last; `addresses` and `recoverable` are as in `Serving`.
+    `generation` and `calls` are those it reported last; `addresses` and `recoverable` are as in `Serving`.
     """
 
     worker: WorkerId
@@ -169,7 +169,7 @@ class Held(Value):
 
 
 class HeldStore(Value):
-    """The last rendezvous store that an agent was told to serve for a role, and whether it is open or has ended."""
+    """The last rendezvous store of a role that an agent was ordered to serve, and whether it is open or has ended."""
 
     role: str
     generation: int
@@ -192,8 +192,8 @@ class Ending(Value):
 class Join(Value, tag=True):
     """An agent's first message to a master. `endpoints`: by role, the ``addr:port`` bound for its rendezvous store.
 
-    `workers` and `stores` are those that it has already, for a master that has taken over from another.
-    `ending`: how the job ends, if an earlier master has told so (see `Shutdown`).
+    `workers` and `stores` are those it already has, for a master that has taken over.
+    `ending` is the decided end of the job, if an earlier master sent one (see `Shutdown`).
     """
 
     node: str
@@ -206,7 +206,7 @@ class Join(Value, tag=True):
 
 
 class Notice(Value, tag=True):
-    """A message for people; no decision depends on it. `source` is ``role:rank`` or a node."""
+    """A message for users; no decision depends on it. `source` is ``role:rank`` or a node."""
 
     source: str
     text: str

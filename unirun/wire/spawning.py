@@ -1,4 +1,4 @@
-"""The messages between an agent and its spawners, and those by which it borrows a spawner from a warm process."""
+"""Messages between an agent and its spawners, and for borrowing a spawner from a warm process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from unirun.values import Value
 
 
 class Borrow(Value, tag=True):
-    """Asks a fork of a warm process to become a spawner. Passed with it: the descriptors of the agent's output, of a
-    pipe, and of those that the agent has at the numbers `inherited`.
+    """Asks a fork of a warm process to become a spawner. Descriptors are passed with it: the agent's output, a pipe,
+    and those that the agent has at the numbers `inherited`.
 
-    The other fields are what a spawner is started with: interpreter, place of the package unirun, working directory,
-    environment, umask, modules to import. `descriptors` is the limit on open files of the workers, `state` what the
-    kernel reports of the agent's process (limits, namespaces, ...).
+    The other fields are those of a new spawner: interpreter, location of the package unirun, working directory,
+    environment, umask, modules to import. `descriptors` is the workers' limit on open files; `state` is the state of
+    the agent's process in the kernel (limits, namespaces, ...).
     """
 
     executable: str
@@ -26,7 +26,7 @@ class Borrow(Value, tag=True):
 
 
 class Declined(Value, tag=True):
-    """The fork cannot be this agent's spawner; `reason` is for people."""
+    """The fork cannot serve as this agent's spawner; `reason` is text for users."""
 
     reason: str
 
@@ -34,9 +34,9 @@ class Declined(Value, tag=True):
 class Spawn(Value, tag=True):
     """Starts one process. `id` is the agent's number for it; `kind` and `target` are those of the role's entry.
 
-    With `fresh` it is a new interpreter, else a fork that keeps what the spawner has imported. `env` is its whole
+    With `fresh` it is a new interpreter, else a fork that keeps the spawner's imports. `env` is its complete
     environment. Output is appended to ``stdout.log`` and ``stderr.log`` in `folder`, relative to the directory `logs`.
-    `cpus` are the processors it may run on. `stdin` is an inherited descriptor, None for ``/dev/null``.
+    `cpus` is its CPU affinity. `stdin` is an inherited descriptor, None for ``/dev/null``.
     """
 
     id: int
@@ -54,7 +54,7 @@ class Spawn(Value, tag=True):
 
 
 class ServeStore(Value, tag=True):
-    """Serves a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
+    """Orders a new, empty TCPStore for a generation of `role` on the inherited listening socket `fd`."""
 
     role: str
     generation: int
@@ -62,20 +62,20 @@ class ServeStore(Value, tag=True):
 
 
 class Kill(Value, tag=True):
-    """Sends `signal` to the process group of a process."""
+    """Orders `signal` to be sent to the process group of a process."""
 
     id: int
     signal: int
 
 
 class Preloaded(Value, tag=True):
-    """The spawner has imported its modules, which took `seconds`, and can fork."""
+    """The spawner has imported its modules in `seconds` and is ready to fork."""
 
     seconds: float
 
 
 class Forked(Value, tag=True):
-    """The process exists."""
+    """The process was started."""
 
     id: int
     pid: int
@@ -90,14 +90,14 @@ class SpawnFailed(Value, tag=True):
 
 
 class StoreOpened(Value, tag=True):
-    """The rendezvous store of this generation of the role listens; the one of the generation before has ended."""
+    """The rendezvous store of this generation of the role listens; that of the previous generation has ended."""
 
     role: str
     generation: int
 
 
 class StoreEnded(Value, tag=True):
-    """The rendezvous store of `role` could not be opened or has ended by itself, at `time` (see `Reaped`)."""
+    """The rendezvous store of `role` could not be opened or has exited, at `time` (see `Reaped`)."""
 
     role: str
     generation: int

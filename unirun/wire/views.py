@@ -1,8 +1,8 @@
-"""What workers know of each other, and how it is kept up to date by differences.
+"""Views, by which workers know the state of their peers, are kept up to date by differences.
 
-The master numbers its views. At first, and whenever one asks, an agent gets a whole view; after that each view has only
-what has changed since the one before. An agent passes views on to its workers as they come. Who finds that a view does
-not follow on its own asks for a whole one. A whole view leaves out workers that stand as at the beginning.
+The master numbers its views. An agent first gets a whole view, then only the changes since the previous view. It
+forwards views to its workers unchanged. A receiver that sees a gap in the numbers requests a whole view. A whole view
+omits workers that are still in their initial state.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from msgspec.structs import replace
 from unirun.wire.messages import RoleView, View, WorkerView
 
 FIRST: tuple[int, str, dict[str, str]] = (0, "starting", {})
-"""The fields of a worker at the beginning, besides its rank."""
+"""The initial state of a worker: incarnation, phase, addresses."""
 
 
 def updated(view: View | None, news: View) -> View | None:
-    """The view that `view` is after `news`, with all workers.
-
-    None when `news` does not follow on `view`: a whole one is needed.
-    """
+    """Apply `news` to `view`. Returns the view with all workers, None when there is a gap between the two."""
     if news.since is None:
         return View(tuple(_updated((), role) for role in news.roles), news.number)
     if view is None or view.number != news.since:
@@ -42,7 +39,7 @@ def _updated(before: tuple[WorkerView, ...], news: RoleView) -> RoleView:
 
 
 def whole(view: View) -> View:
-    """`view`, which has all workers, as it is sent."""
+    """Return `view`, which has all workers, without those in their initial state."""
     return replace(view, roles=tuple(_brief(role) for role in view.roles))
 
 

@@ -1,4 +1,4 @@
-"""Whatever bytes come, they are a message, or a `WireError` with a short text; and they are not kept."""
+"""Any bytes are a message or a `WireError` with a short text, and are not buffered without bound."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ any_text = st.text(st.characters(codec=None), max_size=20)
 
 
 def shaped(name: str) -> st.SearchStrategy[dict[str, object]]:
-    """Objects that have the fields of a message, with any values."""
+    """Objects with the fields of a message and arbitrary values."""
     fields = dict.fromkeys(typing.get_type_hints(KINDS[name]), anything)
     return st.fixed_dictionaries({"type": st.just(name)}, optional=fields)
 
 
 def read(raw: bytes, *cuts: int) -> list[Message]:
-    """The messages in `raw`, which comes in pieces. Raises `WireError`."""
+    """Decode the messages in `raw`, fed in pieces. Raises `WireError`."""
     reader, found = FrameReader(limit=LIMIT), []
     ends = sorted({*(cut for cut in cuts if cut < len(raw)), len(raw)})
     for start, end in zip([0, *ends], ends, strict=False):
@@ -70,7 +70,7 @@ def framed(body: bytes) -> bytes:
 @given(
     st.lists(st.binary() | st.binary().map(framed), max_size=4).map(b"".join), st.lists(st.integers(0, 200))
 )
-def test_any_bytes(raw: bytes, cuts: list[int]) -> None:
+def test_any_bytes_are_messages_or_a_wire_error(raw: bytes, cuts: list[int]) -> None:
     try:
         read(raw, *cuts)
     except WireError as error:
@@ -80,7 +80,7 @@ def test_any_bytes(raw: bytes, cuts: list[int]) -> None:
 @given(st.sampled_from(sorted(KINDS)).flatmap(shaped) | anything)
 @example({"type": "Stop", "signal": 10**400, "reason": "x"})
 @example({"type": "Sample", "node": "n", "memory": {}, "cpu": {"a:0": 10**400}})
-def test_any_json_in_the_form_of_a_message(payload: object) -> None:
+def test_any_json_shaped_as_a_message_decodes_or_is_a_wire_error(payload: object) -> None:
     body = json.dumps(payload).encode()
     try:
         read(framed(body))
@@ -90,7 +90,7 @@ def test_any_json_in_the_form_of_a_message(payload: object) -> None:
 
 
 @given(st.text(st.sampled_from('{}[]":,0123456789eE+-.truefalsnNIity\\ud89')).map(str.encode))
-def test_any_text_that_is_nearly_json(body: bytes) -> None:
+def test_any_text_that_is_nearly_json_decodes_or_is_a_wire_error(body: bytes) -> None:
     try:
         read(framed(body))
     except WireError as error:
@@ -98,7 +98,7 @@ def test_any_text_that_is_nearly_json(body: bytes) -> None:
 
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
-def test_any_handshake(first: bytes, second: bytes) -> None:
+def test_any_handshake_bytes_raise_nothing_but_a_wire_error(first: bytes, second: bytes) -> None:
     client = ClientHandshake(TOKEN)
     for attempt in (
         lambda: ServerHandshake(TOKEN).proof(first),
@@ -115,8 +115,8 @@ def test_any_handshake(first: bytes, second: bytes) -> None:
     st.sampled_from(sorted(KINDS.values(), key=lambda kind: kind.__name__)).flatmap(st.from_type),
     any_text,
 )
-def test_what_is_sent_is_taken(message: Message, text: str) -> None:
-    """A process that means well never breaks its own stream, whatever a user's code has said."""
+def test_every_message_that_can_be_encoded_can_be_decoded(message: Message, text: str) -> None:
+    """No text from user code makes a process send a frame that its peer refuses."""
     payload = encode(message)
     assume(within({name: value for name, value in payload.items() if not isinstance(value, float)}))
     for name, value in payload.items():
@@ -133,7 +133,7 @@ def test_what_is_sent_is_taken(message: Message, text: str) -> None:
     assert isinstance(decode(again), type(message))
 
 
-def test_a_frame_of_any_length_is_not_kept_beyond_the_limit() -> None:
+def test_a_frame_over_the_limit_is_not_buffered() -> None:
     reader = FrameReader(limit=LIMIT)
     head = struct.pack(">I", LIMIT)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""A worker has one link to its agent: it proves the job's token there, and says who it is."""
+"""The link of a worker to its agent proves the job's token and sends `Hello`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unirun.wire.messages import Hello
 
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What a worker finds; nothing of it stays open."""
+    """The environment of a worker; the link is closed after the test."""
     (tmp_path / "token").write_text(TOKEN.hex())
     (tmp_path / "token").chmod(0o600)
     opened: dict[int, link.BlockingStream] = {}
@@ -33,7 +33,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         stream.close()
 
 
-def test_it_says_who_it_is_to_an_agent_that_knows_the_token(environ: dict[str, str]) -> None:
+def test_a_link_sends_hello_to_an_agent_that_knows_the_token(environ: dict[str, str]) -> None:
     heard: list[Message] = []
 
     def agent(connection) -> None:  # type: ignore[no-untyped-def]
@@ -58,7 +58,7 @@ def test_a_fork_does_not_use_the_link_of_its_parent(
         link.open_link(environ)
 
 
-def test_without_a_token_there_is_no_link(environ: dict[str, str]) -> None:
+def test_a_link_without_a_token_is_an_error(environ: dict[str, str]) -> None:
     Path(environ["UNIRUN_SOCKET"]).with_name("token").unlink()
     with pytest.raises(JobError, match="no token can be read"):
         link.open_link(environ)

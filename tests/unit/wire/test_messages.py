@@ -1,4 +1,4 @@
-"""Messages survive the trip through JSON, and nothing else gets through."""
+"""Messages are the same after encoding and decoding; anything else is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ messages = st.one_of([st.from_type(kind) for kind in typing.get_args(Message)])
 
 
 def sendable(message: Message) -> bool:
-    """Whether a message is equal to itself, and has a form on the wire."""
+    """Whether a message equals itself and can be encoded."""
     said = message.message if isinstance(message, FromWorker) else message
     if isinstance(said, Metrics) and any(map(math.isnan, said.values.values())):
         return False
@@ -40,13 +40,13 @@ def sendable(message: Message) -> bool:
 
 
 @given(messages.filter(sendable))
-def test_a_message_comes_back_as_it_went(message: Message) -> None:
+def test_decode_of_an_encoded_message_equals_it(message: Message) -> None:
     (payload,) = FrameReader().feed(encode_frame(encode(message)))
     assert decode(payload) == message
 
 
 @given(messages.filter(sendable), st.data())
-def test_frames_may_be_cut_anywhere(message: Message, data: st.DataObject) -> None:
+def test_a_frame_may_arrive_in_pieces_cut_anywhere(message: Message, data: st.DataObject) -> None:
     raw = encode_frame(encode(message)) * 2
     cut = data.draw(st.integers(0, len(raw)))
     reader = FrameReader()
@@ -55,7 +55,7 @@ def test_frames_may_be_cut_anywhere(message: Message, data: st.DataObject) -> No
 
 
 @given(st.binary())
-def test_bytes_from_outside_give_objects_or_a_named_error(raw: bytes) -> None:
+def test_any_bytes_give_the_frame_reader_objects_or_a_wire_error(raw: bytes) -> None:
     try:
         for payload in FrameReader(limit=1024).feed(raw):
             decode(payload)
@@ -64,7 +64,7 @@ def test_bytes_from_outside_give_objects_or_a_named_error(raw: bytes) -> None:
 
 
 @given(messages.filter(sendable), st.data(), json_values)
-def test_a_field_of_another_type_is_refused_or_kept_as_the_declared_type(
+def test_a_message_field_of_another_type_is_refused_or_converted(
     message: Message, data: st.DataObject, wrong: object
 ) -> None:
     fields = message.__struct_fields__
@@ -79,7 +79,7 @@ def test_a_field_of_another_type_is_refused_or_kept_as_the_declared_type(
 
 
 @given(st.dictionaries(st.text(), json_values))
-def test_a_frame_has_its_length_and_as_little_json_as_can_be(payload: dict[str, object]) -> None:
+def test_a_frame_is_its_length_and_compact_json(payload: dict[str, object]) -> None:
     frame = encode_frame(payload)
     (length,) = struct.unpack(">I", frame[:4])
     assert length == len(frame) - 4 == len(json.dumps(payload, separators=(",", ":")))
@@ -89,32 +89,32 @@ def test_a_frame_has_its_length_and_as_little_json_as_can_be(payload: dict[str, 
 
 
 class Written(Value):
-    """A document of somebody's own."""
+    """A user's document."""
 
     name: str
     ranks: tuple[int, ...]
 
 
-def test_a_document_has_the_fields_of_its_type() -> None:
+def test_from_json_checks_the_fields_of_a_document() -> None:
     assert from_json(Written, '{"name": "a", "ranks": [1, 2]}') == Written("a", (1, 2))
     assert typed(Written, {"name": "a", "ranks": (1,)}) == Written("a", (1,))
     for text, says in (
         ('{"name": "a"}', "this is no Written: Object missing required field `ranks`"),
         ('{"name": "a", "ranks": [true]}', "no Written: Expected `int`, got `bool` - at `\\$.ranks\\[0\\]`"),
         ('{"name": "a", "rank": 1}', "no Written: Object contains unknown field `rank`"),
-        ("[]", "there is a list, expected an object"),
+        ("[]", "expected a JSON object, found a list"),
     ):
         with pytest.raises(FrameError, match=says):
             from_json(Written, text)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1, 0.5])
-def test_figures_of_a_users_code_may_be_infinite(value: float) -> None:
+def test_metrics_may_be_infinite(value: float) -> None:
     again = decode(json.loads(json.dumps(encode(Metrics({"loss": value}, 1.0)), allow_nan=False)))
     assert again == Metrics({"loss": value}, 1.0)
 
 
-def test_figures_of_a_users_code_may_be_nan() -> None:
+def test_metrics_may_be_nan() -> None:
     again = decode(
         json.loads(json.dumps(encode(FromWorker(WorkerId("a", 0, 0), Metrics({"loss": math.nan}, 1.0)))))
     )
@@ -123,7 +123,7 @@ def test_figures_of_a_users_code_may_be_nan() -> None:
     assert math.isnan(again.message.values["loss"])
 
 
-def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
+def test_a_frame_length_over_the_limit_is_refused_before_the_body_arrives() -> None:
     with pytest.raises(FrameError, match="over the limit"):
         list(FrameReader(limit=10).feed(b"\x00\x00\x00\x0b"))
 
@@ -142,7 +142,7 @@ def test_a_length_over_the_cap_is_refused_before_the_body_arrives() -> None:
         ({"type": "Stop", "signal": True, "reason": "x"}, "Expected"),
     ],
 )
-def test_a_wrong_message_says_what_is_wrong(payload: dict[str, object], says: str) -> None:
+def test_decoding_a_wrong_message_names_the_fault(payload: dict[str, object], says: str) -> None:
     with pytest.raises(FrameError, match=says):
         decode(payload)
 
@@ -183,7 +183,7 @@ def read_one(body: bytes) -> Message:
     # pytest cannot be asked for a test with a backslash in its name.
     ids=lambda text: f"{text[:60]}({len(text)})".replace("\\", ""),
 )
-def test_what_is_no_message_is_a_frame_error_with_a_short_message(text: str) -> None:
+def test_invalid_text_is_a_frame_error_with_a_short_message(text: str) -> None:
     with pytest.raises(FrameError) as refused:
         read_one(text.encode())
     assert len(str(refused.value)) < 300
@@ -201,25 +201,25 @@ def test_what_is_no_message_is_a_frame_error_with_a_short_message(text: str) -> 
     ],
     ids=lambda payload: next(iter(payload)),
 )
-def test_what_has_no_form_on_the_wire_is_not_sent(payload: dict[str, object]) -> None:
-    with pytest.raises(FrameError, match="has no form in JSON"):
+def test_values_without_a_json_form_are_not_encoded(payload: dict[str, object]) -> None:
+    with pytest.raises(FrameError, match="cannot encode a message as JSON"):
         encode_frame(payload)
 
 
-def test_surrogates_in_what_a_user_has_said_are_written_out() -> None:
+def test_lone_surrogates_in_text_of_user_code_are_sent_escaped() -> None:
     said = Notice("a", "lone \ud800 and \udfff, pair \U0001f600, byte \udcff")
     (payload,) = FrameReader().feed(encode_frame(encode(said)))
     assert decode(payload) == Notice("a", r"lone \ud800 and \udfff, pair " + "\U0001f600, byte \udcff")
 
 
-def test_bytes_of_names_that_are_no_text_come_through() -> None:
+def test_undecodable_bytes_in_names_survive_a_frame() -> None:
     name = os.fsdecode(b"caf\xe9")
     kept = Spawn(1, "a:0", "script", name, (name,), False, {"NAME": name}, "/", "/logs", "a/0/0")
     (payload,) = FrameReader().feed(encode_frame(encode(kept)))
     assert decode(payload) == kept
 
 
-def test_a_users_config_may_have_any_number_that_json_has() -> None:
+def test_a_users_config_in_a_frame_may_have_any_json_number() -> None:
     config = {"big": 10**400, "list": [1, {"x": [2, None]}]}
     sent = Welcome(View(()), json.dumps(config), "n", (), (), 1.0, "socket")
     (payload,) = FrameReader().feed(encode_frame(encode(sent)))
@@ -231,28 +231,28 @@ def test_a_users_config_may_have_any_number_that_json_has() -> None:
 @pytest.mark.parametrize(
     "values", [{"a": ["\ud800"]}, {"a": {"b": "\ud800"}}, {"a": {"\ud800": 1}}, {"\ud800": 1}]
 )
-def test_no_frame_has_half_of_a_character(values: dict[str, object]) -> None:
+def test_a_frame_with_a_lone_surrogate_is_refused(values: dict[str, object]) -> None:
     for escaped in (True, False):
         body = json.dumps(values, ensure_ascii=escaped).encode(errors="surrogatepass")
-        with pytest.raises(FrameError, match="what should be JSON is not"):
+        with pytest.raises(FrameError, match="invalid JSON"):
             list(FrameReader().feed(struct.pack(">I", len(body)) + body))
-    with pytest.raises(FrameError, match="half of a character"):
+    with pytest.raises(FrameError, match="lone surrogate"):
         parse_object(json.dumps(values, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 @pytest.mark.parametrize("form", ['{{"a": {}}}', '{{"a": [{{"b": {}}}]}}'])
-def test_no_frame_has_a_number_that_is_not_finite(form: str, number: str) -> None:
-    """Also where a user's own values stand, which no type describes."""
+def test_a_frame_with_a_number_that_is_not_finite_is_refused(form: str, number: str) -> None:
+    """Also among values of user code, which have no declared type."""
     body = form.format(number).encode()
-    with pytest.raises(FrameError, match="what should be JSON is not"):
+    with pytest.raises(FrameError, match="invalid JSON"):
         list(FrameReader().feed(struct.pack(">I", len(body)) + body))
 
 
 @given(
     st.integers(-(1 << 66), 1 << 66) | st.sampled_from([-(1 << 63), -(1 << 63) - 1, (1 << 64) - 1, 1 << 64])
 )
-def test_an_integer_has_64_bits(number: int) -> None:
+def test_an_integer_in_a_frame_has_at_most_64_bits(number: int) -> None:
     frame = encode_frame(encode(Stop(number, "x")))
     if -(1 << 63) <= number < 1 << 64:
         (payload,) = FrameReader().feed(frame)
@@ -278,6 +278,6 @@ def test_an_integer_has_64_bits(number: int) -> None:
         ({"type": "Notice", "x" * 100: 1}, f"Notice: .* unknown field `{'x' * 80}"),
     ],
 )
-def test_a_wrong_field_is_named_with_what_stands_in_it(payload: dict[str, object], says: str) -> None:
+def test_a_wrong_message_field_is_named_with_its_value(payload: dict[str, object], says: str) -> None:
     with pytest.raises(FrameError, match=says):
         decode(payload)

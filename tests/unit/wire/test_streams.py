@@ -1,4 +1,4 @@
-"""Streams over real unix sockets: who gets in, what arrives, and how an end is told."""
+"""Streams over real unix sockets: authentication, delivery and the end of a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOON = 20.0
 
 @pytest.fixture(params=["short", "long"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where the socket lies; the kernel takes 107 bytes at most."""
+    """Path of the socket; the kernel accepts at most 107 bytes."""
     folder = tmp_path
     if request.param == "long":
         for _ in range(6):
@@ -41,7 +41,7 @@ TOKEN, OTHER = new_token(), new_token()
 
 
 def over_asyncio(path: Path, talk: Callable[[Stream, Stream], Awaitable[None]]) -> None:
-    """Let the two ends of one stream talk."""
+    """Run `talk` with both ends of one stream."""
 
     async def main() -> None:
         accepted: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ def over_asyncio(path: Path, talk: Callable[[Stream, Stream], Awaitable[None]]) 
     asyncio.run(main())
 
 
-def test_messages_go_both_ways_in_order(path: Path) -> None:
+def test_a_stream_carries_messages_both_ways_in_order(path: Path) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         sent = [Notice("actor:0", f"{n}") for n in range(100)]
         for message in sent:
@@ -72,7 +72,7 @@ def test_messages_go_both_ways_in_order(path: Path) -> None:
     over_asyncio(path, talk)
 
 
-def test_a_large_message_arrives_whole(path: Path) -> None:
+def test_a_stream_carries_a_message_of_8_mib(path: Path) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         message = Notice("x", "y" * (8 << 20))
         client.send(message)
@@ -81,7 +81,7 @@ def test_a_large_message_arrives_whole(path: Path) -> None:
     over_asyncio(path, talk)
 
 
-def test_an_end_is_told_after_what_was_sent_before(path: Path) -> None:
+def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(path: Path) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         client.send(Notice("a", "last words"))
         await client.close()
@@ -120,8 +120,8 @@ def raw(message: Message) -> bytes:
     return encode_frame(encode(message))
 
 
-class TestABlockingStream:
-    def test_speaks_with_one_on_an_event_loop(self, path: Path) -> None:
+class TestBlockingStream:
+    def test_a_blocking_stream_speaks_with_an_asyncio_stream(self, path: Path) -> None:
         async def main() -> None:
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 stream = await accept(reader, writer, TOKEN)
@@ -140,7 +140,7 @@ class TestABlockingStream:
 
         asyncio.run(main())
 
-    def test_gives_what_has_come_in_one_read(self) -> None:
+    def test_a_blocking_stream_returns_all_messages_of_one_read(self) -> None:
         ours, theirs = socket.socketpair()
         stream = BlockingStream(ours)
         theirs.sendall(raw(Notice("a", "1")) + raw(Notice("a", "2")) + raw(Notice("a", "3"))[:-1])
@@ -153,7 +153,7 @@ class TestABlockingStream:
         stream.close()
         stream.close()
 
-    def test_waits_no_longer_than_it_is_told_to(self) -> None:
+    def test_a_blocking_stream_stops_waiting_at_its_timeout(self) -> None:
         ours, theirs = socket.socketpair()
         with (
             BlockingStream(ours) as stream,
@@ -162,7 +162,7 @@ class TestABlockingStream:
         ):
             stream.receive(0.02)
 
-    def test_waits_as_long_as_it_is_told_to(self) -> None:
+    def test_a_blocking_stream_waits_until_its_timeout(self) -> None:
         ours, theirs = socket.socketpair()
         with BlockingStream(ours) as stream, theirs:
             late = threading.Timer(0.05, lambda: theirs.sendall(raw(Shutdown())))
@@ -172,7 +172,7 @@ class TestABlockingStream:
             theirs.sendall(raw(Shutdown()))
             assert stream.receive() == Shutdown()
 
-    def test_takes_a_handshake_in_pieces_and_leaves_what_comes_after_it(self, path: Path) -> None:
+    def test_a_blocking_stream_takes_a_handshake_in_pieces_and_leaves_later_bytes(self, path: Path) -> None:
         def serve(connection: socket.socket) -> None:
             handshake = ServerHandshake(TOKEN)
             hello = handshake.hello()
@@ -187,7 +187,7 @@ class TestABlockingStream:
             assert stream.receive(SOON) == Notice("a", "1")
             assert [*stream.buffered()] == [Notice("a", "2")]
 
-    def test_waits_for_a_listener_whose_queue_is_full(self, path: Path) -> None:
+    def test_a_blocking_stream_waits_for_a_listener_whose_queue_is_full(self, path: Path) -> None:
         listener = listen(path, backlog=0)
         first = socket.socket(socket.AF_UNIX)
         with listener, first, unix_address(path) as address:
@@ -208,7 +208,7 @@ class TestABlockingStream:
                 assert stream.receive(SOON) == Shutdown()
             room.join(SOON)
 
-    def test_tells_that_the_peer_is_gone(self) -> None:
+    def test_a_blocking_stream_raises_when_the_peer_is_gone(self) -> None:
         ours, theirs = socket.socketpair()
         theirs.close()
         with BlockingStream(ours) as stream:
@@ -217,7 +217,7 @@ class TestABlockingStream:
             with pytest.raises(ConnectionLost):
                 stream.receive(SOON)
 
-    def test_refuses_garbage_from_a_peer_that_has_proved_the_token(self) -> None:
+    def test_a_blocking_stream_refuses_garbage_from_an_authenticated_peer(self) -> None:
         ours, theirs = socket.socketpair()
         with BlockingStream(ours) as stream, theirs:
             theirs.sendall(b"\0\0\0\2{}")
@@ -225,8 +225,8 @@ class TestABlockingStream:
                 stream.receive(SOON)
 
 
-class TestWhoIsNotLetIn:
-    def test_a_client_with_another_token_is_told_as_little_as_possible(self, path: Path) -> None:
+class TestStreamAuthentication:
+    def test_a_stream_to_a_client_with_another_token_ends_without_a_reason(self, path: Path) -> None:
         async def main() -> None:
             refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
 
@@ -243,7 +243,7 @@ class TestWhoIsNotLetIn:
 
         asyncio.run(main())
 
-    def test_a_client_without_a_token_is_refused_before_its_payload_is_parsed(
+    def test_a_stream_client_without_a_token_is_refused_before_its_payload_is_parsed(
         self, path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parsed: list[bytes] = []
@@ -271,7 +271,7 @@ class TestWhoIsNotLetIn:
         asyncio.run(main())
         assert parsed == []
 
-    def test_a_server_with_another_token_is_found_out_by_either_kind(self, path: Path) -> None:
+    def test_both_kinds_of_stream_refuse_a_server_with_another_token(self, path: Path) -> None:
         def lie(connection: socket.socket) -> None:
             connection.sendall(ServerHandshake(OTHER).hello())
             connection.recv(4096)
@@ -283,7 +283,7 @@ class TestWhoIsNotLetIn:
         with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
             asyncio.run(connect(UnixAddress.here(path), TOKEN))
 
-    def test_one_who_says_nothing_is_not_waited_for(self, path: Path) -> None:
+    def test_a_silent_stream_client_is_dropped_at_the_deadline(self, path: Path) -> None:
         async def main() -> None:
             refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
 
@@ -301,7 +301,7 @@ class TestWhoIsNotLetIn:
 
         asyncio.run(main())
 
-    def test_a_silent_server_is_not_waited_for(self, path: Path) -> None:
+    def test_a_silent_stream_server_is_given_up_at_the_deadline(self, path: Path) -> None:
         listener = listen(path)
         began = time.monotonic()
         with pytest.raises(WireError, match="did not finish the handshake in time"):
@@ -311,7 +311,7 @@ class TestWhoIsNotLetIn:
         assert time.monotonic() - began < SOON
         listener.close()
 
-    def test_a_server_that_hangs_up_is_told_by_name(self, path: Path) -> None:
+    def test_a_stream_server_that_hangs_up_is_named_in_the_error(self, path: Path) -> None:
         for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(TOKEN).hello())):
             with serving(path, hang_up), pytest.raises(ConnectionLost):
                 BlockingStream.connect(UnixAddress.here(path), TOKEN)
@@ -320,7 +320,7 @@ class TestWhoIsNotLetIn:
                 asyncio.run(connect(UnixAddress.here(path), TOKEN))
             path.unlink()
 
-    def test_nobody_listening_is_told_by_name(self, path: Path) -> None:
+    def test_a_socket_that_nobody_listens_on_is_named_in_the_error(self, path: Path) -> None:
         for attempt in (
             lambda: BlockingStream.connect(UnixAddress.here(path), TOKEN),
             lambda: asyncio.run(connect(UnixAddress.here(path), TOKEN)),
@@ -334,7 +334,7 @@ async def connect_raw(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamW
         return await asyncio.open_unix_connection(address)
 
 
-def test_a_socket_is_private(path: Path) -> None:
+def test_a_listening_unix_socket_is_private(path: Path) -> None:
     previous = os.umask(0)
     try:
         listener = listen(path)
@@ -345,7 +345,7 @@ def test_a_socket_is_private(path: Path) -> None:
     listener.close()
 
 
-def test_a_path_that_is_taken_is_an_error_and_leaves_no_descriptor(path: Path) -> None:
+def test_listening_on_a_taken_path_is_an_error_and_leaks_no_descriptor(path: Path) -> None:
     listener = listen(path)
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(OSError, match="in use"):

@@ -1,4 +1,4 @@
-"""Views are told as changes, and put together again."""
+"""Views are sent as changes and restored by the receiver."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ roles = st.lists(seen, max_size=5).map(
 
 
 def changes(before: RoleView, after: RoleView) -> RoleView:
-    """`after` with the workers only that are others than those of `before`."""
+    """`after` with only the workers that differ from those of `before`."""
     changed = tuple(w for w in after.workers if w not in before.workers[w.rank : w.rank + 1])
     return RoleView(after.name, after.world_size, after.generation, after.endpoint, after.phase, changed)
 
 
 @given(roles)
-def test_a_whole_view_leaves_out_who_stands_as_at_the_beginning_and_is_the_same_again(role: RoleView) -> None:
+def test_a_whole_view_omits_workers_in_their_initial_state_and_is_restored(role: RoleView) -> None:
     view = View((role,), 3)
     sent = whole(view)
     assert all((w.incarnation, w.phase, w.addresses) != FIRST for w in sent.roles[0].workers)
@@ -34,7 +34,7 @@ def test_a_whole_view_leaves_out_who_stands_as_at_the_beginning_and_is_the_same_
 
 
 @given(roles, roles)
-def test_changes_give_the_next_view_of_a_role_that_may_have_become_smaller_or_larger(
+def test_view_changes_applied_to_a_role_give_its_next_view_also_after_a_resize(
     before: RoleView, after: RoleView
 ) -> None:
     other = RoleView("critic", 0, 4, "b:1", "starting", ())
@@ -43,7 +43,7 @@ def test_changes_give_the_next_view_of_a_role_that_may_have_become_smaller_or_la
 
 
 @given(roles, st.integers(0, 5), st.none() | st.integers(0, 5))
-def test_changes_of_another_view_are_not_put_together(role: RoleView, since: int, number: int | None) -> None:
+def test_view_changes_after_a_gap_are_not_applied(role: RoleView, since: int, number: int | None) -> None:
     view = None if number is None else View((role,), number)
     result = updated(view, View((), since + 1, since))
     assert (result is None) == (number != since)

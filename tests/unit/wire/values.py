@@ -6,7 +6,7 @@ import math
 
 
 def within(value: object) -> bool:
-    """Whether numbers are finite, and integers have 64 bits at most."""
+    """Whether all numbers are finite and all integers have at most 64 bits."""
     match value:
         case dict():
             return all(map(within, value.values()))
