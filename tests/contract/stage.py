@@ -31,6 +31,7 @@ from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.refs import InvocationRef
 from unirun.roles.peers import Peer
+from unirun.roles.transport import inproc
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Transport
 from unirun.roles.transport.sockets import SocketTransport
@@ -134,10 +135,13 @@ def work(
                         dispatcher.run_first(partial(generations.catch_up, number))
                     case "interrupt":
                         assert isinstance(transport, InprocTransport)
-                        transport.interrupt()
+                        for channel in list(inproc._servers[transport._endpoint].channels):
+                            channel.cut("interrupted")
                         voice.say("interrupted")
                     case "kept":
-                        voice.say(("kept", dispatcher.kept))
+                        voice.say(
+                            ("kept", sum(len(caller.runs) for caller in list(dispatcher._callers.values())))
+                        )
                     case "files":
                         voice.say(("files", len(os.listdir("/proc/self/fd"))))
         if kind != "inproc":

@@ -21,7 +21,7 @@ from unirun.values import WorkerId
 from unirun.wire.asking import Answer, Ask, Wish
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.link import open_link, out_of_the_way
-from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome
 from unirun.wire.reports import ViewWanted
 from unirun.wire.views import updated
 
@@ -112,16 +112,6 @@ class Peers:
         with self._changed:
             return tuple(self._views.values())
 
-    def worker(self, role: str, rank: int) -> WorkerView | None:
-        """The latest view of a worker; None without a launcher. Raises `UsageError` for a rank that the role has
-        not."""
-        view = self.view(role)
-        if view is None:
-            return None
-        if not 0 <= rank < len(view.workers):
-            raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {len(view.workers) - 1}")
-        return view.workers[rank]
-
     def brief(self, role: str) -> RoleBrief | None:
         """What the spec says of a role; None without a launcher."""
         self.known(role)
@@ -131,7 +121,7 @@ class Peers:
     def count(self, role: str) -> int:
         """How many ranks a role has, or has had, when it has become smaller."""
         brief = self.brief(role)
-        return brief.count if brief else self.known(role).world_size
+        return brief.count if brief else self.size(role)
 
     def size(self, role: str) -> int:
         """How many ranks a role has now. Raises `UsageError` when there is no such role."""
@@ -147,18 +137,19 @@ class Peers:
         return peer
 
     def _find(self, role: str, rank: int) -> Peer:
-        view = self.view(role)
-        if view is not None and len(view.workers) <= rank < self.count(role):
+        view, count = self.view(role), self.count(role)
+        if not 0 <= rank < count:
+            raise UsageError(f"role {role} has no rank {rank}", f"it has ranks 0 to {count - 1}")
+        if view is None:
+            return Peer(WorkerId(role, rank, 0))
+        if rank >= len(view.workers):
             # The role has become smaller since somebody has asked for its ranks.
             return Peer(WorkerId(role, rank, 0), over=True)
-        worker = self.worker(role, rank)
-        if view is None or worker is None:
-            return Peer(WorkerId(role, rank, 0))
-        whole = self._whole
+        worker, whole = view.workers[rank], self._whole
         if role not in whole:
             whole[role] = all(each.phase != "lost" for each in view.workers)
         return Peer(
-            WorkerId(role, worker.rank, worker.incarnation),
+            WorkerId(role, rank, worker.incarnation),
             worker.addresses.get(self._transport, "") if worker.phase == "serving" else "",
             view.generation,
             gone=worker.phase == "lost",

@@ -93,11 +93,6 @@ class Dispatcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looping: threading.Thread | None = None
 
-    @property
-    def kept(self) -> int:
-        """The number of calls whose result is not acked: waiting, running, or done."""
-        return sum(len(caller.runs) for caller in list(self._callers.values()))
-
     def handle(self, parcel: Parcel, reply: Reply) -> None:
         """Take a request from a transport. A request that came before is not run again and gets the same answer."""
         try:

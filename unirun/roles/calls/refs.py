@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from unirun.errors import InvocationTimeout, UsageError
-from unirun.reporting import report_error
 from unirun.roles.calls.open_call import STATE, Method, OpenCall
 from unirun.roles.transport.protocol import Parcel
 
@@ -41,7 +40,7 @@ class InvocationRef(OpenCall, Generic[R]):
         began: float = 0.0,
         deliver: Callable[[Callable[[], None]], None] = lambda callback: callback(),
     ) -> None:
-        """`deliver` calls a user's callback, in a thread where it may wait for other calls."""
+        """`deliver` calls a user's callback in a thread where it may wait for other calls, and prints its errors."""
         super().__init__(prepared, ranks, parcels, sharding, began)
         self._deliver = deliver
 
@@ -106,7 +105,7 @@ class InvocationRef(OpenCall, Generic[R]):
         """
         with STATE:
             if not self.over:
-                self._wakes.append(lambda ref: self._deliver(partial(_call_back, callback, ref)))
+                self._wakes.append(lambda ref: self._deliver(partial(callback, ref)))
                 return
         callback(self)
 
@@ -177,14 +176,6 @@ def wait(
             ref.forget_wake(wake)
     done = {id(ref) for ref in every if ref.done()}
     return [ref for ref in every if id(ref) in done], [ref for ref in every if id(ref) not in done]
-
-
-def _call_back(callback: Callable[[InvocationRef[R]], None], ref: InvocationRef[R]) -> None:
-    try:
-        callback(ref)
-    except Exception as error:  # noqa: BLE001 - a user's callback
-        # Like concurrent.futures: one callback must not keep others from being called.
-        report_error(error)
 
 
 def _clamped(seconds: float) -> float:

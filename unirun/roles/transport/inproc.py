@@ -81,23 +81,14 @@ class InprocTransport:
         self._channels.append(channel)
         return channel
 
-    def interrupt(self) -> None:
-        """Break every channel to this worker, which goes on, as a bad network does."""
-        self._cut("interrupted", end=False)
-
     def close(self) -> None:
         """Break every channel to this worker, and close its own."""
-        server = self._cut("the worker has ended", end=True)
+        with _lock:
+            server = _servers.pop(self._endpoint, None)
         if server is not None:
+            for channel in list(server.channels):
+                channel.cut("the worker has ended")
             server.executor.close()
         for channel in self._channels:
             channel.close()
         self._executor.close()
-
-    def _cut(self, reason: str, *, end: bool) -> _Server | None:
-        with _lock:
-            server = _servers.pop(self._endpoint, None) if end else _servers.get(self._endpoint)
-            channels = list(server.channels) if server is not None else []
-        for channel in channels:
-            channel.cut(reason)
-        return server

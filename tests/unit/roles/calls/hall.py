@@ -80,6 +80,11 @@ class Hall:
         self.thread = threading.Thread(target=self.dispatcher.serve, daemon=True)
         self.thread.start()
 
+    @property
+    def kept(self) -> int:
+        """The number of calls whose result is not acked: waiting, running, or done."""
+        return sum(len(caller.runs) for caller in list(self.dispatcher._callers.values()))
+
     def send(
         self,
         seq: int,

@@ -22,6 +22,7 @@ from unirun.roles.calls.open_call import Method
 from unirun.roles.calls.policy import Invocation
 from unirun.roles.calls.remote_errors import dump_error
 from unirun.roles.transport.protocol import Parcel, own
+from unirun.roles.transport.scheduler import Scheduler
 
 SOON = 10.0
 
@@ -269,10 +270,12 @@ class TestCallbacks:
     def test_one_that_fails_keeps_no_other_from_being_called(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        ref, seen = ref_of(), []
+        ref, seen, scheduler = ref_of(), [], Scheduler("test")
+        ref._deliver = scheduler.soon
         ref.add_done_callback(lambda _: 1 / 0)
         ref.add_done_callback(seen.append)
         ref.expire(1)
+        scheduler.close()
         assert seen == [ref]
         assert "ZeroDivisionError" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from unirun.errors import ChannelError
+from unirun.roles.transport import inproc
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import WorkerId
@@ -37,7 +38,8 @@ def test_who_is_interrupted_lives_on_and_who_is_closed_does_not() -> None:
     server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
     endpoint = server.serve(ME, echo)
     channel = client.connect(ME, endpoint, news.put)
-    server.interrupt()
+    for channel in list(inproc._servers[endpoint].channels):
+        channel.cut("interrupted")
     assert news.get(timeout=SOON) == "interrupted"
     answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
     channel.call(Parcel(b"over a broken channel"), answers.put)
