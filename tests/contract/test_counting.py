@@ -35,13 +35,13 @@ def test_bytes_are_those_of_tensors_there_and_back(stage: Stage) -> None:
     assert MB <= count.returned < 1.01 * MB
 
 
-def test_what_is_split_is_seen(stage: Stage) -> None:
+def test_a_call_with_split_arguments_is_counted_as_split(stage: Stage) -> None:
     cast = stage.role(2)
     cast.group.echo(shard([1, 2, 3]))
     assert stage.counted(cast)["echo", False].split
 
 
-def test_a_call_that_goes_to_any_rank_is_a_part_of_the_work(stage: Stage) -> None:
+def test_a_call_of_any_rank_is_counted_as_split(stage: Stage) -> None:
     cast = stage.role(2)
     for _ in range(4):
         cast.group.anyone()
@@ -49,7 +49,7 @@ def test_a_call_that_goes_to_any_rank_is_a_part_of_the_work(stage: Stage) -> Non
     assert (count.calls, count.ranks, count.split) == (4, (Span(0, 1),), True)
 
 
-def test_what_nobody_waits_for_is_counted_apart_when_it_is_answered(stage: Stage) -> None:
+def test_an_asynchronous_call_is_counted_apart_when_it_is_answered(stage: Stage) -> None:
     cast = stage.role(2)
     ref = cast.group.hold.call_async("later")
     assert stage.counted(cast) == {}
@@ -58,7 +58,7 @@ def test_what_nobody_waits_for_is_counted_apart_when_it_is_answered(stage: Stage
     assert stage.counted(cast)["hold", True].calls == 2
 
 
-def test_an_error_is_an_answer_too(stage: Stage) -> None:
+def test_a_call_that_raises_is_counted(stage: Stage) -> None:
     cast = stage.role(1)
     with pytest.raises(ValueError, match="no"):
         cast.group.fail("ValueError", "no")
@@ -66,7 +66,7 @@ def test_an_error_is_an_answer_too(stage: Stage) -> None:
 
 
 @pytest.mark.processes
-def test_a_call_that_is_lost_is_none(stage: Stage) -> None:
+def test_a_lost_call_is_not_counted(stage: Stage) -> None:
     cast = stage.role(1)
     ref = cast.group.hold.call_async("doomed")
     cast[0].hear("holding doomed")

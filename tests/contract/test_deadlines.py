@@ -30,7 +30,7 @@ def test_a_call_ends_at_its_deadline(stage: Stage, method: str) -> None:
     assert cast.group.echo("still there") == ["still there"]
 
 
-def test_those_who_were_in_time_are_heard(stage: Stage) -> None:
+def test_a_timeout_has_the_results_of_the_workers_that_answered(stage: Stage) -> None:
     cast = stage.role(3)
     with pytest.raises(InvocationTimeout) as caught:
         cast.group.hold_if_briefly(1, "one")
@@ -39,7 +39,7 @@ def test_those_who_were_in_time_are_heard(stage: Stage) -> None:
     cast[1].open("one")
 
 
-def test_a_result_that_is_asked_for_early_says_who_is_missing_and_comes_later(stage: Stage) -> None:
+def test_result_with_a_timeout_names_missing_workers_and_may_be_asked_again(stage: Stage) -> None:
     cast = stage.role(2)
     ref = cast.group.hold_if.call_async(0, "early")
     cast[0].hear("holding early")
@@ -54,7 +54,7 @@ def test_a_result_that_is_asked_for_early_says_who_is_missing_and_comes_later(st
     assert ref.result(SOON) == [0, 1]
 
 
-def test_a_worker_that_hangs_holds_up_nobody_else(stage: Stage) -> None:
+def test_a_worker_that_hangs_does_not_delay_calls_of_others(stage: Stage) -> None:
     cast = stage.role(2)
     hanging = cast.group[0].hold_briefly.call_async("hang")
     cast[0].hear("holding hang")
@@ -71,7 +71,7 @@ def test_a_worker_that_hangs_holds_up_nobody_else(stage: Stage) -> None:
 
 
 @pytest.mark.processes
-def test_a_process_that_is_stopped_is_told_by_the_deadline_and_may_go_on(stage: Stage) -> None:
+def test_a_call_of_a_stopped_process_ends_at_its_deadline_and_the_process_may_go_on(stage: Stage) -> None:
     cast = stage.role(2)
     cast.group.note("warm")
     cast[0].signal(STOP)
@@ -88,7 +88,7 @@ def test_a_process_that_is_stopped_is_told_by_the_deadline_and_may_go_on(stage: 
 
 
 @pytest.mark.processes
-def test_a_process_that_is_stopped_takes_what_it_is_sent_when_it_goes_on(stage: Stage) -> None:
+def test_a_stopped_process_runs_the_calls_that_were_sent_meanwhile(stage: Stage) -> None:
     cast = stage.role(1)
     cast.group.note("warm")
     cast[0].signal(STOP)

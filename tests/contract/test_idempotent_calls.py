@@ -20,7 +20,9 @@ def test_an_idempotent_call_is_made_again_when_its_worker_is_back(stage: Stage) 
     assert ref.result(SOON) == [(0, 1)]
 
 
-def test_a_loss_that_an_idempotent_call_got_over_is_told_by_the_next_other_call(stage: Stage) -> None:
+def test_a_loss_that_an_idempotent_call_survived_is_raised_by_the_next_other_call(stage: Stage) -> None:
+    """1. A worker dies during an idempotent call. 2. The successor runs it. 3. The next call that is not idempotent raises
+    the loss. 4. The call after that runs."""
     cast = stage.role(1)
     cast.group.echo(0)
     ref = cast.group.again.call_async("retry")
@@ -35,7 +37,9 @@ def test_a_loss_that_an_idempotent_call_got_over_is_told_by_the_next_other_call(
     assert cast.group.echo(2) == [2]
 
 
-def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
+def test_an_idempotent_group_call_is_made_again_in_all_workers(stage: Stage) -> None:
+    """1. Rank 1 answers, rank 0 dies. 2. The successor serves after more time than an error is held back. 3. Both ranks run
+    the call again."""
     cast = stage.role(2)
     # One answers at once. What it has said counts no more when the other one dies.
     ref = cast.group.again_if.call_async(0, "all")
@@ -54,7 +58,7 @@ def test_an_idempotent_group_call_is_made_again_by_all(stage: Stage) -> None:
     assert cast.group[1].ran() == [0, 0], "both attempts came here"
 
 
-def test_an_idempotent_call_is_made_again_so_often_and_no_more(stage: Stage) -> None:
+def test_an_idempotent_call_is_repeated_at_most_retries_times(stage: Stage) -> None:
     cast = stage.role(1)
     ref = cast.group.again_once.call_async("never")
     for _ in range(2):

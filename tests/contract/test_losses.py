@@ -14,7 +14,7 @@ from unirun.errors import InvocationTimeout, WorkerLost
 from unirun.roles import RoleGroup, wait
 
 
-def test_a_worker_that_dies_in_mid_call_is_told_at_once(stage: Stage) -> None:
+def test_a_worker_that_dies_during_a_call_raises_worker_lost_at_once(stage: Stage) -> None:
     cast = stage.role(2)
     ref = cast.group[0].hold.call_async("doomed")
     behind = cast.group[0].note.call_async("behind it")
@@ -36,7 +36,7 @@ def test_the_death_of_a_called_worker_writes_nothing_on_stderr(
     assert capfd.readouterr().err == ""
 
 
-def test_a_worker_whose_death_only_the_board_tells_is_lost_too(stage: Stage) -> None:
+def test_a_death_that_only_the_master_reports_raises_worker_lost(stage: Stage) -> None:
     """The machine is gone, and no connection says so."""
     cast = stage.role(1)
     ref = cast.group.hold.call_async("silent")
@@ -80,7 +80,7 @@ def test_a_method_that_ends_its_process_is_a_loss_and_not_repeated(stage: Stage)
     assert cast.group.ran() == [[]]
 
 
-def test_a_death_that_nobody_was_waiting_for_is_told_by_the_next_call(stage: Stage) -> None:
+def test_a_death_without_an_open_call_is_raised_by_the_next_call(stage: Stage) -> None:
     cast = stage.role(2)
     assert cast.group.echo(1) == [1, 1]
     cast.kill(0)
@@ -91,7 +91,9 @@ def test_a_death_that_nobody_was_waiting_for_is_told_by_the_next_call(stage: Sta
     assert cast.group.echo(4) == [4, 4]
 
 
-def test_calls_wait_for_a_worker_that_is_on_its_way(stage: Stage) -> None:
+def test_calls_wait_for_a_worker_that_is_starting(stage: Stage) -> None:
+    """1. A worker dies during a call. 2. Calls are made while its successor starts. 3. The successor serves: they run in
+    the order in which they were made."""
     cast = stage.role(1)
     ref = cast.group.hold.call_async("first")
     cast[0].hear("holding first")
@@ -107,6 +109,8 @@ def test_calls_wait_for_a_worker_that_is_on_its_way(stage: Stage) -> None:
 
 
 def test_a_group_call_waits_for_the_successor_while_calls_of_single_workers_go_on(stage: Stage) -> None:
+    """1. Rank 0 dies. 2. A call of rank 1 is answered. 3. A group call waits. 4. The successor serves, and the group call
+    runs in both."""
     cast = stage.role(2)
     ref = cast.group.hold_if.call_async(0, "gone")
     cast[0].hear("holding gone")
@@ -120,7 +124,9 @@ def test_a_group_call_waits_for_the_successor_while_calls_of_single_workers_go_o
     assert together.result(SOON) == [0, 1]
 
 
-def test_twenty_deaths_in_a_row_disturb_nobody_else(stage: Stage) -> None:
+def test_twenty_deaths_in_a_row_do_not_disturb_calls_of_other_workers(stage: Stage) -> None:
+    """1. Ranks 1 and 2 run a long call, with others queued behind it. 2. Rank 0 dies and comes back, twenty times. 3. The
+    long calls and the queued ones have their results."""
     cast = stage.role(3)
     group = cast.group
     long = [group[rank].hold.call_async("long") for rank in (1, 2)]
@@ -157,7 +163,7 @@ def test_a_worker_that_has_ended_for_good_is_lost_at_once(stage: Stage) -> None:
     assert cast.group[1].echo(1) == 1
 
 
-def test_any_goes_to_those_who_live(stage: Stage) -> None:
+def test_target_any_chooses_a_living_worker(stage: Stage) -> None:
     cast = stage.role(3)
     cast.group.echo()
     cast.kill(1)
@@ -196,7 +202,7 @@ def test_calls_from_many_threads_survive_deaths_of_others(stage: Stage) -> None:
     assert wrong == []
 
 
-def test_a_connection_that_breaks_while_nothing_is_open_is_made_again(stage: Stage) -> None:
+def test_a_connection_that_breaks_without_open_calls_is_made_again(stage: Stage) -> None:
     cast = stage.role(1)
     for number in range(5):
         with Line(cast) as line:
@@ -205,7 +211,7 @@ def test_a_connection_that_breaks_while_nothing_is_open_is_made_again(stage: Sta
     assert cast.group.echo("at last") == ["at last"]
 
 
-def test_the_first_call_waits_for_those_who_have_not_started(stage: Stage) -> None:
+def test_the_first_call_waits_for_workers_that_have_not_started(stage: Stage) -> None:
     cast = stage.role_to_come(2)
     answers: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=lambda: answers.put(cast.group.number()), daemon=True).start()
@@ -214,7 +220,9 @@ def test_the_first_call_waits_for_those_who_have_not_started(stage: Stage) -> No
     assert answers.get(timeout=SOON) == [0, 1]
 
 
-def test_only_the_board_says_that_a_worker_is_dead(stage: Stage) -> None:
+def test_a_broken_connection_is_no_death(stage: Stage) -> None:
+    """1. A worker's process ends. 2. The call goes on as long as the master has not said so. 3. The master says so: the
+    call raises `WorkerLost`."""
     cast = stage.role(1)
     ref = cast.group.hold.call_async("doomed")
     cast[0].hear("holding doomed")
@@ -241,7 +249,7 @@ def test_a_worker_whose_connections_are_cut_again_and_again_is_not_lost(stage: S
     assert cast.group.ran() == [["through"]], "it ran once"
 
 
-def test_each_death_is_told_once(stage: Stage) -> None:
+def test_each_death_raises_worker_lost_once(stage: Stage) -> None:
     cast = stage.role(2)
     assert cast.group.echo(0) == [0, 0]
     for life in range(10):
@@ -254,6 +262,8 @@ def test_each_death_is_told_once(stage: Stage) -> None:
 
 
 def test_queued_calls_of_a_group_do_not_run_in_the_next_generation(stage: Stage) -> None:
+    """1. Three group calls wait behind a slow one. 2. Rank 0 dies: all of them are lost. 3. The next generation is formed.
+    4. Rank 1 runs none of the lost calls, only those that were made for it alone or for the new generation."""
     cast = stage.role(2)
     first = cast.group.hold.call_async("slow")
     behind = [cast.group.note.call_async(number) for number in range(3)]
@@ -271,7 +281,8 @@ def test_queued_calls_of_a_group_do_not_run_in_the_next_generation(stage: Stage)
 
 
 def test_a_group_call_that_a_worker_refuses_is_lost_and_says_why(stage: Stage) -> None:
-    """A worker is in the next generation already, and the caller has not heard of it."""
+    """1. A worker is in the next generation, of which the caller has not heard. 2. It refuses its part of a call. 3. The
+    caller hears who was lost, and the call raises it. 4. The next call runs."""
     cast = stage.role(2)
     assert cast.group.echo(0) == [0, 0]
     cast[1].form(1)
@@ -285,8 +296,9 @@ def test_a_group_call_that_a_worker_refuses_is_lost_and_says_why(stage: Stage) -
     assert cast.group.ran()[1] == ["next"]
 
 
-def test_a_group_call_that_was_begun_for_one_generation_is_not_ended_in_the_next(stage: Stage) -> None:
-    """A worker has its part, and the other one is lost before it serves: its successor gets nothing of this call."""
+def test_a_group_call_of_one_generation_is_not_sent_in_the_next(stage: Stage) -> None:
+    """1. Rank 1 runs its part of a call. 2. Rank 0 is lost before it serves. 3. Its successor does not get its part, and the
+    call is lost."""
     cast = stage.role(2)
     cast.kill(0)
     cast.prepare_again(0)
@@ -301,8 +313,9 @@ def test_a_group_call_that_was_begun_for_one_generation_is_not_ended_in_the_next
     assert cast.group.ran() == [["whole"], ["half", "whole"]]
 
 
-def test_a_trainer_that_was_started_again_is_told_of_those_who_were(stage: Stage) -> None:
-    """What its predecessor was told is not known."""
+def test_a_restarted_trainer_gets_worker_lost_for_restarted_workers(stage: Stage) -> None:
+    """1. A worker is started again. 2. The first trainer calls it without an error. 3. A restarted trainer does not know what
+    its predecessor was told: its first call raises `WorkerLost`, the second one runs."""
     cast = stage.role(2)
     cast.kill(0)
     cast.start_again(0)

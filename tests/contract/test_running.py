@@ -110,7 +110,7 @@ def test_every_call_runs_once_however_often_the_connection_breaks(stage: Stage) 
     assert set(Counter(cast.group[0].ran()).values()) == {1}
 
 
-def test_any_spreads_over_those_who_have_least_to_do(troupe: Cast) -> None:
+def test_target_any_chooses_the_worker_with_the_fewest_open_calls(troupe: Cast) -> None:
     assert Counter(troupe.group.anyone() for _ in range(9)) == {0: 3, 1: 3, 2: 3}
     busy = troupe.group[1].hold.call_async("spread")
     troupe[1].hear("holding spread")
@@ -119,18 +119,18 @@ def test_any_spreads_over_those_who_have_least_to_do(troupe: Cast) -> None:
     assert busy.result(SOON) == "spread"
 
 
-def test_open_calls_to_any_are_counted(troupe: Cast) -> None:
+def test_open_calls_of_target_any_are_counted(troupe: Cast) -> None:
     refs = [troupe.group.anyone_holds.call_async("shared") for _ in range(6)]
     troupe.open("shared")
     assert sorted(ref.result(SOON) for ref in refs) == [0, 0, 1, 1, 2, 2]
 
 
-def test_map_gives_each_item_to_somebody_and_keeps_their_order(troupe: Cast) -> None:
+def test_map_calls_one_worker_per_item_and_keeps_the_order_of_results(troupe: Cast) -> None:
     assert troupe.group.echo.map(range(50)) == list(range(50))
     assert set(troupe.group.number.map([])) == set()
 
 
-def test_map_goes_round_a_worker_that_is_slow(stage: Stage) -> None:
+def test_map_gives_fewer_items_to_a_slow_worker(stage: Stage) -> None:
     cast = stage.role(2)
     done = threading.Event()
     results: list[int] = []
@@ -148,7 +148,7 @@ def test_map_goes_round_a_worker_that_is_slow(stage: Stage) -> None:
     assert Counter(results)[1] >= 36
 
 
-def test_methods_in_threads_and_loops_run_beside_a_long_call(stage: Stage) -> None:
+def test_concurrent_and_async_methods_run_during_a_long_call(stage: Stage) -> None:
     cast = stage.role(1)
     long = cast.group.hold.call_async("long")
     cast[0].hear("holding long")
@@ -203,7 +203,7 @@ def in_thread(action: Callable[[], T]) -> queue.SimpleQueue[T]:
     return answer
 
 
-def test_workers_keep_no_results(stage: Stage) -> None:
+def test_workers_keep_no_results_that_were_acked(stage: Stage) -> None:
     cast = stage.role(2)
     for number in range(50):
         cast.group.echo(number)
@@ -215,14 +215,14 @@ def test_workers_keep_no_results(stage: Stage) -> None:
     assert max(cast.kept()) <= 1
 
 
-def test_large_results_are_let_go_at_once(stage: Stage) -> None:
+def test_large_results_are_acked_at_once(stage: Stage) -> None:
     cast = stage.role(1)
     cast.group.echo()
     assert cast.group[0].echo(torch.ones(1 << 19)).numel() == 1 << 19
     eventually(lambda: cast[0].ask("kept") == 0, "the worker keeps nothing")
 
 
-def test_results_that_come_too_late_are_let_go_too(stage: Stage) -> None:
+def test_results_after_the_deadline_are_acked_too(stage: Stage) -> None:
     cast = stage.role(1)
     ref = cast.group.hold_briefly.call_async("late")
     assert isinstance(ref.exception(SOON), TimeoutError)
@@ -236,7 +236,7 @@ def test_results_that_come_too_late_are_let_go_too(stage: Stage) -> None:
     eventually(only_the_latest_is_kept, "the late result is let go")
 
 
-def test_a_worker_plays_for_several_callers_at_once(stage: Stage) -> None:
+def test_a_worker_serves_several_callers_at_once(stage: Stage) -> None:
     cast = stage.role(1)
     other = stage.trainer(0, call_many, cast)
     assert [cast.group[0].echo.call(number) for number in range(200)] == list(range(200))

@@ -92,11 +92,11 @@ def closed_by_peer(sock: socket.socket) -> bool:
     return True
 
 
-class TestTheDoor:
-    def test_who_has_the_token_is_served(self, house: House) -> None:
+class TestHandshake:
+    def test_a_peer_with_the_token_is_served(self, house: House) -> None:
         assert house.answers()
 
-    def test_who_has_another_token_is_told_so(self, house: House) -> None:
+    def test_a_peer_with_another_token_gets_an_error(self, house: House) -> None:
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         with house.guest(new_token()) as guest:
             guest.connect(ME, house.endpoint, reasons.put)
@@ -119,7 +119,7 @@ class TestTheDoor:
         [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(ANSWER_SIZE), bytes(1 << 20)],
         ids=["nothing", "a zero", "http", "an answer's length", "a megabyte"],
     )
-    def test_noise_is_hung_up_on(self, house: House, noise: bytes) -> None:
+    def test_noise_ends_the_handshake(self, house: House, noise: bytes) -> None:
         with house.knock() as sock:
             with contextlib.suppress(BrokenPipeError):
                 sock.sendall(noise)
@@ -129,12 +129,12 @@ class TestTheDoor:
         assert house.requests.empty()
         assert house.answers()
 
-    def test_who_knocks_and_runs_does_no_harm(self, house: House) -> None:
+    def test_a_peer_that_connects_and_leaves_does_no_harm(self, house: House) -> None:
         for _ in range(50):
             house.knock().close()
         assert house.answers()
 
-    def test_who_says_nothing_is_sent_away_at_the_deadline(
+    def test_a_silent_peer_is_disconnected_at_the_deadline_of_the_handshake(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sockets, "DEADLINE", 0.3)
@@ -146,7 +146,7 @@ class TestTheDoor:
         assert 0.25 < time.monotonic() - began < 5.0
         assert house.answers()
 
-    def test_nobody_there_is_told(self, house: House, tmp_path: Path) -> None:
+    def test_connecting_to_no_socket_is_a_channel_error(self, house: House, tmp_path: Path) -> None:
         with house.guest() as guest, pytest.raises(ChannelError, match="desk:0 cannot be reached"):
             guest.connect(ME, str(tmp_path / "nobody"), lambda reason: None)
 
@@ -155,7 +155,7 @@ class TestTheDoor:
         assert os.stat(house.folder).st_mode & 0o077 == 0
 
 
-class TestInside:
+class TestFrames:
     """One who has the token can be wrong, too."""
 
     @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ class TestInside:
             lambda: len(os.listdir("/proc/self/fd")) < before, "the descriptor that was sent is closed"
         )
 
-    def test_one_who_does_not_read_holds_up_nobody(self, house: House) -> None:
+    def test_a_peer_that_does_not_read_delays_no_other(self, house: House) -> None:
         with house.enter() as sock:
             sock.setblocking(False)
             frame = encode_header(REQUEST, 1, 1 << 16, []) + bytes(1 << 16)

@@ -66,7 +66,7 @@ def wait_long(group: RoleGroup, control: Connection) -> None:
 
 
 @pytest.mark.processes
-def test_a_trainer_that_waits_hears_signals(stage: Stage) -> None:
+def test_a_trainer_that_waits_for_a_result_handles_signals(stage: Stage) -> None:
     cast = stage.role(1)
     trainer = stage.trainer(0, wait_long, cast)
     cast[0].hear("holding while signals come")

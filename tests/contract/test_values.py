@@ -87,7 +87,7 @@ def test_a_great_many_arrays_arrive(troupe: Cast, width: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 1 << 20], ids=["small", "large"])
-def test_who_receives_a_tensor_may_write_to_it(stage: Stage, size: int) -> None:
+def test_a_received_tensor_is_writable(stage: Stage, size: int) -> None:
     cast = stage.role(2)
     tensor = torch.zeros(size)
     assert cast.group.write(tensor) == [float(size)] * 2
@@ -101,7 +101,7 @@ def test_who_receives_a_tensor_may_write_to_it(stage: Stage, size: int) -> None:
     assert float(cast.group.lend()[0].sum()) == 0.0
 
 
-def test_what_a_call_takes_along_is_what_was_there_when_it_was_made(stage: Stage) -> None:
+def test_tensors_of_an_asynchronous_call_are_copied_when_it_is_made(stage: Stage) -> None:
     cast = stage.role(1)
     held = cast.group.hold.call_async("snapshot")
     cast[0].hear("holding snapshot")
@@ -121,7 +121,7 @@ def test_a_view_sends_its_elements_and_not_its_storage(troupe: Cast) -> None:
     assert troupe.group.size_of_storage(storage[::4096]) == [4096] * 3
 
 
-def test_memory_is_free_as_soon_as_nobody_holds_it(troupe: Cast) -> None:
+def test_memory_of_arguments_and_results_is_freed_with_the_last_reference(troupe: Cast) -> None:
     gc.disable()
     try:
         sent = np.ones(1 << 18)

@@ -113,7 +113,9 @@ def peer_meets(worker: Worker, pool: ThreadPoolExecutor) -> Callable[[], Any]:
 
 
 class TestEntering:
-    def test_meets_forms_and_tells(self, alone: tuple[Worker, Formation], formed: list[int]) -> None:
+    def test_entering_meets_forms_the_group_and_tells_the_agent(
+        self, alone: tuple[Worker, Formation], formed: list[int]
+    ) -> None:
         worker, formation = alone
         worker.role_has(3)
         formation.enter(worker.setup)
@@ -190,7 +192,7 @@ class TestFollowing:
         assert formed == [0, 1]
         assert os.environ["MASTER_PORT"] == str(worker.stores[-1].port)
 
-    def test_takes_up_the_news_of_a_caller(self, alone: tuple[Worker, Formation]) -> None:
+    def test_a_call_of_a_later_generation_is_followed(self, alone: tuple[Worker, Formation]) -> None:
         worker, formation = alone
         worker.role_has(0)
         formation.enter(worker.setup)
@@ -200,7 +202,7 @@ class TestFollowing:
         agent.join()
         assert formation.generation == 1
 
-    def test_a_user_who_fails_in_the_new_generation_fails(
+    def test_an_error_of_on_generation_is_raised(
         self, groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(unirun.roles.formation, "NEWS", 0.01)
@@ -250,7 +252,7 @@ class TestForming:
         thread.start()
         return thread
 
-    def test_that_is_overtaken_ends_and_meets_a_newcomer_in_the_next(
+    def test_forming_that_is_overtaken_ends_and_meets_the_new_rank_in_the_next_generation(
         self, worker: Worker, formation: Formation, pool: ThreadPoolExecutor, formed: list[int]
     ) -> None:
         worker.role_has(0)
@@ -264,7 +266,7 @@ class TestForming:
         assert formed == [1]
         assert worker.told == [GroupMeets(0), GroupMeets(1), GroupFormed(1)]
 
-    def test_that_is_overtaken_again_goes_on_to_the_last(
+    def test_forming_that_is_overtaken_again_goes_on_to_the_last_generation(
         self, worker: Worker, formation: Formation, pool: ThreadPoolExecutor, formed: list[int]
     ) -> None:
         worker.role_has(0)
@@ -286,7 +288,7 @@ class TestForming:
         assert (formation.generation, formed) == (2, [2])
         assert worker.told == [*map(GroupMeets, (0, 1, 2)), GroupFormed(2)]
 
-    def test_that_nothing_can_end_is_told_as_stuck(
+    def test_forming_that_cannot_be_ended_is_reported_as_stuck(
         self, worker: Worker, formation: Formation, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
     ) -> None:
         monkeypatch.setattr(unirun.roles.formation, "STUCK", 0.05)

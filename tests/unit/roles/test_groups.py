@@ -114,14 +114,14 @@ def sum_of(group: Any, peer: Any) -> int:
     return int(mine)
 
 
-def test_all_ranks_of_all_roles_are_in_it_in_order(rollout: Rollout, forge: GroupForge) -> None:
+def test_a_group_has_all_ranks_of_all_roles_in_order(rollout: Rollout, forge: GroupForge) -> None:
     peer = rollout.comes(0, 0)
     group = group_of(forge)
     assert (group.rank(), group.size()) == (0, 2)
     assert sum_of(group, peer.result(SOON)) == 3
 
 
-def test_it_is_kept_as_long_as_the_generations_last(
+def test_a_group_is_kept_as_long_as_its_generations(
     actor: Actor, rollout: Rollout, forge: GroupForge
 ) -> None:
     peer = rollout.comes(0, 0)

@@ -40,7 +40,7 @@ def handle(link: Any = None) -> MasterHandle:
     return MasterHandle(IDENTITY, Peers("actor", 1, ROLES, link=link))
 
 
-def test_without_a_launcher_it_knows_what_the_environment_tells() -> None:
+def test_job_info_without_a_launcher_is_that_of_the_environment() -> None:
     assert handle().job_info() == {
         "name": "",
         "roles": {
@@ -50,7 +50,7 @@ def test_without_a_launcher_it_knows_what_the_environment_tells() -> None:
     }
 
 
-def test_figures_are_told_to_the_agent(agent: Any) -> None:
+def test_metrics_are_sent_to_the_agent(agent: Any) -> None:
     before = time.time()
     handle(agent.worker).report(
         {"loss": 0.5, "step": 3, "tensor": torch.tensor(1.5), "array": np.float32(2.5), "text": "4.5"}
@@ -62,7 +62,7 @@ def test_figures_are_told_to_the_agent(agent: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_figures_that_are_no_longer_finite_are_told_too(agent: Any, value: float) -> None:
+def test_metrics_that_are_not_finite_are_sent_too(agent: Any, value: float) -> None:
     handle(agent.worker).report({"loss": value})
     told = agent.receive(timeout=10)
     assert isinstance(told, Metrics)
@@ -72,16 +72,16 @@ def test_figures_that_are_no_longer_finite_are_told_too(agent: Any, value: float
 @pytest.mark.parametrize(
     "value", [None, "high", [1], torch.ones(3), {}, 10**400, 10**5000], ids=lambda value: type(value).__name__
 )
-def test_what_is_no_figure_is_refused_by_name(agent: Any, value: Any) -> None:
+def test_a_metric_that_is_no_number_is_refused_by_name(agent: Any, value: Any) -> None:
     with pytest.raises(UsageError, match="metric 'loss' is a .* that is no float: .*; report floats"):
         handle(agent.worker).report({"good": 1.0, "loss": value})
 
 
-def test_without_a_launcher_nobody_listens() -> None:
+def test_metrics_without_a_launcher_are_dropped() -> None:
     handle().report({"loss": 1.0})
 
 
-def test_an_agent_that_is_gone_is_told(agent: Any) -> None:
+def test_metrics_for_an_agent_that_is_gone_raise_connection_lost(agent: Any) -> None:
     agent.close()
     found = handle(agent.worker)
     with pytest.raises(ConnectionLost):
@@ -91,7 +91,7 @@ def test_an_agent_that_is_gone_is_told(agent: Any) -> None:
 @pytest.mark.parametrize(
     "state", [b"", b"bytes", bytearray(b"array"), memoryview(b"view"), pickle.dumps({"a": 1})]
 )
-def test_states_are_kept_as_bytes(state: Any) -> None:
+def test_saved_states_are_kept_as_bytes(state: Any) -> None:
     found = handle()
     assert found.load_state() is None
     found.save_state(state)
@@ -99,7 +99,7 @@ def test_states_are_kept_as_bytes(state: Any) -> None:
 
 
 @pytest.mark.parametrize("state", ["text", None, {"a": 1}, 5], ids=repr)
-def test_a_state_that_is_no_bytes_is_refused(state: Any) -> None:
+def test_a_saved_state_that_is_not_bytes_is_refused(state: Any) -> None:
     with pytest.raises(UsageError, match=r"save_state got .*; give bytes, for example pickle.dumps"):
         handle().save_state(state)
 

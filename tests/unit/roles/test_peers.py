@@ -34,12 +34,12 @@ def test_a_rank_that_a_smaller_role_has_no_more_is_over(peers: Peers) -> None:
     assert peers.find("actor", 1).endpoint == "at 1"
 
 
-def test_a_rank_that_never_was_is_a_mistake(peers: Peers) -> None:
+def test_a_rank_that_the_role_never_had_is_a_usage_error(peers: Peers) -> None:
     with pytest.raises(UsageError, match="role actor has no rank 3"):
         peers.find("actor", 3)
 
 
-def test_what_a_role_has_had_is_known_to_processes_that_come_later(peers: Peers) -> None:
+def test_the_former_size_of_a_role_is_known(peers: Peers) -> None:
     assert (peers.count("actor"), peers.known("actor").world_size) == (3, 2)
 
 

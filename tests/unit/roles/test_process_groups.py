@@ -127,19 +127,21 @@ class TestWhatARankPublishes:
         assert parse_published(value) == Published((ip, port), tuple(numbers))
 
     @given(st.binary(max_size=400))
-    def test_is_no_other_bytes(self, noise: bytes) -> None:
+    def test_other_bytes_are_no_published_address(self, noise: bytes) -> None:
         with contextlib.suppress(ValueError):
             parse_published(noise)
 
     @given(st.data())
-    def test_is_no_part_of_it(self, data: st.DataObject) -> None:
+    def test_a_part_of_a_published_address_is_refused(self, data: st.DataObject) -> None:
         value = published("127.0.0.1", 1234, (1, 2))
         with contextlib.suppress(ValueError):
             assert parse_published(value[: data.draw(st.integers(0, len(value)))]).address[1] == 1234
 
 
 class TestAWaitInAGroupThatIsOver:
-    def test_ends_in_the_store(self, meeting: Meeting, ranks: ThreadPoolExecutor) -> None:
+    def test_a_wait_in_the_store_of_an_outdated_group_ends(
+        self, meeting: Meeting, ranks: ThreadPoolExecutor
+    ) -> None:
         waiting = ranks.submit(meeting.join, 0)
         eventually(lambda: meeting.store.check(["0/0"]), "it waits for the other's address")
         self.ends(meeting, waiting)
@@ -171,7 +173,9 @@ class TestAWaitInAGroupThatIsOver:
             eventually(lambda: meeting.store.check(["0/0"]), "it connects or listens")
             self.ends(meeting, waiting)
 
-    def test_ends_in_a_collective(self, meeting: Meeting, ranks: ThreadPoolExecutor) -> None:
+    def test_a_collective_in_an_outdated_group_ends(
+        self, meeting: Meeting, ranks: ThreadPoolExecutor
+    ) -> None:
         group, _ = formed(meeting, ranks)
         waiting = ranks.submit(summed, group, 1.0)
         self.ends(meeting, waiting)

@@ -85,7 +85,7 @@ def test_two_roles_that_give_one_name_are_refused() -> None:
         bound(made(), "a-b", "a_b", "c")
 
 
-def test_a_group_that_there_is_not_is_told_with_those_there_are() -> None:
+def test_an_unknown_role_group_is_an_error_with_the_known_ones() -> None:
     trainer = bound(made(), "actor", "critic")
     with pytest.raises(
         AttributeError, match="there is no role group RG_ACTRO; there are: RG_ACTOR, RG_CRITIC"
@@ -95,7 +95,7 @@ def test_a_group_that_there_is_not_is_told_with_those_there_are() -> None:
         trainer.stepp  # noqa: B018
 
 
-def test_in_the_constructor_nothing_is_there_yet() -> None:
+def test_role_groups_are_missing_in_the_trainers_constructor() -> None:
     class Eager(BaseTrainer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
@@ -112,13 +112,13 @@ def test_in_the_constructor_nothing_is_there_yet() -> None:
         made(Asking)
 
 
-def test_it_has_its_configuration() -> None:
+def test_a_trainer_has_the_jobs_config() -> None:
     trainer = made()
     assert trainer.config.model.layers == 2
     assert (trainer.actor_handles, trainer.actor_classes) == ({}, {})
 
 
-def test_it_knows_what_its_roles_use() -> None:
+def test_a_trainer_knows_the_resources_of_its_roles() -> None:
     trainer = bound(made(), "actor", resources={"actor": {"total": 2}})
     found = trainer.get_workload_resource("actor")
     assert found == {"total": 2}
@@ -128,7 +128,7 @@ def test_it_knows_what_its_roles_use() -> None:
         trainer.get_workload_resource("critic")
 
 
-def test_what_it_saves_it_finds_again() -> None:
+def test_a_trainer_loads_the_state_that_it_saved() -> None:
     trainer = bound(made(), "actor")
     assert trainer.load_state() is None
     trainer.save_state(b"step 3")
@@ -137,7 +137,7 @@ def test_what_it_saves_it_finds_again() -> None:
 
 
 @pytest.mark.parametrize("method", ["init", "fit"])
-def test_both_methods_must_be_defined(method: str) -> None:
+def test_a_trainer_must_define_init_and_fit(method: str) -> None:
     class Half(BaseTrainer):
         """Defines neither."""
 

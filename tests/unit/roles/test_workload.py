@@ -18,7 +18,7 @@ def workload(role: str = "actor", collocation: str = "") -> BaseWorkload:
     return BaseWorkload(handle, OmegaConf.create({"lr": 0.5}))
 
 
-def test_every_property_of_the_guide_is_there() -> None:
+def test_a_workload_has_every_property_of_dlrovers_guide() -> None:
     found = workload()
     assert found.name == "actor:5"
     assert (found.role, found.rank, found.world_size, found.word_size) == ("actor", 5, 8, 8)
@@ -31,11 +31,11 @@ def test_every_property_of_the_guide_is_there() -> None:
 @pytest.mark.parametrize(
     ("role", "is_actor"), [("actor", True), ("ACTOR", True), ("critic", False), ("actor2", False)]
 )
-def test_it_knows_whether_it_acts(role: str, is_actor: bool) -> None:
+def test_a_workload_knows_whether_its_role_is_actor(role: str, is_actor: bool) -> None:
     assert workload(role).is_actor_role() is is_actor
 
 
-def test_it_knows_with_whom_it_shares_devices() -> None:
+def test_a_workload_knows_the_roles_that_share_its_devices() -> None:
     assert workload().get_device_collocation() == ""
     assert workload(collocation="ACTOR,ROLLOUT").get_device_collocation() == "ACTOR,ROLLOUT"
 
@@ -45,7 +45,7 @@ def test_what_belongs_to_every_workload_is_not_called_by_trainers() -> None:
     assert Workload is BaseWorkload
 
 
-def test_who_defines_nothing_can_be_set_up_and_torn_down() -> None:
+def test_a_workload_without_methods_can_be_set_up_and_torn_down() -> None:
     found = workload()
     found.setup()
     found.on_generation(3)

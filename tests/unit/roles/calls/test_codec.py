@@ -37,7 +37,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (30, 40)], ids=str)
-def test_a_tensor_of_any_kind_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_tensor_of_any_kind_and_shape_is_rebuilt(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.empty(shape, dtype=dtype)
     bits = tensor.view(torch.uint8) if tensor.ndim and tensor.numel() else None
     if bits is not None:
@@ -62,7 +62,7 @@ def test_a_tensor_of_any_kind_and_shape(dtype: torch.dtype, shape: tuple[int, ..
     ],
     ids=["transposed", "strided", "permuted", "expanded", "conj", "neg", "channels-last"],
 )
-def test_a_tensor_however_it_lies(tensor: torch.Tensor) -> None:
+def test_a_tensor_of_any_memory_layout_is_rebuilt(tensor: torch.Tensor) -> None:
     assert torch.equal(through(tensor), tensor)
 
 
@@ -151,7 +151,7 @@ def test_other_kinds_of_tensors_travel_as_torch_pickles_them(make: Callable[[], 
     ],
     ids=["plain", "empty", "0-dim", "fortran", "strided", "objects", "records"],
 )
-def test_arrays(array: Any) -> None:
+def test_arrays_are_rebuilt(array: Any) -> None:
     found = through(array)
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
     assert (found == array).all()
@@ -189,7 +189,9 @@ def test_functions_and_classes_by_name_and_by_value() -> None:
     assert through(len) is len
 
 
-def test_what_has_a_name_does_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_with_importable_names_are_pickled_without_cloudpickle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It takes twice as long."""
     monkeypatch.setattr(codec, "_CloudPickler", None)
     value = through({"batch": Batch(torch.ones(1000), ["a"]), "kind": Batch, "function": through})

@@ -56,7 +56,7 @@ def test_a_method_that_is_waited_for_and_not_is_counted_apart(book: CallBook, to
     assert {each.asynchronous: each.bytes for each in told[0].counts} == {False: 1, True: 2}
 
 
-def test_what_unirun_asks_of_workers_is_no_call_of_the_job(book: CallBook, told: list[Calls]) -> None:
+def test_calls_of_unirun_itself_are_not_counted(book: CallBook, told: list[Calls]) -> None:
     book.count("actor", "__describe__", asynchronous=False).add(0, 1, 1, 0.0)
     book.count("actor", "never", asynchronous=False)
     book.report()
@@ -74,7 +74,9 @@ def test_a_report_is_due_with_the_first_call_after_the_last_one(book: CallBook, 
     assert len(later.asked) == 1
 
 
-def test_reports_become_seldom(book: CallBook, later: Later, told: list[Calls]) -> None:
+def test_the_interval_of_reports_doubles_up_to_a_limit(
+    book: CallBook, later: Later, told: list[Calls]
+) -> None:
     count = book.count("actor", "train", asynchronous=False)
     times = []
     for _ in range(9):
@@ -88,7 +90,7 @@ def test_reports_become_seldom(book: CallBook, later: Later, told: list[Calls]) 
     assert waits == [0, 1, 3, 7, 15, 31, SELDOM - 1, SELDOM - 1, SELDOM - 1]
 
 
-def test_nothing_new_is_not_told_again(book: CallBook, told: list[Calls]) -> None:
+def test_unchanged_counts_are_not_reported_again(book: CallBook, told: list[Calls]) -> None:
     book.report()
     book.count("actor", "train", asynchronous=False).add(0, 1, 1, 0.0)
     book.report()
@@ -96,7 +98,9 @@ def test_nothing_new_is_not_told_again(book: CallBook, told: list[Calls]) -> Non
     assert len(told) == 1
 
 
-def test_of_too_many_methods_those_count_that_move_most(book: CallBook, told: list[Calls]) -> None:
+def test_of_too_many_methods_those_with_the_most_bytes_are_reported(
+    book: CallBook, told: list[Calls]
+) -> None:
     for number in range(MAX_COUNTS + 10):
         book.count("actor", f"m{number}", asynchronous=False).add(0, number, 0, 0.0)
     book.report()

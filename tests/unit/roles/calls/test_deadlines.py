@@ -27,7 +27,7 @@ def scheduler() -> Iterator[Scheduler]:
 
 
 class TestDeadlines:
-    def test_what_is_not_dropped_is_late_in_the_order_in_which_it_came(self, scheduler: Scheduler) -> None:
+    def test_items_that_are_not_dropped_expire_in_order(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[int] = queue.SimpleQueue()
         deadlines, began = Deadlines(0.1, scheduler, late.put), time.monotonic()
         for number in range(100):
@@ -39,7 +39,7 @@ class TestDeadlines:
         assert 0.1 <= time.monotonic() - began < 2.0
         assert late.empty()
 
-    def test_each_has_its_whole_time_also_after_others_were_late(self, scheduler: Scheduler) -> None:
+    def test_an_item_has_its_whole_timeout_after_others_have_expired(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
         deadlines = Deadlines[int](0.1, scheduler, lambda number: late.put((number, time.monotonic())))
         for number in range(3):
@@ -49,7 +49,7 @@ class TestDeadlines:
             assert found == number
             assert 0.1 <= ended - began < 2.0
 
-    def test_one_that_comes_while_another_is_waited_for_has_its_own(self, scheduler: Scheduler) -> None:
+    def test_an_item_that_is_added_later_has_its_own_deadline(self, scheduler: Scheduler) -> None:
         late: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         deadlines = Deadlines[str](0.2, scheduler, lambda name: late.put((name, time.monotonic())))
         began = time.monotonic()
@@ -63,7 +63,7 @@ class TestDeadlines:
         assert name == "second"
         assert 0.3 <= ended - began < 2.0
 
-    def test_what_was_dropped_is_not_held(self, scheduler: Scheduler) -> None:
+    def test_a_dropped_item_is_not_referenced(self, scheduler: Scheduler) -> None:
         class Load:
             """Something large."""
 
@@ -76,23 +76,21 @@ class TestDeadlines:
         gc.collect()
         assert watch() is None
 
-    def test_a_great_many_are_one_thing_to_do(self, scheduler: Scheduler) -> None:
+    def test_many_items_are_one_action_of_the_scheduler(self, scheduler: Scheduler) -> None:
         deadlines = Deadlines[int](1000.0, scheduler, lambda number: None)
         for number in range(20_000):
             deadlines.add(number)
         assert len(scheduler._heap) <= 1
 
     @pytest.mark.parametrize("seconds", [1e12, math.inf])
-    def test_one_that_never_comes_keeps_nothing_from_being_done(
-        self, scheduler: Scheduler, seconds: float
-    ) -> None:
+    def test_an_infinite_timeout_delays_no_action(self, scheduler: Scheduler, seconds: float) -> None:
         Deadlines[int](seconds, scheduler, lambda number: None).add(1)
         done = threading.Event()
         scheduler.soon(done.set)
         assert done.wait(SOON)
 
     @pytest.mark.filterwarnings("ignore")
-    def test_one_whose_end_fails_keeps_no_other_from_its_own(
+    def test_an_error_of_one_expiry_delays_no_other(
         self, scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
     ) -> None:
         ended = threading.Event()

@@ -53,7 +53,9 @@ class TestAtMostOnce:
         assert torch.equal(first, again)
         assert len(hall.desk.ran) == 1
 
-    def test_one_that_comes_again_while_it_runs_is_answered_twice_and_runs_once(self, hall: Hall) -> None:
+    def test_a_request_that_comes_again_while_it_runs_is_answered_twice_and_runs_once(
+        self, hall: Hall
+    ) -> None:
         first = hall.send(1, "hold")
         assert hall.desk.begun.wait(SOON)
         again = hall.send(1, "hold")
@@ -61,7 +63,7 @@ class TestAtMostOnce:
         assert value_of(first) == value_of(again) == "held"
         assert hall.desk.ran == ["held"]
 
-    def test_errors_are_kept_too(self, hall: Hall) -> None:
+    def test_an_error_is_kept_until_it_is_acked(self, hall: Hall) -> None:
         assert isinstance(error_of(hall.send(1, "note")), TypeError)
         assert isinstance(error_of(hall.send(1, "note")), TypeError)
 
@@ -69,7 +71,7 @@ class TestAtMostOnce:
         assert value_of(hall.send(1, "note", "a")) == "a"
         assert value_of(hall.send(1, "note", "b", caller=WorkerId("other", 0, 0))) == "b"
 
-    def test_what_is_acked_is_forgotten(self, hall: Hall) -> None:
+    def test_a_result_that_is_acked_is_forgotten(self, hall: Hall) -> None:
         for seq in range(1, 6):
             value_of(hall.send(seq, "note", seq))
         assert hall.kept == 5
@@ -86,14 +88,14 @@ class TestAtMostOnce:
 
 
 class TestACallerThatWasStartedAgain:
-    def test_has_no_use_for_what_was_kept_before(self, hall: Hall) -> None:
+    def test_results_for_an_earlier_incarnation_of_a_caller_are_dropped(self, hall: Hall) -> None:
         for seq in range(1, 4):
             value_of(hall.send(seq, "note", seq))
         value_of(hall.send(1, "note", "new", caller=TRAINER._replace(incarnation=1)))
         assert hall.kept == 1
         assert hall.desk.ran == [1, 2, 3, "new"]
 
-    def test_what_comes_late_of_the_one_before_is_not_run(self, hall: Hall) -> None:
+    def test_a_late_request_of_an_earlier_incarnation_is_not_run(self, hall: Hall) -> None:
         value_of(hall.send(1, "note", "new", caller=TRAINER._replace(incarnation=1)))
         late = hall.send(9, "note", "old")
         assert value_of(hall.send(2, "note", "next", caller=TRAINER._replace(incarnation=1))) == "next"
@@ -159,13 +161,13 @@ class TestAnswers:
             == "desk:0 has no method 'nota'; its methods are: beside, hold, hold_and_fail, later, note"
         )
 
-    def test_who_has_no_methods_says_so(self) -> None:
+    def test_a_target_without_methods_says_so(self) -> None:
         answers: queue.SimpleQueue[Parcel] = queue.SimpleQueue()
         Dispatcher(object(), ME, {}).handle(Parcel(request(1, "note")), answers.put)
         assert str(error_of(answers)) == "desk:0 has no method 'note'; its methods are: none"
 
     @pytest.mark.parametrize("name", ["ran", "__init__", "gate", "_private", ""])
-    def test_what_is_no_public_method_is_unknown(self, hall: Hall, name: str) -> None:
+    def test_a_private_method_is_unknown(self, hall: Hall, name: str) -> None:
         assert isinstance(error_of(hall.send(1, name)), AttributeError)
 
     def test_an_answer_that_cannot_be_sent_becomes_an_error_that_is_kept(self, hall: Hall) -> None:
@@ -182,7 +184,7 @@ class TestAnswers:
         assert "there is no memory" in str(error_of(hall.send(1, "note", "x")))
         assert value_of(hall.send(2, "note", "y")) == "y"
 
-    def test_after_the_end_nothing_is_run_and_everybody_is_told(self) -> None:
+    def test_a_call_after_stop_is_refused(self) -> None:
         hall = Hall(Desk())
         hall.close()
         error = error_of(hall.send(1, "note", 1))
@@ -225,7 +227,7 @@ class TestTheServingThread:
         assert refused_for(behind.get(timeout=SOON).head) == 1
         hall.close()
 
-    def test_does_first_what_must_come_first(self, hall: Hall) -> None:
+    def test_run_first_runs_before_waiting_calls(self, hall: Hall) -> None:
         held = hall.send(1, "hold")
         assert hall.desk.begun.wait(SOON)
         behind = hall.send(2, "note", "behind")
@@ -235,12 +237,12 @@ class TestTheServingThread:
         assert (value_of(held), value_of(behind)) == ("held", "behind")
         assert hall.desk.ran == ["held", "first", "second", "behind"]
 
-    def test_does_it_also_when_nobody_calls(self, hall: Hall) -> None:
+    def test_run_first_runs_without_a_call(self, hall: Hall) -> None:
         done = threading.Event()
         hall.dispatcher.run_first(done.set)
         assert done.wait(SOON)
 
-    def test_says_of_an_error_that_it_came_with_a_loss(self, hall: Hall) -> None:
+    def test_an_error_during_a_loss_is_marked_as_interrupted(self, hall: Hall) -> None:
         for loss in (1, 2):
             hall.desk.begun.clear()
             hall.desk.gate.clear()
@@ -259,7 +261,7 @@ class TestTheServingThread:
         assert value_of(held) == "held"
 
     @pytest.mark.parametrize("method", ["leave", "leave_beside", "leave_later"])
-    def test_lets_out_what_ends_a_program_and_answers_nothing(self, method: str) -> None:
+    def test_system_exit_of_a_method_is_raised_in_the_serving_thread(self, method: str) -> None:
         class Leaving(Desk):
             def leave(self) -> None:
                 """Ends the program."""
@@ -281,7 +283,7 @@ class TestTheServingThread:
             dispatcher.serve()
         dispatcher.close()
 
-    def test_as_many_as_were_said_run_beside_it_and_none_begins_after_the_end(self) -> None:
+    def test_concurrent_methods_run_beside_the_serving_thread_and_none_begins_after_close(self) -> None:
         gate, entered = threading.Event(), threading.Semaphore(0)
 
         class Crowd:

@@ -51,7 +51,7 @@ def test_a_request_goes_there_and_back(
     assert (found.caller, found.seq) == (caller, seq)
 
 
-def test_as_many_acks_as_there_may_be() -> None:
+def test_a_request_may_have_the_largest_number_of_acks() -> None:
     acks = list(range(MAX_ACKS))
     head = encode_request(b"a\x000\x000", 1, 0, False, acks, b"m", b"body")
     assert decode_request(head).acks == tuple(acks)
@@ -59,7 +59,7 @@ def test_as_many_acks_as_there_may_be() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_a_frame_error_at_worst(noise: bytes) -> None:
+def test_noise_as_a_request_is_a_frame_error_at_worst(noise: bytes) -> None:
     with contextlib.suppress(FrameError):
         decode_request(noise)
 

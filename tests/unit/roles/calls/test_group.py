@@ -101,7 +101,7 @@ def group(serve: Serve) -> RoleGroup:
 
 
 class TestAGroup:
-    def test_is_a_sequence_of_workers(self, group: RoleGroup) -> None:
+    def test_a_group_is_a_sequence_of_workers(self, group: RoleGroup) -> None:
         assert len(group) == 3
         assert [handle.rank for handle in group] == [0, 1, 2]
         assert isinstance(group[0], WorkerHandle)
@@ -122,7 +122,7 @@ class TestAGroup:
         ):
             group[2:][1]
 
-    def test_has_smaller_groups(self, group: RoleGroup) -> None:
+    def test_a_slice_of_a_group_is_a_group(self, group: RoleGroup) -> None:
         assert [who for who, *_ in group[1:].mine()] == [1, 2]
         assert [who for who, *_ in group[::2].mine()] == [0, 2]
         assert [who for who, *_ in group[::-1].mine()] == [2, 1, 0]
@@ -130,11 +130,11 @@ class TestAGroup:
         with pytest.raises(UsageError, match="is empty; name at least one rank"):
             group[3:]
 
-    def test_calls_everybody_with_everything(self, group: RoleGroup) -> None:
+    def test_a_group_call_gives_all_arguments_to_all_workers(self, group: RoleGroup) -> None:
         for method in ("mine", "mine_beside", "mine_meanwhile"):
             assert getattr(group, method).call(1, x=2) == [(rank, (1,), {"x": 2}) for rank in range(3)]
 
-    def test_splits_over_its_members(self, group: RoleGroup) -> None:
+    def test_a_group_call_splits_marked_arguments(self, group: RoleGroup) -> None:
         assert [args[0] for _, args, _ in group.mine(["a", "b", "c"])] == ["a", "b", "c"]
         assert [args[0] for _, args, _ in group.mine(shard([1, 2, 3, 4]))] == [[1, 2], [3], [4]]
         assert [args[0] for _, args, _ in group[:2].mine(["a", "b"])] == ["a", "b"]
@@ -148,7 +148,7 @@ class TestAGroup:
         assert ref.sharding == {0: "shard 2+1+1", 1: "replicate", "x": "replicate"}
         assert ref.workers == ("desk:0", "desk:1", "desk:2")
 
-    def test_goes_where_the_method_says(self, group: RoleGroup) -> None:
+    def test_a_group_call_goes_to_the_target_of_the_method(self, group: RoleGroup) -> None:
         assert (group.first(), group.second(), group.some()) == (0, 1, [2, 0])
         refs = [method.call_async() for method in (group.first, group.second, group.some)]
         assert [ref.workers for ref in refs] == [("desk:0",), ("desk:1",), ("desk:2", "desk:0")], (
@@ -170,13 +170,13 @@ class TestAGroup:
         assert group.later.call(1) == [1, 1, 1]
         assert isinstance(group.mine.call_async(), InvocationRef)
 
-    def test_goes_through_both_functions(self, group: RoleGroup) -> None:
+    def test_a_group_call_applies_pre_func_and_post_func(self, group: RoleGroup) -> None:
         assert group.clip(-5) == 0 + 1 + 2
         assert group.clip(10) == 33
         assert group.rearrange(1) == [(1, 2)] * 3
         assert group.clip.call_async(1).result() == 6
 
-    def test_has_deadlines(self, group: RoleGroup) -> None:
+    def test_a_group_call_ends_at_its_deadline(self, group: RoleGroup) -> None:
         with pytest.raises(InvocationTimeout, match="slow was not answered within its deadline of 0.2 s"):
             group.slow()
 
@@ -204,7 +204,7 @@ class TestAGroup:
         with pytest.raises(AttributeError, match="role desk has no method 'first'; its methods are: none$"):
             serve(object()).first  # noqa: B018
 
-    def test_lists_its_methods_for_who_explores(self, group: RoleGroup) -> None:
+    def test_dir_of_a_group_lists_its_methods(self, group: RoleGroup) -> None:
         assert {"mine", "later", "role"} <= set(dir(group))
         assert {"mine", "rank"} <= set(dir(group[0]))
 
@@ -215,7 +215,7 @@ class TestAGroup:
 
 
 class TestAHandle:
-    def test_is_the_same_each_time(self, group: RoleGroup) -> None:
+    def test_a_handle_is_the_same_object_each_time(self, group: RoleGroup) -> None:
         assert group[1] is group[-2] is list(group)[1]
         assert group[1].mine is group[1].mine
 
@@ -228,14 +228,14 @@ class TestAHandle:
         assert handle.mine.call(1) == (2, (1,), {})
         assert handle.mine.call_async().result() == (2, (), {})
 
-    def test_goes_through_both_functions_too(self, serve: Serve) -> None:
+    def test_a_handles_call_applies_pre_func_and_post_func(self, serve: Serve) -> None:
         group = serve(Desk(0))
         with pytest.raises(TypeError, match="not iterable"):
             group[0].clip(1)
 
 
 class TestAMethod:
-    def test_says_whose_it_is(self, group: RoleGroup) -> None:
+    def test_a_method_names_its_workers(self, group: RoleGroup) -> None:
         assert repr(group.mine) == "<method mine of <role group desk with ranks 0-2>>"
         assert repr(group[1].mine) == "<method mine of <desk:1>>"
         assert group.mine.__name__ == "mine"
@@ -276,11 +276,11 @@ class TestMap:
         group.anyone()
         assert group.mine.map("abc") == [(0, ("a",), {}), (1, ("b",), {}), (2, ("c",), {})]
 
-    def test_results_come_in_the_order_of_the_items(self, group: RoleGroup) -> None:
+    def test_map_returns_results_in_the_order_of_the_items(self, group: RoleGroup) -> None:
         assert [value for _, value in group.anyone.map(range(40))] == list(range(40))
         assert group.anyone.map([]) == []
 
-    def test_what_follows_goes_into_every_call(self, group: RoleGroup) -> None:
+    def test_map_passes_further_arguments_to_every_call(self, group: RoleGroup) -> None:
         assert [(args, kw) for _, args, kw in group.mine.map("ab", 1, x=2)] == [
             (("a", 1), {"x": 2}),
             (("b", 1), {"x": 2}),
@@ -289,7 +289,7 @@ class TestMap:
     def test_items_that_are_lists_are_not_split(self, group: RoleGroup) -> None:
         assert [args for _, args, _ in group.mine.map([[1, 2, 3]])] == [([1, 2, 3],)]
 
-    def test_takes_items_only_as_it_needs_them(self, serve: Serve) -> None:
+    def test_map_takes_items_only_as_it_needs_them(self, serve: Serve) -> None:
         desks = [Desk(0), Desk(1)]
         group, taken = serve(*desks), []
 
@@ -311,9 +311,9 @@ class TestMap:
             group.anyone.map(watched())
         assert len(taken) == 51
 
-    def test_the_first_error_is_raised(self, group: RoleGroup) -> None:
+    def test_map_raises_the_first_error(self, group: RoleGroup) -> None:
         with pytest.raises(TypeError):
             group.whole.map([[1], 5])
 
-    def test_goes_to_the_members_of_a_part(self, group: RoleGroup) -> None:
+    def test_map_of_a_slice_calls_its_members(self, group: RoleGroup) -> None:
         assert {who for who, _ in group[:2].anyone.map(range(10))} == {0, 1}

@@ -69,16 +69,16 @@ def _burst() -> None:
 
 
 class TestResults:
-    def test_come_in_rank_order_or_alone(self) -> None:
+    def test_results_come_in_rank_order_or_bare(self) -> None:
         assert finished(1, 2, 3).result() == [1, 2, 3]
         assert finished(1).result() == [1]
         assert finished(1, bare=True).result() == 1
 
-    def test_are_the_same_each_time(self) -> None:
+    def test_a_result_is_the_same_object_each_time(self) -> None:
         ref = finished(torch.ones(1000), bare=True)
         assert ref.result() is ref.result()
 
-    def test_go_through_post_func_once(self) -> None:
+    def test_post_func_is_called_once(self) -> None:
         seen: list[list[int]] = []
 
         def post(results: list[int]) -> int:
@@ -108,7 +108,7 @@ class TestResults:
         assert calls == [1]
         assert ref.exception() is ref.exception()
 
-    def test_none_is_a_result(self) -> None:
+    def test_none_is_a_result_of_a_call(self) -> None:
         assert finished(None, bare=True).result() is None
         assert finished(None, bare=True).exception() is None
 
@@ -149,7 +149,7 @@ class TestResults:
 
 
 class TestErrors:
-    def test_are_raised_with_where_they_came_from(self) -> None:
+    def test_an_error_is_raised_with_its_origin(self) -> None:
         ref = finished(failure(ValueError("bad")))
         for _ in range(2):
             with pytest.raises(ValueError, match="bad") as caught:
@@ -164,7 +164,7 @@ class TestErrors:
         assert isinstance(finished(followed, plain, 3).exception(), ValueError)
         assert isinstance(finished(followed, 3).exception(), RuntimeError)
 
-    def test_the_first_of_several_is_raised(self) -> None:
+    def test_the_first_of_several_errors_is_raised(self) -> None:
         ref = ref_of(2)
         ref.settle(1, failure(ValueError("first")))
         ref.settle(0, failure(ValueError("second")))
@@ -248,7 +248,7 @@ class TestTimeouts:
         assert ref.result()[0] is early, "what was handed out is not handed out again as another"
 
     @pytest.mark.parametrize("timeout", [math.inf, 1e20])
-    def test_any_time_may_be_given(self, timeout: float) -> None:
+    def test_a_timeout_may_have_any_size(self, timeout: float) -> None:
         ref = ref_of(bare=True)
         threading.Timer(0.05, lambda: (ref.settle(0, answer(1)), ref.finish())).start()
         assert ref.result(timeout) == 1
@@ -256,7 +256,7 @@ class TestTimeouts:
 
 
 class TestCallbacks:
-    def test_are_called_once_with_the_ref(self) -> None:
+    def test_a_callback_is_called_once_with_the_ref(self) -> None:
         ref, seen = ref_of(), []
         ref.add_done_callback(seen.append)
         assert seen == []
@@ -279,7 +279,7 @@ class TestCallbacks:
         assert seen == [ref]
         assert "ZeroDivisionError" in capsys.readouterr().err
 
-    def test_can_ask_for_the_result(self) -> None:
+    def test_a_callback_can_ask_for_the_result(self) -> None:
         ref, seen = ref_of(bare=True), []
         ref.add_done_callback(lambda done: seen.append(done.result()))
         ref.settle(0, answer(4))
@@ -315,7 +315,7 @@ class TestInAsyncio:
 
         assert asyncio.run(main()) == list(range(20))
 
-    def test_its_error_is_raised(self) -> None:
+    def test_an_awaited_ref_raises_its_error(self) -> None:
         async def main() -> None:
             await finished(failure(ValueError("bad")))
 
@@ -353,24 +353,24 @@ class TestWait:
         done, pending = wait(refs, 2, SOON)
         assert (len(done), len(pending)) == (2, 1)
 
-    def test_a_failed_one_is_done(self) -> None:
+    def test_wait_counts_a_failed_ref_as_done(self) -> None:
         ref = finished(failure(ValueError()))
         assert wait([ref]) == ([ref], [])
 
-    def test_returns_after_its_timeout(self) -> None:
+    def test_wait_returns_after_its_timeout(self) -> None:
         ref, began = ref_of(), time.monotonic()
         assert wait([ref], timeout=0.1) == ([], [ref])
         assert 0.1 <= time.monotonic() - began < SOON
         assert wait([ref], timeout=0) == ([], [ref])
         assert wait([ref], timeout=-1) == ([], [ref])
 
-    def test_of_nothing(self) -> None:
+    def test_wait_for_no_refs_returns_at_once(self) -> None:
         assert wait([], 0) == ([], [])
         with pytest.raises(UsageError, match="of 0 refs"):
             wait([])
 
     @pytest.mark.parametrize("number", [-1, 3])
-    def test_for_more_than_there_are_is_refused(self, number: int) -> None:
+    def test_wait_for_more_refs_than_given_is_refused(self, number: int) -> None:
         with pytest.raises(UsageError, match=f"num_returns={number}"):
             wait([ref_of(), ref_of()], number)
 
@@ -380,14 +380,14 @@ class TestWait:
             wait([finished(1), ref])
         assert ref._wakes == []
 
-    def test_of_many_is_quick(self) -> None:
+    def test_wait_for_many_refs_is_quick(self) -> None:
         refs = [finished(1) for _ in range(5000)]
         began = time.monotonic()
         assert wait(refs, len(refs)) == (refs, [])
         assert time.monotonic() - began < 2.0
 
 
-def test_a_ref_says_what_it_is() -> None:
+def test_the_repr_of_a_ref_names_method_workers_and_state() -> None:
     ref = ref_of(2)
     assert repr(ref) == "<update on actor:0, actor:1: 0 of 2 answered>"
     assert (ref.method, ref.workers, ref.sharding) == ("update", ("actor:0", "actor:1"), {0: "replicate"})

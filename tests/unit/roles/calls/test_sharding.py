@@ -81,7 +81,7 @@ def test_a_call_without_arguments_has_nothing_to_split(auto: bool) -> None:
 class TestTheRuleOfTheGuide:
     """Every argument a list with an item for each target: each gets its item."""
 
-    def test_items(self) -> None:
+    def test_lists_with_an_item_for_each_worker_are_split_by_items(self) -> None:
         done = split(([1, 2, 3], ["a", "b", "c"]), {"x": [None, True, 0.5]}, 3, auto=True)
         assert done.arguments == (
             ((1, "a"), {"x": None}),
@@ -102,22 +102,22 @@ class TestTheRuleOfTheGuide:
         ],
         ids=["a-number", "uneven", "a-tuple", "too-short", "one-target", "a-tensor"],
     )
-    def test_anything_else_goes_to_all(self, args: tuple[Any, ...], ranks: int) -> None:
+    def test_other_arguments_go_to_all_workers(self, args: tuple[Any, ...], ranks: int) -> None:
         done = split(args, {}, ranks, auto=True)
         assert len(done.arguments) == 1
         assert done.arguments[0][0] is args
 
-    def test_not_when_it_is_switched_off(self) -> None:
+    def test_lists_are_not_split_with_auto_shard_off(self) -> None:
         assert split(([1, 2],), {}, 2, auto=False).arguments == ((([1, 2],), {}),)
 
-    def test_not_when_one_is_marked(self) -> None:
+    def test_lists_are_not_split_when_an_argument_is_marked(self) -> None:
         done = split((replicate([1, 2]), [3, 4]), {}, 2, auto=True)
         assert done.arguments == ((([1, 2], [3, 4]), {}),)
         assert done.sharding == {0: "replicate", 1: "replicate"}
 
 
 class TestMarks:
-    def test_what_is_marked_is_split_and_the_rest_goes_to_all(self) -> None:
+    def test_marked_arguments_are_split_and_the_others_go_to_all(self) -> None:
         done = split((shard([1, 2, 3]), "x"), {"y": [7, 8]}, 2, auto=True)
         assert done.arguments == ((([1, 2], "x"), {"y": [7, 8]}), (([3], "x"), {"y": [7, 8]}))
         assert done.sharding == {0: "shard 2+1", 1: "replicate", "y": "replicate"}
@@ -125,11 +125,11 @@ class TestMarks:
     def test_more_workers_than_items_leave_some_with_nothing(self) -> None:
         assert parts_of(split((shard([1]),), {}, 3, auto=True), 3) == [[1], [], []]
 
-    def test_one_worker_gets_it_all(self) -> None:
+    def test_a_single_worker_gets_the_whole_value(self) -> None:
         assert split((shard([1, 2]),), {}, 1, auto=True).arguments == ((([1, 2],), {}),)
 
     @pytest.mark.parametrize("value", [(1, 2), range(4), np.arange(4), bytearray(b"abcd")], ids=repr)
-    def test_whatever_has_a_length_and_slices(self, value: Any) -> None:
+    def test_a_value_with_a_length_and_slices_is_split(self, value: Any) -> None:
         first, second = parts_of(split((shard(value),), {}, 2, auto=True), 2)
         assert type(first) is type(value)
         assert [*first, *second] == list(value)

@@ -107,7 +107,7 @@ def test_far_more_than_a_socket_takes_is_sent_when_it_was_asked_for_before_the_c
         end.connection.close()
 
 
-def test_what_is_not_urgent_goes_with_what_comes_next(ends: tuple[End, End]) -> None:
+def test_a_frame_that_is_not_urgent_is_sent_with_the_next_one(ends: tuple[End, End]) -> None:
     for number in range(5):
         ends[0].send(number, parcel(b"later"), urgent=False)
     assert ends[0].wants
@@ -115,14 +115,14 @@ def test_what_is_not_urgent_goes_with_what_comes_next(ends: tuple[End, End]) -> 
     assert [tag for tag, _ in receive(*ends, 6)] == list(range(6))
 
 
-def test_what_is_not_urgent_goes_when_there_is_enough_of_it(ends: tuple[End, End]) -> None:
+def test_frames_that_are_not_urgent_are_sent_in_batches(ends: tuple[End, End]) -> None:
     for number in range(3 * BATCH):
         ends[0].send(number, parcel(b"later"), urgent=False)
     ends[0].send(3 * BATCH, parcel(b"large", 1 << 20), urgent=False)
     assert [tag for tag, _ in receive(*ends, 3 * BATCH + 1)] == list(range(3 * BATCH + 1))
 
 
-def test_memory_comes_back_with_the_next_frame(ends: tuple[End, End]) -> None:
+def test_a_segment_is_released_with_the_next_frame(ends: tuple[End, End]) -> None:
     one, other = ends
     count = len(os.listdir("/proc/self/fd"))
     for number in range(30):
@@ -136,7 +136,7 @@ def test_memory_comes_back_with_the_next_frame(ends: tuple[End, End]) -> None:
     assert len(os.listdir("/proc/self/fd")) <= count + 2
 
 
-def test_the_end_is_told(ends: tuple[End, End]) -> None:
+def test_the_end_of_the_peer_is_an_eof_error(ends: tuple[End, End]) -> None:
     ends[0].connection.close()
     ends[0].connection.close()
     with pytest.raises(EOFError):
@@ -144,7 +144,7 @@ def test_the_end_is_told(ends: tuple[End, End]) -> None:
     assert not ends[0].send(1, parcel(b"x"))
 
 
-def test_who_sends_to_nobody_is_told_by_the_reading_side(ends: tuple[End, End]) -> None:
+def test_sending_to_an_ended_peer_fails_in_the_reading_thread(ends: tuple[End, End]) -> None:
     ends[1].connection.close()
     ends[0].send(1, parcel(b"x" * 1000, 1 << 20))
     with pytest.raises((EOFError, OSError)):

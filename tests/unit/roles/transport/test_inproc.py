@@ -22,7 +22,7 @@ def echo(parcel: Parcel, reply: Any) -> None:
     reply(parcel)
 
 
-def test_memory_is_not_shared() -> None:
+def test_inproc_channels_copy_memory() -> None:
     server, client, answers = InprocTransport(), InprocTransport(), queue.SimpleQueue[Parcel]()
     channel = client.connect(ME, server.serve(ME, echo), lambda reason: None)
     memory = bytearray(b"abc")
@@ -34,7 +34,7 @@ def test_memory_is_not_shared() -> None:
     client.close()
 
 
-def test_who_is_interrupted_lives_on_and_who_is_closed_does_not() -> None:
+def test_a_cut_inproc_channel_can_be_opened_again_until_the_worker_ends() -> None:
     server, client, news = InprocTransport(), InprocTransport(), queue.SimpleQueue[str]()
     endpoint = server.serve(ME, echo)
     channel = client.connect(ME, endpoint, news.put)

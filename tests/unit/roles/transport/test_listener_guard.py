@@ -35,7 +35,7 @@ def test_only_sockets_that_listen_are_found(listener: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("reused", [False, True], ids=["closed", "number used again"])
-def test_the_end_of_one_is_told(listener: socket.socket, reused: bool) -> None:
+def test_a_closed_listener_is_reported(listener: socket.socket, reused: bool) -> None:
     lost = threading.Event()
     guard = ListenerGuard(dict(listeners()), lost.set)
     if reused:
@@ -47,7 +47,7 @@ def test_the_end_of_one_is_told(listener: socket.socket, reused: bool) -> None:
     guard.close()
 
 
-def test_nothing_is_told_while_all_are_open_nor_afterwards(listener: socket.socket) -> None:
+def test_open_listeners_and_a_closed_guard_report_nothing(listener: socket.socket) -> None:
     lost = threading.Event()
     guard = ListenerGuard(dict(listeners()), lost.set)
     assert not lost.wait(0.1)

@@ -68,7 +68,7 @@ def inbox(loop: Loop) -> RequestInbox:
 
 
 class TestARequestInbox:
-    def test_who_waits_there_reads(self, inbox: RequestInbox) -> None:
+    def test_the_thread_that_waits_in_an_inbox_reads(self, inbox: RequestInbox) -> None:
         line, me = Line(inbox), threading.current_thread()
         for word in "abc":
             # Said while this thread waits, or before.
@@ -78,7 +78,7 @@ class TestARequestInbox:
             assert line.reader() is me
             later.join()
 
-    def test_while_nobody_waits_the_thread_reads(self, inbox: RequestInbox) -> None:
+    def test_the_loops_thread_reads_while_nobody_waits(self, inbox: RequestInbox) -> None:
         line = Line(inbox)
         for word in "abc":
             line.say(word)
@@ -156,7 +156,7 @@ class TestARequestInbox:
         assert bad.caller.recv(1) == b""
         assert "ValueError: a bug" in capsys.readouterr().err
 
-    def test_who_waits_when_it_closes_is_told(self, loop: Loop, inbox: RequestInbox) -> None:
+    def test_closing_an_inbox_ends_the_wait_with_an_error(self, loop: Loop, inbox: RequestInbox) -> None:
         told: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def wait() -> None:

@@ -23,7 +23,7 @@ def scheduler() -> Iterator[Scheduler]:
     scheduler.close()
 
 
-def test_things_are_done_in_the_order_of_their_times(scheduler: Scheduler) -> None:
+def test_actions_run_in_the_order_of_their_times(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     now = time.monotonic()
     for name, after in (("third", 0.15), ("first", 0.05), ("second", 0.1)):
@@ -32,21 +32,21 @@ def test_things_are_done_in_the_order_of_their_times(scheduler: Scheduler) -> No
     assert time.monotonic() - now >= 0.15
 
 
-def test_things_of_one_time_are_done_in_the_order_in_which_they_came(scheduler: Scheduler) -> None:
+def test_actions_of_one_time_run_in_the_order_of_their_submission(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(1000):
         scheduler.soon(lambda number=number: done.put(number))
     assert [done.get(timeout=SOON) for _ in range(1000)] == list(range(1000))
 
 
-def test_something_earlier_overtakes_what_is_waited_for(scheduler: Scheduler) -> None:
+def test_an_earlier_action_overtakes_the_next_one(scheduler: Scheduler) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
     scheduler.at(time.monotonic() + 1000, lambda: done.put("late"))
     scheduler.soon(lambda: done.put("soon"))
     assert done.get(timeout=SOON) == "soon"
 
 
-def test_something_that_never_comes_keeps_nothing_from_being_done(scheduler: Scheduler) -> None:
+def test_an_action_at_infinity_delays_no_other(scheduler: Scheduler) -> None:
     done = threading.Event()
     scheduler.at(math.inf, lambda: None)
     scheduler.at(time.monotonic() + 1e12, lambda: None)
@@ -84,7 +84,7 @@ def test_a_scheduler_that_was_not_used_has_no_thread_to_end() -> None:
     Scheduler("never used").close()
 
 
-def test_it_keeps_no_program_from_ending(scheduler: Scheduler) -> None:
+def test_the_schedulers_thread_is_a_daemon(scheduler: Scheduler) -> None:
     scheduler.at(math.inf, lambda: None)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
     assert thread.daemon

@@ -32,7 +32,7 @@ def files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_is_written_is_what_is_mapped(pool: SegmentPool) -> None:
+def test_a_segment_is_mapped_as_it_was_written(pool: SegmentPool) -> None:
     parts = [buffer(1000, 1), buffer(0), buffer(1, 2), buffer(100_000, 3)]
     segment = pool.write(parts)
     released: list[bool] = []
@@ -73,7 +73,7 @@ def test_a_mapping_takes_no_descriptor(pool: SegmentPool) -> None:
     assert len(kept) == 50
 
 
-def test_memory_that_comes_back_is_used_again(pool: SegmentPool) -> None:
+def test_a_released_segment_is_reused(pool: SegmentPool) -> None:
     before = files()
     for value in range(1, 100):
         segment = pool.write([buffer(10_000 - value, value)])
@@ -83,7 +83,7 @@ def test_memory_that_comes_back_is_used_again(pool: SegmentPool) -> None:
     assert files() == before + 1
 
 
-def test_the_smallest_that_fits_is_taken(pool: SegmentPool) -> None:
+def test_the_smallest_free_segment_that_fits_is_reused(pool: SegmentPool) -> None:
     large, small = pool.write([buffer(100_000)]), pool.write([buffer(10_000)])
     pool.release(large.number)
     pool.release(small.number)
@@ -99,7 +99,7 @@ def test_more_is_made_where_what_is_free_is_too_small(pool: SegmentPool) -> None
     assert bytes(view) == bytes([5]) * 100_000
 
 
-def test_what_is_lent_is_never_written_again(pool: SegmentPool) -> None:
+def test_a_segment_in_use_is_not_written_again(pool: SegmentPool) -> None:
     first = pool.write([buffer(5000, 1)])
     (view,) = map_segment(os.dup(first.handle), [5000], lambda: None)
     for value in range(2, 6):
@@ -164,7 +164,7 @@ def test_nobody_can_change_the_size_of_what_was_sent_not_even_when_it_is_used_ag
 
 
 @pytest.mark.parametrize("seals", [None, 0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE])
-def test_what_could_be_shrunk_is_not_mapped(tmp_path: Path, seals: int | None) -> None:
+def test_a_segment_that_is_not_sealed_is_refused(tmp_path: Path, seals: int | None) -> None:
     before = files()
     if seals is None:
         path = tmp_path / "file"
