@@ -76,7 +76,8 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     trained = "trainer" in line.options or "trainer" in file
     # PET_ROLE names the only role of a job, so the roles of all layers are known to the first one.
     known = [*(item.name for item in named), *in_file]
-    data = options_to_job(_defaults(line, environ), known, trained=trained)
+    defaults = _defaults(line, environ)
+    data = options_to_job(defaults, known, trained=trained)
     merge(data, file)
     known = [*data["roles"]] if isinstance(data.get("roles"), dict) else []
     merge(data, options_to_job(line.options, known, trained=trained))
@@ -85,7 +86,7 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
             _set_target(data, item.name, item.target)
     if "trainer" in line.options and not data.get("roles"):
         raise UsageError("--trainer has nobody to call without roles", "add --roles actor=4@pkg.mod:Class")
-    _set_entry(data, line)
+    _set_entry(data, line, {**defaults, **line.options})
     if "shutdown_timeout" not in data and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in environ:
         data["shutdown_timeout"] = environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     spec = parse_job(
@@ -124,25 +125,26 @@ def _new_id(data: Mapping[str, Any], script: str | None) -> str:
     return f"{id_stem(stem)}-{secrets.token_hex(3)}"
 
 
-def _set_entry(data: dict[str, Any], line: CommandLine) -> None:
-    """The positional script, as the kind that -m and --no-python make of it."""
-    kinds = [kind for kind in ("module", "program") if data.pop(f"_{kind}", False)]
+def _set_entry(data: dict[str, Any], line: CommandLine, options: Mapping[str, Any]) -> None:
+    """Set what the positional script is: a file, or what -m and --no-python in `options` make of it."""
+    kinds = [kind for kind, name in (("module", "module"), ("program", "no_python")) if options.get(name)]
     if len(kinds) == 2:
         raise UsageError("-m and --no-python exclude each other", "a program is not a module")
-    if data.pop("_run_path", False):
+    if options.get("run_path"):
         if kinds == ["module"]:
             raise UsageError("--run-path runs a file, not a module", "leave out -m")
         kinds = []
         data.setdefault("start_method", "fork")
+    roles = data["roles"].values() if isinstance(data.get("roles"), Mapping) else ()
+    # By role: whether it has an entry of its own. Without roles there is one that has none.
+    own = [isinstance(role, Mapping) and any(role.get(kind) for kind in ENTRY_KINDS) for role in roles]
     if line.script is not None:
         for kind in ENTRY_KINDS:
             data.pop(kind, None)
         data[kinds[0] if kinds else "script"] = line.script
-        if not _somebody_runs_it(data):
-            raise UsageError(
-                f"no role runs {line.script}: each has an entry of its own",
-                "arguments for all of them follow --",
-            )
+        if own and all(own):
+            problem = f"no role runs {line.script}: each has an entry of its own"
+            raise UsageError(problem, "arguments for all of them follow --")
     elif kinds and "script" in data:
         data[kinds[0]] = data.pop("script")
     elif kinds and kinds[0] not in data:
@@ -153,21 +155,5 @@ def _set_entry(data: dict[str, Any], line: CommandLine) -> None:
         )
     if line.args or line.script is not None:
         data["args"] = list(line.args)
-    if line.args and line.script is None and not _anything_to_run(data):
+    if line.args and line.script is None and not any((*own, *map(data.get, ENTRY_KINDS))):
         raise UsageError("there are arguments but no script", "name the script before them")
-
-
-def _anything_to_run(data: Mapping[str, Any]) -> bool:
-    return any(each.get(k) for each in (data, *_role_mappings(data)) for k in ENTRY_KINDS)
-
-
-def _somebody_runs_it(data: Mapping[str, Any]) -> bool:
-    """Whether there is a role without an entry of its own; without roles there is one that is made."""
-    own = [any(role.get(kind) for kind in ENTRY_KINDS) for role in _role_mappings(data)]
-    return not data.get("roles") or not all(own)
-
-
-def _role_mappings(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    roles = data.get("roles")
-    values = roles.values() if isinstance(roles, Mapping) else ()
-    return [role if isinstance(role, Mapping) else {} for role in values]

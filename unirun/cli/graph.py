@@ -12,13 +12,13 @@ from unirun.cli.commandline import Parser, parse
 from unirun.cli.compose import inventory_of, job_spec
 from unirun.cli.options import FILE_HELP, FORMAT_HELP, FORMATS, GRAPH_OPTIONS
 from unirun.cli.output import print_table, write_file
-from unirun.cli.stored import JOB_HELP, STORE_HELP, find_job, find_summary, opened, read_stored, store_to_ask
+from unirun.cli.stored import JOB_HELP, STORE_HELP, find_status
 from unirun.errors import UsageError
 from unirun.graph import Direction, Edge, Graph, Kind, Role, declared, tight_parts, warnings, without_circles
 from unirun.graph.svg import svg
 from unirun.graph.text import dot, mermaid, tree, yaml
 from unirun.launcher.foreground.terminal import in_colour, printable, say, warn
-from unirun.observe.status import CallStatus, JobStatus, read_status
+from unirun.observe.status import CallStatus
 from unirun.sizes import show_size
 
 States = Mapping[str, str]
@@ -92,7 +92,7 @@ def _parts(graph: Graph) -> str:
 
 def _seen(name: str | None, store: str | None, form: str, output: str | None) -> int:
     """The graph of a job that runs or ran, and the figures of its calls."""
-    status = _status(name, store)
+    status, _ = find_status(store, name)
     roles = tuple(Role(printable(role.name), len(role.workers)) for role in status.roles)
     graph = Graph(roles, tuple(_edge(call) for call in status.calls))
     if form == "yaml":
@@ -104,15 +104,6 @@ def _seen(name: str | None, store: str | None, form: str, output: str | None) ->
         say()
         print_table(["CALL", "CALLS", "EACH", "SENT", "RETURNED"], [_row(call) for call in status.calls])
     return 0
-
-
-def _status(name: str | None, store: str | None) -> JobStatus:
-    url = store_to_ask(store, name)
-    if url is None:
-        job = find_job(name)
-        return read_status(job)
-    with opened(url) as there:
-        return read_stored(there, find_summary(there, name).run_id).status
 
 
 def _edge(call: CallStatus) -> Edge:

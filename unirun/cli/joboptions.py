@@ -39,15 +39,15 @@ def options_to_job(
     scope.scoped("max_restarts", options.get("max_restarts", ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
     scope.environment(options.get("env", ()))
-    if "primary" in options:
-        job["primary"] = list(items(options["primary"]))
-    if "preload" in options:
-        job["preload"] = list(items(options["preload"]))
-    if "exclude" in options:
-        job["exclude_nodes"] = items(options["exclude"])
     if roles:
         job["roles"] = roles
-    _plain(options, job)
+    for option, key in _VALUES.items():
+        if option in options:
+            job[key] = options[option]
+    for option, key in _LISTS.items():
+        if option in options:
+            value = options[option]
+            job[key] = items([value] if isinstance(value, str) else value)
     _nodes(options, job)
     _output(options, job)
     if faults:
@@ -128,30 +128,30 @@ class _Scope:
         return False
 
 
-_PLAIN = {
-    "name": "name",
+_SAME = (
+    "name",
+    "start_method",
+    "shutdown_timeout",
+    "virtual_local_rank",
+    "numa_binding",
+    "call_timeout",
+    "transport",
+)
+_VALUES = {
+    **{option: option for option in (*_SAME, "stdin")},
     "rdzv_id": "run_id",
-    "start_method": "start_method",
     "monitor_interval": "sample_interval",
-    "shutdown_timeout": "shutdown_timeout",
-    "virtual_local_rank": "virtual_local_rank",
-    "numa_binding": "numa_binding",
     "event_log_handler": "event_log",
-    "call_timeout": "call_timeout",
-    "transport": "transport",
-    "stdin": "stdin",
-    "module": "_module",
-    "no_python": "_program",
-    "run_path": "_run_path",
 }
+"""Options whose value is that of a key of the job."""
 
-
-def _plain(options: Mapping[str, Any], job: dict[str, Any]) -> None:
-    for option, key in _PLAIN.items():
-        if option in options:
-            job[key] = options[option]
-    if "signals_to_handle" in options:
-        job["signals"] = items([options["signals_to_handle"]])
+_LISTS = {
+    "primary": "primary",
+    "preload": "preload",
+    "exclude": "exclude_nodes",
+    "signals_to_handle": "signals",
+}
+"""Options with items between commas, and the keys of the job."""
 
 
 def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from typing import Any
 
 from unirun.cli.commandline import Parser
 from unirun.cli.output import age, megabytes, print_table
-from unirun.cli.stored import (
-    JOB_HELP,
-    STORE_HELP,
-    StoredJob,
-    find_job,
-    find_summary,
-    opened,
-    read_stored,
-    store_to_ask,
-)
+from unirun.cli.stored import JOB_HELP, STORE_HELP, StoredJob, find_status
 from unirun.launcher.foreground.terminal import say
-from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus, read_status
+from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 
 
 def main(argv: list[str]) -> int:
@@ -29,21 +19,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("job", nargs="?", help=JOB_HELP)
     parser.add_argument("--store", help=STORE_HELP, metavar="URL")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
-    options: argparse.Namespace = parser.parse_args(argv)
-    url = store_to_ask(options.store, options.job)
-    if url is None:
-        job = find_job(options.job)
-        status, logs = read_status(job), str(job.logs.resolve())
-        more: dict[str, Any] = {"dir": str(job.path), "logs": logs}
-        master = f"term {status.epoch}" if status.epoch else ""
+    options = parser.parse_args(argv)
+    status, found = find_status(options.store, options.job)
+    if isinstance(found, StoredJob):
+        logs, leader = f"{found.host}:{found.logs}", found.leader.to_json() if found.leader else None
+        more: dict[str, Any] = {"dir": None, "logs": found.logs, "store": found.store, "leader": leader}
+        master = _master(found)
     else:
-        with opened(url) as store:
-            stored = read_stored(store, find_summary(store, options.job).run_id)
-            where = store.url
-        status, logs = stored.status, f"{stored.host}:{stored.logs}"
-        leader = stored.leader.to_json() if stored.leader else None
-        more = {"dir": None, "logs": stored.logs, "store": where, "leader": leader}
-        master = _master(stored)
+        logs = str(found.logs.resolve())
+        more = {"dir": str(found.path), "logs": logs}
+        master = f"term {status.epoch}" if status.epoch else ""
     if options.json:
         print(json.dumps({**status.to_json(), **more}))
         return 0

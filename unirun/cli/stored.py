@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import read_index
-from unirun.observe.status import ENDED, JobStatus, Summary, runs
+from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, job_at
 from unirun.rendezvous.keys import job_prefix
@@ -97,6 +97,17 @@ def directory_of(run_id: str, uid: str) -> JobDir | None:
         return None
 
 
+def find_status(option: str | None, name: str | None) -> tuple[JobStatus, JobDir | StoredJob]:
+    """The status of the job that a command is about, and where it was found. Raises `JobError`, `StoreError`."""
+    url = store_to_ask(option, name)
+    if url is None:
+        job = find_job(name)
+        return read_status(job), job
+    with opened(url) as store:
+        stored = read_stored(store, find_summary(store, name).run_id)
+    return stored.status, stored
+
+
 def find_here(option: str | None, name: str | None, command: str) -> JobDir:
     """The directory of the job that `command` is about. Raises `JobElsewhere` when it is on another host."""
     url = store_to_ask(option, name)
@@ -118,11 +129,12 @@ def find_here(option: str | None, name: str | None, command: str) -> JobDir:
 class StoredJob(Value):
     """A job as its context in a store describes it.
 
-    `status` has the term of the last write, `leader` is the master that leads it now, and `logs` is a directory on
-    `hosts`.
+    `status` has the term of the last write, `store` is the URL of the store, `leader` is the master that leads the job
+    now, and `logs` is a directory on `hosts`.
     """
 
     status: JobStatus
+    store: str
     leader: Leader | None
     logs: str
     hosts: tuple[str, ...]
@@ -155,7 +167,7 @@ def read_stored(store: Store, run_id: str) -> StoredJob:
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
         problem = f"the context of job {run_id} is not whole or not unirun's: {error!r}"
         raise StoreRefused(problem, "does the store's prefix belong to something else?") from error
-    return StoredJob(status, leader_of(store, prefix), state.logs, hosts)
+    return StoredJob(status, store.url, leader_of(store, prefix), state.logs, hosts)
 
 
 def refuse_elsewhere(job: JobDir) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -181,11 +182,9 @@ def test_what_is_learned_is_a_graph_whatever_came_first(seen: list[ProcessCalls]
 
 
 @given(seen=CALLERS)
-def test_what_is_learned_can_be_written_into_a_job_file(
-    seen: list[ProcessCalls], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_what_is_learned_can_be_written_into_a_job_file(seen: list[ProcessCalls], tmp_path: Path) -> None:
     edges = tuple(each.edge for each in learn(seen, RANKS))
-    file = tmp_path_factory.mktemp("learned") / "job.yaml"
+    file = tmp_path / "job.yaml"
     # Calls in a circle that each wait for the next are what a job cannot declare.
     graph = without_circles(Graph(tuple(Role(name, count) for name, count in RANKS.items()), edges))
     file.write_text(yaml(graph))
