@@ -13,9 +13,7 @@ from .serving import QUICK, SERVE
 
 
 class TestStop:
-    def test_from_another_process_ends_the_job_and_waits_for_it(
-        self, unirun: Unirun, running: Running
-    ) -> None:
+    def test_stop_ends_the_job_and_waits_for_it(self, unirun: Unirun, running: Running) -> None:
         pids = [worker["pid"] for worker in unirun.workers().values()]
         result = unirun("stop", "mine", within=SOON)
         assert (result.code, result.out) == (0, "job mine stopped, exit code 143\n"), result.err
@@ -24,12 +22,14 @@ class TestStop:
         assert ended.code == 143
         assert "unirun stop" in ended.err
 
-    def test_sends_the_signal_that_is_asked_for(self, unirun: Unirun, running: Running) -> None:
+    def test_stop_sends_the_requested_signal(self, unirun: Unirun, running: Running) -> None:
         assert unirun("stop", "mine", "--signal", "INT", within=SOON).code == 0
         assert running.end(SOON).code == 130
 
     @pytest.mark.parametrize("how", [("--now",), ("--grace", "0.2")])
-    def test_kills_who_does_not_listen(self, unirun: Unirun, script: Script, how: tuple[str, ...]) -> None:
+    def test_stop_kills_workers_that_ignore_the_signal(
+        self, unirun: Unirun, script: Script, how: tuple[str, ...]
+    ) -> None:
         train = script(
             """
             import signal
@@ -44,19 +44,21 @@ class TestStop:
         assert unirun("stop", *how, within=SOON).code == 0
         assert job.end(SOON).code == (137 if how == ("--now",) else 143)
 
-    def test_without_waiting_returns_before_the_end(self, unirun: Unirun, running: Running) -> None:
+    def test_stop_without_waiting_returns_before_the_end(self, unirun: Unirun, running: Running) -> None:
         result = unirun("stop", "--no-wait")
         assert (result.code, result.out) == (0, "job mine is stopping\n")
         assert running.end(SOON).code == 143
 
-    def test_of_a_finished_job_says_so(self, unirun: Unirun, script: Script) -> None:
+    def test_stop_of_a_finished_job_says_so(self, unirun: Unirun, script: Script) -> None:
         unirun(*EXEC, "--rdzv-id", "done", script(""))
         result = unirun("stop", "done", within=QUICK)
         assert (result.code, result.out) == (0, "job done has ended already: succeeded\n")
 
 
 class TestLs:
-    def test_lists_running_and_finished_jobs(self, unirun: Unirun, running: Running, script: Script) -> None:
+    def test_ls_lists_running_and_finished_jobs(
+        self, unirun: Unirun, running: Running, script: Script
+    ) -> None:
         unirun(*EXEC, "--rdzv-id", "bad", script("raise SystemExit(3)", "bad.py"))
         result = unirun("ls", within=QUICK)
         rows = [line.split() for line in result.out.splitlines()]
@@ -71,14 +73,14 @@ class TestLs:
         assert unirun("stop", "mine").code == 0
         assert running.end(SOON).code == 143
 
-    def test_of_nothing_is_an_empty_table(self, unirun: Unirun) -> None:
+    def test_ls_without_jobs_is_an_empty_table(self, unirun: Unirun) -> None:
         result = unirun("ls", within=QUICK)
         assert (result.code, len(result.out.splitlines())) == (0, 1), result.out
 
 
 class TestWithoutAJob:
     @pytest.mark.parametrize("command", ["status", "logs", "stop"])
-    def test_a_command_says_what_to_do(self, unirun: Unirun, command: str) -> None:
+    def test_a_command_without_any_job_says_what_to_do(self, unirun: Unirun, command: str) -> None:
         result = unirun(command, within=QUICK)
         assert (result.code, result.err) == (
             2,
@@ -99,7 +101,9 @@ class TestWithoutAJob:
 
 
 class TestDetach:
-    def test_returns_at_once_with_the_id_and_the_job_goes_on(self, unirun: Unirun, script: Script) -> None:
+    def test_detach_returns_at_once_with_the_id_and_the_job_goes_on(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         started = unirun("-d", *EXEC, "--roles", "actor=2", script(SERVE), within=SOON)
         assert started.code == 0
         name = started.out.strip()
@@ -115,7 +119,7 @@ class TestDetach:
         status = unirun.status()
         assert (status["run_id"], status["phase"], status["code"]) == (name, "succeeded", 0)
 
-    def test_is_not_ended_by_a_hang_up_or_an_interrupt_of_the_terminal(
+    def test_a_detached_job_survives_a_hang_up_and_an_interrupt_of_the_terminal(
         self, unirun: Unirun, script: Script
     ) -> None:
         started = unirun.start("-d", *EXEC, script(SERVE))
@@ -124,7 +128,7 @@ class TestDetach:
         assert all(os.getsid(pid) != started.pid for pid in unirun.processes())
         assert unirun("stop").code == 0
 
-    def test_keeps_why_it_failed(self, unirun: Unirun, script: Script) -> None:
+    def test_a_detached_job_keeps_why_it_failed(self, unirun: Unirun, script: Script) -> None:
         unirun("-d", *EXEC, script("raise ValueError('kept')"))
         eventually(lambda: unirun.status()["phase"] == "failed", "the job has failed")
         assert unirun.status()["code"] == 1

@@ -24,9 +24,7 @@ def told(out: str) -> dict[tuple[str, str], tuple[list[str | None], list[int]]]:
 
 
 @pytest.mark.parametrize("device", ["cuda", "null"])
-def test_two_devices_that_two_roles_share(
-    unirun: Unirun, script: Script, tmp_path: Path, device: str
-) -> None:
+def test_two_roles_share_two_devices(unirun: Unirun, script: Script, tmp_path: Path, device: str) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
         f"script: {script(TELL)}\n"
@@ -40,7 +38,9 @@ def test_two_devices_that_two_roles_share(
     assert all(values == ["0,1", "0.5", "1"] for values, _ in workers.values())
 
 
-def test_ranks_on_processors_of_their_own(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+def test_ranks_with_cpu_slots_are_bound_to_processors_of_their_own(
+    unirun: Unirun, script: Script, tmp_path: Path
+) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(f"script: {script(TELL)}\nroles: {{actor: {{count: 2, device: cpu}}, rollout: 1}}\n")
     result = unirun("-q", "--config", job, "--inventory", "fake:cpus=2")
@@ -51,7 +51,7 @@ def test_ranks_on_processors_of_their_own(unirun: Unirun, script: Script, tmp_pa
     assert workers["rollout", "0"][1] == everything, "who asked for nothing is bound to nothing"
 
 
-def test_two_roles_on_nodes_of_their_own(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+def test_separated_roles_run_on_different_nodes(unirun: Unirun, script: Script, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
         f"script: {script(TELL)}\n"
@@ -71,7 +71,9 @@ def test_two_roles_on_nodes_of_their_own(unirun: Unirun, script: Script, tmp_pat
     assert crowded.code == 3, "two roles that must be apart do not fit one node"
 
 
-def test_more_nodes_than_a_host_can_play_are_planned_and_not_started(unirun: Unirun, script: Script) -> None:
+def test_more_nodes_than_a_host_can_simulate_are_planned_and_not_started(
+    unirun: Unirun, script: Script
+) -> None:
     options = ("--roles", "actor=40", "--inventory", "fake:nodes=20,devices=2", script(TELL))
     assert unirun("plan", *options).code == 0
     started = unirun(*options)
@@ -86,7 +88,7 @@ XPU = DeviceType("xpu", lambda: tuple(Device(str(n), "X", type="xpu") for n in r
 """
 
 
-def test_devices_of_a_type_that_a_package_adds(unirun: Unirun, script: Script, tmp_path: Path) -> None:
+def test_a_package_can_add_a_type_of_device(unirun: Unirun, script: Script, tmp_path: Path) -> None:
     package = tmp_path / "site"
     info = package / "xpus-1.0.dist-info"
     info.mkdir(parents=True)

@@ -12,7 +12,7 @@ from .serving import QUICK
 
 
 class TestPlan:
-    def test_prints_what_would_run_as_a_table(self, unirun: Unirun, script: Script) -> None:
+    def test_plan_prints_a_table(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")
         result = unirun("plan", "--roles", "actor=2,rollout=1", train, "--lr", "3", within=QUICK)
         assert result.code == 0, result.err
@@ -21,7 +21,7 @@ class TestPlan:
         assert len(rows) == 3
         assert all("--lr 3" in row for row in rows)
 
-    def test_in_json_has_everything_and_starts_nothing(self, unirun: Unirun, script: Script) -> None:
+    def test_plan_in_json_has_everything_and_starts_nothing(self, unirun: Unirun, script: Script) -> None:
         train = script("raise SystemExit(9)")
         result = unirun(
             *(
@@ -51,7 +51,7 @@ class TestPlan:
         assert not (unirun.home / "jobs").exists()
         assert unirun.processes() == {}
 
-    def test_refuses_what_a_run_would_refuse(self, unirun: Unirun) -> None:
+    def test_plan_refuses_what_a_run_would_refuse(self, unirun: Unirun) -> None:
         result = unirun("plan", "--roles", "actor=0", "missing.py", within=QUICK)
         assert (result.code, len(result.err.splitlines())) == (2, 2)
 
@@ -60,12 +60,12 @@ class TestHelp:
     @pytest.mark.parametrize(
         "args", [["--help"], ["-h"], [], ["status", "--help"], ["plan", "--help"], ["stop", "-h"]]
     )
-    def test_is_printed(self, unirun: Unirun, args: list[str]) -> None:
+    def test_help_is_printed(self, unirun: Unirun, args: list[str]) -> None:
         result = unirun(*args, within=QUICK)
         assert (result.code, "usage: unirun" in result.out.lower()) == (0, True)
 
     @pytest.mark.parametrize("args", [["--help"], ["status", "--json"], ["ls"], ["plan", "train.py"]])
-    def test_and_the_short_commands_import_no_torch(
+    def test_help_and_the_short_commands_import_no_torch(
         self, unirun: Unirun, script: Script, args: list[str]
     ) -> None:
         script("")

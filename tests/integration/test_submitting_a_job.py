@@ -66,7 +66,7 @@ def program(unirun: Unirun, script: Callable[..., Path]) -> Program:
     return start
 
 
-def test_in_the_foreground_gives_the_result_of_the_trainer(program: Program, tmp_path: Path) -> None:
+def test_a_blocking_submit_returns_the_result_of_the_trainer(program: Program, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     end = program("print('result', job().submit('demo').result)", TMPDIR=str(temporary)).end()
@@ -76,7 +76,7 @@ def test_in_the_foreground_gives_the_result_of_the_trainer(program: Program, tmp
     assert os.listdir(temporary) == []
 
 
-def test_that_fails_is_an_exception(program: Program, unirun: Unirun) -> None:
+def test_a_blocking_submit_of_a_job_that_fails_raises(program: Program, unirun: Unirun) -> None:
     end = program("job(fail=True).submit()").end()
     assert end.code == 1
     assert end.err.rstrip().splitlines()[-1].startswith("unirun.errors.JobFailed: job ppo-")
@@ -84,7 +84,12 @@ def test_that_fails_is_an_exception(program: Program, unirun: Unirun) -> None:
     assert unirun.status()["phase"] == "failed"
 
 
-def test_in_the_background_has_a_handle(program: Program) -> None:
+def test_a_submit_that_does_not_block_returns_a_handle(program: Program) -> None:
+    """1. A program submits a job and goes on.
+
+    2. The handle shows that the job runs, waits for its end, and has its phase, result and logs.
+    3. Stopping the ended job returns its own exit code.
+    """
     end = program(
         """
         handle = job().submit("demo", blocking=False)
@@ -101,7 +106,13 @@ def test_in_the_background_has_a_handle(program: Program) -> None:
     ]
 
 
-def test_in_the_background_is_waited_for_and_stopped(program: Program) -> None:
+def test_a_handle_waits_with_a_timeout_and_stops_the_job(program: Program) -> None:
+    """1. A program submits a job whose trainer hangs.
+
+    2. Waiting for its end times out, and the job goes on.
+    3. The program stops the job: exit code 143, phase stopped.
+    4. The result of the stopped job raises `JobFailed`.
+    """
     end = program(
         """
         handle = job(hang=True).submit(blocking=False)
@@ -120,7 +131,14 @@ def test_in_the_background_is_waited_for_and_stopped(program: Program) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_in_the_foreground_ends_with_the_program(program: Program, unirun: Unirun, signum: int) -> None:
+def test_a_job_ends_with_the_program_that_is_blocked_in_submit(
+    program: Program, unirun: Unirun, signum: int
+) -> None:
+    """1. A program submits a job whose trainer hangs, and waits for it.
+
+    2. A signal ends the program.
+    3. The job is stopped.
+    """
     running = program("job(hang=True).submit()")
     running.lines("hanging")
     running.signal(signum)
@@ -128,7 +146,7 @@ def test_in_the_foreground_ends_with_the_program(program: Program, unirun: Uniru
     eventually(lambda: unirun.status()["phase"] == "stopped", "the job has ended", START)
 
 
-def test_that_cannot_be_started_is_told(program: Program) -> None:
+def test_a_submit_without_a_safe_directory_raises(program: Program) -> None:
     end = program(
         """
         import os
@@ -140,7 +158,7 @@ def test_that_cannot_be_started_is_told(program: Program) -> None:
     assert "JobError: jobs cannot be kept in /dev/null/jobs: not a directory; set UNIRUN_HOME to" in end.err
 
 
-def test_is_not_submitted_by_its_own_workers(program: Program) -> None:
+def test_a_job_is_not_submitted_by_its_own_workers(program: Program) -> None:
     """Workers import the module of a class; what it does at its top level, they do as well."""
     end = program("job().submit()", one_file=True).end()
     assert end.code == 1
@@ -149,7 +167,7 @@ def test_is_not_submitted_by_its_own_workers(program: Program) -> None:
     )
 
 
-def test_may_lie_in_one_file_with_its_classes(program: Program) -> None:
+def test_a_submit_may_be_in_one_file_with_its_classes(program: Program) -> None:
     end = program("if __name__ == '__main__':\n    print(job().submit().result)", one_file=True).end()
     assert end.code == 0, end.err
     assert "{'done': " in end.out

@@ -12,6 +12,7 @@ from itertools import groupby
 
 from unirun.collocation import Assignment, Inventory, Node, Placement, accelerators
 from unirun.collocation.inventory import CPU
+from unirun.graph import show_ranks
 from unirun.values import Value
 
 WHOLE = 8
@@ -35,9 +36,9 @@ class Tenant(Value):
 
     @property
     def text(self) -> str:
-        """``actor:0``; ``reward:0…3 0.25``."""
+        """``actor:0``; ``reward:0-3 0.25``."""
         share = "" if self.share >= 1 else f" {self.share:.3g}"
-        return f"{self.role}:{ranks_text(self.ranks)}{share}"
+        return f"{self.role}:{_shown(self.ranks)}{share}"
 
 
 Cell = tuple[Tenant, ...] | None
@@ -70,12 +71,12 @@ class Row(Value):
 
     @property
     def folded(self) -> str:
-        """The line for the others: ``n3…n17 as n2: actor:16…135``; empty when there are none."""
+        """The line for the others: ``n3…n17 as n2: actor:16-135``; empty when there are none."""
         if not self.others:
             return ""
         first, last = self.others[0], self.others[-1]
         names = first if len(self.others) == 1 else f"{first}…{last} ({len(self.others)} nodes)"
-        ranks = ", ".join(f"{role}:{ranks_text(each)}" for role, each in (self.ranks or {}).items())
+        ranks = ", ".join(f"{role}:{_shown(each)}" for role, each in (self.ranks or {}).items())
         return f"{names} as {self.node}{f': {ranks}' if ranks else ''}"
 
 
@@ -132,18 +133,6 @@ def grid(placement: Placement, inventory: Inventory, types: Mapping[str, str]) -
     )
     roles = tuple(dict.fromkeys(each.role for each in placement.assignments))
     return Grid(names, tuple(rows[:MOST]), roles, _rest(rows[MOST:]))
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``0``, ``0,1``, ``0…3,8``: rising runs of three and more by their ends."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = (f"{run[0]}…{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-    return _clip(",".join(texts), 24)
 
 
 def _columns_of(rank: Assignment, kind: str, given: bool) -> list[Column]:
@@ -214,9 +203,14 @@ def _rest(rows: Sequence[Row]) -> str:
         "free slots": sum(row.free * size for row, size in sizes if not row.aside),
         **{why: sum(size for row, size in sizes if row.aside == why) for why in ASIDE},
     }
-    told = [f"{role}:{ranks_text(each)}" for role, each in _ranks(rows).items()]
+    told = [f"{role}:{_shown(each)}" for role, each in _ranks(rows).items()]
     told += [f"{count} {what}" for what, count in counts.items() if count]
     return f"… {number} more nodes: {', '.join(told) or 'full'}"
+
+
+def _shown(ranks: Iterable[int]) -> str:
+    """``0-3,8``; of a long list the beginning."""
+    return _clip(show_ranks(sorted(ranks)), 24)
 
 
 def _clip(words: str, most: int) -> str:

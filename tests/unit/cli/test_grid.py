@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from unirun.cli.grid import MOST, WHOLE, Grid, grid, ranks_text
+from unirun.cli.grid import MOST, WHOLE, Grid, Tenant, grid
 from unirun.cli.gridsvg import svg
 from unirun.cli.gridtext import text
 from unirun.collocation import Assignment, Device, Inventory, Node, Placement, parse_fake
@@ -74,7 +74,7 @@ def test_sharing_shares_spares_and_free_slots_are_seen() -> None:
         "NODE   cuda 0        cuda 1        cuda 2           cpu 0    no slot    FREE\n"
         "node0  actor:0 0.5   actor:1 0.5   ·                         trainer:0  1\n"
         "       critic:0 0.5  critic:1 0.5\n"
-        "node1  rollout:0     rollout:0     reward:0…3 0.25  judge:0             0\n"
+        "node1  rollout:0     rollout:0     reward:0-3 0.25  judge:0             0\n"
         "node2  ·             ·             ·                                    spare\n"
     )
 
@@ -89,7 +89,7 @@ def test_slots_that_do_not_fit_are_below() -> None:
         "\n"
         "NODE   cuda 2           cpu 0\n"
         "node0  ·\n"
-        "node1  reward:0…3 0.25  judge:0\n"
+        "node1  reward:0-3 0.25  judge:0\n"
         "node2  ·\n"
         "\n"
         "NODE   no slot    FREE\n"
@@ -118,7 +118,7 @@ def test_nodes_that_are_alike_are_told_in_one_line() -> None:
     assert drawn(many(12), "fake:nodes=12,devices=2") == (
         "NODE    cuda 0   cuda 1   FREE\n"
         "node00  actor:0  actor:1  0\n"
-        "node01…node09 (9 nodes) as node00: actor:2…19\n"
+        "node01…node09 (9 nodes) as node00: actor:2-19\n"
         "node10  ·        odd:0    1\n"
         "node11  ·        ·        spare\n"
     )
@@ -138,7 +138,7 @@ def test_nodes_beyond_the_most_are_summed_up() -> None:
     lines = drawn(placement, f"fake:nodes={count},devices=2").splitlines()
     assert len(lines) == 1 + MOST + 1
     assert lines[-2].startswith("node39")
-    assert lines[-1] == "… 6 more nodes: a:20,21, b:20,21, 4 free slots, 1 spare, 1 excluded"
+    assert lines[-1] == "… 6 more nodes: a:20-21, b:20-21, 4 free slots, 1 spare, 1 excluded"
 
 
 def test_ranks_without_devices_of_their_own_are_on_places_for_processes() -> None:
@@ -172,18 +172,9 @@ def test_a_long_name_of_a_device_is_cut() -> None:
     assert picture.columns == ("cuda GPU-5d5ba0d…",)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shown"),
-    [
-        ([0], "0"),
-        ([1, 0], "0,1"),
-        ([0, 1, 2, 3], "0…3"),
-        ([0, 1, 2, 8, 10], "0…2,8,10"),
-        (range(0, 60, 2), "0,2,4,6,8,10,12,14,16,1…"),
-    ],
-)
-def test_ranks_are_told_by_their_runs(ranks: list[int], shown: str) -> None:
-    assert ranks_text(ranks) == shown
+def test_a_long_list_of_ranks_is_cut() -> None:
+    assert Tenant("a", tuple(range(0, 60, 2)), 1.0).text == "a:0,2,4,6,8,10,12,14,16,1…"
+    assert Tenant("a", (1, 0, 2, 8), 0.5).text == "a:0-2,8 0.5"
 
 
 PICTURES: dict[str, Callable[[], str]] = {
