@@ -1,4 +1,4 @@
-"""Where the parties of a job meet: its directory, its sockets, and the endpoints of its groups."""
+"""Discovery: the job directory, the store, leader election, and the endpoints of process groups."""
 
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
 from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, jobs_root

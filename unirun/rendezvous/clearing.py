@@ -1,4 +1,4 @@
-"""What is left of a job that is over: it is measured, and taken away."""
+"""Measure and remove the files and store keys of a finished job."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.wire.address import UnixAddress
 
 TTL = 10.0
-"""Seconds for which whoever clears a job leads it, at most: no master does anything with it in that time."""
+"""Lease of the term that is taken to clear a job, in seconds: no master writes in that time."""
 
 MISSING = 15.0
-"""Seconds without a master after which a job that has left no end has none: agents start another within less."""
+"""Seconds without a master after which a job that has not ended counts as abandoned; agents start a new master in
+less."""
 
 
 def size_here(job: JobDir) -> int:
-    """The bytes that the files of `job` take on the disk, with those of its own log directory elsewhere."""
+    """Disk usage of `job` in bytes, including its own log directory elsewhere."""
     return sum(_size(path) for path in _directories(job))
 
 
 def clear_here(job: JobDir) -> int:
-    """Remove the directory of `job`, and its own log directory elsewhere. Returns the bytes that are free now.
+    """Remove the directory of `job`, and its own log directory elsewhere. Returns the number of bytes freed.
 
-    Raises `JobError` when it runs, or when something cannot be removed.
+    Raises `JobError` when the job runs or a file cannot be removed.
     """
     with one_at_a_time(job.path.parent):
         if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         freed = 0
         try:
-            # The directory at last: as long as it is there, what is left can be found.
+            # The job directory is removed last: it is needed to find the rest after a failure.
             for path in _directories(job):
                 size = _size(path)
                 shutil.rmtree(path)
@@ -54,8 +55,8 @@ def _directories(job: JobDir) -> tuple[Path, ...]:
 
 
 def _size(path: Path) -> int:
-    """What ``du`` says."""
-    # A link to a directory is among the folders, and is not entered.
+    """Disk usage of a directory in bytes, as ``du`` counts it."""
+    # os.walk lists a link to a directory among the folders, and does not enter it.
     below = (os.path.join(at, name) for at, folders, files in os.walk(path) for name in (*folders, *files))
     found = 0
     for entry in chain([str(path)], below):
@@ -65,17 +66,17 @@ def _size(path: Path) -> int:
 
 
 def size_in(store: Store, run_id: str) -> int:
-    """The bytes of everything that `store` has of a job: keys and values."""
+    """Size in bytes of all keys and values of a job in `store`."""
     items = [*store.get_prefix(job_prefix(run_id)).items]
     line = store.get(index_key(run_id))
     return sum(len(item.key) + len(item.value.encode()) for item in (*items, *([line] if line else ())))
 
 
 def clear_in(store: Store, run_id: str, *, ended: bool) -> int:
-    """Remove everything that `store` has of a job. Returns how many bytes that were.
+    """Remove all keys of a job from `store`. Returns their size in bytes.
 
-    Raises `JobError` when somebody leads it; one that has not `ended` is watched for a while, as its next master may
-    be on its way. `StoreError`.
+    Raises `JobError` when a master leads the job, and `StoreError`. A job that has not `ended` is first watched for
+    `MISSING` seconds, as its next master may be starting.
     """
     size = size_in(store, run_id)
     if not size:
@@ -85,7 +86,7 @@ def clear_in(store: Store, run_id: str, *, ended: bool) -> int:
         time.sleep(0.1)
     term = None
     if leader is None:
-        # From now on no master writes, whatever it was about to do.
+        # The new term fences every earlier master.
         term = campaign(store, job_prefix(run_id), UnixAddress.here(""), os.getpid(), ttl=TTL)
         leader = leader_of(store, job_prefix(run_id))
     if term is None:

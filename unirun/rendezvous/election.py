@@ -1,9 +1,9 @@
-"""Who leads: one leader at a time under a prefix of a store, each with an epoch that no other has had.
+"""Leader election: one leader at a time under a prefix of a store, each with a unique epoch.
 
-``<prefix>lead/epoch`` holds the number of the latest term and stays; ``<prefix>lead/leader`` says where its leader is,
-and goes away when that does not keep its lease. Nothing else is below ``<prefix>lead/``, so a watch of that tells of
-elections only. Whoever leads fences each of its writes with ``ValueIs(<prefix>lead/epoch, its own)``, so it does no
-harm to take a term from a leader that only seems to be dead: what it wants to write then is not written.
+``<prefix>lead/epoch`` holds the number of the latest term and is never deleted. ``<prefix>lead/leader`` holds the
+leader's address and is deleted when the leader's lease expires. There are no other keys below ``<prefix>lead/``, so a
+watch of it only reports elections. A leader fences each write with ``ValueIs(<prefix>lead/epoch, its own)``, so it is
+safe to depose a leader that only seems to be dead: its later writes are rejected.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from unirun.wire.address import UnixAddress
 
 
 class Leader(Value):
-    """Where the leader of term `epoch` listens, and which process it is."""
+    """The leader of term `epoch`: its address and process id."""
 
     epoch: int
     address: UnixAddress
     pid: int
 
     def to_json(self) -> dict[str, Any]:
-        """As commands show it."""
+        """Return the form that commands print."""
         return {
             "epoch": self.epoch,
             "address": f"unix:{self.address}",
@@ -38,7 +38,7 @@ class Leader(Value):
 
 
 def seat_prefix(prefix: str) -> str:
-    """The prefix of the two keys of an election."""
+    """Return the prefix of the two keys of an election."""
     return f"{prefix}lead/"
 
 
@@ -51,13 +51,13 @@ def _epoch_key(prefix: str) -> str:
 
 
 def leader_of(store: Store, prefix: str) -> Leader | None:
-    """Who leads under `prefix`; None when nobody does."""
+    """Return the leader under `prefix`, None when there is none. Raises `StoreError`."""
     return _leader(store.get(_leader_key(prefix)))
 
 
 def read_seat(prefix: str, values: Mapping[str, str]) -> tuple[int, Leader | None]:
-    """The number of the latest term under `prefix` (0: there was none), and who leads. `values` are those of the keys
-    below `seat_prefix`. Raises `StoreRefused` for what no unirun has written."""
+    """Return the number of the latest term under `prefix` (0: none) and its leader. `values` are those of the keys
+    below `seat_prefix`. Raises `StoreRefused` for values that unirun has not written."""
     leader, epoch = values.get(_leader_key(prefix)), values.get(_epoch_key(prefix))
     return (
         _number(Item(_epoch_key(prefix), epoch, 0)) if epoch is not None else 0,
@@ -68,7 +68,7 @@ def read_seat(prefix: str, values: Mapping[str, str]) -> tuple[int, Leader | Non
 def _leader(item: Item | None) -> Leader | None:
     if item is None:
         return None
-    # Who has no store does not wait for this import.
+    # Imported here: processes without a store should not pay for it.
     from unirun.wire.codec import from_json
 
     try:
@@ -92,7 +92,7 @@ def _foreign(item: Item) -> StoreRefused:
 
 
 class Term:
-    """One candidate's time of office. `keep` must be called more often than the lease's `ttl`."""
+    """The term of one leader. `keep` must be called at least every `ttl` seconds."""
 
     def __init__(self, store: Store, prefix: str, leader: Leader, lease: Lease) -> None:
         self._store, self._prefix, self._leader = store, prefix, leader
@@ -102,11 +102,11 @@ class Term:
 
     @property
     def fence(self) -> Compare:
-        """What every write of this term has to compare."""
+        """The comparison that every write of this term must include."""
         return ValueIs(_epoch_key(self._prefix), str(self.epoch))
 
     def keep(self) -> None:
-        """Go on leading; also after the lease has ended, when nobody has come since. Raises `Fenced`."""
+        """Renew the lease; take a new one after it has expired, unless there is another leader. Raises `Fenced`."""
         if self._lease is not None:
             try:
                 self._store.keep_alive(self._lease)
@@ -118,14 +118,14 @@ class Term:
                 raise self._fenced()
             return
         lease = self._store.grant(self.ttl)
-        # Whether this was done is seen the next time: then the key is there, with a lease that nobody keeps alive.
+        # After an unknown outcome the next call repeats this; a lease of the first attempt expires by itself.
         put = Put(_leader_key(self._prefix), _record(self._leader), lease)
         if not self._store.txn([self.fence], [put]).succeeded:
             raise self._fenced()
         self._lease = lease
 
     def resign(self) -> None:
-        """Stop leading now. A successor need not wait."""
+        """Stop leading now, so that a successor need not wait for the lease to expire."""
         if self._lease is not None:
             self._store.revoke(self._lease)
             self._lease = None
@@ -137,9 +137,10 @@ class Term:
 def campaign(
     store: Store, prefix: str, address: UnixAddress, pid: int, *, ttl: float, deposing: int = 0
 ) -> Term | None:
-    """Become the leader under `prefix`; None when there is one already, or another was quicker.
+    """Try to become the leader under `prefix`. Returns None when there is a leader or another candidate won.
 
-    `deposing` is the epoch of a leader that is known to be dead: its lease is not waited for.
+    `ttl` is the lease in seconds. `deposing` is the epoch of a leader that is known to be dead: it is replaced before
+    its lease expires.
     """
     seat, clock = store.get(_leader_key(prefix)), store.get(_epoch_key(prefix))
     present = _leader(seat)
@@ -156,7 +157,7 @@ def campaign(
     try:
         won = store.txn(compares, puts).succeeded
     except OutcomeUnknown:
-        # Should it still be on its way and found not done here, the end of its lease undoes it.
+        # If the write is applied only after this read, the revoked lease deletes the key.
         won = leader_of(store, prefix) == leader
     if not won:
         store.revoke(lease)

@@ -1,8 +1,8 @@
 """Listening sockets that are bound once and held.
 
-A port that is probed, freed and bound again later can be lost to another process in between. An agent
-binds one socket per role when it starts and keeps it for the life of the job: the store of each
-generation listens on that very socket, so the role's address never changes and is never lost.
+A port that is probed, freed and bound again can be lost to another process in between. An agent binds one socket per
+role when it starts and keeps it for the life of the job: the rendezvous store of each generation listens on that
+socket, so the role's address never changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unirun.values import Value
 _BACKLOG = 4096
 
 GENERATION_KEY = "unirun/generation"
-"""Who has met in a store can ask it which generation that was: all generations of a role have the same address."""
+"""Key of the generation that a rendezvous store serves: all generations of a role have the same address."""
 
 
 class Endpoint(Value):
@@ -31,18 +31,18 @@ class Endpoint(Value):
         return f"{self.addr}:{self.port}"
 
     def close(self) -> None:
-        """Give the port back."""
+        """Close the socket and free its port."""
         self.socket.close()
 
 
 def split_endpoint(text: str) -> tuple[str, int]:
-    """``addr:port`` or ``[v6]:port`` as its two parts. Raises ValueError."""
+    """Split ``addr:port`` or ``[v6]:port``. Raises ValueError."""
     addr, _, port = text.rpartition(":")
     return addr.removeprefix("[").removesuffix("]"), int(port)
 
 
 def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
-    """Bind `addr`:`port` (0: any free one) and listen. Raises `RendezvousError` when that cannot be."""
+    """Bind `addr`:`port` (0: any free port) and listen. Raises `RendezvousError`."""
     try:
         family = socket.getaddrinfo(addr, None)[0][0]
     except OSError as error:
@@ -69,8 +69,8 @@ def hold_endpoint(addr: str, port: int = 0) -> Endpoint:
 
 
 def hold_endpoints(spec: JobSpec, addr: str, port: int) -> dict[str, Endpoint]:
-    """One listening socket per role at `addr`; that of the first role has `port`, unless it is 0. Raises
-    `RendezvousError` when it is taken."""
+    """Bind one listening socket per role at `addr`; that of the first role gets `port`, unless it is 0. Raises
+    `RendezvousError` when the port is taken."""
     held: dict[str, Endpoint] = {}
     try:
         for role in spec.roles:

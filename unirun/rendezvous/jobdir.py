@@ -1,22 +1,22 @@
-"""The directory of a job: what it holds, how it is made, how it is found again.
+"""The directory of a job: its files, and how it is created and found.
 
 ::
 
     <root>/<run id>/            0700
         token                   0600, 256 random bits in hex
-        uid                     tells this job from earlier ones of its id
+        uid                     distinguishes this job from earlier ones with the same id
         store                   the URL of the store with the job's context
         store.db                that store, unless it is elsewhere
-        context.json            the job's context until its first master has brought it to the store
-        state.json              how the job stands, replaced as a whole after every change
-        summary.json            the same in one line, for who looks at many jobs
-        events.jsonl            what happened, what was decided and why
-        metrics.jsonl           what workers have measured
+        context.json            the job's context until its first master writes it to the store
+        state.json              the job's state, replaced as a whole after every change
+        summary.json            its summary in one line, for commands that list many jobs
+        events.jsonl            the event log: events and decisions, with their causes
+        metrics.jsonl           the workers' metrics
         alive.lock              held by the agents and the master as long as one of them lives
         master.<pid>.sock       0600; where each master listens
         agent.<node>.sock       0600; where the agent of each node listens for its workers
-        timer.<node>            0600; a named pipe for torch's timers, when they are wanted
-        master.log agent.<node>.log  what these processes say themselves
+        timer.<node>            0600; a named pipe for torch's timers, when they are enabled
+        master.log agent.<node>.log  stderr of these processes
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
 
 The root is ``$UNIRUN_HOME/jobs``, by default ``$XDG_STATE_HOME/unirun/jobs`` or
@@ -60,26 +60,26 @@ class JobDir(Value):
         return self.path / "token"
 
     def master_socket(self, pid: int) -> Path:
-        """Where the master that was started by, or is, the process `pid` listens."""
+        """Socket of the master whose process, or whose parent, is `pid`."""
         return self.path / f"master.{pid}.sock"
 
     def master_sockets(self) -> list[Path]:
-        """Where masters listen, or have listened."""
+        """Sockets of all masters, also of dead ones."""
         return sorted(self.path.glob("master.*.sock"))
 
     @property
     def store_url(self) -> str:
-        """The store with the job's context. Raises `JobError`."""
+        """URL of the store with the job's context. Raises `JobError`."""
         return self._read("store")
 
     @property
     def own_store(self) -> str:
-        """The URL of the store in this directory, where the context is unless the user has named another."""
+        """URL of the store in this directory, the default for the context."""
         return f"sqlite:{self.path / 'store.db'}"
 
     @property
     def uid(self) -> str:
-        """What tells this job from earlier ones of its id. Raises `JobError`."""
+        """Distinguishes this job from earlier ones with the same id. Raises `JobError`."""
         return self._read("uid")
 
     def _read(self, name: str) -> str:
@@ -89,20 +89,20 @@ class JobDir(Value):
             raise JobError(f"{self.path / name} cannot be read: {error.strerror}") from error
 
     def agent_socket(self, node: str) -> Path:
-        """Where the agent of `node` listens for its workers."""
+        """Socket of the agent of `node`, for its workers."""
         return self.path / f"agent.{node}.sock"
 
     def timer_pipe(self, node: str) -> Path:
-        """Where the agent of `node` takes requests for torch's timers."""
+        """Named pipe in which the agent of `node` takes requests for torch's timers."""
         return self.path / f"timer.{node}"
 
     def agent_log(self, node: str) -> Path:
-        """What the agent of `node` and its spawners say themselves."""
+        """Log of the agent of `node` and of its spawners."""
         return self.path / f"agent.{node}.log"
 
     @property
     def master_log(self) -> Path:
-        """What the masters say themselves."""
+        """Log of the masters."""
         return self.path / "master.log"
 
     @property
@@ -112,7 +112,7 @@ class JobDir(Value):
 
     @property
     def summary(self) -> Path:
-        """The job's state in one line."""
+        """The summary of the job's state."""
         return self.path / "summary.json"
 
     @property
@@ -122,7 +122,7 @@ class JobDir(Value):
 
     @property
     def metrics(self) -> Path:
-        """What workers have measured, one JSON object a line."""
+        """The workers' metrics, one JSON object a line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -140,25 +140,25 @@ class JobDir(Value):
         return self.logs / worker.role / str(worker.rank) / str(worker.incarnation)
 
     def first_context(self) -> dict[str, Any] | None:
-        """The context of a job that no master has led yet. Raises `JobError`."""
+        """Read the context of a job that no master has led yet; None after that. Raises `JobError`."""
         try:
             return self.read_json(_FIRST)
         except JobError:
-            # Another master may be forgetting it now.
+            # Another master may be deleting it now.
             if (self.path / _FIRST).exists():
                 raise
             return None
 
     def forget_first_context(self) -> None:
-        """It is in the store."""
+        """Delete the first context, which is in the store now."""
         (self.path / _FIRST).unlink(missing_ok=True)
 
     def write_first_context(self, documents: Mapping[str, Any]) -> None:
-        """Leave the context for whichever master comes first."""
+        """Write the context for the job's first master."""
         self.write_json(_FIRST, documents)
 
     def own_logs(self) -> Path | None:
-        """The directory below ``--log-dir`` with the logs of this job, unless they are another's by now."""
+        """Directory of this job below ``--log-dir``; None without one, or when another job has replaced it."""
         target = self.logs.resolve()
         try:
             own = self.logs.is_symlink() and (target / MARK).read_text() == self.uid
@@ -167,20 +167,20 @@ class JobDir(Value):
         return target if own else None
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Replace the file `name` by `value` as a whole: a reader sees the old one or the new one."""
+        """Replace the file `name` atomically by `value`. Raises OSError."""
         target = self.path / name
         fresh = target.with_suffix(f".{os.getpid()}.new")
         try:
             fresh.write_text(json.dumps(value, separators=(",", ":")))
             fresh.replace(target)
         except OSError:
-            # On a disk that is full, what has been written of it would take the room that others need.
+            # On a full disk a partial file would take space that others need.
             with suppress(OSError):
                 fresh.unlink()
             raise
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The object in the file `name`. Raises `JobError`."""
+        """Read the JSON object in the file `name`. Raises `JobError`."""
         try:
             value = json.loads((self.path / name).read_text())
         except OSError as error:
@@ -192,8 +192,8 @@ class JobDir(Value):
         return value
 
     def alive(self) -> bool:
-        """Whether an agent or a master of this job lives, seen from its lock; a reused pid cannot deceive it. Raises
-        `JobError` when that cannot be seen."""
+        """Whether an agent or a master of this job lives, judged by its lock and so independent of reused pids. Raises
+        `JobError` when the lock cannot be opened."""
         try:
             handle = os.open(self.lock, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
@@ -210,10 +210,9 @@ class JobDir(Value):
 
 
 def jobs_root() -> Path:
-    """The directory that holds this user's jobs; it need not be there.
+    """Return the directory of this user's jobs, which need not exist.
 
-    Raises `JobError` when another user could put something in the place of a job: then tokens, sockets and logs would
-    be his to choose.
+    Raises `JobError` when another user could replace a job directory, and with it tokens, sockets and logs.
     """
     home = os.environ.get("UNIRUN_HOME")
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -236,7 +235,7 @@ def jobs_root() -> Path:
 
 
 def job_at(run_id: str) -> JobDir:
-    """The place of the job `run_id`, which need not be there. Raises `JobError` for what is no run id."""
+    """Return the directory of job `run_id`, which need not exist. Raises `JobError` for an invalid id."""
     if not is_run_id(run_id):
         raise JobError(f"{run_id!r:.80} is no job id", RUN_ID_RULE)
     return JobDir(jobs_root() / run_id)
@@ -245,16 +244,16 @@ def job_at(run_id: str) -> JobDir:
 def create_job(
     run_id: str, token: bytes, log_dir: str | None = None, store: str | None = None
 ) -> tuple[JobDir, int]:
-    """Make the directory of a new job, with its token and its log directory; `store` is a URL.
+    """Create the directory of a new job, with its token and its log directory; `store` is a URL.
 
     Returns it with the descriptor of its lock, which agent and master inherit: as long as one process has it open,
-    the job counts as running. Raises `JobError` when the id is taken by a job that runs, or when a directory
-    cannot be made. A finished job of the same id is replaced, as a second run of one ``--rdzv-id`` is usual.
+    the job counts as running. Replaces a finished job of the same id, as it is usual to reuse one ``--rdzv-id``.
+    Raises `JobError` when a running job has the id, or a directory cannot be created.
     """
     job = job_at(run_id)
     try:
         make_private(job.path.parent)
-        # Somebody else may have made it in the meantime.
+        # Checked again: another user may have created it in the meantime.
         job = job_at(run_id)
         with one_at_a_time(job.path.parent):
             lock = _make(job, token, store)
@@ -274,7 +273,7 @@ def create_job(
 
 @contextmanager
 def one_at_a_time(root: Path) -> Iterator[None]:
-    """Two commands at once must not take the same id, nor one take it while another removes it."""
+    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently."""
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -289,12 +288,12 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
         shutil.rmtree(job.path)
     job.path.mkdir(0o700)
-    # A umask may have taken rights of the owner.
+    # The umask may have removed permissions of the owner.
     job.path.chmod(0o700)
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(token.hex())
-    # Whoever follows it may come before the master that writes it.
+    # A follower may open it before the master does.
     job.events.touch(mode=0o600)
     (job.path / "uid").write_text(os.urandom(8).hex())
     (job.path / "store").write_text(store or job.own_store)
@@ -304,7 +303,7 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
 
 
 def _make_logs(job: JobDir, log_dir: str | None) -> None:
-    """The log directory, or with ``--log-dir`` a link to one there."""
+    """Create the log directory, or with ``--log-dir`` a link to one there."""
     try:
         if log_dir is None:
             make_private(job.logs)
@@ -320,7 +319,7 @@ def _make_logs(job: JobDir, log_dir: str | None) -> None:
 
 
 def all_jobs() -> Iterator[JobDir]:
-    """Every job of this user, the oldest first."""
+    """Yield every job of this user, the oldest first. Raises `JobError`."""
     root = jobs_root()
     if not root.is_dir():
         return
@@ -335,7 +334,7 @@ def all_jobs() -> Iterator[JobDir]:
 
 
 def _made_at(path: str) -> int:
-    """When a job was made: its token is written once, while its directory changes with each state."""
+    """Creation time of a job in ns: the token is written once, while the directory changes with each state."""
     for name in (os.path.join(path, "token"), path):
         try:
             return os.stat(name).st_mtime_ns
@@ -345,8 +344,8 @@ def _made_at(path: str) -> int:
 
 
 def choose_job(name: str | None, run_ids: Sequence[str], runs: Callable[[str], bool]) -> str:
-    """Which of `run_ids` (the oldest first) is meant by `name`, an id or the beginning of one; without a name the
-    newest that `runs`, or the newest when none does. Raises `JobError`."""
+    """Return the id in `run_ids` (the oldest first) that is `name` or begins with it. Without a name, return the newest
+    job that `runs`, or else the newest. Raises `JobError`."""
     if not run_ids:
         raise JobError("there are no jobs", "start one with: unirun script.py")
     if name is None:

@@ -1,4 +1,4 @@
-"""Where things lie in a store."""
+"""Key layout of a store."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ JOBS = "jobs/"
 INDEX = "index/"
 
 CONTEXT, STATES, VERSIONS = "context/", "states/", "versions/"
-"""The parts of a job: its context (`unirun.master.persistence`), what workers keep, what they have committed."""
+"""The parts of a job: its context (`unirun.master.persistence`), workers' saved states, committed versions."""
 
 
 def job_prefix(run_id: str) -> str:
-    """Everything of a job."""
+    """Prefix of all keys of a job."""
     return f"{JOBS}{run_id}/"
 
 
 def context_prefix(run_id: str) -> str:
-    """The documents of `unirun.master.persistence.context`."""
+    """Prefix of the documents of `unirun.master.persistence.context`."""
     return f"{JOBS}{run_id}/{CONTEXT}"
 
 
 def crashes_key(run_id: str) -> str:
-    """Masters of a job that were ended by an error of their own (`unirun.failover.crashes`)."""
+    """Key of the record of a job's crashed masters (`unirun.failover.crashes`)."""
     return f"{JOBS}{run_id}/crashes"
 
 
 def index_key(run_id: str) -> str:
-    """The one line about a job that ``unirun ls`` reads."""
+    """Key of the summary of a job that ``unirun ls`` reads."""
     return f"{INDEX}{run_id}"

@@ -1,4 +1,4 @@
-"""News of a process's end, by its handle: no polling, and a reused pid cannot deceive."""
+"""Watch for the end of a process by its pidfd: no polling, and safe against reused pids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class ProcessWatch:
-    """Calls `when_gone` once, from the running loop, when process `pid` has ended or is not there."""
+    """Calls `when_gone` once, in the running loop, when process `pid` has ended or does not exist."""
 
     def __init__(self, pid: int, when_gone: Callable[[], object]) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """The log directory of a job: private, unless the directory that the user named is shared with its group.
 
-Directories are made 0700 and files 0600, whatever the umask. Below a ``--log-dir`` with the setgid bit, which is how a
-directory is shared with a group, the group may read what it may read there (2750 and 0640). Others never may.
+Directories are created 0700 and files 0600, whatever the umask. Below a ``--log-dir`` with the setgid bit, the usual
+way to share a directory with a group, they inherit its group's permission to read (2750 and 0640). Others have none.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from unirun.errors import JobError
 from unirun.rendezvous.ownership import make_private
 
 MARK = ".unirun"
-"""A file in a directory below ``--log-dir``: what lies there is ours, and a later run may replace it. It holds the uid
-of the job whose logs they are."""
+"""A file that marks a directory below ``--log-dir`` as unirun's, so that a later run may replace it. It holds the uid
+of the job."""
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def make_log_dir(target: Path, uid: str) -> None:
-    """Make `target` for the job `uid`; the logs that an earlier job has left there are removed.
+    """Create `target` for the job `uid`; logs of an earlier job there are removed.
 
-    Raises OSError, and `JobError` when something else lies there.
+    Raises OSError, and `JobError` when the directory has other contents.
     """
     if target.is_dir() and any(target.iterdir()) and not (target / MARK).exists():
         raise JobError(
@@ -43,10 +43,10 @@ def make_log_dir(target: Path, uid: str) -> None:
 
 
 def open_log(base: Path, name: Path) -> int:
-    """A descriptor to append to the file `name` below the directory `base`; what is missing of it is made.
+    """Open the file `name` below the directory `base` for appending, creating missing parts. Returns the descriptor.
 
-    No symbolic link below `base` is followed: where others may write the directory that the user has named, they could
-    point one at any file of ours. Raises OSError.
+    Symbolic links below `base` are not followed: a user who may write the directory could point one at any file of
+    ours. Raises OSError.
     """
     folder = os.open(base, _FOLDER)
     try:
@@ -61,7 +61,7 @@ def open_log(base: Path, name: Path) -> int:
 
 
 def _enter(folder: int, name: str) -> int:
-    """A descriptor of the directory `name` in the one behind `folder`; it is made if it is missing."""
+    """Open the directory `name` in the one behind `folder`, creating it if missing. Returns the descriptor."""
     try:
         return _make(folder, name)
     except FileExistsError:
@@ -69,20 +69,20 @@ def _enter(folder: int, name: str) -> int:
 
 
 def _make(folder: int, name: str) -> int:
-    """The same for one that is new. Raises FileExistsError."""
+    """Create and open the directory `name` in the one behind `folder`. Raises FileExistsError."""
     rights = _rights(folder)
     os.mkdir(name, rights, dir_fd=folder)
     return _with_rights(os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder), rights)
 
 
 def _rights(folder: int) -> int:
-    """The mode of a new directory in the one behind `folder`."""
+    """Mode of a new directory in the one behind `folder`."""
     mode = os.fstat(folder).st_mode
     return 0o700 | (mode & 0o050 if mode & stat.S_ISGID else 0)
 
 
 def _with_rights(handle: int, rights: int) -> int:
-    """`handle`, after giving back what the umask has taken of `rights`."""
+    """Restore the `rights` of `handle` that the umask has removed. Returns `handle`."""
     try:
         mode = os.fstat(handle).st_mode
         if mode & rights != rights:

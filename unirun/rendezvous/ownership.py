@@ -1,7 +1,7 @@
-"""Whether another user of this host can put something in the place of a file or a directory of ours.
+"""Check whether another user of this host can replace a file or a directory of ours.
 
-Root is trusted: it can do anything anyway. Another user can replace what lies in a directory that he owns or may
-write, unless the directory has the sticky bit (as ``/tmp``) and the entry is not his.
+Root is trusted. Another user can replace the entries of a directory that he owns or may write, unless the directory
+has the sticky bit (as ``/tmp``) and the entry is not his.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from pathlib import Path
 from unirun.values import Value
 
 MAX_LINKS = 40
-"""Symbolic links on the way to one path, as in the kernel."""
+"""Maximum number of symbolic links in one path, as in the kernel."""
 
 
 class Exposure(Value):
-    """A place on the way to a path that another user controls: `problem` says which and why."""
+    """A component of a path that another user controls: `problem` states which and why."""
 
     problem: str
     remedy: str
 
 
 def make_private(folder: Path) -> None:
-    """Make `folder` and what is missing above it, each 0700 whatever the umask. What is there stays as it is.
+    """Create `folder` and its missing parents, each 0700 whatever the umask. Existing directories are not changed.
 
-    Raises OSError, also for what is no directory.
+    Raises OSError, also when a component is not a directory.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):
             each.mkdir(0o700)
-            # A umask can only take rights away: those of the owner too.
+            # The umask may have removed permissions of the owner.
             each.chmod(0o700)
 
 
 def exposure(folder: Path) -> Exposure | None:
-    """The first place on the way to `folder` where another user can interpose; None when there is none.
+    """Return the first component of the path `folder` that another user controls, None when there is none.
 
-    In `folder` itself others may not even make new entries. What is not there yet is not looked at: check again after
-    it was made. The walk goes down from ``/``, so nobody can change what was checked before. Raises OSError, also for
-    what is no directory.
+    In `folder` itself others may not even create entries. Missing components are not checked: check again after
+    creating them. The walk starts at ``/``, so nobody can change the components that were checked. Raises OSError,
+    also when a component is not a directory.
     """
     at, links, trusted = "/", 0, _trusted()
     todo = [*reversed(folder.absolute().parts[1:])]
@@ -55,7 +55,7 @@ def exposure(folder: Path) -> Exposure | None:
             return found
         name = todo.pop()
         if name == "..":
-            # `at` has no links any more, so this is what the kernel takes for the directory above.
+            # `at` has no links any more, so this is the parent that the kernel would take.
             at = os.path.dirname(at)
             continue
         entry = os.path.join(at, name)
@@ -69,7 +69,7 @@ def exposure(folder: Path) -> Exposure | None:
         links += 1
         if links > MAX_LINKS or info.st_uid not in trusted:
             return Exposure(f"{entry} is a link of {_user(info.st_uid)}", "name another directory")
-        # The first part of an absolute target is "/", and `join` above begins anew with it.
+        # The first part of an absolute target is "/", from which `join` above starts again.
         todo += reversed(Path(os.readlink(entry)).parts)
 
 
@@ -87,7 +87,7 @@ def _directory(path: str, trusted: frozenset[int], *, last: bool) -> Exposure | 
 
 
 def writers(info: os.stat_result) -> str:
-    """Which other users may write what `info` describes, in words; empty: none."""
+    """Describe the other users who may write a file; empty when there are none."""
     if info.st_mode & stat.S_IWOTH:
         return "all users"
     if info.st_mode & stat.S_IWGRP and not _is_trusted_group(info.st_gid):
@@ -96,17 +96,17 @@ def writers(info: os.stat_result) -> str:
 
 
 def is_ours(info: os.stat_result) -> bool:
-    """Whether a file belongs to this user."""
+    """Whether this user owns a file."""
     return info.st_uid == os.geteuid()
 
 
 def owner(info: os.stat_result) -> str:
-    """Whom a file belongs to, in words."""
+    """Describe the owner of a file."""
     return _user(info.st_uid)
 
 
 def _trusted() -> frozenset[int]:
-    """The users who may own what lies on the way to our files."""
+    """Ids of the users who may own components of our paths."""
     found = {0, os.geteuid()}
     with contextlib.suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
@@ -117,7 +117,7 @@ def _trusted() -> frozenset[int]:
 
 
 def _is_trusted_group(gid: int) -> bool:
-    """Root's group, or one that this user is alone in, as where each user has a group of the same name (umask 002)."""
+    """Whether `gid` is root's group or a group of this user alone, named as the user (common with umask 002)."""
     if gid == 0:
         return True
     try:

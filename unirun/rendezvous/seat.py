@@ -1,4 +1,4 @@
-"""Who leads a job, followed by a watch of the store: no look at the store as long as nothing changes."""
+"""Follow the election of a job by a watch of the store, without polling it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from unirun.rendezvous.store.protocol import Listing, Store, Watch
 from unirun.values import Value
 
 WAIT = 1.0
-"""Seconds for which an eager watch waits for one change. A store that is away for so long is told."""
+"""Seconds for which an eager watch waits for one change. A store that is away for longer is reported."""
 
 CALM = 1.0
-"""Seconds between two looks at what a calm watch has received."""
+"""Seconds between two looks at the changes that a calm watch has received."""
 
 RETRY = 0.5
-"""Seconds after which a store that could not be read is opened again."""
+"""Seconds after which an unreadable store is opened again."""
 
 _JOIN = 2.0
 
 
 class Seat(Value):
-    """Who leads a job, as far as that is known.
+    """The leader of a job, as last seen.
 
-    `epoch` is the number of the latest term and `since` the time (``time.monotonic``) at which this was seen. As long
-    as the store cannot be read, `trouble` says why, and the rest is what was seen last. Before the first look at the
-    store `known` is false.
+    `epoch` is the number of the latest term and `since` the time (``time.monotonic``) at which this state was first
+    seen. While the store cannot be read, `trouble` has the reason, and the other fields are as seen last. `known` is
+    false until the store was read once.
     """
 
     leader: Leader | None = None
@@ -41,8 +41,8 @@ class Seat(Value):
 class SeatWatch:
     """Follows the election under `prefix` in a thread, which calls `tell` with each change.
 
-    A watch that is eager, or has seen that nobody leads, tells of a change at once. Otherwise it looks every `CALM`
-    seconds: that is for who has a stream to a master.
+    An eager watch, and any watch while there is no leader, reports a change at once. A calm one looks every `CALM`
+    seconds: it is for processes that have a stream to the master.
     """
 
     def __init__(self, open_store: Callable[[], Store], prefix: str, tell: Callable[[Seat], None]) -> None:
@@ -55,7 +55,7 @@ class SeatWatch:
         self._thread.start()
 
     def hurry(self, eager: bool) -> None:
-        """Be eager from now on, or be calm."""
+        """Make the watch eager or calm."""
         if eager:
             self._eager.set()
         else:
@@ -70,14 +70,14 @@ class SeatWatch:
         self._thread.join(_JOIN)
 
     def _run(self) -> None:
-        # Opened once: a file that was deleted since must not be made anew.
+        # Opened once: a file that was deleted since must not be created again.
         store: Store | None = None
         while not self._closed.is_set():
             try:
                 store = store or self._open()
                 self._follow(store)
             except UnirunError as error:
-                # Also a store that cannot be opened, for want of a password perhaps: whoever waits hears why.
+                # Also a store that cannot be opened, e.g. without a password: waiters get the reason.
                 self._change(self._seat.leader, self._seat.epoch, trouble=str(error))
                 self._closed.wait(RETRY)
         if store is not None:

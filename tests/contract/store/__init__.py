@@ -1,1 +1,1 @@
-"""Every store does what the protocol says: one suite for all of them, and what only some of them can suffer."""
+"""One suite for all stores by the protocol, and suites for the errors of single ones."""

@@ -1,4 +1,4 @@
-"""Each store plays the whole contract."""
+"""Fixtures: each store runs the whole contract suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FAST = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """An etcd of one member, for all tests that leave it running."""
+    """An etcd of one member, for all tests that do not stop it."""
     servers = Servers(tmp_path_factory.mktemp("etcd"), flags=_FAST)
     yield servers
     servers.stop()
@@ -25,7 +25,7 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """An empty place of each kind."""
+    """An empty place for each kind of store."""
     match request.param:
         case "memory":
             place = Place()

@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def program(name: str) -> str:
-    """Where `name` is; a machine without it fails, as `make test` installs it."""
+    """Path of the program `name`; a machine without it fails, as `make test` installs it."""
     path = shutil.which(name)
     if path is None:
         pytest.fail(
@@ -91,7 +91,7 @@ class Servers:
         member.start(self.cluster)
 
     def leader(self) -> Member:
-        """The member that leads now."""
+        """The member that is the leader now."""
         for member in self.members:
             if member.process is None:
                 continue
@@ -102,7 +102,7 @@ class Servers:
         raise AssertionError("no member leads")
 
     def ctl(self, *arguments: str, endpoint: str | None = None) -> str:
-        """What etcdctl prints."""
+        """Output of etcdctl."""
         where = endpoint or ",".join(member.endpoint for member in self.members)
         command = [program("etcdctl"), "--endpoints", where, *arguments]
         done = subprocess.run(

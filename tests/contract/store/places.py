@@ -1,4 +1,4 @@
-"""Where the stores of one test are: all clients that a place opens see the same keys."""
+"""Locations of stores for the tests: all clients that a place opens see the same keys."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from unirun.rendezvous.store.url import open_store
 KINDS = ("memory", "sqlite", "etcd")
 
 PATIENCE = 40.0
-"""Seconds that a test waits for what has to come, however busy the machine is."""
+"""Deadline of a test's waits in seconds, ample on a busy machine."""
 
 
 class Place:
     """A place in memory, which has one client only."""
 
     ttl = 0.6
-    """The shortest lease that is worth the waiting."""
+    """The shortest useful lease."""
 
     url: str | None = None
-    """What another process can open."""
+    """URL that another process can open."""
 
     def __init__(self) -> None:
         self.stores: list[Store] = []
         self._memory = MemoryStore()
 
     def open(self) -> Store:
-        """One more client."""
+        """Open one more client."""
         store = self._open()
         self.stores.append(store)
         return store
@@ -42,7 +42,7 @@ class Place:
         return self._memory
 
     def compact(self, revision: int) -> None:
-        """Make the store forget all changes before `revision`."""
+        """Delete the store's history before `revision`."""
         self._memory.compact(revision)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class EtcdPlace(Place):
 
 
 def read(watch: Watch, done: Callable[[list[Change]], bool]) -> list[Change]:
-    """All changes until `done`; a `Listing` is a failure."""
+    """Read changes until `done`; a `Listing` is a failure."""
     seen: list[Change] = []
     deadline = time.monotonic() + PATIENCE
     while not done(seen):
@@ -104,7 +104,7 @@ def read(watch: Watch, done: Callable[[list[Change]], bool]) -> list[Change]:
 
 
 def read_batch(watch: Watch) -> tuple[Change, ...] | Listing:
-    """The next thing that a watch has."""
+    """The next result of a watch."""
     deadline = time.monotonic() + PATIENCE
     while True:
         news = watch.changes(0.5)
@@ -114,7 +114,7 @@ def read_batch(watch: Watch) -> tuple[Change, ...] | Listing:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Look again and again, with a deadline."""
+    """Poll a condition, with a deadline."""
     deadline = time.monotonic() + PATIENCE
     while not holds():
         assert time.monotonic() < deadline, "it did not become so"

@@ -1,4 +1,4 @@
-"""Many threads and processes at once: nothing that was written is lost."""
+"""Many threads and processes at once: no write is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count_up_in_a_process(url: str, times: int) -> None:
     store.close()
 
 
-def test_threads_that_count_together_lose_nothing(place: Place, store: Store) -> None:
+def test_increments_of_many_threads_are_not_lost(place: Place, store: Store) -> None:
     watch = store.watch("", store.get_prefix("").revision + 1)
     clients = [store, store, store, place.open()]
     threads = [threading.Thread(target=count_up, args=(client, 25)) for client in clients]
@@ -47,7 +47,7 @@ def test_threads_that_count_together_lose_nothing(place: Place, store: Store) ->
 
 
 @pytest.mark.parametrize("place", ["sqlite", "etcd"], indirect=True)
-def test_processes_that_count_together_lose_nothing(place: Place, store: Store) -> None:
+def test_increments_of_many_processes_are_not_lost(place: Place, store: Store) -> None:
     assert place.url is not None
     watch = store.watch("", store.get_prefix("").revision + 1)
     spawn = multiprocessing.get_context("spawn")
@@ -91,7 +91,7 @@ def make_files(folder: str, count: int, together: Any, troubles: Any) -> None:
             troubles.put(str(error))
 
 
-def test_a_file_that_several_processes_make_at_once_is_made_by_one_of_them(tmp_path: Path) -> None:
+def test_of_processes_that_create_a_sqlite_file_at_once_one_creates_it(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     together, troubles = context.Barrier(4), context.Queue()
     processes = [

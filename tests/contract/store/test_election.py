@@ -1,4 +1,4 @@
-"""One leader at a time, with an epoch that no other has had, on every store."""
+"""One leader at a time, with a unique epoch, on every store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def may_write(store: Store, term: Term) -> bool:
     return store.txn([term.fence], [Put(f"{SEAT}state", str(term.epoch))]).succeeded
 
 
-def test_who_comes_first_leads_and_everybody_can_see_who_it_is(store: Store, other: Store) -> None:
+def test_the_first_candidate_leads_and_every_client_sees_it(store: Store, other: Store) -> None:
     assert leader_of(other, SEAT) is None
     term = win(store, "first")
     assert term.epoch == 1
@@ -41,7 +41,7 @@ def test_who_comes_first_leads_and_everybody_can_see_who_it_is(store: Store, oth
     assert may_write(store, term)
 
 
-def test_a_successor_need_not_wait_for_who_resigns(store: Store, other: Store) -> None:
+def test_a_successor_leads_at_once_after_a_resignation(store: Store, other: Store) -> None:
     first = win(store, "first")
     first.resign()
     first.resign()
@@ -54,7 +54,7 @@ def test_a_successor_need_not_wait_for_who_resigns(store: Store, other: Store) -
         first.keep()
 
 
-def test_a_leader_that_does_not_keep_its_lease_is_followed_by_another(
+def test_a_leader_that_does_not_renew_its_lease_is_succeeded(
     place: Place, store: Store, other: Store
 ) -> None:
     first = win(store, "first", ttl=place.ttl)
@@ -65,7 +65,7 @@ def test_a_leader_that_does_not_keep_its_lease_is_followed_by_another(
     assert not may_write(store, first)
 
 
-def test_a_leader_whose_lease_has_ended_goes_on_when_nobody_has_come(
+def test_a_leader_whose_lease_expired_keeps_leading_without_a_successor(
     place: Place, store: Store, other: Store
 ) -> None:
     term = win(store, "first", ttl=place.ttl)
@@ -89,7 +89,7 @@ def test_a_leader_that_is_known_to_be_dead_is_deposed_at_once(store: Store, othe
     )
 
 
-def test_of_many_who_campaign_at_once_one_wins_each_epoch(place: Place, store: Store) -> None:
+def test_of_many_concurrent_candidates_one_wins_each_epoch(place: Place, store: Store) -> None:
     rounds, winners = 5, list[tuple[int, str]]()
     clients = [store, *(place.open() for _ in range(3))]
     ready = threading.Barrier(len(clients), timeout=PATIENCE)
@@ -113,7 +113,7 @@ def test_of_many_who_campaign_at_once_one_wins_each_epoch(place: Place, store: S
 
 
 class Interrupted:
-    """A store to which something happens just before its next transaction."""
+    """A store with a hook just before its next transaction."""
 
     def __init__(self, store: Store, happens: Callable[[], object]) -> None:
         self._store, self._happens = store, [happens]
@@ -127,16 +127,14 @@ class Interrupted:
         return getattr(self._store, name)
 
 
-def test_a_candidate_whom_another_has_overtaken_does_not_get_the_same_epoch(
-    store: Store, other: Store
-) -> None:
-    """The other has led and resigned meanwhile, so the seat is as free as it was."""
+def test_a_candidate_that_lost_does_not_get_the_same_epoch(store: Store, other: Store) -> None:
+    """The other candidate has led and resigned meanwhile, so there is no leader, as before."""
     slow = Interrupted(store, lambda: win(other, "quick").resign())
     assert run_for(slow, "slow") is None  # type: ignore[arg-type]
     assert win(store, "next").epoch == 2
 
 
-def test_a_leader_that_comes_back_to_its_seat_is_not_deposed_by_who_saw_it_empty(
+def test_a_leader_with_a_new_lease_is_not_deposed_by_a_candidate_that_saw_none(
     place: Place, store: Store, other: Store
 ) -> None:
     first = win(store, "first", ttl=place.ttl)
@@ -148,7 +146,7 @@ def test_a_leader_that_comes_back_to_its_seat_is_not_deposed_by_who_saw_it_empty
 
 
 class LosesTheAnswer:
-    """A store whose next transaction is done, or not done, without anybody hearing of it."""
+    """A store whose next transaction has an unknown outcome, applied or not."""
 
     def __init__(self, store: Store, *, done: bool) -> None:
         self._store, self._done = store, done
@@ -169,7 +167,7 @@ def test_a_campaign_whose_outcome_is_unknown_is_looked_up(store: Store, *, done:
     assert (leader_of(store, SEAT) is not None) is done
 
 
-def test_a_seat_that_holds_something_foreign_is_not_taken(store: Store) -> None:
+def test_an_election_with_a_foreign_value_is_refused(store: Store) -> None:
     store.txn([], [Put(f"{SEAT}lead/leader", "[1, 2]")])
     with pytest.raises(StoreRefused, match="no unirun has written"):
         run_for(store, "first")

@@ -1,4 +1,4 @@
-"""Servers that die, hang and come back while clients read, write and watch."""
+"""Servers that die, hang and restart while clients read, write and watch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened() -> Iterator[list[Store]]:
 
 
 class Writer(threading.Thread):
-    """Puts 0, 1, 2, … under one key, each exactly once, reading back what it does not know."""
+    """Puts 0, 1, 2, … under one key, each exactly once, reading back after unknown outcomes."""
 
     def __init__(self, store: Store, key: str) -> None:
         super().__init__(daemon=True)
@@ -71,7 +71,7 @@ class Writer(threading.Thread):
         ).succeeded
 
     def stop(self) -> int:
-        """The last number that is in the store."""
+        """The last number in the store."""
         self._enough.set()
         self.join(PATIENCE)
         item = self._store.get(self._key)
@@ -80,7 +80,7 @@ class Writer(threading.Thread):
 
 
 def patiently(watch: Watch) -> tuple[Change, ...]:
-    """What a watch has, though its server may be away for a while."""
+    """Changes that a watch returns, ignoring outages of its server."""
     try:
         news = watch.changes(1)
     except StoreAway:
@@ -99,7 +99,7 @@ def follow(watch: Watch, until: int) -> list[str]:
 
 
 @pytest.mark.parametrize("victim", ["leader", "follower"])
-def test_a_member_that_is_killed_and_comes_back_costs_no_change(
+def test_no_change_is_lost_when_an_etcd_member_is_killed_and_restarted(
     trio: Servers, opened: list[Store], victim: str
 ) -> None:
     opened += [open_store(trio.url(prefix=f"/{victim}/")) for _ in range(4)]
@@ -121,8 +121,8 @@ def test_a_member_that_is_killed_and_comes_back_costs_no_change(
         assert follow(watch, last) == [str(number) for number in range(last + 1)], "none lost, none twice"
 
 
-def test_a_client_goes_to_another_member_when_its_own_hangs(trio: Servers, opened: list[Store]) -> None:
-    """A stopped process keeps its connections: nothing tells that it is away but its silence."""
+def test_an_etcd_client_fails_over_when_its_member_hangs(trio: Servers, opened: list[Store]) -> None:
+    """A stopped process keeps its connections: only its silence shows that it is away."""
     leader = trio.leader()
     hanging = next(member for member in trio.members if member is not leader)
     rest = [member.endpoint for member in trio.members if member is not hanging]
@@ -137,7 +137,7 @@ def test_a_client_goes_to_another_member_when_its_own_hangs(trio: Servers, opene
         assert store.txn([], [Put("a", "2")]).succeeded
 
 
-def test_a_watch_goes_to_another_member_when_its_own_hangs(trio: Servers, opened: list[Store]) -> None:
+def test_an_etcd_watch_fails_over_when_its_member_hangs(trio: Servers, opened: list[Store]) -> None:
     leader = trio.leader()
     hanging = next(member for member in trio.members if member is not leader)
     rest = [member.endpoint for member in trio.members if member is not hanging]
@@ -155,7 +155,7 @@ def test_a_watch_goes_to_another_member_when_its_own_hangs(trio: Servers, opened
         assert follow(watch, 5) == ["2", "3", "4", "5"]
 
 
-def test_without_a_quorum_nothing_is_read_and_nothing_written(trio: Servers, opened: list[Store]) -> None:
+def test_without_a_quorum_etcd_reads_and_writes_nothing(trio: Servers, opened: list[Store]) -> None:
     store = open_store(trio.url(prefix="/quorum/", timeout=2))
     opened.append(store)
     store.txn([], [Put("a", "1")])
@@ -183,7 +183,7 @@ def fails(store: Store) -> bool:
 
 @contextmanager
 def stopped(member: Member) -> Iterator[None]:
-    """A member that does not run for a while."""
+    """Suspend a member."""
     assert member.process is not None
     os.kill(member.process.pid, signal.SIGSTOP)
     # Each of its threads stops for itself, and one may have answered meanwhile.
@@ -194,7 +194,7 @@ def stopped(member: Member) -> Iterator[None]:
         os.kill(member.process.pid, signal.SIGCONT)
 
 
-def test_a_watch_goes_on_after_its_only_server_was_started_again(lone: Servers, opened: list[Store]) -> None:
+def test_a_watch_continues_after_its_only_etcd_server_restarts(lone: Servers, opened: list[Store]) -> None:
     opened += [open_store(lone.url()), open_store(lone.url())]
     store, other = opened
     watch = other.watch("", store.get_prefix("").revision + 1)
@@ -210,7 +210,7 @@ def test_a_watch_goes_on_after_its_only_server_was_started_again(lone: Servers, 
         assert follow(watch, int(number)) == [number]
 
 
-def test_a_watch_says_when_its_server_is_away_and_goes_on_when_it_is_back(
+def test_a_watch_reports_an_away_etcd_server_and_continues_when_it_is_back(
     lone: Servers, opened: list[Store]
 ) -> None:
     store = open_store(lone.url(timeout=3))
@@ -234,7 +234,7 @@ def endure(watch: Watch, until: float) -> None:
         assert watch.changes(1) == ()
 
 
-def test_what_is_compacted_while_a_watch_is_broken_comes_as_a_listing(
+def test_a_compaction_while_an_etcd_watch_is_broken_gives_a_listing(
     lone: Servers, opened: list[Store]
 ) -> None:
     opened += [open_store(lone.url()), open_store(lone.url())]
@@ -266,9 +266,7 @@ def test_what_is_compacted_while_a_watch_is_broken_comes_as_a_listing(
     assert follow(watch, 3) == ["3"]
 
 
-def test_a_write_to_a_server_that_is_not_there_was_surely_not_done(
-    lone: Servers, opened: list[Store]
-) -> None:
+def test_a_write_to_an_unreachable_etcd_server_is_not_done(lone: Servers, opened: list[Store]) -> None:
     store = open_store(lone.url(timeout=1))
     opened.append(store)
     lone.members[0].kill()
@@ -277,7 +275,7 @@ def test_a_write_to_a_server_that_is_not_there_was_surely_not_done(
         store.txn([], [Put("a", "1")])
 
 
-def test_a_write_to_a_server_that_hangs_is_of_unknown_outcome(lone: Servers, opened: list[Store]) -> None:
+def test_a_write_to_a_hanging_etcd_server_has_an_unknown_outcome(lone: Servers, opened: list[Store]) -> None:
     # The server may just be starting: the patient one comes first.
     opened.append(other := open_store(lone.url()))
     opened.append(store := open_store(lone.url(timeout=1)))
@@ -288,7 +286,7 @@ def test_a_write_to_a_server_that_hangs_is_of_unknown_outcome(lone: Servers, ope
         store.get("a")
 
 
-def test_nothing_is_left_of_a_closed_store(lone: Servers) -> None:
+def test_a_closed_etcd_store_leaves_no_thread_or_socket(lone: Servers) -> None:
     before = set(threading.enumerate())
     store = open_store(lone.url())
     watches = [store.watch("", 1) for _ in range(3)]
@@ -313,10 +311,10 @@ def connections(port: int) -> int:
     return sum(row[2].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in inodes for row in rows)
 
 
-def test_a_channel_that_another_thread_closes_before_it_is_used_costs_nothing(
+def test_a_call_is_repeated_when_another_thread_closes_its_channel(
     lone: Servers, opened: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a watch does that has found its server silent."""
+    """As a watch does after it found its server silent."""
     store = open_store(lone.url())
     opened.append(store)
     cluster = store._cluster  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What an etcd server does not take, or holds without unirun having written it."""
+"""Requests that an etcd server does not accept, and foreign data in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unirun.rendezvous.store.url import open_store
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[Servers]:
-    """A server that takes small requests only, and few of them."""
+    """A server with low limits for the size of requests and the number of operations."""
     flags = (
         "--quota-backend-bytes",
         str(400_000),
@@ -31,7 +31,7 @@ def narrow(tmp_path: Path) -> Iterator[Servers]:
     servers.stop()
 
 
-def test_a_server_that_is_full_or_takes_little_says_what_to_do(narrow: Servers) -> None:
+def test_a_full_or_limited_etcd_server_is_reported_with_a_remedy(narrow: Servers) -> None:
     store = open_store(narrow.url())
     with pytest.raises(StoreRefused, match=r"takes smaller transactions only.*--max-request-bytes"):
         store.txn([], [Put("a", "x" * (MAX_SIZE - 1))])
@@ -44,13 +44,13 @@ def test_a_server_that_is_full_or_takes_little_says_what_to_do(narrow: Servers) 
 
 
 def fill(store: Store) -> None:
-    """Until the server notices: it looks at its size ten times a second."""
+    """Until the server notices: it checks its size ten times a second."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         store.txn([], [Put("a", "x" * 100_000)])
 
 
-def test_bytes_of_somebody_else_are_not_taken_for_text(etcd: Servers) -> None:
+def test_foreign_bytes_in_etcd_are_refused(etcd: Servers) -> None:
     store = open_store(etcd.url(prefix="/foreign/"))
     start = store.get_prefix("").revision + 1
     endpoint = etcd.members[0].endpoint

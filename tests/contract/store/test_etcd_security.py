@@ -1,4 +1,4 @@
-"""Certificates, users and passwords: who is let in, and what is said to who is not."""
+"""Certificates, users and passwords: access, and the errors without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PASSWORD = "correct horse battery staple"
 
 @dataclass(frozen=True)
 class Secure:
-    """An etcd that lets in who has a certificate of `authority`."""
+    """An etcd that requires a client certificate of `authority`."""
 
     servers: Servers
     authority: Authority
@@ -44,7 +44,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     servers.stop()
 
 
-def test_who_has_a_certificate_is_let_in(secure: Secure) -> None:
+def test_a_client_with_a_certificate_is_admitted_by_etcd(secure: Secure) -> None:
     cert, key = secure.authority.sign("client")
     store = open_store(secure.url(cert=cert, key=key))
     watch = store.watch("", store.get_prefix("").revision + 1)
@@ -53,12 +53,12 @@ def test_who_has_a_certificate_is_let_in(secure: Secure) -> None:
     store.close()
 
 
-def test_who_has_none_is_told_to_bring_one(secure: Secure) -> None:
+def test_a_client_without_a_certificate_is_told_to_add_one(secure: Secure) -> None:
     with pytest.raises(StoreRefused, match=r"wants a client certificate.*cert=FILE&key=FILE"):
         open_store(secure.url())
 
 
-def test_a_certificate_that_is_over_or_foreign_is_refused(secure: Secure, tmp_path: Path) -> None:
+def test_an_expired_or_foreign_client_certificate_is_refused_by_etcd(secure: Secure, tmp_path: Path) -> None:
     expired = secure.authority.sign("expired", days=0)
     wait_until(lambda: is_over(expired[0]))
     for cert, key in (expired, Authority(tmp_path).sign("foreign")):
@@ -71,13 +71,13 @@ def is_over(cert: Path) -> bool:
     return subprocess.run(check, capture_output=True, check=False).returncode != 0
 
 
-def test_a_server_of_another_authority_is_not_trusted(secure: Secure, tmp_path: Path) -> None:
+def test_an_etcd_server_of_another_authority_is_not_trusted(secure: Secure, tmp_path: Path) -> None:
     cert, key = secure.authority.sign("client")
     with pytest.raises(StoreRefused, match=r"is not trusted.*cacert=… has to be who signed it"):
         open_store(secure.url(cacert=Authority(tmp_path).cert, cert=cert, key=key))
 
 
-def test_a_certificate_for_another_host_is_not_trusted(tmp_path: Path) -> None:
+def test_an_etcd_certificate_for_another_host_is_not_trusted(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.sign("elsewhere", host="10.11.12.13")
     servers = Servers(tmp_path, flags=("--cert-file", str(cert), "--key-file", str(key)), scheme="https")
@@ -88,14 +88,14 @@ def test_a_certificate_for_another_host_is_not_trusted(tmp_path: Path) -> None:
         servers.stop()
 
 
-def test_who_speaks_plainly_to_tls_or_tls_to_plain_is_told_so(secure: Secure, etcd: Servers) -> None:
+def test_a_mismatch_of_tls_and_plaintext_is_reported(secure: Secure, etcd: Servers) -> None:
     with pytest.raises(StoreRefused, match=r"speaks TLS, and the store's URL does not.*add cacert=FILE"):
         open_store(secure.servers.url())
     with pytest.raises(StoreRefused, match=r"does not speak TLS.*leave cacert=… out"):
         open_store(etcd.url(cacert=secure.authority.cert))
 
 
-def test_files_that_are_wrong_are_named(secure: Secure, tmp_path: Path) -> None:
+def test_invalid_tls_files_are_named(secure: Secure, tmp_path: Path) -> None:
     cert, key = secure.authority.sign("client")
     _, another = secure.authority.sign("another")
     with pytest.raises(StoreRefused, match="nowhere.pem.*cannot be read"):
@@ -108,7 +108,7 @@ def test_files_that_are_wrong_are_named(secure: Secure, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """An etcd with the users root, who may do everything, and alice, who may use /alice/; tokens last 2 s."""
+    """An etcd with the users root (all permissions) and alice (/alice/ only); tokens last 2 s."""
     folder = tmp_path_factory.mktemp("auth")
     openssl("genrsa", "-out", str(folder / "jwt.key"), "2048")
     openssl("rsa", "-in", str(folder / "jwt.key"), "-pubout", "-out", str(folder / "jwt.pub"))
@@ -136,7 +136,7 @@ def alice(servers: Servers, **options: object) -> str:
 
 
 @pytest.mark.usefixtures("password")
-def test_a_user_reads_writes_and_watches_though_tokens_end(guarded: Servers) -> None:
+def test_an_etcd_user_continues_when_its_token_expires(guarded: Servers) -> None:
     store = open_store(alice(guarded))
     watch = store.watch("", store.get_prefix("").revision + 1)
     lease = store.grant(30)
@@ -155,7 +155,7 @@ def test_a_user_reads_writes_and_watches_though_tokens_end(guarded: Servers) -> 
 
 
 @pytest.mark.usefixtures("password")
-def test_a_user_goes_on_after_a_restart_of_the_server(guarded: Servers) -> None:
+def test_an_etcd_user_continues_after_a_restart_of_the_server(guarded: Servers) -> None:
     store = open_store(alice(guarded, timeout=20))
     watch = store.watch("", store.get_prefix("").revision + 1)
     [member] = guarded.members
@@ -169,14 +169,14 @@ def test_a_user_goes_on_after_a_restart_of_the_server(guarded: Servers) -> None:
 
 
 @pytest.mark.usefixtures("password")
-def test_what_a_user_may_not_touch_is_refused_with_what_to_grant(guarded: Servers) -> None:
+def test_a_missing_etcd_permission_is_reported_with_the_grant_command(guarded: Servers) -> None:
     with pytest.raises(
         StoreRefused, match=r"does not let alice.*grant-permission ROLE readwrite --prefix=true /bob/"
     ):
         open_store(alice(guarded, prefix="/bob/"))
 
 
-def test_a_wrong_password_is_refused_and_never_shown(
+def test_a_wrong_etcd_password_is_refused_and_never_shown(
     guarded: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PASSWORD_VARIABLE, "hunter2")
@@ -186,26 +186,26 @@ def test_a_wrong_password_is_refused_and_never_shown(
 
 
 @pytest.mark.usefixtures("password")
-def test_the_password_is_in_no_text_of_an_open_store(guarded: Servers) -> None:
+def test_the_repr_of_an_open_etcd_store_has_no_password(guarded: Servers) -> None:
     store = open_store(alice(guarded))
     cluster = vars(store)["_cluster"]
     assert PASSWORD not in store.url + repr(vars(store)) + repr(vars(cluster))
     store.close()
 
 
-def test_a_server_with_users_wants_one(guarded: Servers) -> None:
+def test_an_etcd_server_with_auth_requires_a_user(guarded: Servers) -> None:
     with pytest.raises(StoreRefused, match="wants a user.*add user=NAME"):
         open_store(guarded.url(timeout=5))
 
 
 @pytest.mark.usefixtures("password")
-def test_a_server_without_users_says_so(etcd: Servers) -> None:
+def test_an_etcd_server_without_auth_refuses_a_user(etcd: Servers) -> None:
     with pytest.raises(StoreRefused, match="knows no users.*leave user=… out"):
         open_store(etcd.url(user="alice", timeout=5))
 
 
 @pytest.mark.usefixtures("password")
-def test_a_permission_that_is_taken_away_is_told_to_who_watches(guarded: Servers) -> None:
+def test_a_watch_reports_a_revoked_etcd_permission(guarded: Servers) -> None:
     store = open_store(alice(guarded))
     guarded.ctl("--user", f"root:{PASSWORD}", "role", "revoke-permission", "--prefix=true", "hers", "/alice/")
     try:

@@ -1,4 +1,4 @@
-"""Keys that go away when nobody keeps them alive."""
+"""Leases: keys that expire unless they are kept alive."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def is_over(store: Store, lease: Lease) -> bool:
     return False
 
 
-def test_a_lease_is_at_least_as_long_as_was_asked_for(store: Store) -> None:
+def test_a_lease_is_at_least_as_long_as_requested(store: Store) -> None:
     assert store.grant(0.1).ttl >= 0.1
     assert store.grant(7.5).ttl >= 7.5
     assert store.grant(1).id != store.grant(1).id
 
 
 @pytest.mark.parametrize("ttl", [0, -1, float("inf"), float("nan")])
-def test_a_lease_without_a_time_is_refused(store: Store, ttl: float) -> None:
+def test_a_lease_with_an_invalid_time_is_refused(store: Store, ttl: float) -> None:
     with pytest.raises(ValueError, match="lease"):
         store.grant(ttl)
 
 
-def test_keys_go_when_nobody_keeps_their_lease_and_who_watches_is_told(
+def test_an_expired_lease_deletes_its_keys_and_watches_see_it(
     place: Place, store: Store, other: Store
 ) -> None:
     started = time.monotonic()
@@ -55,7 +55,7 @@ def test_keys_go_when_nobody_keeps_their_lease_and_who_watches_is_told(
     store.revoke(lease)
 
 
-def test_an_expiry_is_seen_by_who_only_reads(place: Place, store: Store, other: Store) -> None:
+def test_a_reader_sees_the_expiry_of_a_lease(place: Place, store: Store, other: Store) -> None:
     lease = store.grant(place.ttl)
     store.txn([], [Put("a", "1", lease)])
     wait_until(lambda: other.get("a") is None)
@@ -73,7 +73,7 @@ def test_a_lease_that_is_kept_alive_does_not_end(store: Store, other: Store) -> 
 
 
 @pytest.mark.parametrize("place", ["sqlite", "etcd"], indirect=True)
-def test_a_lease_goes_on_when_its_client_has_closed(place: Place, store: Store) -> None:
+def test_a_lease_outlives_the_client_that_closed(place: Place, store: Store) -> None:
     client = place.open()
     lease = client.grant(1.0)
     client.txn([], [Put("a", "1", lease)])
@@ -83,7 +83,7 @@ def test_a_lease_goes_on_when_its_client_has_closed(place: Place, store: Store) 
     wait_until(lambda: store.get("a") is None)
 
 
-def test_a_lease_that_is_revoked_takes_its_keys_along_at_once(store: Store, other: Store) -> None:
+def test_a_revoked_lease_deletes_its_keys_at_once(store: Store, other: Store) -> None:
     lease = store.grant(60)
     put = store.txn([], [Put("b", "1", lease), Put("a", "1", lease), Put("c", "1")])
     watch = other.watch("", put.revision + 1)
@@ -112,7 +112,7 @@ def test_a_key_belongs_to_the_lease_of_its_last_put(store: Store) -> None:
     assert [item.key for item in store.get_prefix("").items] == ["freed"]
 
 
-def test_a_key_that_was_deleted_and_put_again_has_left_its_lease(store: Store) -> None:
+def test_a_key_that_was_deleted_and_put_again_has_no_lease(store: Store) -> None:
     lease = store.grant(60)
     store.txn([], [Put("a", "1", lease)])
     store.txn([], deletes=["a"])
@@ -121,7 +121,7 @@ def test_a_key_that_was_deleted_and_put_again_has_left_its_lease(store: Store) -
     assert store.get("a") is not None
 
 
-def test_who_waits_for_a_change_sees_the_end_of_a_lease_that_was_granted_meanwhile(
+def test_a_waiting_watch_sees_the_end_of_a_lease_granted_meanwhile(
     place: Place, store: Store, other: Store
 ) -> None:
     watch = other.watch("", store.get_prefix("").revision + 1)

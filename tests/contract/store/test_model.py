@@ -1,4 +1,4 @@
-"""Each store beside a plain dictionary: whatever is done to both, they hold the same and tell the same."""
+"""Each store against a dictionary as its model: after any operations both have the same items and changes."""
 
 from __future__ import annotations
 

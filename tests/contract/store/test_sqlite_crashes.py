@@ -1,4 +1,4 @@
-"""Processes that use one file and are killed while they do."""
+"""Processes that are killed while they use one file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 def write_for_ever(path: Path) -> None:
-    """Put the next number under several keys at once, as fast as it goes."""
+    """Put the next number under several keys at once, in a loop."""
     store = SqliteStore(path)
     item = store.get("k0")
     number = int(item.value) if item else 0

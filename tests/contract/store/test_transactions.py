@@ -24,12 +24,12 @@ def put(store: Store, **values: str) -> int:
     return store.txn([], [Put(key, value) for key, value in values.items()]).revision
 
 
-def test_a_key_that_nobody_put_is_not_there(store: Store) -> None:
+def test_get_of_a_missing_key_is_none(store: Store) -> None:
     assert store.get("a") is None
     assert store.get_prefix("").items == ()
 
 
-def test_what_one_client_has_put_another_reads(store: Store, other: Store) -> None:
+def test_a_client_reads_what_another_has_put(store: Store, other: Store) -> None:
     outcome = store.txn([], [Put("a/b", "1")])
     assert outcome.succeeded
     assert other.get("a/b") == Item("a/b", "1", outcome.revision)
@@ -52,7 +52,7 @@ def test_a_listing_is_in_order_of_keys_and_has_the_revision_of_the_store(store: 
     assert store.get_prefix("nothing/").revision == last
 
 
-def test_a_prefix_is_no_beginning_of_a_longer_name(store: Store) -> None:
+def test_a_prefix_matches_whole_path_components_only(store: Store) -> None:
     store.txn(
         [],
         [Put("jobs/run1/a", "1"), Put("jobs/run10/a", "2"), Put("jobs/run1.5", "3"), Put("jobs/run1", "4")],
@@ -81,7 +81,7 @@ def test_a_prefix_is_no_beginning_of_a_longer_name(store: Store) -> None:
         (lambda revision: RevisionIs("absent", revision), False),
     ],
 )
-def test_a_transaction_is_made_when_its_comparison_holds(
+def test_a_transaction_is_applied_when_its_comparison_is_true(
     store: Store, compare: Callable[[int], Compare], holds: bool
 ) -> None:
     revision = put(store, a="1", empty="")
@@ -91,7 +91,7 @@ def test_a_transaction_is_made_when_its_comparison_holds(
     assert outcome.revision == revision + holds
 
 
-def test_one_comparison_that_fails_undoes_everything(store: Store) -> None:
+def test_a_transaction_with_one_false_comparison_changes_nothing(store: Store) -> None:
     revision = put(store, a="1", b="2", c="3")
     outcome = store.txn([ValueIs("a", "1"), ValueIs("b", "9")], [Put("a", "x")], ["b", "c"])
     assert not outcome.succeeded
@@ -122,7 +122,7 @@ def test_an_item_has_the_revision_of_its_last_put(store: Store) -> None:
     assert [item.revision for item in store.get_prefix("").items] == [first, second]
 
 
-def test_everything_can_be_deleted_at_once(store: Store) -> None:
+def test_the_empty_prefix_deletes_the_whole_store(store: Store) -> None:
     store.txn([], [Put("a/b", "1"), Put("c", "2")])
     assert store.txn([], deletes=[""]).succeeded
     assert store.get_prefix("").items == ()
@@ -148,7 +148,7 @@ def test_no_key_is_changed_twice_in_one_transaction(
 
 
 @pytest.mark.parametrize("key", ["", "a/", "/"])
-def test_what_is_no_key_is_refused(store: Store, key: str) -> None:
+def test_an_invalid_key_is_refused(store: Store, key: str) -> None:
     for call in (
         store.get,
         lambda key: store.txn([], [Put(key, "1")]),
@@ -158,13 +158,13 @@ def test_what_is_no_key_is_refused(store: Store, key: str) -> None:
             call(key)
 
 
-def test_what_is_no_prefix_is_refused(store: Store) -> None:
+def test_an_invalid_prefix_is_refused(store: Store) -> None:
     for call in (store.get_prefix, lambda prefix: store.watch(prefix, 1)):
         with pytest.raises(ValueError, match="no prefix"):
             call("jobs/run1")
 
 
-def test_a_quarter_of_a_megabyte_is_a_value(store: Store, other: Store) -> None:
+def test_a_value_may_have_256_kib(store: Store, other: Store) -> None:
     value = "é" * (128 * 1024)
     store.txn([], [Put("large", value)])
     item = other.get("large")
@@ -172,7 +172,7 @@ def test_a_quarter_of_a_megabyte_is_a_value(store: Store, other: Store) -> None:
     assert item.value == value
 
 
-def test_a_transaction_takes_as_much_as_is_promised(store: Store) -> None:
+def test_a_transaction_may_have_max_changes_and_max_size(store: Store) -> None:
     keys = [f"k/{number:03}" for number in range(MAX_CHANGES)]
     value = "x" * (MAX_SIZE // MAX_CHANGES - len(keys[0]))
     outcome = store.txn([RevisionIs(key, 0) for key in keys], [Put(key, value) for key in keys])
@@ -189,7 +189,7 @@ def test_a_transaction_that_is_too_large_is_refused_by_all_stores(store: Store) 
         store.txn([], [Put(str(number), "") for number in range(MAX_CHANGES + 1)])
 
 
-def test_a_closed_store_says_so(place: Place) -> None:
+def test_every_call_to_a_closed_store_is_an_error(place: Place) -> None:
     store = place.open()
     store.close()
     store.close()

@@ -1,4 +1,4 @@
-"""Changes come in order, none is lost, none comes twice, and no transaction is torn."""
+"""Changes arrive in order and exactly once, and transactions are not split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.contract.store.places import PATIENCE, Place, read, read_batch
 from unirun.rendezvous.store.protocol import Change, Listing, Put, Store
 
 
-def test_a_watch_from_the_past_sees_everything_since_in_order(store: Store, other: Store) -> None:
+def test_a_watch_from_an_earlier_revision_sees_all_changes_in_order(store: Store, other: Store) -> None:
     first = store.txn([], [Put("a", "1")]).revision
     store.txn([], [Put("b", "1"), Put("a", "2")], ["a/"])
     store.txn([], [Put("c", "")], ["b"])
@@ -25,7 +25,7 @@ def test_a_watch_from_the_past_sees_everything_since_in_order(store: Store, othe
     ]
 
 
-def test_a_watch_begins_with_the_revision_that_it_was_asked_for(store: Store) -> None:
+def test_a_watch_begins_with_the_requested_revision(store: Store) -> None:
     first = store.txn([], [Put("a", "1")]).revision
     store.txn([], [Put("a", "2")])
     store.txn([], [Put("a", "3")])
@@ -57,14 +57,14 @@ def test_a_watch_sees_what_is_under_its_prefix_only(store: Store) -> None:
     ]
 
 
-def test_deleting_a_prefix_is_seen_key_by_key_in_one_piece(store: Store) -> None:
+def test_a_watch_sees_a_deleted_prefix_key_by_key_in_one_transaction(store: Store) -> None:
     put = store.txn([], [Put("p/b", "1"), Put("p/a", "1"), Put("q", "1")])
     watch = store.watch("", put.revision + 1)
     store.txn([], deletes=["p/"])
     assert read_batch(watch) == tuple(Change("delete", f"p/{name}", "", put.revision + 1) for name in "ab")
 
 
-def test_a_transaction_is_never_torn(store: Store, other: Store) -> None:
+def test_a_watch_never_splits_a_transaction(store: Store, other: Store) -> None:
     width, rounds = 40, 25
     start = store.get_prefix("").revision + 1
     watch = other.watch("k/", start)
@@ -97,7 +97,7 @@ def test_many_watches_see_the_same(place: Place, store: Store) -> None:
     assert all(each == seen[0] for each in seen)
 
 
-def test_a_watch_on_which_nothing_happens_returns_in_time(store: Store) -> None:
+def test_an_idle_watch_returns_at_its_timeout(store: Store) -> None:
     watch = store.watch("", store.get_prefix("").revision + 1)
     for timeout in (0, 0.3):
         started = time.monotonic()
@@ -127,7 +127,7 @@ def test_a_watch_that_begins_amid_writes_misses_nothing(store: Store, other: Sto
         writer.join(PATIENCE)
 
 
-def test_closing_a_watch_wakes_who_waits_for_it(store: Store) -> None:
+def test_closing_a_watch_wakes_its_waiting_thread(store: Store) -> None:
     watch = store.watch("", store.get_prefix("").revision + 1)
     news: list[object] = []
     waiting = threading.Thread(target=lambda: news.append(watch.changes(600)))
@@ -153,7 +153,7 @@ def test_closing_a_store_ends_its_watches(place: Place) -> None:
     assert news == [()]
 
 
-def test_a_watch_that_comes_too_late_gets_a_listing_and_goes_on_after_it(
+def test_a_watch_behind_a_compaction_gets_a_listing_and_continues(
     place: Place, store: Store, other: Store
 ) -> None:
     first = store.txn([], [Put("a", "1"), Put("b", "1")]).revision
@@ -166,7 +166,7 @@ def test_a_watch_that_comes_too_late_gets_a_listing_and_goes_on_after_it(
     assert read_batch(watch) == (Change("put", "a", "3", last + 1),)
 
 
-def test_a_listing_that_stands_for_lost_changes_is_of_the_prefix_only(place: Place, store: Store) -> None:
+def test_the_listing_after_a_compaction_has_the_watched_prefix_only(place: Place, store: Store) -> None:
     first = store.txn([], [Put("p/a", "1"), Put("q/a", "1")]).revision
     last = store.txn([], [Put("q/b", "1")]).revision
     place.compact(last)
@@ -175,7 +175,7 @@ def test_a_listing_that_stands_for_lost_changes_is_of_the_prefix_only(place: Pla
     assert [item.key for item in news.items] == ["p/a"]
 
 
-def test_a_watch_from_the_oldest_revision_that_is_known_needs_no_listing(place: Place, store: Store) -> None:
+def test_a_watch_from_the_oldest_kept_revision_gets_changes(place: Place, store: Store) -> None:
     store.txn([], [Put("a", "1")])
     kept = store.txn([], [Put("a", "2")]).revision
     store.txn([], [Put("a", "3")])
@@ -183,8 +183,8 @@ def test_a_watch_from_the_oldest_revision_that_is_known_needs_no_listing(place: 
     assert [change.value for change in read(store.watch("", kept), lambda seen: len(seen) == 2)] == ["2", "3"]
 
 
-def test_a_deletion_at_the_very_revision_of_a_compaction_is_not_lost(place: Place, store: Store) -> None:
-    """etcd before 3.5.16 forgets it, and does not say that it did."""
+def test_a_deletion_at_the_compacted_revision_is_not_lost(place: Place, store: Store) -> None:
+    """etcd before 3.5.16 loses it silently."""
     store.txn([], [Put("a", "1"), Put("b", "1")])
     deleted = store.txn([], deletes=["a"]).revision
     place.compact(deleted)
@@ -195,7 +195,7 @@ def test_a_deletion_at_the_very_revision_of_a_compaction_is_not_lost(place: Plac
         assert news == (Change("delete", "a", "", deleted),)
 
 
-def test_a_watch_that_has_read_everything_does_not_mind_a_compaction(place: Place, store: Store) -> None:
+def test_a_watch_that_is_up_to_date_is_unaffected_by_a_compaction(place: Place, store: Store) -> None:
     first = store.txn([], [Put("a", "1")]).revision
     watch = store.watch("", first)
     read_batch(watch)

@@ -1,4 +1,4 @@
-"""Fixtures that make jobs' directories in a home of the test."""
+"""Fixtures that create job directories in the test's home."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Create = Callable[..., JobDir]
 
 
 FRESH = {"events.jsonl", "alive.lock", "logs", "store", "token", "uid"}
-"""What the directory of a new job holds."""
+"""Files in the directory of a new job."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def locks() -> Iterator[list[int]]:
 
 @pytest.fixture
 def create(locks: list[int]) -> Create:
-    """Makes a job; it runs until its lock is let go."""
+    """Creates a job, which is alive until its lock is released."""
 
     def make(run_id: str = "run-1", *, running: bool = True, log_dir: str | None = None) -> JobDir:
         job, lock = create_job(run_id, new_token(), log_dir)

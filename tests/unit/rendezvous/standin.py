@@ -1,4 +1,4 @@
-"""A stand-in for a master: it listens where one would, leads if it is told to, and keeps what it hears."""
+"""A stand-in for a master: it listens on a master's socket, leads on request, and records what it receives."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Appointed, Message
 
 PATIENCE = 20.0
-"""Seconds that a test waits for what should be there in a moment."""
+"""Deadline of a test's waits, in seconds."""
 
 Script = Callable[[BlockingStream], None]
 
 
 class StandIn:
-    """One master of `job`. On each stream it says `first`, then does what `script` says, then listens."""
+    """A master of `job`: on each stream it sends `first`, then runs `script`, then receives."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class StandIn:
         self._thread.start()
 
     def lead(self, store: Store, *, deposing: int = 0, ttl: float = 60.0) -> Term:
-        """Be elected; say so on every stream from now on."""
+        """Win the election; say so on every stream from now on."""
         term = campaign(
             store, self._prefix, UnixAddress.here(self.path), os.getpid(), ttl=ttl, deposing=deposing
         )
@@ -60,7 +60,7 @@ class StandIn:
         return term
 
     def die(self) -> None:
-        """Listen no more and end every stream, as a process that is killed does; its socket's file stays."""
+        """Stop listening and end every stream, as a killed process does; its socket file stays."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -95,7 +95,7 @@ class StandIn:
 
 
 class Place:
-    """A new job in ``$UNIRUN_HOME``, its store, and whoever stands in for its masters."""
+    """A new job in ``$UNIRUN_HOME``, its store, and the stand-ins for its masters."""
 
     def __init__(self) -> None:
         self.job, self.lock = create_job("run-1", new_token())
@@ -111,18 +111,18 @@ class Place:
         script: Script | None = None,
         token: Token | None = None,
     ) -> StandIn:
-        """Somebody who listens and does not lead yet."""
+        """Start a stand-in that listens but does not lead yet."""
         self._masters.append(StandIn(self.job, name, first=first, script=script, token=token))
         return self._masters[-1]
 
     def leader(self, name: str = "first", *, deposing: int = 0, script: Script | None = None) -> StandIn:
-        """Somebody who leads."""
+        """Start a stand-in that leads."""
         master = self.master(name, script=script)
         master.lead(self.store, deposing=deposing)
         return master
 
     def let_go(self) -> None:
-        """Nobody holds the job's lock any more."""
+        """Release the job's lock."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1

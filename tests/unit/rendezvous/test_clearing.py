@@ -1,4 +1,4 @@
-"""What is left of a job is measured to the byte, and removed only by who is sure that nobody leads it."""
+"""The rest of a finished job is measured to the byte, and removed only while no master leads the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFIX = job_prefix("run-1")
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
-    """One that is over and has left logs, some of them elsewhere."""
+    """A finished job with logs, some of them elsewhere."""
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
     job, lock = create_job("run-1", new_token(), str(tmp_path / "logs"))
     os.close(lock)
@@ -39,23 +39,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobDir:
 
 
 def du(*folders: Path) -> int:
-    """What the tool says that they take."""
+    """Disk usage by ``du``."""
     command = ["du", "-scB1", *map(str, folders)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2])
 
 
-class TestHere:
+class TestClearHere:
     @pytest.mark.starts_processes
-    def test_the_size_is_what_du_says(self, job: JobDir, tmp_path: Path) -> None:
+    def test_the_size_of_a_job_directory_is_that_of_du(self, job: JobDir, tmp_path: Path) -> None:
         assert size_here(job) == du(job.path, tmp_path / "logs" / "run-1") > 30_000
 
-    def test_all_of_it_is_told_to_be_free(self, job: JobDir, tmp_path: Path) -> None:
+    def test_clearing_a_job_directory_returns_its_size(self, job: JobDir, tmp_path: Path) -> None:
         size = size_here(job)
         assert clear_here(job) == size
         assert not job.path.exists()
         assert [*(tmp_path / "logs").iterdir()] == []
 
-    def test_what_goes_away_meanwhile_is_not_counted(
+    def test_files_that_vanish_meanwhile_are_not_counted(
         self, job: JobDir, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gone, lstat, size = job.token, os.lstat, size_here(job)
@@ -69,13 +69,15 @@ class TestHere:
         monkeypatch.setattr(clearing.os, "lstat", look)
         assert size_here(job) == size - blocks
 
-    def test_what_another_has_removed_takes_nothing(self, job: JobDir) -> None:
+    def test_a_job_directory_that_another_has_removed_has_size_0(self, job: JobDir) -> None:
         clear_here(job)
         assert size_here(job) == 0
 
 
 @given(st.dictionaries(st.text("abé/0", max_size=5), st.text(max_size=20)), st.booleans())
-def test_the_size_in_a_store_is_that_of_all_keys_and_values(values: dict[str, str], indexed: bool) -> None:
+def test_the_size_of_a_job_in_a_store_is_that_of_its_keys_and_values(
+    values: dict[str, str], indexed: bool
+) -> None:
     ours = {f"{PREFIX}{key}x": value for key, value in values.items()}
     if indexed:
         ours[index_key("run-1")] = "é"
@@ -99,7 +101,7 @@ def lead(store: MemoryStore) -> Term:
 
 
 class Interrupted(MemoryStore):
-    """Something happens just before the first lease is granted, or before the first transaction after that."""
+    """Calls hooks just before the first lease is granted, or before the first transaction after that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class Interrupted(MemoryStore):
         return super().txn(compares, puts, deletes)
 
 
-class TestInAStore:
+class TestClearInStore:
     @pytest.fixture
     def store(self) -> Interrupted:
         return Interrupted()
@@ -132,31 +134,31 @@ class TestInAStore:
 
         monkeypatch.setattr(clearing.time, "sleep", sleep)
 
-    def test_nothing_takes_no_bytes_and_no_time(self) -> None:
+    def test_clearing_a_job_without_keys_returns_0_at_once(self) -> None:
         assert clear_in(MemoryStore(), "run-1", ended=False) == 0
 
-    def test_no_master_is_waited_for_of_a_job_that_has_ended(self, store: Interrupted) -> None:
+    def test_clearing_an_ended_job_does_not_wait_for_a_master(self, store: Interrupted) -> None:
         assert clear_in(store, "run-1", ended=True) > 0
         assert store.get_prefix("").items == ()
 
-    def test_a_job_that_is_led_is_refused_at_once(self, store: Interrupted) -> None:
+    def test_clearing_a_job_with_a_master_is_refused_at_once(self, store: Interrupted) -> None:
         lead(store)
         with pytest.raises(JobError, match=r"job run-1 is led on host far; stop it there"):
             clear_in(store, "run-1", ended=False)
 
-    def test_who_is_quicker_leads_and_is_named(self, store: Interrupted) -> None:
+    def test_clearing_that_loses_the_election_names_the_leader(self, store: Interrupted) -> None:
         store.before_grant.append(lambda: lead(store))
         with pytest.raises(JobError, match=r"job run-1 is led on host far; stop it there"):
             clear_in(store, "run-1", ended=True)
         assert store.get(f"{PREFIX}head") is not None
 
-    def test_who_was_quicker_and_has_gone_has_no_host(self, store: Interrupted) -> None:
+    def test_clearing_that_loses_to_a_vanished_leader_names_no_host(self, store: Interrupted) -> None:
         store.before_grant.append(lambda: lead(store).resign())
         with pytest.raises(JobError, match=r"job run-1 is led; stop it there"):
             clear_in(store, "run-1", ended=True)
         assert store.get(f"{PREFIX}head") is not None
 
-    def test_who_deposes_it_meanwhile_keeps_everything(self, store: Interrupted) -> None:
+    def test_clearing_that_is_deposed_deletes_nothing(self, store: Interrupted) -> None:
         store.before_removal.append(
             lambda: campaign(store, PREFIX, UnixAddress("/x", "far"), 7, ttl=60, deposing=1)
         )
@@ -168,7 +170,7 @@ class TestInAStore:
         assert leader.address.host == "far"
 
 
-def test_the_next_master_is_looked_for_until_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearing_watches_for_the_next_master_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Iterator[float] = iter(range(100))
     monkeypatch.setattr(clearing.time, "monotonic", lambda: float(next(clock)))
     slept: list[float] = []

@@ -1,4 +1,4 @@
-"""A port is bound once and held; what cannot be had is told with what to do."""
+"""A port is bound once and held; errors state a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unirun.rendezvous import Endpoint, hold_endpoint
 from unirun.rendezvous.endpoints import split_endpoint
 
 
-def test_a_free_port_is_found_and_listened_on() -> None:
+def test_port_0_binds_a_free_port_and_listens() -> None:
     endpoint = hold_endpoint("127.0.0.1")
     with socket.create_connection((endpoint.addr, endpoint.port), timeout=5):
         assert str(endpoint) == f"127.0.0.1:{endpoint.port}"
@@ -22,7 +22,7 @@ def test_a_free_port_is_found_and_listened_on() -> None:
     endpoint.close()
 
 
-def test_a_port_can_be_chosen_and_is_given_back() -> None:
+def test_a_chosen_port_is_bound_and_freed_by_close() -> None:
     first = hold_endpoint("127.0.0.1")
     port = first.port
     first.close()
@@ -31,12 +31,12 @@ def test_a_port_can_be_chosen_and_is_given_back() -> None:
     again.close()
 
 
-def test_a_number_that_is_no_port_is_told() -> None:
+def test_a_port_number_out_of_range_is_an_error() -> None:
     with pytest.raises(RendezvousError, match="127.0.0.1:65536 cannot be listened on: there is no such port"):
         hold_endpoint("127.0.0.1", 65536)
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_taken_port_is_an_error_with_a_remedy() -> None:
     first = hold_endpoint("127.0.0.1")
     with pytest.raises(RendezvousError, match="address already in use; leave out --master-port") as caught:
         hold_endpoint("127.0.0.1", first.port)
@@ -44,7 +44,7 @@ def test_a_port_that_is_taken_is_told() -> None:
     first.close()
 
 
-def test_a_limit_of_descriptors_is_told() -> None:
+def test_an_endpoint_beyond_the_descriptor_limit_is_an_error_with_a_remedy() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[Endpoint] = []
     most = max(map(int, os.listdir("/proc/self/fd"))) + 10
@@ -58,7 +58,7 @@ def test_a_limit_of_descriptors_is_told() -> None:
             endpoint.close()
 
 
-def test_every_endpoint_has_a_port_of_its_own() -> None:
+def test_each_roles_endpoint_has_its_own_port() -> None:
     held = [hold_endpoint("127.0.0.1") for _ in range(20)]
     assert len({endpoint.port for endpoint in held}) == 20
     for endpoint in held:
@@ -66,7 +66,7 @@ def test_every_endpoint_has_a_port_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("addr", ["no.such.host.invalid", "192.0.2.1"])
-def test_an_address_that_is_not_ours_is_told(addr: str) -> None:
+def test_an_address_of_another_host_is_an_error(addr: str) -> None:
     with pytest.raises(RendezvousError, match="see --master-addr"):
         hold_endpoint(addr)
 
@@ -80,16 +80,16 @@ def test_an_address_that_is_not_ours_is_told(addr: str) -> None:
         ("host:0", ("host", 0)),
     ],
 )
-def test_an_endpoint_is_taken_apart(text: str, parts: tuple[str, int]) -> None:
+def test_split_endpoint_separates_address_and_port(text: str, parts: tuple[str, int]) -> None:
     assert split_endpoint(text) == parts
 
 
-def test_half_an_endpoint_is_none() -> None:
+def test_split_endpoint_refuses_half_an_endpoint() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         split_endpoint("host:")
 
 
-def test_an_ipv6_address_is_listened_on_too() -> None:
+def test_an_endpoint_may_have_an_ipv6_address() -> None:
     addresses = Path("/proc/net/if_inet6")
     if not addresses.exists() or f"{1:032}" not in addresses.read_text():
         pytest.skip("this host has no IPv6")

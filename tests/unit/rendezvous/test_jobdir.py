@@ -1,4 +1,4 @@
-"""The directory of a job: private, held as long as the job lives, found by a part of its name."""
+"""The directory of a job: private, locked while the job lives, found by a prefix of its id."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-class TestANewJob:
-    def test_is_nobody_elses_business(self, create: Create) -> None:
+class TestCreateJob:
+    def test_a_new_job_directory_is_private(self, create: Create) -> None:
         previous = os.umask(0)
         try:
             job = create()
@@ -38,7 +38,7 @@ class TestANewJob:
         assert mode(job.lock) == 0o600
         assert mode(job.events) == 0o600
 
-    def test_is_nobody_elses_business_not_even_for_a_moment(
+    def test_a_new_job_directory_is_private_at_every_moment(
         self, create: Create, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         at_first: list[int] = []
@@ -50,18 +50,18 @@ class TestANewJob:
             os.umask(previous)
         assert set(at_first) == {0o700}
 
-    def test_has_a_token_that_can_be_loaded(self) -> None:
+    def test_a_new_job_has_a_token_that_can_be_loaded(self) -> None:
         token = new_token()
         job, lock = create_job("run-1", token)
         os.close(lock)
         assert load_token(job.token) == token
 
-    def test_has_a_place_for_logs(self, create: Create) -> None:
+    def test_a_new_job_has_a_log_directory(self, create: Create) -> None:
         job = create()
         assert job.logs.is_dir()
         assert job.worker_logs(WorkerId("actor", 2, 1)) == job.logs / "actor" / "2" / "1"
 
-    def test_is_held_until_its_lock_is_let_go(self, create: Create, locks: list[int]) -> None:
+    def test_a_new_job_is_alive_until_its_lock_is_released(self, create: Create, locks: list[int]) -> None:
         job = create()
         assert job.alive()
         inherited = os.dup(locks[0])
@@ -70,20 +70,20 @@ class TestANewJob:
         os.close(inherited)
         assert not job.alive()
 
-    def test_cannot_take_the_id_of_one_that_runs(self, create: Create) -> None:
+    def test_a_new_job_cannot_have_the_id_of_a_running_one(self, create: Create) -> None:
         job = create()
         (job.path / "keep").touch()
         with pytest.raises(JobError, match="job run-1 is running; stop it with: unirun stop run-1"):
             create()
         assert (job.path / "keep").exists()
 
-    def test_replaces_one_that_has_ended(self, create: Create) -> None:
+    def test_a_new_job_replaces_a_finished_one_of_the_same_id(self, create: Create) -> None:
         job = create(running=False)
         (job.path / "old").touch()
         again = create()
         assert not (again.path / "old").exists()
 
-    def test_does_not_follow_a_link_in_its_place(self, create: Create, tmp_path: Path) -> None:
+    def test_a_new_job_does_not_follow_a_link_in_its_place(self, create: Create, tmp_path: Path) -> None:
         victim = tmp_path / "victim"
         victim.mkdir()
         (create("other").path.parent / "run-1").symlink_to(victim)
@@ -91,7 +91,7 @@ class TestANewJob:
             create()
         assert victim.exists()
 
-    def test_that_starts_at_once_with_others_is_one(self) -> None:
+    def test_of_jobs_created_at_once_with_one_id_one_is_created(self) -> None:
         results: list[object] = []
         barrier = threading.Barrier(8)
 
@@ -112,7 +112,7 @@ class TestANewJob:
         assert len(results) == 8
         os.close(won[0])
 
-    def test_says_where_it_may_not_write(self, home: Path, create: Create) -> None:
+    def test_a_new_job_names_the_directory_that_it_cannot_write(self, home: Path, create: Create) -> None:
         home.mkdir()
         (home / "jobs").touch()
         says = "jobs cannot be kept in .*: not a directory; set UNIRUN_HOME to a directory that you may write"
@@ -120,9 +120,9 @@ class TestANewJob:
             create()
 
 
-class TestTheRootOfJobs:
+class TestJobsRoot:
     @pytest.mark.parametrize("mask", [0o000, 0o077])
-    def test_is_made_private_whatever_the_umask(self, create: Create, home: Path, mask: int) -> None:
+    def test_the_jobs_root_is_private_whatever_the_umask(self, create: Create, home: Path, mask: int) -> None:
         previous = os.umask(mask)
         try:
             job = create()
@@ -130,7 +130,7 @@ class TestTheRootOfJobs:
             os.umask(previous)
         assert [mode(path) for path in (home, jobs_root(), job.path, job.logs)] == [0o700] * 4
 
-    def test_is_refused_where_another_user_could_replace_it(self, create: Create, home: Path) -> None:
+    def test_a_jobs_root_that_another_user_could_replace_is_refused(self, create: Create, home: Path) -> None:
         home.mkdir()
         home.chmod(0o777)
         for use in (create, lambda: [*all_jobs()]):
@@ -138,28 +138,30 @@ class TestTheRootOfJobs:
                 use()
         assert [*home.iterdir()] == []
 
-    def test_is_refused_when_others_may_write_into_it(self, create: Create) -> None:
+    def test_a_jobs_root_that_others_may_write_is_refused(self, create: Create) -> None:
         create(running=False)
         jobs_root().chmod(0o1777)
         with pytest.raises(JobError, match="jobs may be written by all users"):
             create()
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
-    def test_of_another_user_is_refused(self, create: Create) -> None:
+    def test_a_jobs_root_of_another_user_is_refused(self, create: Create) -> None:
         create(running=False)
         os.chown(jobs_root(), 65534, 65534)
         with pytest.raises(JobError, match="jobs belongs to user"):
             create()
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root has what it can pretend is another's")
-    def test_of_root_is_refused_to_others(self, create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Root is trusted, but where only root may write nobody else can have jobs."""
+    def test_a_jobs_root_of_root_is_refused_to_others(
+        self, create: Create, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Root is trusted, but other users cannot keep jobs where only root may write."""
         create(running=False)
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         with pytest.raises(JobError, match="jobs belongs to user root; set UNIRUN_HOME"):
             jobs_root()
 
-    def test_shows_no_job_with_a_name_that_none_can_have(self, create: Create) -> None:
+    def test_directories_with_invalid_ids_are_no_jobs(self, create: Create) -> None:
         root = create().path.parent
         for name in ("$(touch x)", ".hidden", "a b", "x" * 64):
             (root / name).mkdir()
@@ -167,18 +169,20 @@ class TestTheRootOfJobs:
         assert [job.run_id for job in all_jobs()] == ["run-1"]
 
 
-class TestALogDirectory:
-    def test_is_linked_to(self, create: Create, tmp_path: Path) -> None:
+class TestLogDirectory:
+    def test_a_log_directory_is_linked_to_from_the_job(self, create: Create, tmp_path: Path) -> None:
         job = create(log_dir=str(tmp_path / "logs"))
         assert job.logs.resolve() == tmp_path / "logs" / "run-1"
 
-    def test_of_an_earlier_run_is_replaced(self, create: Create, tmp_path: Path) -> None:
+    def test_a_log_directory_of_an_earlier_run_is_replaced(self, create: Create, tmp_path: Path) -> None:
         job = create(running=False, log_dir=str(tmp_path / "logs"))
         (job.logs / "old").touch()
         again = create(log_dir=str(tmp_path / "logs"))
         assert not (again.logs / "old").exists()
 
-    def test_that_holds_something_else_is_left_alone(self, create: Create, tmp_path: Path) -> None:
+    def test_a_log_directory_with_other_contents_is_refused_unchanged(
+        self, create: Create, tmp_path: Path
+    ) -> None:
         (tmp_path / "run-1").mkdir()
         (tmp_path / "run-1" / "thesis.tex").touch()
         with pytest.raises(JobError, match="is not empty and holds no logs of unirun"):
@@ -187,11 +191,11 @@ class TestALogDirectory:
         assert not (jobs_root() / "run-1").exists(), "the job is not there either"
         create("run-2", log_dir=str(tmp_path))
 
-    def test_that_is_empty_is_taken(self, create: Create, tmp_path: Path) -> None:
+    def test_an_empty_log_directory_is_used(self, create: Create, tmp_path: Path) -> None:
         (tmp_path / "run-1").mkdir()
         assert create(log_dir=str(tmp_path)).logs.resolve() == tmp_path / "run-1"
 
-    def test_that_cannot_be_made_is_told(self, create: Create, tmp_path: Path) -> None:
+    def test_a_log_directory_that_cannot_be_created_is_an_error(self, create: Create, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(JobError, match="logs cannot be written to .*; choose another --log-dir"):
             create(log_dir=str(tmp_path / "file"))
@@ -202,15 +206,15 @@ def choose(name: str | None, *run_ids: str, running: Sequence[str] = ()) -> str:
     return choose_job(name, run_ids, lambda run_id: run_id in running)
 
 
-class TestAJobIsChosen:
-    def test_by_its_name_or_the_beginning_of_it(self) -> None:
+class TestChooseJob:
+    def test_a_job_is_chosen_by_its_id_or_a_prefix_of_it(self) -> None:
         assert choose("other", "train-aa1", "train-bb2", "other") == "other"
         assert choose("train-a", "train-aa1", "train-bb2", "other") == "train-aa1"
 
-    def test_by_its_whole_name_before_a_longer_one(self) -> None:
+    def test_an_exact_job_id_wins_over_a_longer_one(self) -> None:
         assert choose("train", "train", "train-2") == "train"
 
-    def test_only_when_it_is_clear_which(self) -> None:
+    def test_an_ambiguous_or_unknown_job_id_is_an_error(self) -> None:
         with pytest.raises(JobError, match="'t' fits 2 jobs; write more of the id: t-2, t-1$"):
             choose("t", "t-1", "t-2", "x", running=["t-1"])
         with pytest.raises(JobError, match="'t' fits 9 jobs; write more of the id: t8, t7, t6, t5, t4, …$"):
@@ -220,7 +224,7 @@ class TestAJobIsChosen:
         with pytest.raises(JobError, match="no job is called 'y'; unirun ls shows"):
             choose("y", "t-1")
 
-    def test_without_a_name_when_it_runs_or_was_started_last(self) -> None:
+    def test_without_an_id_the_newest_running_or_else_the_newest_job_is_chosen(self) -> None:
         assert choose(None, "a", "b", "c") == "c"
         assert choose(None, "a", "b", "c", "d", running=["a", "b"]) == "b"
         with pytest.raises(JobError, match="there are no jobs"):
@@ -228,14 +232,14 @@ class TestAJobIsChosen:
 
 
 class TestAllJobs:
-    def test_are_in_the_order_of_their_start(self, create: Create) -> None:
+    def test_all_jobs_are_in_order_of_their_start(self, create: Create) -> None:
         for number, name in enumerate(("b", "a", "c")):
             job = create(name)
             os.utime(job.token, ns=(number, number))
         JobDir(jobs_root() / "b").write_json("state.json", {"changed": "later"})
         assert [job.run_id for job in all_jobs()] == ["b", "a", "c"]
 
-    def test_even_without_its_token(self, create: Create) -> None:
+    def test_all_jobs_include_one_without_a_token(self, create: Create) -> None:
         create("a").token.unlink()
         assert [job.run_id for job in all_jobs()] == ["a"]
         os.utime(jobs_root() / "a", ns=(5, 5))
@@ -244,7 +248,7 @@ class TestAllJobs:
         assert [job.run_id for job in all_jobs()] == ["c", "a", "b"]
 
 
-def test_the_root_follows_the_usual_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_jobs_root_follows_the_usual_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert jobs_root() == tmp_path / "home" / "jobs"
     monkeypatch.delenv("UNIRUN_HOME")
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
@@ -255,12 +259,12 @@ def test_the_root_follows_the_usual_variables(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("name", ["../x", "..", "", "a/b", "$(id)", "\x1b[2J", "x" * 64])
-def test_a_name_that_no_job_can_have_has_no_place(name: str) -> None:
+def test_job_at_refuses_an_invalid_id(name: str) -> None:
     with pytest.raises(JobError, match="is no job id; use letters, digits"):
         job_at(name)
 
 
-def test_who_looks_whether_a_job_lives_does_not_disturb_it(create: Create, locks: list[int]) -> None:
+def test_checking_whether_a_job_is_alive_does_not_disturb_it(create: Create, locks: list[int]) -> None:
     job = create(running=False)
     assert not job.alive()
     handle = os.open(job.lock, os.O_RDWR)
@@ -269,7 +273,7 @@ def test_who_looks_whether_a_job_lives_does_not_disturb_it(create: Create, locks
     assert all(job.alive() for _ in range(3))
 
 
-def test_each_master_has_a_socket_of_its_own(create: Create) -> None:
+def test_each_master_has_its_own_socket(create: Create) -> None:
     job = create(running=False)
     assert job.master_sockets() == []
     for pid in (7, 12):
@@ -278,7 +282,7 @@ def test_each_master_has_a_socket_of_its_own(create: Create) -> None:
     assert job.master_socket(7).parent == job.path
 
 
-def test_everything_has_the_name_that_people_look_for(tmp_path: Path) -> None:
+def test_the_files_of_a_job_have_their_documented_names(tmp_path: Path) -> None:
     job = JobDir(tmp_path)
     paths = [job.agent_socket("n1"), job.agent_log("n1"), job.timer_pipe("n1"), job.master_log]
     assert [path.relative_to(tmp_path) for path in paths] == [
@@ -286,13 +290,13 @@ def test_everything_has_the_name_that_people_look_for(tmp_path: Path) -> None:
     ]
 
 
-def test_a_job_without_a_lock_does_not_run(create: Create) -> None:
+def test_a_job_without_a_lock_is_not_alive(create: Create) -> None:
     job = create()
     job.lock.unlink()
     assert not job.alive()
 
 
-def test_a_job_whose_lock_cannot_be_opened_is_not_taken_for_dead(
+def test_a_job_whose_lock_cannot_be_opened_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Documents in a job's directory are replaced as a whole, and one that cannot be read is an error."""
+"""Documents in a job's directory are replaced atomically, and an unreadable one is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unirun.rendezvous import JobDir
 __all__ = ["create", "home", "locks"]
 
 
-def test_a_document_is_replaced_as_a_whole(create: Create) -> None:
+def test_a_job_document_is_replaced_atomically(create: Create) -> None:
     job = create()
     job.write_json("state.json", {"n": 1})
     with (job.path / "state.json").open() as reader:
@@ -24,7 +24,7 @@ def test_a_document_is_replaced_as_a_whole(create: Create) -> None:
     assert {path.name for path in job.path.iterdir()} == FRESH | {"state.json"}
 
 
-def test_a_document_that_does_not_fit_the_disk_leaves_the_one_before_and_nothing_else(create: Create) -> None:
+def test_a_job_document_that_does_not_fit_the_disk_leaves_the_old_one_and_no_draft(create: Create) -> None:
     job = create()
     job.write_json("state.json", {"n": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -43,7 +43,7 @@ def test_a_document_that_does_not_fit_the_disk_leaves_the_one_before_and_nothing
 @pytest.mark.parametrize(
     ("text", "says"), [("{", "cannot be read"), ("[1]", "holds no object"), (None, "cannot be")]
 )
-def test_a_document_that_is_none_is_told(create: Create, text: str | None, says: str) -> None:
+def test_an_unreadable_job_document_is_an_error(create: Create, text: str | None, says: str) -> None:
     job = create()
     if text is not None:
         (job.path / "state.json").write_text(text)
@@ -51,7 +51,7 @@ def test_a_document_that_is_none_is_told(create: Create, text: str | None, says:
         job.read_json("state.json")
 
 
-def test_the_first_context_is_there_until_a_master_forgets_it(create: Create) -> None:
+def test_the_first_context_exists_until_a_master_deletes_it(create: Create) -> None:
     job = create(running=False)
     assert job.first_context() is None
     job.forget_first_context()
@@ -61,7 +61,7 @@ def test_the_first_context_is_there_until_a_master_forgets_it(create: Create) ->
     assert job.first_context() is None
 
 
-def test_a_first_context_that_cannot_be_read_is_not_taken_for_none(create: Create) -> None:
+def test_an_unreadable_first_context_is_an_error(create: Create) -> None:
     job = create(running=False)
     job.write_first_context({})
     (name,) = [path for path in job.path.iterdir() if path.is_file() and path.read_bytes() == b"{}"]
@@ -70,7 +70,7 @@ def test_a_first_context_that_cannot_be_read_is_not_taken_for_none(create: Creat
         job.first_context()
 
 
-def test_a_documents_first_error_is_told_also_when_nothing_can_be_tidied_up(create: Create) -> None:
+def test_a_job_documents_write_error_is_raised_also_when_the_draft_cannot_be_removed(create: Create) -> None:
     job = JobDir(create().token)
     with pytest.raises(NotADirectoryError):
         job.write_json("state.json", {})

@@ -1,4 +1,4 @@
-"""A process's end is news, told once."""
+"""`ProcessWatch` reports the end of a process once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOON = 20.0
 
 
 @pytest.mark.starts_processes
-def test_an_end_is_told_once() -> None:
+def test_process_watch_calls_once_when_the_process_ends() -> None:
     async def watch() -> int:
         told = 0
         gone = asyncio.Event()
@@ -36,7 +36,7 @@ def test_an_end_is_told_once() -> None:
     assert asyncio.run(watch()) == 1
 
 
-def test_a_process_that_is_gone_already_is_told_too() -> None:
+def test_process_watch_calls_for_a_process_that_is_already_gone() -> None:
     async def watch() -> None:
         gone = asyncio.Event()
         ProcessWatch(1 << 22, gone.set).close()
@@ -46,7 +46,7 @@ def test_a_process_that_is_gone_already_is_told_too() -> None:
 
 
 @pytest.mark.starts_processes
-def test_nothing_is_told_after_close() -> None:
+def test_process_watch_does_not_call_after_close() -> None:
     async def watch() -> None:
         with subprocess.Popen(["sleep", "100"]) as child:
             watch = ProcessWatch(child.pid, lambda: (_ for _ in ()).throw(AssertionError("told after close")))

@@ -1,4 +1,4 @@
-"""Logs are private, or shared with a group on purpose; nothing is written through a link that somebody planted."""
+"""Logs are private, or shared with a group on purpose; planted links are not followed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def written(target: Path) -> None:
     os.close(open_log(target, NAME))
 
 
-def test_nobody_else_reads_what_workers_write(tmp_path: Path) -> None:
+def test_worker_logs_are_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     written(tmp_path / "logs" / "run-1")
     found = modes(tmp_path)
@@ -42,9 +42,7 @@ def test_nobody_else_reads_what_workers_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o775, 0o777])
-def test_a_directory_that_others_use_is_shared_with_nobody_without_that_bit(
-    tmp_path: Path, mode: int
-) -> None:
+def test_logs_in_a_group_directory_without_setgid_are_private(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     folder.chmod(mode)
@@ -55,7 +53,7 @@ def test_a_directory_that_others_use_is_shared_with_nobody_without_that_bit(
     assert found["run-1/actor/0/1/stdout.log"] == found["actor/0/1/stdout.log"] == 0o600
 
 
-def test_a_directory_with_the_setgid_bit_is_shared_with_its_group(tmp_path: Path) -> None:
+def test_logs_in_a_setgid_directory_are_readable_by_its_group(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o2775)
@@ -65,7 +63,7 @@ def test_a_directory_with_the_setgid_bit_is_shared_with_its_group(tmp_path: Path
     assert found["run-1/actor/0/1/stdout.log"] == 0o640
 
 
-def test_what_is_written_later_is_appended(tmp_path: Path) -> None:
+def test_open_log_appends(tmp_path: Path) -> None:
     for word in (b"one ", b"two"):
         handle = open_log(tmp_path, NAME)
         os.write(handle, word)
@@ -74,7 +72,7 @@ def test_what_is_written_later_is_appended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", [NAME, NAME.parent, Path("actor")], ids=str)
-def test_a_planted_link_is_not_followed(tmp_path: Path, planted: Path) -> None:
+def test_open_log_does_not_follow_a_planted_link(tmp_path: Path, planted: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").write_text("precious")
@@ -87,17 +85,17 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, planted: Path) -> None:
     assert (victim / "precious").read_text() == "precious"
 
 
-def test_a_directory_that_somebody_else_has_made_meanwhile_is_not_taken(
+def test_a_log_directory_that_another_user_creates_meanwhile_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is there is removed first; in a directory where others may write, they may be quicker than we are."""
+    """An existing directory is removed first; in a shared directory another user may create it again before us."""
     monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: (tmp_path / "run-1").mkdir())
     with pytest.raises(FileExistsError):
         make_log_dir(tmp_path / "run-1", "uid")
     assert [*(tmp_path / "run-1").iterdir()] == []
 
 
-def test_a_link_that_is_planted_just_after_the_directory_was_made_is_not_followed(
+def test_open_log_does_not_follow_a_link_planted_after_mkdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim = tmp_path / "victim"
@@ -109,8 +107,10 @@ def test_a_link_that_is_planted_just_after_the_directory_was_made_is_not_followe
     assert [*victim.iterdir()] == []
 
 
-def test_only_what_the_umask_has_taken_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another user in a shared directory has its rights, and they are not ours to change."""
+def test_log_permissions_are_restored_only_where_the_umask_removed_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of another user in a shared directory keeps its permissions."""
 
     def fchmod(handle: int, rights: int) -> None:
         raise PermissionError("not yours")

@@ -1,4 +1,4 @@
-"""The way to whoever leads: found by the store, sure of whom it has reached, and clear about who is dead."""
+"""Connections to the leader: found by the store, checked for its term, and sure about dead masters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def seat_of(found: Masters, epoch: int) -> Seat:
 
 
 def reach(place: Place, leader: Leader | None = None) -> Leader:
-    """Reach the leader, or who is said to be, and attach to it. Returns who it is."""
+    """Reach the leader, or its stand-in, and attach to it. Returns its name."""
 
     async def go() -> Leader:
         found = Masters(place.job, place.token)
@@ -57,7 +57,7 @@ def reach(place: Place, leader: Leader | None = None) -> Leader:
 
 
 def says(place: Place, epoch: int) -> Leader:
-    """What the store would say of the stand-in called ``first``."""
+    """The leader that the store would name for the stand-in ``first``."""
     return Leader(epoch, UnixAddress.here(place.job.path / "first.sock"), 7)
 
 
@@ -117,7 +117,7 @@ class TestAMasterThatIsGone:
         assert gone.value.epoch == 1
 
     def test_is_not_one_on_another_host(self, place: Place) -> None:
-        """A file of that name may be missing here, and the master lead there: nobody may depose it."""
+        """The file may be missing on this host while the master leads on its own; it must not be deposed."""
         leader = Leader(1, UnixAddress(str(place.job.path / "first.sock"), "elsewhere"), 7)
         with pytest.raises(RendezvousError, match=r"can be reached on host elsewhere only") as error:
             reach(place, leader)
@@ -130,7 +130,7 @@ class TestAMasterThatIsGone:
             reach(place, says(place, 1))
 
     def test_is_not_one_that_takes_nobody_in(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It has stopped, and the kernel connects to it all the same."""
+        """The process is stopped; the kernel accepts connections all the same."""
         monkeypatch.setattr(masters, "CONNECT", 0.1)
         started = time.monotonic()
         with listen(place.job.path / "first.sock"), pytest.raises(WireError, match="in time"):

@@ -1,4 +1,4 @@
-"""Where another user could put something in the place of ours is found, wherever it is on the way."""
+"""`exposure` finds each component of a path that another user controls."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_directory_of_our_own_below_others_of_our_own_is_safe(tmp_path: Path) -> None:
+def test_a_directory_below_our_own_directories_is_safe(tmp_path: Path) -> None:
     assert exposure(tmp_path) is None
     assert exposure(tmp_path / "not" / "there" / "yet") is None
 
 
-def test_where_everybody_may_write_everybody_can_interpose(tmp_path: Path) -> None:
+def test_a_world_writable_directory_is_exposed(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     assert problem(tmp_path) == f"{tmp_path} may be written by all users"
     assert problem(tmp_path / "jobs") == f"{tmp_path} may be written by all users"
 
 
-def test_in_a_sticky_directory_what_is_ours_stays_ours(tmp_path: Path) -> None:
+def test_our_entry_in_a_sticky_directory_is_safe(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir(mode=0o700)
     tmp_path.chmod(0o1777)
     assert exposure(tmp_path / "own") is None
@@ -65,7 +65,7 @@ def test_in_a_sticky_directory_what_is_ours_stays_ours(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_group_of_several_users_is_others_too(tmp_path: Path) -> None:
+def test_a_directory_writable_by_a_group_of_several_users_is_exposed(tmp_path: Path) -> None:
     os.chown(tmp_path, 0, NOBODY)
     tmp_path.chmod(0o770)
     assert "may be written by group" in problem(tmp_path)
@@ -74,13 +74,13 @@ def test_a_group_of_several_users_is_others_too(tmp_path: Path) -> None:
 
 
 @as_root
-def test_another_user_owns_what_he_can_replace(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_exposed(tmp_path: Path) -> None:
     (tmp_path / "his" / "ours").mkdir(parents=True)
     os.chown(tmp_path / "his", NOBODY, NOBODY)
     assert "belongs to user" in problem(tmp_path / "his" / "ours")
 
 
-def test_a_link_is_followed_and_what_it_leads_through_is_looked_at(tmp_path: Path) -> None:
+def test_exposure_checks_the_targets_of_links(tmp_path: Path) -> None:
     (tmp_path / "open" / "below").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "absolute").symlink_to(tmp_path / "open" / "below")
@@ -93,7 +93,7 @@ def test_a_link_is_followed_and_what_it_leads_through_is_looked_at(tmp_path: Pat
         assert exposure(tmp_path / name / "jobs") is None
 
 
-def test_what_lies_above_a_link_is_where_it_leads_to(tmp_path: Path) -> None:
+def test_exposure_resolves_dotdot_after_a_link_as_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "open" / "inner").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to("open/inner")
@@ -101,20 +101,20 @@ def test_what_lies_above_a_link_is_where_it_leads_to(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_link_of_another_user_is_exposed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     os.lchown(tmp_path / "link", NOBODY, NOBODY)
     assert "is a link of user" in problem(tmp_path / "link")
 
 
-def test_links_in_a_circle_end(tmp_path: Path) -> None:
+def test_exposure_ends_in_a_loop_of_links(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     assert "is a link" in problem(tmp_path / "a")
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o777])
-def test_what_is_made_is_private_whatever_the_umask(
+def test_make_private_is_independent_of_the_umask(
     tmp_path: Path, umask: Callable[[int], int], mask: int
 ) -> None:
     tmp_path.chmod(0o750)
@@ -150,7 +150,7 @@ def test_a_group_is_our_own_when_it_has_our_name_and_nobody_else(
     assert _is_trusted_group(gid) is trusted
 
 
-def test_what_is_made_is_never_for_others_not_even_for_a_moment(
+def test_make_private_never_grants_others_access(
     tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     umask(0o000)
@@ -160,7 +160,7 @@ def test_what_is_made_is_never_for_others_not_even_for_a_moment(
     assert at_first == [0o700, 0o700]
 
 
-def test_what_somebody_else_makes_meanwhile_stays_as_it_is(
+def test_make_private_leaves_a_concurrently_created_directory_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there").mkdir(mode=0o750)
@@ -169,7 +169,7 @@ def test_what_somebody_else_makes_meanwhile_stays_as_it_is(
     assert [mode(tmp_path / "there"), mode(tmp_path / "there" / "new")] == [0o750, 0o700]
 
 
-def test_as_many_links_are_followed_as_the_kernel_follows(tmp_path: Path) -> None:
+def test_exposure_follows_as_many_links_as_the_kernel(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     for number in range(MAX_LINKS + 1):
         (tmp_path / str(number + 1)).symlink_to(str(number))
@@ -191,7 +191,7 @@ def test_as_many_links_are_followed_as_the_kernel_follows(tmp_path: Path) -> Non
         (0o704, 0, ""),
     ],
 )
-def test_who_may_write_stands_in_the_mode(bits: int, gid: int, who: str) -> None:
+def test_writers_are_read_from_the_mode(bits: int, gid: int, who: str) -> None:
     assert writers(os.stat_result((bits, 0, 0, 0, 0, gid, 0, 0, 0, 0))) == who
 
 
@@ -208,7 +208,7 @@ HOST = "         0          0 4294967295\n"
         (None, "65534\n", {0, 1000}),
     ],
 )
-def test_in_a_user_namespace_who_is_not_mapped_may_be_root(
+def test_in_a_user_namespace_the_unmapped_owner_is_trusted(
     monkeypatch: pytest.MonkeyPatch, uid_map: str | None, unmapped: str | None, trusted: set[int]
 ) -> None:
     files = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": unmapped}

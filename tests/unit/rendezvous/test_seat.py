@@ -1,4 +1,4 @@
-"""Who leads a job is known from a watch of the store: it is read once, however often it changes."""
+"""The leader of a job is known from a watch of the store, which is read once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE = 20.0
 
 
 class Counted:
-    """A store that counts what is asked of it, and stays open for the next who opens it."""
+    """A store that counts its calls, and stays open when a watch closes it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class Counted:
 
 
 class Told:
-    """What a watch has told, and a way to wait for it."""
+    """Records what a watch reports, and waits for it."""
 
     def __init__(self) -> None:
         self.seats: list[Seat] = []
@@ -67,7 +67,7 @@ def elect(store: Store, epochs: Sequence[int], *, resign: bool = False) -> None:
             term.resign()
 
 
-def test_nobody_leads_a_job_that_has_just_begun(store: MemoryStore) -> None:
+def test_the_seat_of_a_new_job_has_no_leader(store: MemoryStore) -> None:
     told = Told()
     watch = SeatWatch(lambda: Counted(store), JOB, told)
     seat = told.until(lambda seat: seat.known)
@@ -76,7 +76,7 @@ def test_nobody_leads_a_job_that_has_just_begun(store: MemoryStore) -> None:
     watch.close()
 
 
-def test_each_leader_is_told_in_order(store: MemoryStore) -> None:
+def test_a_seat_watch_reports_each_leader_in_order(store: MemoryStore) -> None:
     told = Told()
     watch = SeatWatch(lambda: Counted(store), JOB, told)
     told.until(lambda seat: seat.known)
@@ -89,7 +89,7 @@ def test_each_leader_is_told_in_order(store: MemoryStore) -> None:
     assert [seat.since for seat in told.seats] == sorted(seat.since for seat in told.seats)
 
 
-def test_a_leader_that_leaves_is_told_with_the_term_that_it_had(store: MemoryStore) -> None:
+def test_a_seat_watch_reports_a_resigned_leader_with_its_term(store: MemoryStore) -> None:
     told = Told()
     watch = SeatWatch(lambda: Counted(store), JOB, told)
     elect(store, [1], resign=True)
@@ -98,7 +98,7 @@ def test_a_leader_that_leaves_is_told_with_the_term_that_it_had(store: MemorySto
     watch.close()
 
 
-def test_many_agents_read_the_store_once_each_whatever_happens(store: MemoryStore) -> None:
+def test_seat_watches_of_many_agents_read_the_store_once_each(store: MemoryStore) -> None:
     stores = [Counted(store) for _ in range(100)]
     told = [Told() for _ in stores]
     watches = [SeatWatch(lambda each=each: each, JOB, tell) for each, tell in zip(stores, told, strict=True)]  # type: ignore[misc]
@@ -113,7 +113,7 @@ def test_many_agents_read_the_store_once_each_whatever_happens(store: MemoryStor
     assert {tuple(each.asked) for each in stores} == {("get_prefix", "watch", "close")}
 
 
-def test_a_calm_watch_hears_of_another_leader_a_little_later(
+def test_a_calm_seat_watch_reports_another_leader_a_little_later(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seat_module, "CALM", 0.01)
@@ -125,7 +125,7 @@ def test_a_calm_watch_hears_of_another_leader_a_little_later(
     watch.close()
 
 
-def test_a_store_that_is_away_is_told_and_what_was_seen_stays(
+def test_a_seat_watch_reports_an_unreachable_store_and_keeps_the_last_leader(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seat_module, "WAIT", 0.01)
@@ -133,7 +133,7 @@ def test_a_store_that_is_away_is_told_and_what_was_seen_stays(
     away = threading.Event()
 
     class Fragile:
-        """A watch that breaks with its store."""
+        """A watch that fails with its store."""
 
         def __init__(self, watch: Watch) -> None:
             self._watch = watch
@@ -170,7 +170,9 @@ def test_a_store_that_is_away_is_told_and_what_was_seen_stays(
     assert len(opened) == 1, "a file that is gone is not made anew"
 
 
-def test_what_no_unirun_has_written_is_trouble(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seat_with_a_foreign_value_is_reported_as_trouble(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(seat_module, "RETRY", 0.01)
     store.txn([], [Put(f"{seat_prefix(JOB)}epoch", "tomorrow")])
     told = Told()

@@ -1,13 +1,13 @@
-"""The store: a small, ordered key-value service in which a job survives its master, and in which nodes meet.
+"""The store: a small, ordered key-value service that holds a job's durable state and in which nodes meet.
 
 ::
 
-    protocol.py     what a store and a watch do; written against by all others
-    memory.py       in this process, with a clock that can be turned by hand
-    sqlite.py       in a file, for one host; _database.py has what is said of the file
-    etcd.py         in etcd, for many hosts; _etcd_cluster.py finds a member that answers, _etcd_watch.py stays with it
-    address.py      where a store is, as text
-    url.py          from that text to the store
+    protocol.py     the protocols of a store and a watch; callers depend on these only
+    memory.py       in this process, with a clock that tests can set
+    sqlite.py       in a file, for one host; _database.py opens the file and translates SQLite's errors
+    etcd.py         in etcd, for many hosts; _etcd_cluster.py selects a member, _etcd_watch.py follows changes
+    address.py      parses a store's URL
+    url.py          opens the store at a URL
 
-``tests/contract/store`` holds all of them to the protocol.
+``tests/contract/store`` runs one suite against all of them.
 """

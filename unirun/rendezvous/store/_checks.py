@@ -1,4 +1,4 @@
-"""What every store asks of its callers before it does anything, so that what one store takes all of them take."""
+"""Argument checks shared by all stores, so that all accept the same calls."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from unirun.rendezvous.store.protocol import MAX_CHANGES, MAX_SIZE, Compare, Put
 
 
 def check_key(key: str) -> None:
-    """Refuse what is no key."""
+    """Raise ValueError for an invalid key."""
     if not key or key.endswith("/"):
         raise ValueError(f"{key!r} is no key: a key is not empty and does not end with '/'")
-    key.encode()  # a lone surrogate is no text
+    key.encode()  # raises for lone surrogates
 
 
 def check_prefix(prefix: str) -> None:
-    """Refuse what is no prefix."""
+    """Raise ValueError for an invalid prefix."""
     if prefix and not prefix.endswith("/"):
         raise ValueError(f"{prefix!r} is no prefix: a prefix is empty or ends with '/'")
 
 
 def check_ttl(ttl: float) -> None:
-    """Refuse a lease that would never be, or never end."""
+    """Raise ValueError for a lease that is not positive and finite."""
     if not 0 < ttl < math.inf:
-        raise ValueError(f"a lease of {ttl} seconds is none")
+        raise ValueError(f"a lease cannot last {ttl} seconds")
 
 
 def check_txn(compares: Sequence[Compare], puts: Sequence[Put], deletes: Sequence[str]) -> None:
-    """Refuse a transaction that is too large, or changes a key twice."""
+    """Refuse a transaction that is too large or changes a key twice. Raises ValueError, `StoreRefused`."""
     for compare in compares:
         check_key(compare.key)
     for put in puts:

@@ -1,4 +1,4 @@
-"""The file of an `SqliteStore`: how it is made and opened, and what SQLite's errors mean for who uses it."""
+"""The file of an `SqliteStore`: creates and opens it, and translates SQLite's errors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from unirun.errors import StoreAway, StoreBroken, StoreError, StoreRefused
 from unirun.rendezvous.ownership import exposure, owner, writers
 
 _APPLICATION = 0x756E6972
-"""``unir``: which application a database belongs to stands in its header."""
+"""``unir``: the application id in the header of the database."""
 
 _VERSION = 1
 
 _SHARED = "users who share jobs keep them in etcd"
 
 _SCHEMA = (
-    # `first`: the oldest revision whose changes are still known; `written`: bytes of all changes ever made.
+    # `first`: the oldest revision whose changes are kept; `written`: total bytes of all changes ever made.
     "CREATE TABLE state (revision INTEGER, first INTEGER, written INTEGER, boot TEXT)",
     "INSERT INTO state VALUES (1, 2, 0, '')",
     "CREATE TABLE items (key TEXT PRIMARY KEY, value TEXT, revision INTEGER, lease INTEGER)",
     "CREATE INDEX items_by_lease ON items (lease) WHERE lease IS NOT NULL",
-    # Ids are not used again: a lease that is over must not become somebody else's.
+    # Ids are never reused: an expired lease must not become a new one.
     "CREATE TABLE leases (id INTEGER PRIMARY KEY AUTOINCREMENT, ttl REAL, ends REAL)",
-    # `value` is NULL for a deletion; `written` is that of the state after this change.
+    # `value` is NULL for a deletion; `written` is the total of the state after this change.
     "CREATE TABLE changes (revision INTEGER, place INTEGER, key TEXT, value TEXT, written INTEGER,"
     " PRIMARY KEY (revision, place))",
     f"PRAGMA application_id = {_APPLICATION}",
@@ -38,12 +38,12 @@ _SCHEMA = (
 
 
 def now() -> float:
-    """Seconds since the boot, those of a suspended machine too; the same clock in all processes of a host."""
+    """Seconds since the boot, including time suspended; the same in all processes of a host."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def open_database(path: Path, timeout: float) -> sqlite3.Connection:
-    """A connection to the store in `path`, which is made if there is none. Raises `StoreError`."""
+    """Open the store in `path`, creating it if missing. `timeout` is in seconds. Raises `StoreError`."""
     deadline = time.monotonic() + timeout
     with explained(path):
         _touch(path)
@@ -54,7 +54,7 @@ def open_database(path: Path, timeout: float) -> sqlite3.Connection:
                     _prepare(connection, path)
                     return connection
                 except sqlite3.OperationalError as error:
-                    # Changing to WAL does not wait for a process that is doing the same.
+                    # Switching to WAL does not wait for another process that does the same.
                     if not _is_busy(error) or time.monotonic() > deadline:
                         raise
                 time.sleep(0.01)
@@ -64,10 +64,10 @@ def open_database(path: Path, timeout: float) -> sqlite3.Connection:
 
 
 def _touch(path: Path) -> None:
-    """Make the file if it is missing, private, and refuse one that another user could change.
+    """Create the file if missing, private, and refuse one that another user could change.
 
-    SQLite would make it with the mode of the umask; what it puts beside it gets the mode of the file. Whoever may make
-    files beside it could make those first, and so choose what is read from them.
+    SQLite would create it with the mode of the umask, and gives its journal files the mode of the file. A user who may
+    create files in the directory could create the journal first, and so control what is read.
     """
     try:
         exposed = exposure(path.parent) or exposure(path.resolve().parent)
@@ -75,8 +75,8 @@ def _touch(path: Path) -> None:
             raise StoreRefused(
                 f"a store in {path} is not safe: {exposed.problem}", f"{exposed.remedy}; {_SHARED}"
             )
-        # It is not opened here: to close it would drop the locks of all connections that this process has to it, and
-        # another process would take itself for the last and remove the log that they read.
+        # Not opened here: closing it would drop the POSIX locks of all connections of this process, and another process
+        # would take itself for the last user and remove the write-ahead log.
         with suppress(FileExistsError):
             os.mknod(path.resolve(), 0o600)
         info = os.stat(path)
@@ -135,7 +135,7 @@ def _is_fresh(connection: sqlite3.Connection, path: Path) -> bool:
 
 @contextmanager
 def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
-    """All reads see one state of the file: another process may be making it now."""
+    """A read transaction: another process may be creating the tables now."""
     connection.execute("BEGIN")
     try:
         yield
@@ -145,22 +145,21 @@ def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """One write transaction: all or nothing, and never left open."""
+    """A write transaction: committed at the end, rolled back on any exception."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        with suppress(
-            sqlite3.Error
-        ):  # SQLite may have rolled back by itself; the first error is the one to tell
+        # SQLite may have rolled back already; the first error is raised.
+        with suppress(sqlite3.Error):
             connection.execute("ROLLBACK")
         raise
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors become those of unirun."""
+    """Translate SQLite's errors to `StoreError`."""
     try:
         yield
     except sqlite3.Error as error:
@@ -172,14 +171,14 @@ def _is_busy(error: sqlite3.Error) -> bool:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """The primary code: what lies above it is detail."""
+    """Primary result code: the low byte of the extended code."""
     return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF
 
 
 def _explain(error: sqlite3.Error, path: Path) -> StoreError:
     if _is_busy(error):
         return StoreAway(
-            f"{path} is locked by another process for too long",
+            f"{path} has been locked by another process for too long",
             "see which processes have it open (fuser), and whether one of them is stopped",
         )
     match _code(error):

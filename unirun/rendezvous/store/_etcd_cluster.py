@@ -1,4 +1,4 @@
-"""The members of one etcd cluster, seen as one server that answers or is away."""
+"""Calls to an etcd cluster, with failover between its members."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from unirun.values import Value
 _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A member that has vanished is found out within 10 s, also by a watch on which nothing happens. etcd takes it amiss
-    # to be asked more often than every 5 s (--grpc-keepalive-min-time). Of the two time-outs, gRPC since 1.60 or so
-    # heeds the second one, which is a minute if it is not given.
+    # Keepalive detects a vanished member within 10 s, also on an idle watch. etcd rejects pings more often than every
+    # 5 s (--grpc-keepalive-min-time). gRPC since about 1.60 uses the second of the two timeouts; its default is 60 s.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 4_000),
     ("grpc.http2.ping_timeout_ms", 4_000),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel shall not inherit an old one's back-off
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit an old one's back-off
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
@@ -35,7 +34,7 @@ _PAUSE = 0.05
 
 
 class Login(Value):
-    """A user of etcd. The password is in no text of it."""
+    """A user of etcd. Its repr omits the password."""
 
     user: str
     password: str
@@ -45,7 +44,7 @@ class Login(Value):
 
 
 class Method(Value):
-    """A method of etcd's API; of streams that answer each request once, too."""
+    """A method of etcd's API, and the type of its response."""
 
     path: str
     response: str
@@ -55,24 +54,24 @@ RANGE = Method("KV/Range", "RangeResponse")
 TXN = Method("KV/Txn", "TxnResponse")
 GRANT = Method("Lease/LeaseGrant", "LeaseGrantResponse")
 REVOKE = Method("Lease/LeaseRevoke", "LeaseRevokeResponse")
-# A stream, on which one request and its end look like a plain call. So no stream has to be kept alive.
+# A streaming method, called as a unary one: a stream of one request is the same on the wire.
 KEEP_ALIVE = Method("Lease/LeaseKeepAlive", "LeaseKeepAliveResponse")
 WATCH = Method("Watch/Watch", "WatchResponse")
 _AUTHENTICATE = Method("Auth/Authenticate", "AuthenticateResponse")
 
 
 def range_end(prefix: bytes) -> bytes:
-    """The first key after all that begin with `prefix`, which ends with ``/``."""
+    """The end of the key range of `prefix`, which ends with ``/``."""
     return prefix[:-1] + b"0"
 
 
 def serialize(request: Any) -> bytes:
-    """The bytes of a message."""
+    """Serialize a message."""
     return bytes(request.SerializeToString())
 
 
 class Cluster:
-    """Makes calls to the member that answered last, and to another one when it does not."""
+    """Calls the member that answered last, and another one when it does not answer. Thread-safe."""
 
     def __init__(self, address: EtcdAddress, password: str | None) -> None:
         self.address = address
@@ -82,7 +81,7 @@ class Cluster:
         self._channels: dict[str, grpc.Channel] = {}
         self._channels_lock = threading.Lock()
         self._troubles: dict[str, str] = {}
-        """What each member said last that did not answer."""
+        """The last error of each member that did not answer."""
         self._order = list(address.endpoints)
         self._member: str | None = None
         self._token: str | None = None
@@ -90,9 +89,9 @@ class Cluster:
         self._pid = os.getpid()
 
     def call(self, method: Method, request: Any, *, repeatable: bool = True) -> Any:
-        """The answer of some member, within the timeout.
+        """Return the response of any member, within the timeout. Raises `StoreError`.
 
-        What is not `repeatable` is sent once, and raises `OutcomeUnknown` when no answer comes.
+        A request that is not `repeatable` is sent once, and raises `OutcomeUnknown` when it is not answered.
         """
         deadline = time.monotonic() + self.address.timeout
         logins = 0
@@ -115,7 +114,7 @@ class Cluster:
                     self.leave(member, error)
 
     def connect(self, deadline: float | None = None) -> str:
-        """A member that answers and has a quorum, which was called just now or is known from before."""
+        """Return a member that answers and has a quorum: the last one, or one found now. Raises `StoreError`."""
         self.check_open()
         member = self._member
         if member is not None:
@@ -124,7 +123,7 @@ class Cluster:
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._away()
         try:
-            member = self._member  # perhaps found by who had the lock before
+            member = self._member  # another thread may have found it
             if member is None:
                 member = self._member = self._find(deadline)
             return member
@@ -132,19 +131,19 @@ class Cluster:
             self._lock.release()
 
     def leave(self, member: str, error: grpc.RpcError) -> None:
-        """Look for another member, as this one did not answer."""
+        """Select another member for the next call, as this one did not answer."""
         self._troubles[member] = _say(error)
         if self._member == member:
-            self._order = sorted(self._order, key=lambda endpoint: endpoint == member)  # it is asked last
+            self._order = sorted(self._order, key=lambda endpoint: endpoint == member)  # tried last
             self._member = None
 
     def log_in_again(self) -> None:
-        """Get a new token with the next call."""
+        """Drop the token; the next call gets a new one."""
         if self._login:
             self._log_out(self._token)
 
     def stream(self, member: str, method: Method, requests: Any) -> Any:
-        """A stream in both directions with `member`."""
+        """Open a bidirectional stream to `member`."""
         try:
             rpc = self._channel(member).stream_stream(
                 f"/etcdserverpb.{method.path}",
@@ -157,11 +156,11 @@ class Cluster:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a copy in a forked child: neither its locks nor its connections are of any use."""
+        """Whether this is a copy in a forked child, whose locks and connections cannot be used."""
         return self._pid != os.getpid()
 
     def close(self) -> None:
-        """Close all connections; calls that wait fail."""
+        """Close all connections; pending calls fail."""
         with self._channels_lock:
             self._closed = True
             channels = list(self._channels.values())
@@ -170,7 +169,7 @@ class Cluster:
             channel.close()
 
     def _find(self, deadline: float) -> str:
-        """Ask one member after the other. Raises `StoreAway` at the deadline, `StoreRefused` at once."""
+        """Try the members in turn. Raises `StoreAway` at the deadline, `StoreRefused` at once."""
         while True:
             order = tuple(self._order)
             for number, endpoint in enumerate(order):
@@ -195,7 +194,7 @@ class Cluster:
             time.sleep(_PAUSE)
 
     def _greet(self, endpoint: str, timeout: float) -> None:
-        """A read that needs a quorum and the right to read what is ours."""
+        """Log in, and read under our prefix: this needs a quorum and permission."""
         prefix = self.address.prefix.encode()
         request = message("RangeRequest", key=prefix, range_end=range_end(prefix), limit=1, keys_only=True)
         for attempt in range(2):
@@ -222,12 +221,12 @@ class Cluster:
                 left = max(0.0, deadline - time.monotonic())
                 return rpc(request, timeout=left, metadata=self._metadata())
             except ValueError as error:
-                # Another thread, which has found this member silent, has closed the channel before anything was sent.
+                # Another thread found this member silent and closed the channel before anything was sent.
                 if left == 0.0:
                     raise self._closed_under_us() from error
 
     def _share(self, deadline: float, repeatable: bool) -> float:
-        """How long one member may take: half of what is left, when another one can be asked after it."""
+        """Seconds for one member: half of the remaining time when another one can be tried after it."""
         left = max(0.001, deadline - time.monotonic())
         return left / 2 if repeatable and len(self._order) > 1 else left
 
@@ -244,24 +243,24 @@ class Cluster:
             return channel
 
     def _drop(self, member: str) -> None:
-        """Connect anew the next time, without the old channel's back-off."""
+        """Close the channel, so that the next call connects without its back-off."""
         with self._channels_lock:
             channel = self._channels.pop(member, None)
         if channel is not None:
             channel.close()
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        leader = (("hasleader", "true"),)  # a member that was cut off says so, rather than to let us wait
+        leader = (("hasleader", "true"),)  # makes a member without a leader fail instead of block
         return (*leader, ("token", self._token)) if self._token else leader
 
     def _log_out(self, token: str | None) -> None:
         with self._lock:
-            if self._token == token:  # else another thread was quicker
+            if self._token == token:  # else another thread has done it
                 self._token = None
                 self._member = None
 
     def check_open(self) -> None:
-        """Raise `StoreError` when this was closed, or belongs to the parent of this process."""
+        """Raise `StoreError` when this was closed or is a copy in a forked child."""
         if self._closed:
             raise StoreAway("the store was closed", "open another one")
         if self.is_inherited:

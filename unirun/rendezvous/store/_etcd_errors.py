@@ -1,4 +1,4 @@
-"""What an error of gRPC means: may the call be repeated, was it done, and what is to be said to the user."""
+"""Classify gRPC errors (may the call be repeated? was it applied?) and translate them to `StoreError`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.address import EtcdAddress
 
 _ANOTHER_MEMBER = ("no leader", "not leader", "not supported for learner", "too many requests", "not capable")
-"""What a member says that has not even tried."""
-
+"""Errors of a member that has not tried to apply the request."""
 
 _TOO_LARGE = ("request is too large", "too many operations", "message larger than max")
 
 
 class Verdict(Enum):
-    """What has become of a call that failed."""
+    """The outcome of a failed call."""
 
     NOT_DONE = auto()
-    """No member has done it; another one may."""
+    """Not applied; try another member."""
     UNKNOWN = auto()
-    """It may have been done, or may still be."""
+    """It may have been applied, or may be applied later."""
     LOGGED_OUT = auto()
-    """The token is over; log in, and call again."""
+    """The token has expired; log in and repeat."""
     FINAL = auto()
-    """It was refused, and would be again."""
+    """Refused; repeating does not help."""
 
 
 def judge(error: grpc.RpcError) -> Verdict:
-    """What has become of the call that raised `error`."""
+    """Classify the call that raised `error`."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details:
         return Verdict.LOGGED_OUT
     if any(f"etcdserver: {words}" in details or f"rpc {words}" in details for words in _ANOTHER_MEMBER):
         return Verdict.NOT_DONE
     if code is grpc.StatusCode.UNAVAILABLE and details.startswith("failed to connect to all addresses"):
-        return Verdict.NOT_DONE  # the one text with which gRPC says that nothing was sent
+        return Verdict.NOT_DONE  # the only text by which gRPC guarantees that nothing was sent
     if code in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -50,12 +49,12 @@ def judge(error: grpc.RpcError) -> Verdict:
 
 
 def explain(error: grpc.RpcError, address: EtcdAddress) -> StoreError:
-    """The error for a call that is not made again."""
+    """Translate the error of a call that is not repeated."""
     return explain_text(error.code(), error.details() or "", address)
 
 
 def explain_text(code: grpc.StatusCode, details: str, address: EtcdAddress) -> StoreError:
-    """The error for what a server says with `details`."""
+    """Translate a status `code` and its `details`."""
     where, user = ",".join(address.endpoints), address.user
     if "lease not found" in details:
         return LeaseExpired("the lease is over")

@@ -1,8 +1,8 @@
-"""The messages of etcd's v3 API: the fields of them that unirun needs.
+"""The messages of etcd's v3 API, with the fields that unirun uses.
 
-From ``rpc.proto`` and ``kv.proto`` of etcd 3.4, whose numbers never change. They are described here and not taken from
-a generated module, because generated modules serve few versions of protobuf, and register under names like
-``rpc.proto``, of which a process can have one only: a second etcd client in a job would fail to import.
+From ``rpc.proto`` and ``kv.proto`` of etcd 3.4, whose field numbers never change. Generated modules are not used: they
+work with few versions of protobuf, and register global names such as ``rpc.proto``, so that a second etcd client in
+the same process would fail to import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unirun.errors import StoreRefused
 
 _PACKAGE = "etcdserverpb"
 
-# name: field=number:type; "*" repeats it, "|" makes it one of a choice, so that also 0 and "" are sent.
+# name: field=number:type; "*" is a repeated field, "|" a oneof, so that 0 and "" are sent too.
 _MESSAGES = """
 ResponseHeader: revision=3:int64
 KeyValue: key=1:bytes mod_revision=3:int64 value=5:bytes
@@ -76,9 +76,8 @@ def _describe(line: str) -> descriptor_pb2.DescriptorProto:
 def _classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="unirun/etcd.proto", package=_PACKAGE, syntax="proto3")
     file.message_type.extend(_describe(line) for line in _MESSAGES.strip().splitlines())
-    pool = (
-        descriptor_pool.DescriptorPool()
-    )  # not the process's: whatever else speaks to etcd may have its own
+    # Not the default pool of the process: another etcd client may register the same names.
+    pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     classes: dict[str, Any] = message_factory.GetMessageClassesForFiles([file.name], pool)
     return classes
@@ -88,12 +87,12 @@ _CLASSES = _classes()
 
 
 def message(name: str, /, **fields: Any) -> Any:
-    """A message of the class `name`."""
+    """Build a message of the class `name`."""
     return message_class(name)(**fields)
 
 
 def text(data: bytes) -> str:
-    """A key or a value of ours. Raises `StoreRefused` for what is no text."""
+    """Decode a key or a value. Raises `StoreRefused` when it is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

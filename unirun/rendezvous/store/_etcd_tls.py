@@ -1,7 +1,6 @@
-"""TLS to etcd: the files, and why a server and this client do not trust each other.
+"""TLS to etcd: load the files, and diagnose failed handshakes.
 
-gRPC says no more than that it cannot connect. So when it cannot, one handshake is made with Python's own ssl, which
-tells why.
+gRPC only reports that it cannot connect. `diagnose` then repeats the handshake with Python's ssl, to get the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from unirun.rendezvous.store.address import EtcdAddress
 
 
 def credentials(address: EtcdAddress) -> grpc.ChannelCredentials | None:
-    """What gRPC needs for TLS; None without TLS. Raises `StoreRefused` for files that are wrong."""
+    """Load the credentials for gRPC; None without TLS. Raises `StoreRefused` for missing or invalid files."""
     if address.cacert is None:
         return None
     _context(address)
@@ -44,7 +43,9 @@ def _context(address: EtcdAddress) -> ssl.SSLContext:
         context.load_verify_locations(files[0])
         if address.cert:
             cert, key = files[1:]
-            context.load_cert_chain(cert, key, "")  # without a passphrase OpenSSL would ask the terminal
+            context.load_cert_chain(
+                cert, key, ""
+            )  # with no password argument OpenSSL would prompt on the terminal
     except (ssl.SSLError, ValueError) as error:
         raise StoreRefused(
             f"{', '.join(map(str, files))}: not a certificate authority, or not a certificate with its key"
@@ -55,7 +56,7 @@ def _context(address: EtcdAddress) -> ssl.SSLContext:
 
 
 def diagnose(address: EtcdAddress, endpoint: str, timeout: float) -> StoreRefused | None:
-    """Why the server at `endpoint` and this client do not let each other in; None when it is not that."""
+    """Return why TLS with the server at `endpoint` fails, None when it has another problem."""
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
     where = (host, int(port))
@@ -69,15 +70,13 @@ def diagnose(address: EtcdAddress, endpoint: str, timeout: float) -> StoreRefuse
                 refused = _speaks_plainly(stream, endpoint)
         return refused
     except OSError:
-        return None  # it is away
+        return None  # not reachable
 
 
 def _wants_tls(stream: socket.socket, endpoint: str) -> StoreRefused | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = (
-        False,
-        ssl.CERT_NONE,
-    )  # nothing is said to it, it is only asked
+    # Safe: nothing is sent over the connection.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         context.wrap_socket(stream).close()
     except OSError:
@@ -91,7 +90,7 @@ def _wants_tls(stream: socket.socket, endpoint: str) -> StoreRefused | None:
 def _handshake(address: EtcdAddress, stream: socket.socket, host: str, endpoint: str) -> StoreRefused | None:
     try:
         with _context(address).wrap_socket(stream, server_hostname=host) as secure:
-            secure.recv(1)  # in TLS 1.3 a server refuses a client's certificate after the handshake
+            secure.recv(1)  # in TLS 1.3 a server rejects a client certificate after the handshake
     except ssl.SSLCertVerificationError as error:
         return StoreRefused(
             f"the certificate of etcd at {endpoint} is not trusted: {error.verify_message}",
@@ -114,7 +113,7 @@ def _handshake(address: EtcdAddress, stream: socket.socket, host: str, endpoint:
 
 
 def _speaks_plainly(stream: socket.socket, endpoint: str) -> StoreRefused | None:
-    """A server that answers HTTP/2 without TLS begins with its settings (RFC 9113, 3.4): a frame of type 4."""
+    """Detect HTTP/2 without TLS: the server first sends its settings, a frame of type 4 (RFC 9113, 3.4)."""
     stream.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
     if stream.recv(9)[3:4] != b"\x04":
         return None

@@ -1,4 +1,4 @@
-"""A watch that goes on where it was, on whichever member of etcd can be reached."""
+"""A watch that continues at its position on another member of etcd when its stream breaks."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from unirun.rendezvous.store._grpc import grpc
 from unirun.rendezvous.store.protocol import Change, Listing
 
 _UNREAD = 1000
-"""So many answers may wait to be read before the server is slowed down."""
+"""Maximum number of unread responses; beyond it the stream is not read, which slows the server down."""
 
 _JOIN = 1.0
-"""Seconds that `close` waits for the thread, which may be in a call to a member that does not answer."""
+"""Seconds that `close` waits for the thread, which may be blocked in a call to a silent member."""
 
 _FAILOVER = 1.0
-"""Seconds for which nothing is said of a broken watch: so long may another member take."""
+"""Seconds before a broken watch is reported: the time to find another member."""
 
 _PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)
-"""Seconds between two attempts to watch again."""
+"""Back-off in seconds between attempts to watch again."""
 
 
 class EtcdWatch:
-    """The changes under a prefix of an `EtcdStore`. A thread reads them, from whichever member answers."""
+    """The changes under a prefix of an `EtcdStore`. A thread reads them, from any member that answers."""
 
     def __init__(
         self, cluster: Cluster, prefix: str, from_revision: int, listing: Callable[[str], Listing]
     ) -> None:
         self._cluster, self._prefix, self._listing = cluster, prefix, listing
         self._next = max(1, from_revision)
-        """The revision of the first change that was not taken from the server yet."""
+        """The revision of the next change to read from the server."""
         self._news: deque[tuple[Change, ...] | Listing] = deque()
         self._fragments: list[Any] = []
         self._trouble: StoreError | None = None
         self._since = 0.0
-        """When the trouble began."""
+        """Start of the trouble (``time.monotonic``)."""
         self._failures = 0
         self._closed = False
         self._state = threading.Condition()
@@ -77,7 +77,7 @@ class EtcdWatch:
         self._thread.join(_JOIN)
 
     def _complain(self, patience: float) -> None:
-        """Raise what is wrong when it will not pass, or has not passed for so long."""
+        """Raise the trouble when it is permanent or has lasted for `patience` seconds."""
         trouble = self._trouble
         if trouble is None:
             return
@@ -108,8 +108,8 @@ class EtcdWatch:
         prefix = f"{self._cluster.address.prefix}{self._prefix}".encode()
         probe = message("RangeRequest", key=prefix, limit=1, keys_only=True)
         now = self._cluster.call(RANGE, probe).header.revision
-        # Up to 3.5.15 etcd loses a deletion whose revision is just the one that was compacted to, without a word.
-        # One revision earlier it says that it was compacted. What is there already is skipped.
+        # Up to 3.5.15 etcd silently loses a deletion whose revision equals the compacted one. A watch that starts one
+        # revision earlier is told of the compaction. Changes that were read already are skipped.
         start = max(1, self._next - 1) if now >= self._next else self._next
         create = message(
             "WatchCreateRequest",
@@ -152,7 +152,7 @@ class EtcdWatch:
             raise StoreAway(f"a watch of etcd at {member} has broken: {error.details()}") from error
 
     def _take(self, response: Any) -> bool:
-        """Keep what `response` says; False when its stream is at an end."""
+        """Process one `response`. Returns False at the end of the stream."""
         if response.compact_revision:
             listing = self._listing(self._prefix)
             self._add(listing, listing.revision + 1)
@@ -165,8 +165,8 @@ class EtcdWatch:
         if response.created:
             self._note(None)
         elif not response.fragment:
-            # Without events it is a note of how far the watch has come: a compaction before that does no harm.
-            # With events the header may be ahead of them.
+            # A response without events reports progress, so that a later compaction before it does no harm.
+            # With events, the revision in the header may be ahead of them.
             last = self._fragments[-1].kv.mod_revision if self._fragments else response.header.revision
             changes = tuple(self._changes())
             self._fragments.clear()
@@ -194,6 +194,6 @@ class EtcdWatch:
 
 
 def _once(request: Any, over: threading.Event) -> Iterator[Any]:
-    """`request`, and then nothing until the stream is over: its end would be the end of the watch."""
+    """Yield `request`, then block until the stream is over: ending the requests would end the watch."""
     yield request
     over.wait()

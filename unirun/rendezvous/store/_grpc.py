@@ -1,10 +1,10 @@
-"""gRPC, which says what it has to say in its errors, and not on stderr in the middle of a job's output."""
+"""Import gRPC with its log on stderr turned off: its errors have the same information."""
 
 from __future__ import annotations
 
 import os
 
-# Read when grpc starts, and again by its threads, so it cannot be taken back. Who wants to see it sets the variable.
+# gRPC reads the variable at start and again in its threads, so it stays set. A user's own value is kept.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc

@@ -1,7 +1,7 @@
-"""Where a store is, as text: ``sqlite:PATH`` or ``etcd://HOST[:PORT],…?OPTION=VALUE&…``. Nothing is opened here.
+"""Parse a store's URL: ``sqlite:PATH`` or ``etcd://HOST[:PORT],…?OPTION=VALUE&…``. Opens nothing.
 
 The options of etcd: ``prefix`` (``/unirun/``), ``timeout`` (5 s), ``cacert``, ``cert``, ``key`` (PEM files), ``user``
-and ``password_file``. A password never stands in a URL, as URLs end up in lists of processes and in logs.
+and ``password_file``. A URL never has a password, as URLs appear in process lists and logs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class SqliteAddress(Value):
 
 
 class EtcdAddress(Value):
-    """A store in etcd: every key of it begins with `prefix`, which ends with ``/``. With `cacert` it is TLS."""
+    """A store in etcd, under keys that begin with `prefix`, which ends with ``/``. `timeout` is in seconds. `cacert`
+    turns on TLS."""
 
     endpoints: tuple[str, ...]
     prefix: str = DEFAULT_PREFIX
@@ -56,7 +57,7 @@ class EtcdAddress(Value):
 
 
 def parse_address(url: str) -> SqliteAddress | EtcdAddress:
-    """Read a store's URL. Raises `UsageError` with everything that is wrong with it, a line each."""
+    """Parse a store's URL. Raises `UsageError` with every fault, one a line."""
     faults: list[Fault] = []
     address: SqliteAddress | EtcdAddress | None = None
     scheme, colon, rest = url.partition(":")
@@ -66,7 +67,7 @@ def parse_address(url: str) -> SqliteAddress | EtcdAddress:
         case "etcd":
             address = _etcd(rest, faults)
         case _:
-            problem = f"{scheme[:20]!r} is none; a store's URL begins with sqlite: or etcd://"
+            problem = f"{scheme[:20]!r} is no scheme; a store's URL begins with sqlite: or etcd://"
             faults.append(Fault("", problem, _FORMS))
     if faults or address is None:
         raise UsageError("\n".join(f"the store's URL: {fault}" for fault in faults))
@@ -90,7 +91,7 @@ def _etcd(rest: str, faults: list[Fault]) -> EtcdAddress:
     if not rest.startswith("//"):
         faults.append(Fault("", "two slashes are missing", "write etcd://HOST:PORT"))
     if "@" in authority:
-        # Nothing of it may be shown, since a password may be anywhere in it.
+        # Not shown, as a password may be anywhere in it.
         faults.append(
             Fault("", "a user or a password stands before the hosts", f"write ?user=…; {_NO_PASSWORD}")
         )

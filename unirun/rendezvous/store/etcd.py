@@ -1,8 +1,7 @@
 """The store in etcd v3, for jobs on many hosts.
 
-It speaks gRPC with etcd's own messages (`_etcd_messages`). None of the Python clients was taken, as none of
-them follows a watch to another member, logs in again when its token is over, and tells a write that was not sent from
-one of unknown outcome.
+It speaks gRPC with etcd's own messages (`_etcd_messages`). No existing Python client moves a watch to another member,
+logs in again when its token expires, and distinguishes a write that was not sent from one of unknown outcome.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from unirun.rendezvous.store.protocol import (
 )
 
 _MOD, _VALUE = 2, 3
-"""What a comparison of etcd is about."""
+"""Targets of a comparison in etcd's API."""
 
 
 class EtcdStore:
-    """A `Store` in the etcd at `address`. The first call is made when it is opened, so that errors come then.
+    """A `Store` in the etcd at `address`. Connects when it is created. Raises `StoreError`.
 
-    etcd counts leases in whole seconds, and grants two at least. A forked child has to open its own store.
+    etcd counts leases in whole seconds and grants at least two. A forked child must open its own store.
     """
 
     def __init__(self, address: EtcdAddress, password: str | None = None) -> None:
@@ -75,7 +74,7 @@ class EtcdStore:
     def grant(self, ttl: float) -> Lease:
         """A new lease of `ttl` seconds, rounded up to whole ones."""
         check_ttl(ttl)
-        # Made again, the first one may stay behind; nothing hangs on it.
+        # Repeatable: a lease left by a lost answer has no keys.
         response = self._cluster.call(GRANT, message("LeaseGrantRequest", TTL=math.ceil(ttl)))
         return Lease(response.ID, float(response.TTL))
 

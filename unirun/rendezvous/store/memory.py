@@ -1,4 +1,4 @@
-"""The store in this process's memory: for tests, for simulations with a clock of their own, and for notebooks."""
+"""The store in this process's memory: for tests, for simulations with their own clock, and for notebooks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class _Entry(Value):
 
 
 class MemoryStore:
-    """A `Store` that ends with its process; share the object to share the store.
+    """A `Store` that lives as long as its process; share the object to share the store.
 
-    Leases end by `clock` (seconds), which is read in every call; nothing but `changes` ever waits. The history is
-    kept until `compact` is called.
+    Leases expire by `clock` (seconds), which every call reads; only `changes` blocks. The history is kept until
+    `compact` is called.
     """
 
     url = "memory:"
@@ -45,7 +45,7 @@ class MemoryStore:
         self._lease_ids = count(1)
         self._revision = 1
         self._log: list[tuple[Change, ...]] = []
-        """One entry for each revision from `_first` on."""
+        """The changes of each revision from `_first` on."""
         self._first = 2
         self._closed = False
 
@@ -87,7 +87,7 @@ class MemoryStore:
             self._enter()
             lease = Lease(next(self._lease_ids), ttl)
             self._ends[lease.id] = self._clock() + ttl
-            self._changed.notify_all()  # who waits has to wake up at its end
+            self._changed.notify_all()  # waiting threads must wake up when it ends
             return lease
 
     def keep_alive(self, lease: Lease) -> None:
@@ -118,14 +118,14 @@ class MemoryStore:
             self._changed.notify_all()
 
     def compact(self, revision: int) -> None:
-        """Forget all changes before `revision`; watches that have not read them get a `Listing`."""
+        """Delete the history before `revision`; watches that have not read it get a `Listing`."""
         with self._changed:
             self._enter()
             del self._log[: max(0, revision - self._first)]
             self._first = max(self._first, min(revision, self._revision + 1))
 
     def expire(self) -> None:
-        """End the leases whose time is over, and tell those who watch: for who turns the clock by hand."""
+        """End the expired leases and wake up watches: for callers that set the clock."""
         with self._changed:
             self._enter()
 
@@ -166,7 +166,7 @@ class MemoryStore:
         return (entry.item.revision if entry else 0) == compare.revision
 
     def _keys(self, target: str) -> list[str]:
-        """The keys that are there of `target`, a key or a prefix."""
+        """Existing keys of `target`, a key or a prefix."""
         if target and not target.endswith("/"):
             return [target] if target in self._entries else []
         return sorted(key for key in self._entries if key.startswith(target))

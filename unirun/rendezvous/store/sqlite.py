@@ -1,8 +1,8 @@
 """The store in a file, for the processes of one host.
 
 Every transaction is on the disk (WAL, ``synchronous=FULL``) before its call returns, so a process may be killed at any
-moment. Nobody serves the file: whoever touches it, or watches it, ends the leases whose time is over. Their clock does
-not follow the wall clock, counts while the machine sleeps, and starts anew with it, so a boot ends all leases.
+moment. There is no server: each process that uses or watches the file ends expired leases. Leases are timed by the
+boot clock, which counts while the machine is suspended and is independent of the wall clock; a reboot ends all leases.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from unirun.rendezvous.store.protocol import (
 
 HISTORY_REVISIONS = 10_000
 HISTORY_BYTES = 16 * 1024 * 1024
-"""So many changes are kept for watches that come late; older ones get a `Listing`."""
+"""Limits of the history kept for watches; a watch that is further behind gets a `Listing`."""
 
 POLL = 0.02
-"""Seconds between two looks of a watch at the file's version, which is read from shared memory in microseconds."""
+"""Seconds between two reads of the file's version by a watch; a read takes microseconds, from shared memory."""
 
 _UNDER = "key >= ? AND key < ?"
 
 
 def _bounds(prefix: str) -> tuple[str, str | bytes]:
-    """The keys of a prefix lie between these: ``0`` follows ``/``, and in SQLite any blob follows all texts."""
+    """Range of the keys of a prefix: ``0`` follows ``/``, and SQLite orders any blob after all texts."""
     return (prefix, prefix[:-1] + "0") if prefix else ("", b"")
 
 
 class SqliteStore:
-    """A `Store` in the file `path`, for threads and processes of one host. A forked child has to open its own.
+    """A `Store` in the file `path`, for threads and processes of one host. A forked child must open its own.
 
-    No call takes longer than `timeout` seconds waiting for other processes.
+    A call waits for other processes for at most `timeout` seconds. Raises `StoreError`.
     """
 
     def __init__(self, path: str | Path, timeout: float = 10.0) -> None:
@@ -121,7 +121,7 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file; watches end."""
         if self._pid != os.getpid():
-            return  # what a child does to its parent's file would be known to neither
+            return  # a forked child must not use its parent's connection
         for watch in list(self._watches):
             watch.close()
         with self._lock:
@@ -130,12 +130,12 @@ class SqliteStore:
             self._connection = None
 
     def compact(self, revision: int) -> None:
-        """Forget all changes before `revision`; watches that have not read them get a `Listing`."""
+        """Delete the history before `revision`; watches that have not read it get a `Listing`."""
         with self._writing() as connection:
             _forget(connection, min(revision, _revision(connection) + 1))
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
+        """End the expired leases."""
         with self._writing():
             pass
 
@@ -180,7 +180,7 @@ class SqliteStore:
             )
 
     def _check_file(self) -> None:
-        """SQLite itself would go on with a file that nobody else sees."""
+        """Raise when the file was deleted or replaced: SQLite itself would keep using the old inode."""
         try:
             same = self.path.stat().st_ino == self._inode
         except OSError:
@@ -194,14 +194,14 @@ def _closed() -> StoreAway:
 
 
 class SqliteWatch:
-    """The changes under a prefix of an `SqliteStore`, seen `POLL` seconds after they were made, at the latest."""
+    """The changes under a prefix of an `SqliteStore`, seen within `POLL` seconds."""
 
     def __init__(self, store: SqliteStore, prefix: str, from_revision: int) -> None:
         self._store, self._prefix = store, prefix
         self._next = max(2, from_revision)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        # Of its own: a connection's data version tells of the others' commits only.
+        # Its own connection: `data_version` only counts commits of other connections.
         self._connection: sqlite3.Connection | None = None
         self._version: int | None = None
         self._next_end = math.inf
@@ -275,7 +275,7 @@ def _next_end(connection: sqlite3.Connection) -> float:
 
 
 def _listing(connection: sqlite3.Connection, prefix: str) -> Listing:
-    # One statement sees one state of the file, with its revision, also when nothing is under the prefix.
+    # One statement, so that items and revision are consistent; it returns a row also for an empty prefix.
     rows = connection.execute(
         "SELECT state.revision, key, value, items.revision"
         f" FROM state LEFT JOIN items ON {_UNDER} ORDER BY key",
@@ -285,7 +285,7 @@ def _listing(connection: sqlite3.Connection, prefix: str) -> Listing:
 
 
 def _keys(connection: sqlite3.Connection, target: str) -> list[str]:
-    """The keys that are there of `target`, a key or a prefix."""
+    """Existing keys of `target`, a key or a prefix."""
     if target and not target.endswith("/"):
         rows = connection.execute("SELECT key FROM items WHERE key = ?", (target,))
     else:

@@ -1,4 +1,4 @@
-"""From a store's URL to the store."""
+"""Open the store at a URL."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ STORE_VARIABLE = "UNIRUN_STORE"
 
 
 def store_url(option: str | None) -> str | None:
-    """What ``--store`` says, else the environment; None when neither says anything."""
+    """The value of ``--store``, else of ``UNIRUN_STORE``, else None."""
     return option or os.environ.get(STORE_VARIABLE) or None
 
 
 def anchored(url: str) -> str:
-    """`url` with every file in it by its whole path: the job's agents and other commands run elsewhere."""
+    """Make every path in `url` absolute: agents and other commands have other working directories. Raises
+    `UsageError`."""
     address = parse_address(url)
     names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
     paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
@@ -30,9 +31,9 @@ def anchored(url: str) -> str:
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`. Raises `UsageError` for a URL that is wrong, and `StoreError` when it cannot be opened.
+    """Open the store at `url`. Raises `UsageError` for an invalid URL, and `StoreError` when it cannot be opened.
 
-    sqlite3 and grpc are imported here, when they are needed.
+    Imports sqlite3 or grpc on demand.
     """
     address = parse_address(url)
     if isinstance(address, SqliteAddress):

@@ -1,8 +1,8 @@
-"""torch's rendezvous state in a store: read, compare-and-set, and waiting for the next change.
+"""torch's rendezvous state in a store: read, compare-and-set, and wait for the next change.
 
-torch pickles the state, gives it to `set_state` and unpickles what `get_state` returns; here it is bytes. It lies in
-one key, together with the id of the meeting that it was made for: if it is ever lost while nodes live (they were all
-suspended for longer than the lease), the rounds count from 0 again, and only the id tells them from the old ones.
+The state is opaque bytes here: torch pickles it for `set_state` and unpickles what `get_state` returns. It is stored in
+one key, with a random id of the meeting. If the key is lost while nodes live (all were suspended for longer than the
+lease), rounds are counted from 0 again, and the id distinguishes them from the earlier ones.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Result = TypeVar("Result")
 
 
 class StateToken(Value):
-    """Which version of the state somebody has seen: that of the transaction `revision`, of the meeting `meeting`."""
+    """A version of the state: written by the transaction `revision`, in the meeting `meeting`."""
 
     revision: int
     meeting: str
 
 
 class StoreBackend(RendezvousBackend):
-    """The view of the node `node` of the state of a run, which is at ``<root>state/current``.
+    """Access of the node `node` to the state of a run, at ``<root>state/current``.
 
-    `grace` is for how many seconds after an outage of the store silence of the other nodes says nothing.
+    `grace` is the time in seconds after an outage of the store in which old heartbeats are ignored.
     """
 
     def __init__(self, store: Store, writer: LeasedWriter, root: str, node: str, *, grace: float) -> None:
@@ -52,23 +52,23 @@ class StoreBackend(RendezvousBackend):
         self._patience = 0.0
         self._grace_ends = 0.0
         self.meeting = ""
-        """The id of the meeting that was read or written last."""
+        """Id of the meeting that was read or written last."""
         self.away = False
-        """Whether the store could not be used the last time."""
+        """Whether the last operation on the store failed."""
 
     @property
     def name(self) -> str:
-        """What ``--rdzv-backend`` calls it."""
+        """The name in ``--rdzv-backend``."""
         return NAME
 
     @property
     def blinded(self) -> bool:
-        """Whether heartbeats may be old only because nobody could write new ones."""
+        """Whether heartbeats may be old because of an outage of the store."""
         return self.away or time.monotonic() < self._grace_ends
 
     @contextmanager
     def patient(self, seconds: float) -> Iterator[None]:
-        """Within, a store that is away is tried again for so long; otherwise it is an error at once."""
+        """Context in which operations retry for `seconds` while the store is away, instead of failing at once."""
         self._patience = seconds
         try:
             yield
@@ -76,16 +76,15 @@ class StoreBackend(RendezvousBackend):
             self._patience = 0.0
 
     def get_state(self) -> tuple[bytes, StateToken] | None:
-        """The state and its token; None when there is none. Raises `RendezvousConnectionError` and, when it is not
-        one that `set_state` has written, `RendezvousStateError`."""
+        """Return the state and its token, or None. Raises `RendezvousConnectionError`, and `RendezvousStateError` when
+        `set_state` has not written it."""
         item = self._reached(lambda: self._store.get(self._state_key))
         return None if item is None else self._decoded(item)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, StateToken, bool] | None:
-        """Replace the state that `token` stands for (without one: the state that is not there yet).
+        """Replace the version `token` of the state (None: there is no state yet).
 
-        Returns the state that is there now, its token, and whether it is the one that was given. Raises like
-        `get_state`.
+        Returns the state after that, its token, and whether it was replaced. Raises like `get_state`.
         """
         if token is not None and not isinstance(token, StateToken):
             return self._found()
@@ -105,25 +104,25 @@ class StoreBackend(RendezvousBackend):
         return state, StateToken(outcome.revision, meeting), True
 
     def wait_for_change(self, token: StateToken, timeout: float) -> None:
-        """Return when the state is another one than `token` stands for, or after `timeout` seconds."""
+        """Wait until the state is newer than `token`, for at most `timeout` seconds."""
         try:
             with closing(self._store.watch(f"{self._root}state/", token.revision + 1)) as watch:
                 watch.changes(timeout)
-        except StoreError as error:  # what is wrong is said by the read that follows
+        except StoreError as error:  # the next read raises it
             logger.debug("the watch of the rendezvous state: %s", error)
 
     def leave(self, members: Collection[str]) -> None:
-        """Say that this node is gone; the last of the `members` removes everything of the run.
+        """Remove this node; the last of the `members` deletes all keys of the run.
 
-        Never raises for the store's sake: what is left then goes with the leases.
+        Does not raise `StoreError`: remaining keys expire with their leases.
         """
         try:
             self._store.txn([], deletes=[self._node_key])
             state = self._store.get(self._state_key)
             there = {item.key for item in self._store.get_prefix(self._nodes).items}
-            # A node that was killed has a key for some time yet, but is no member when the others have met again.
+            # The key of a killed node outlives it, but it is no member once the others have met again.
             if there.isdisjoint(f"{self._nodes}{quote(member, safe='')}" for member in members):
-                # Not when a node has joined in between: it has changed the state.
+                # Fails when a node has joined in between, as that changed the state.
                 unchanged = RevisionIs(self._state_key, state.revision if state else 0)
                 self._store.txn([unchanged], deletes=[self._root])
         except StoreError as error:
@@ -148,7 +147,7 @@ class StoreBackend(RendezvousBackend):
             ) from error
 
     def _reached(self, call: Callable[[], Result]) -> Result:
-        """The result of a call to the store, in torch's errors; `OutcomeUnknown` is the caller's business."""
+        """Call the store and translate its errors to torch's, except `OutcomeUnknown`. Retries within `patient`."""
         deadline = time.monotonic() + self._patience
         while True:
             try:

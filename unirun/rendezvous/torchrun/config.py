@@ -1,4 +1,4 @@
-"""``--rdzv-endpoint`` and ``--rdzv-conf`` as values: everything is checked before anything is connected."""
+"""Parse and check ``--rdzv-endpoint`` and ``--rdzv-conf`` before connecting."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from unirun.values import Value
 
 
 class Config(Value):
-    """What ``--rdzv-conf`` may say; the fields are its keys. Times are seconds, and may have fractions."""
+    """The keys of ``--rdzv-conf``. Times are in seconds and may have fractions."""
 
     join_timeout: float = 600
-    """For how long a node waits until enough nodes are there."""
+    """Time to wait for the minimum number of nodes."""
 
     last_call_timeout: float = 30
-    """For how long more nodes are waited for when the least number is there."""
+    """Time to wait for more nodes after that."""
 
     close_timeout: float = 30
-    """For how long a node tries to say that the run is over."""
+    """Time for a node to mark the run as closed."""
 
     heartbeat_timeout: float = 5
-    """How long one heartbeat, or any other call to etcd, may take."""
+    """Timeout of a heartbeat, and of any other call to etcd."""
 
     keep_alive_interval: float = 5
     """Time between two heartbeats of a node."""
 
     keep_alive_max_attempt: int = 3
-    """So many intervals without a heartbeat, and the node is lost."""
+    """Number of missed heartbeats after which a node is lost."""
 
     read_timeout: float = 60
-    """For how long etcd may be away while nodes meet."""
+    """Time for which etcd may be away during a rendezvous."""
 
     prefix: str = "/torchrun/"
-    """What every key in etcd begins with."""
+    """Prefix of every key in etcd."""
 
     cacert: str | None = None
-    """File with the certificates of the authorities that etcd's is checked with; turns TLS on."""
+    """File with the certificates of the authorities that sign etcd's certificate; turns on TLS."""
 
     cert: str | None = None
-    """File with the certificate that this node shows to etcd."""
+    """File with the client certificate of this node."""
 
     key: str | None = None
     """File with the private key of `cert`."""
 
     user: str | None = None
-    """Who to log in to etcd as."""
+    """User name in etcd."""
 
     password_file: str | None = None
-    """File that holds nothing but the password of `user`, and that nobody else may read."""
+    """File with the password of `user` and nothing else, readable by its owner only."""
 
     @property
     def silence(self) -> float:
-        """After how many seconds without a heartbeat a node is lost."""
+        """Seconds without a heartbeat after which a node is lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     @property
     def ttl(self) -> float:
-        """How long a run's keys outlive its last node: well beyond the time in which the nodes would notice."""
+        """Seconds by which a run's keys outlive its last node; longer than the nodes take to notice a loss."""
         return 3 * self.silence
 
 
 NOT_OURS = frozenset({"timeout"})
-"""torchrun puts it into the configuration of every backend; only its static one has a use for it."""
+"""torchrun adds it to the configuration of every backend; only its static backend uses it."""
 
 
 def parse_config(given: Mapping[str, Any]) -> Config:
-    """The configuration with defaults where nothing is said. Raises `UsageError` that names the key."""
+    """Parse the configuration and add defaults. Raises `UsageError` that names the key."""
     values: dict[str, Any] = {}
     for name, value in given.items():
         if name in NOT_OURS:
@@ -89,7 +89,7 @@ def parse_config(given: Mapping[str, Any]) -> Config:
 
 
 def store_address(endpoint: str, config: Config) -> EtcdAddress:
-    """Where the run's store is; ``h1:2379,h2`` are two members, nothing is this host. Raises `UsageError`."""
+    """Parse the endpoint: ``h1:2379,h2`` are two members, empty is this host. Raises `UsageError`."""
     try:
         if set("/?@") & set(endpoint):
             raise UsageError("neither a scheme, nor a path, nor a password may stand in it")
@@ -128,7 +128,7 @@ def _attempts(name: str, value: Any) -> int:
         count = int(value)
     except (TypeError, ValueError):
         count = 0
-    if count < 2:  # with one, every heartbeat comes a moment too late
+    if count < 2:  # with 1, every heartbeat would come slightly too late
         raise UsageError(f"--rdzv-conf: {name}={value} is no whole number from 2 on")
     return count
 

@@ -1,19 +1,19 @@
-"""torch's `DynamicRendezvousHandler` over a store, with the four things that it leaves open.
+"""torch's `DynamicRendezvousHandler` over a store, with four fixes.
 
 *Each round has a new TCPStore.* torch 2.13 keeps one for all rounds and gives it to the workers without a prefix, so
-a restarted round reads the keys of the one before; and nodes whose rank is not 0 keep its address even when its host
-is gone. Here both are forgotten at the start of a round, and rank 0 opens a new store on a new port.
+a restarted round reads the keys of its predecessor; and nodes other than rank 0 keep its address even when its host
+is gone. Here both are dropped at the start of a round, and rank 0 opens a new store on a new port.
 
-*Nobody polls while nodes meet.* Where torch sleeps for a second, the change of the state is waited for.
+*No polling during rendezvous.* Where torch sleeps for a second, this waits for a change of the state.
 
-*A lost node is noticed.* torch takes a silent node out of its copy of the state and goes on. Here a round whose
-members are not those that it was formed with makes the agents meet again, without costing one of their restarts.
+*A lost node is noticed.* torch removes a silent node from its copy of the state and continues. Here a change of a
+round's members makes the agents meet again, without using up one of their restarts.
 
-*An outage of the store costs nothing.* Agents that cannot reach it go on training; afterwards every node has time for
-a heartbeat before one is missed.
+*An outage of the store is tolerated.* Agents that cannot reach it continue training; afterwards every node has time
+for a heartbeat before it counts as lost.
 
-torch offers no such seams, so this uses names of it that begin with an underscore. They are the same in torch 2.11 to
-2.15; all of them are in this file, and ``tests/unit/rendezvous/torchrun`` fails where one is gone.
+torch has no public hooks for this, so this uses private names of torch. They are the same in torch 2.11 to 2.15; all
+are in this file, and ``tests/unit/rendezvous/torchrun`` fails where one is gone.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from unirun.rendezvous.torchrun.roundstore import RoundStore
 logger = logging.getLogger(__name__)
 
 LOOK = 1.0
-"""Seconds after which a node that waits looks for others that have fallen silent, at the latest; torch's interval."""
+"""Maximum seconds between two checks of a waiting node for lost nodes; torch's interval."""
 
 UNNAMED = "none"
-"""The run id that torchrun uses when nobody gives one."""
+"""torchrun's default run id."""
 
 
 class StoreHandler(DynamicRendezvousHandler):
-    """One node of the run that `params` names, whose state is in `store`; `shutdown` closes that."""
+    """Handler of one node of the run in `params`, whose state is in `store`; `shutdown` closes the store."""
 
     def __init__(self, params: RendezvousParameters, config: Config, store: Store) -> None:
-        # Quoted, and with a "/" at its end: nothing that is done to run1 is done to run10, or to run1/a.
+        # Quoted and with a "/" at the end, so that the prefix of run1 matches neither run10 nor run1/a.
         root = f"{quote(params.run_id, safe='')}/"
         writer = LeasedWriter(store, config.ttl)
         node = self._node_desc_generator.generate(params.local_addr)
@@ -93,12 +93,12 @@ class StoreHandler(DynamicRendezvousHandler):
         self._kv, self._writer, self._rounds = store, writer, rounds
         self._left = False
         self._formed: tuple[int, frozenset[Any]] | None = None
-        """The round that this node is in, and its members when it was formed."""
+        """The round of this node, and its members when it was formed."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Raises torch's errors for a run that is closed, a deadline that has passed, and etcd
-        that cannot be reached for `read_timeout`."""
-        # So that a store is opened, and its address read, anew.
+        """Meet the other nodes. Raises `RendezvousClosedError`, `RendezvousTimeoutError`, and
+        `RendezvousConnectionError` when etcd cannot be reached for `read_timeout` seconds."""
+        # Makes torch open a new store and read its address again.
         self._shared_tcp_store_server = None
         self._bootstrap_store_info = None
         run, config = self._settings.run_id, self._config
@@ -118,8 +118,8 @@ class StoreHandler(DynamicRendezvousHandler):
             ) from None
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes want to join; 1 also when this round is no longer the one that was formed."""
-        if self._backend.away:  # the heartbeats find out when it is back
+        """Number of nodes that want to join; at least 1 when the round has lost a member."""
+        if self._backend.away:  # heartbeats notice its return
             return 0
         try:
             waiting = super().num_nodes_waiting()
@@ -135,7 +135,7 @@ class StoreHandler(DynamicRendezvousHandler):
         return waiting
 
     def shutdown(self) -> bool:
-        """Say that the run is over, and leave it. Safe to call twice."""
+        """Close the run and leave it. Safe to call twice."""
         if self._left:
             return True
         self._left = True
@@ -155,7 +155,7 @@ class StoreHandler(DynamicRendezvousHandler):
         return RoundStore(self._kv, self._writer, f"{self._rounds}{name}")
 
     def _remove_rounds_but(self, name: str) -> None:
-        """Everybody has left the earlier rounds: what they said there would else stay as long as they live."""
+        """Delete the keys of earlier rounds, which would otherwise last as long as the nodes live."""
         try:
             keys = (item.key.removeprefix(self._rounds) for item in self._kv.get_prefix(self._rounds).items)
             for old in {f"{key.partition('/')[0]}/" for key in keys} - {name}:
@@ -165,12 +165,12 @@ class StoreHandler(DynamicRendezvousHandler):
 
 
 class _StateHolder(_BackendRendezvousStateHolder):
-    """The state, with members that are not taken for dead while nobody can say that he lives."""
+    """torch's copy of the state, from which no member is removed during an outage of the store."""
 
     _backend: StoreBackend
 
     def wait(self, timeout: float) -> None:
-        """Look again when the state has changed, or after `timeout` seconds."""
+        """Wait for a change for at most `timeout` seconds, and read the state again."""
         self._backend.wait_for_change(self._token, timeout)
         self._last_sync_time = -1
         self.sync()
@@ -184,7 +184,7 @@ class _Executor(_DistributedRendezvousOpExecutor):
     """Runs torch's operations, but waits for a change where they would sleep for a second."""
 
     most = 0
-    """How many participants the last operation has seen at once. A node that gives up leaves before it says so."""
+    """Highest number of participants that the last operation has seen, for the error message."""
 
     def run(
         self,
@@ -236,8 +236,8 @@ def connect(params: RendezvousParameters) -> RendezvousHandler:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Importing torch leaves so many objects that the one collection which importing grpc sets off takes longer (75 ms)
-    than that import itself (45 ms), while the other nodes wait."""
+    """Turn off garbage collection: with torch's many objects, the one that importing grpc triggers takes longer (75 ms)
+    than the import itself (45 ms), while the other nodes wait."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Writes to a store that go away when the node that made them is gone for a while."""
+"""Writes to a store under a lease, so that they expire some time after their node is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRY = 0.1
 
 
 class LeasedWriter:
-    """Puts keys under a lease that ends `ttl` seconds or a little less after the last write. For any thread."""
+    """Puts keys under a lease that expires at most `ttl` seconds after the last write. Thread-safe."""
 
     def __init__(self, store: Store, ttl: float) -> None:
         self._store, self._ttl = store, ttl
@@ -23,8 +23,8 @@ class LeasedWriter:
         self._kept = 0.0
 
     def txn(self, compares: Sequence[Compare], values: Mapping[str, str]) -> Outcome:
-        """Put all `values` if every comparison holds, else none. Raises `StoreError`, but not `LeaseExpired`: who has
-        been away for longer than the lease gets a new one."""
+        """Put all `values` if every comparison is true, else none. Raises `StoreError`, but not `LeaseExpired`: an
+        expired lease is replaced."""
         while True:
             lease = self._current()
             try:
@@ -36,7 +36,7 @@ class LeasedWriter:
         with self._lock:
             now = time.monotonic()
             if self._lease is not None and now - self._kept > self._ttl / 4:
-                # Well before its end, and not with every write.
+                # Renewed well before its end, but not with every write.
                 try:
                     self._store.keep_alive(self._lease)
                     self._kept = now

@@ -1,7 +1,7 @@
-"""A `torch.distributed.Store` for what the agents of one round tell each other: ranks, addresses, the exit barrier.
+"""A `torch.distributed.Store` in which the agents of one round exchange ranks and addresses and run the exit barrier.
 
-It lies in the store of the rendezvous, so it does not end with any node. Workers do not use it: they get a TCPStore,
-which is what ``env://`` makes of MASTER_ADDR and MASTER_PORT.
+It is kept in the rendezvous's store, so it outlives every node. Workers do not use it: they get a TCPStore, which
+``env://`` creates from MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 
 class RoundStore(TorchStore):
-    """The operations that torch's agents and barriers use, below `prefix`. Keys go away with the node that put them.
+    """The operations that torch's agents and barriers use, below `prefix`. Keys expire with the node that put them.
 
-    Every operation has torch's `timeout` (`set_timeout`, 300 s at first), also for reaching a store that is away, and
+    Every operation has torch's `timeout` (`set_timeout`, default 300 s), which includes outages of the store, and
     raises `DistStoreError` at its end.
     """
 
@@ -40,29 +40,29 @@ class RoundStore(TorchStore):
         self._store, self._writer, self._prefix = store, writer, prefix
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Put a value; text is UTF-8."""
+        """Put a value; text is encoded as UTF-8."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Put several values, each transaction as many as it may."""
+        """Put several values, in as few transactions as possible."""
         pairs = list(zip(keys, values, strict=True))
         deadline = self._deadline()
         for start in range(0, len(pairs), MAX_CHANGES):
             some = pairs[start : start + MAX_CHANGES]
             puts = {f"{self._place(key)}value": _encoded(value) for key, value in some}
-            # Doing it twice does no harm, so an unknown outcome is tried again.
+            # Idempotent, so it is repeated after an unknown outcome.
             self._reached(partial(self._writer.txn, [], puts), deadline, f"set {keys[start]!r}")
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as it has one."""
+        """Wait until a key has a value, and return it."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys, as soon as all have one."""
+        """Wait until all keys have values, and return them."""
         return self._values(keys, self._deadline())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys have a value."""
+        """Wait until all keys have values."""
         self._values(keys, self._deadline(timeout))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -71,9 +71,9 @@ class RoundStore(TorchStore):
         return all(self._listing(self._place(key), deadline).items for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that is 0 at first, and return it; counted once, whatever happens to the connection."""
+        """Add to a counter that starts at 0 and return it; exactly once, also when the connection breaks."""
         where, deadline = f"{self._place(key)}value", self._deadline()
-        # It lies there when, and only when, this very addition was made; then with the sum.
+        # Exists, with the sum, if and only if this addition was applied.
         receipt = f"{self._prefix}added/{uuid4().hex}"
 
         def attempt() -> int | None:
@@ -120,7 +120,7 @@ class RoundStore(TorchStore):
         return self._reached(lambda: self._store.get_prefix(prefix), deadline, f"read {prefix}")
 
     def _place(self, key: str) -> str:
-        # A folder for each key, as a watch is one of a folder; and a key of torch's may contain or end with "/".
+        # A prefix for each key, as watches are of prefixes; quoted, as torch's keys may contain or end with "/".
         return f"{self._prefix}keys/{quote(key, safe='')}/"
 
     def _deadline(self, timeout: timedelta | None = None) -> float:

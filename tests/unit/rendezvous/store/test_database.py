@@ -1,4 +1,4 @@
-"""How the file of an `SqliteStore` is opened, and what SQLite's errors become."""
+"""Opening the file of an `SqliteStore`, and the translation of SQLite's errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unirun.rendezvous.store.sqlite import SqliteStore
 
 
 def failure(code: int | None) -> sqlite3.OperationalError:
-    """An error of SQLite with that code; those of Python's module have none."""
+    """An SQLite error with that code; errors of Python's module have none."""
     error = sqlite3.OperationalError("as SQLite says")
     if code is not None:
         error.sqlite_errorcode = code
@@ -25,9 +25,9 @@ def failure(code: int | None) -> sqlite3.OperationalError:
 @pytest.mark.parametrize(
     ("code", "becomes", "says"),
     [
-        (sqlite3.SQLITE_BUSY, StoreAway, "is locked by another process"),
-        (sqlite3.SQLITE_LOCKED, StoreAway, "is locked by another process"),
-        (sqlite3.SQLITE_BUSY_SNAPSHOT, StoreAway, "is locked by another process"),
+        (sqlite3.SQLITE_BUSY, StoreAway, "has been locked by another process"),
+        (sqlite3.SQLITE_LOCKED, StoreAway, "has been locked by another process"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, StoreAway, "has been locked by another process"),
         (sqlite3.SQLITE_FULL, StoreBroken, "is full; nothing was changed"),
         (sqlite3.SQLITE_NOTADB, StoreRefused, "is no SQLite database"),
         (sqlite3.SQLITE_CORRUPT, StoreBroken, r"is damaged \(as SQLite says\)"),
@@ -39,15 +39,15 @@ def failure(code: int | None) -> sqlite3.OperationalError:
         (None, StoreBroken, "cannot be used: as SQLite says"),
     ],
 )
-def test_an_error_says_what_to_do(code: int | None, becomes: type[StoreError], says: str) -> None:
+def test_each_sqlite_error_has_a_remedy(code: int | None, becomes: type[StoreError], says: str) -> None:
     with pytest.raises(StoreError, match=rf"store\.db.* {says}.*; ") as told, explained(Path("store.db")):
         raise failure(code)
     assert type(told.value) is becomes
     assert isinstance(told.value.__cause__, sqlite3.OperationalError)
 
 
-class TestAFileThatOthersPrepareAtTheSameTime:
-    """SQLite does not wait for a process that changes to WAL too."""
+class TestConcurrentlyPreparedFile:
+    """SQLite does not wait for another process that switches to WAL."""
 
     @pytest.fixture
     def pauses(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -65,7 +65,7 @@ class TestAFileThatOthersPrepareAtTheSameTime:
 
         monkeypatch.setattr(_database, "_prepare", prepare_at_last)
 
-    def test_is_tried_again_soon(
+    def test_a_busy_new_sqlite_file_is_retried(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
     ) -> None:
         self.fail(monkeypatch, 3, sqlite3.SQLITE_BUSY)
@@ -73,16 +73,16 @@ class TestAFileThatOthersPrepareAtTheSameTime:
         assert len(pauses) == 3
         assert max(pauses) < 0.1
 
-    def test_is_given_up_at_the_deadline(
+    def test_a_busy_new_sqlite_file_is_given_up_at_the_deadline(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
     ) -> None:
         self.fail(monkeypatch, 10**6, sqlite3.SQLITE_BUSY)
         monkeypatch.setattr(_database.time, "monotonic", lambda: sum(pauses))
-        with pytest.raises(StoreAway, match="store.db is locked by another process"):
+        with pytest.raises(StoreAway, match="store.db has been locked by another process"):
             open_database(tmp_path / "store.db", 0.02)
         assert 2 <= len(pauses) <= 3
 
-    def test_is_given_up_at_once_for_another_reason(
+    def test_a_new_sqlite_file_with_another_error_is_given_up_at_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
     ) -> None:
         self.fail(monkeypatch, 1, sqlite3.SQLITE_IOERR)
@@ -91,7 +91,7 @@ class TestAFileThatOthersPrepareAtTheSameTime:
         assert pauses == []
 
 
-def test_a_connection_waits_as_long_as_it_was_told_and_begins_no_transaction_by_itself(
+def test_a_sqlite_connection_has_the_timeout_and_autocommit(
     tmp_path: Path,
 ) -> None:
     connection = open_database(tmp_path / "store.db", 0.25)
@@ -102,7 +102,7 @@ def test_a_connection_waits_as_long_as_it_was_told_and_begins_no_transaction_by_
 
 
 @pytest.mark.parametrize("pragma", ["application_id = 5", "user_version = 7"])
-def test_what_another_program_has_marked_is_left_alone(tmp_path: Path, pragma: str) -> None:
+def test_a_sqlite_file_with_another_application_id_is_refused(tmp_path: Path, pragma: str) -> None:
     path = tmp_path / "other.db"
     other = sqlite3.connect(path)
     other.execute(f"PRAGMA {pragma}")
@@ -114,7 +114,7 @@ def test_what_another_program_has_marked_is_left_alone(tmp_path: Path, pragma: s
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has what it can pretend is another's")
-def test_a_file_of_root_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sqlite_file_of_root_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SqliteStore(tmp_path / "store.db").close()
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     SqliteStore(tmp_path / "store.db").close()

@@ -1,4 +1,4 @@
-"""The store in memory with a clock that somebody turns."""
+"""The store in memory with a settable clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def test_leases_end_when_the_clock_says_so_in_the_order_of_their_ends() -> None:
+def test_memory_leases_end_by_the_clock_in_order_of_expiry() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     late, soon = store.grant(20), store.grant(10)
@@ -35,7 +35,7 @@ def test_leases_end_when_the_clock_says_so_in_the_order_of_their_ends() -> None:
         store.keep_alive(soon)
 
 
-def test_keeping_alive_counts_from_now() -> None:
+def test_memory_lease_is_renewed_from_now() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     lease = store.grant(10)
@@ -48,7 +48,7 @@ def test_keeping_alive_counts_from_now() -> None:
     assert store.get("a") is None
 
 
-def test_turning_the_clock_is_told_to_who_watches_by_expire() -> None:
+def test_memory_expire_wakes_watches_after_the_clock_was_set() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     store.txn([], [Put("a", "1", store.grant(10))])
@@ -57,7 +57,7 @@ def test_turning_the_clock_is_told_to_who_watches_by_expire() -> None:
     assert store.get_prefix("").items == ()
 
 
-def test_what_is_compacted_cannot_be_more_than_there_is() -> None:
+def test_memory_compact_beyond_the_latest_revision_is_limited() -> None:
     store = MemoryStore()
     revision = store.txn([], [Put("a", "1")]).revision
     store.compact(revision + 100)
@@ -66,7 +66,7 @@ def test_what_is_compacted_cannot_be_more_than_there_is() -> None:
     assert watch.changes(0) == (Change("put", "a", "2", revision + 1),)
 
 
-def test_who_waits_hears_of_the_end_of_a_lease_when_it_ends() -> None:
+def test_memory_watch_sees_the_end_of_a_lease_in_time() -> None:
     store = MemoryStore()
     put = store.txn([], [Put("a", "1", store.grant(0.05))])
     started = time.monotonic()

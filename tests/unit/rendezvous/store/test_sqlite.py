@@ -1,4 +1,4 @@
-"""What can be wrong with a file, and what is said of it."""
+"""Errors of the SQLite file, and their messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from unirun.rendezvous.store.protocol import Change, Listing, Put
 from unirun.rendezvous.store.sqlite import SqliteStore
 
 
-def test_only_the_path_is_given_by_its_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.13 warns of other arguments without a name, and where warnings are errors no store can be opened."""
+def test_sqlite3_connect_gets_only_the_path_by_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.13 warns of other positional arguments; with warnings as errors no store could be opened."""
     connect = sqlite3.connect
 
     def by_name(path: Path, **options: Any) -> sqlite3.Connection:
@@ -33,7 +35,7 @@ def test_only_the_path_is_given_by_its_position(tmp_path: Path, monkeypatch: pyt
     SqliteStore(tmp_path / "store.db").close()
 
 
-def test_only_its_owner_may_read_the_file_and_what_lies_beside_it(tmp_path: Path) -> None:
+def test_a_sqlite_file_and_its_journal_are_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         store = SqliteStore(tmp_path / "store.db")
@@ -47,11 +49,13 @@ def test_only_its_owner_may_read_the_file_and_what_lies_beside_it(tmp_path: Path
     assert sorted(tmp_path.iterdir()) == files[:1]
 
 
-class TestAFileThatAnotherUserCouldChange:
-    """Who can write the store decides what a job's next master does."""
+class TestSqliteFileOfOthers:
+    """A user who can write the store controls what a job's next master does."""
 
     @pytest.mark.parametrize(("mode", "who"), [(0o666, "all users"), (0o602, "all users")])
-    def test_is_refused_when_others_may_write_it(self, tmp_path: Path, mode: int, who: str) -> None:
+    def test_a_sqlite_file_that_others_may_write_is_refused(
+        self, tmp_path: Path, mode: int, who: str
+    ) -> None:
         path = tmp_path / "store.db"
         SqliteStore(path).close()
         path.chmod(mode)
@@ -62,7 +66,9 @@ class TestAFileThatAnotherUserCouldChange:
         SqliteStore(path).close()
 
     @pytest.mark.parametrize("mode", [0o777, 0o1777], ids=oct)
-    def test_is_refused_where_others_may_make_files_beside_it(self, tmp_path: Path, mode: int) -> None:
+    def test_a_sqlite_file_in_a_directory_that_others_may_write_is_refused(
+        self, tmp_path: Path, mode: int
+    ) -> None:
         (tmp_path / "link").symlink_to("shared/store.db")
         (tmp_path / "shared").mkdir()
         (tmp_path / "shared").chmod(mode)
@@ -72,7 +78,7 @@ class TestAFileThatAnotherUserCouldChange:
         assert [*(tmp_path / "shared").iterdir()] == []
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
-    def test_is_refused_when_it_is_anothers(self, tmp_path: Path) -> None:
+    def test_a_sqlite_file_of_another_user_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "store.db"
         SqliteStore(path).close()
         os.chown(path, 65534, 0)
@@ -84,7 +90,7 @@ class TestAFileThatAnotherUserCouldChange:
             SqliteStore(path)
 
 
-def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
+def test_a_reopened_sqlite_file_has_all_writes(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     lease = store.grant(60)
     outcome = store.txn([], [Put("a", "1", lease)])
@@ -96,7 +102,7 @@ def test_what_was_written_is_there_when_the_file_is_opened_again(tmp_path: Path)
     again.close()
 
 
-def test_a_boot_ends_all_leases(tmp_path: Path) -> None:
+def test_a_reboot_ends_all_sqlite_leases(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     lease = store.grant(10_000)
     store.txn([], [Put("leased", "1", lease), Put("stays", "1")])
@@ -111,14 +117,14 @@ def test_a_boot_ends_all_leases(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_directory_of_a_sqlite_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreRefused, match=rf"no directory {tmp_path}/nowhere; make it"):
         SqliteStore(tmp_path / "nowhere" / "store.db")
     with pytest.raises(StoreRefused, match="is a directory"):
         SqliteStore(tmp_path)
 
 
-def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_sqlite_database_is_refused_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("remember the milk\n" * 300)
     with pytest.raises(StoreRefused, match=r"is no SQLite database; name a new file"):
@@ -126,7 +132,7 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text().startswith("remember the milk")
 
 
-def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+def test_a_sqlite_database_of_another_program_is_refused_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "other.db"
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE items (key)")
@@ -137,7 +143,7 @@ def test_a_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_a_sqlite_file_of_another_format_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     SqliteStore(path).close()
     file = sqlite3.connect(path)
@@ -147,7 +153,7 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
         SqliteStore(path)
 
 
-def test_a_damaged_file_is_told_from_an_absent_one(tmp_path: Path) -> None:
+def test_a_damaged_sqlite_file_is_distinguished_from_a_missing_one(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     for number in range(50):
@@ -161,7 +167,7 @@ def test_a_damaged_file_is_told_from_an_absent_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_file_that_was_deleted_or_replaced_is_noticed(store: SqliteStore, *, there: bool) -> None:
+def test_a_deleted_or_replaced_sqlite_file_is_noticed(store: SqliteStore, *, there: bool) -> None:
     watch = store.watch("", 1)
     store.txn([], [Put("a", "1")])
     assert watch.changes(1)
@@ -185,7 +191,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.starts_processes
-def test_a_full_disk_undoes_the_transaction_and_the_next_one_works(small_disk: Path) -> None:
+def test_a_full_disk_rolls_back_one_sqlite_transaction(small_disk: Path) -> None:
     store = SqliteStore(small_disk / "store.db")
     store.txn([], [Put("a", "1")])
     ballast = small_disk / "ballast"
@@ -202,7 +208,7 @@ def test_a_full_disk_undoes_the_transaction_and_the_next_one_works(small_disk: P
 
 
 @pytest.mark.starts_processes
-def test_a_read_only_file_system_is_named(small_disk: Path) -> None:
+def test_a_read_only_file_system_of_a_sqlite_file_is_named(small_disk: Path) -> None:
     SqliteStore(small_disk / "store.db").close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(StoreBroken, match="Read-only file system"):
@@ -210,7 +216,7 @@ def test_a_read_only_file_system_is_named(small_disk: Path) -> None:
 
 
 @pytest.mark.starts_processes
-def test_who_may_not_write_is_told_so(tmp_path: Path) -> None:
+def test_a_sqlite_file_without_write_permission_is_refused(tmp_path: Path) -> None:
     if os.getuid():
         pytest.skip("only root may become somebody else")
     path = tmp_path / "store.db"
@@ -232,7 +238,7 @@ def test_who_may_not_write_is_told_so(tmp_path: Path) -> None:
     assert "may not be opened for writing; see who owns it" in done.stdout
 
 
-def test_a_lock_that_another_process_keeps_ends_at_the_deadline(tmp_path: Path) -> None:
+def test_a_sqlite_lock_of_another_process_times_out(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path, timeout=0.3)
     store.txn([], [Put("a", "1")])
@@ -251,7 +257,7 @@ def test_a_lock_that_another_process_keeps_ends_at_the_deadline(tmp_path: Path) 
 
 
 @pytest.mark.starts_processes
-def test_a_forked_child_is_told_to_open_its_own(store: SqliteStore) -> None:
+def test_a_forked_child_must_open_its_own_sqlite_store(store: SqliteStore) -> None:
     def child() -> None:
         watch = store.watch  # bound before the fork
         for call in (lambda: store.get("a"), lambda: watch("", 1)):
@@ -271,7 +277,7 @@ def test_a_forked_child_is_told_to_open_its_own(store: SqliteStore) -> None:
     assert store.get("from the child") is not None
 
 
-def test_the_history_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sqlite_history_is_bounded_in_revisions(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "HISTORY_REVISIONS", 5)
     start = store.txn([], [Put("a", "0")]).revision
     for number in range(1, 10):
@@ -281,7 +287,7 @@ def test_the_history_is_bounded(store: SqliteStore, monkeypatch: pytest.MonkeyPa
     assert [change.value for change in news] == list("56789")  # type: ignore[union-attr]
 
 
-def test_the_history_is_bounded_in_bytes_too(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sqlite_history_is_bounded_in_bytes(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "HISTORY_BYTES", 10_000)
     for number in range(10):
         store.txn([], [Put("a", str(number) * 3000)])
@@ -293,7 +299,7 @@ def test_the_history_is_bounded_in_bytes_too(store: SqliteStore, monkeypatch: py
     assert len(store.watch("", last + 1).changes(1)) == 1, "the latest transaction is always known"  # type: ignore[arg-type]
 
 
-def test_every_key_is_under_the_empty_prefix(store: SqliteStore) -> None:
+def test_the_empty_sqlite_prefix_has_every_key(store: SqliteStore) -> None:
     keys = ["\x00", "!", "0", "A", "a", "é", "\U0010ffff"]
     store.txn([], [Put(key, "1") for key in keys])
     assert [item.key for item in store.get_prefix("").items] == keys
@@ -301,7 +307,7 @@ def test_every_key_is_under_the_empty_prefix(store: SqliteStore) -> None:
     assert store.get_prefix("").items == ()
 
 
-def test_what_is_compacted_cannot_be_more_than_there_is(store: SqliteStore) -> None:
+def test_sqlite_compact_beyond_the_latest_revision_is_limited(store: SqliteStore) -> None:
     revision = store.txn([], [Put("a", "1")]).revision
     store.compact(revision + 100)
     watch = store.watch("", revision + 1)

@@ -1,4 +1,4 @@
-"""A watch of an SQLite store sees the changes of other processes, soon and at little cost."""
+"""A watch of an SQLite store sees changes of other processes, soon and at little cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unirun.rendezvous.store.protocol import Change, Put
 from unirun.rendezvous.store.sqlite import SqliteStore
 
 
-def test_a_watch_notices_a_change_of_another_process_soon_and_costs_little(store: SqliteStore) -> None:
+def test_a_sqlite_watch_sees_changes_of_other_processes_soon_at_little_cost(store: SqliteStore) -> None:
     other = SqliteStore(store.path)
     watch = other.watch("", store.get_prefix("").revision + 1)
     watch.changes(0.05)
@@ -41,8 +41,8 @@ def test_a_watch_notices_a_change_of_another_process_soon_and_costs_little(store
 
 
 @pytest.mark.starts_processes
-def test_a_watch_goes_on_when_other_processes_open_and_close_the_file(store: SqliteStore) -> None:
-    """The last connection to a file removes its log; a process with several connections must keep its locks on it."""
+def test_a_sqlite_watch_survives_other_processes_that_open_and_close_the_file(store: SqliteStore) -> None:
+    """The last connection to a file removes its log; a process with several connections must keep its locks."""
     code = """
         import sys
         from unirun.rendezvous.store.protocol import Put
@@ -61,8 +61,8 @@ def test_a_watch_goes_on_when_other_processes_open_and_close_the_file(store: Sql
         assert store.get(f"a/{number}") is not None
 
 
-class TestAWatch:
-    def test_reads_nothing_where_nothing_has_changed(
+class TestSqliteWatch:
+    def test_a_sqlite_watch_reads_nothing_without_a_change(
         self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         watch = store.watch("", 1)
@@ -77,7 +77,7 @@ class TestAWatch:
         store.txn([], [Put("a", "1")])
         assert len(watch.changes(0)) == 1  # type: ignore[arg-type]
 
-    def test_that_is_closed_while_it_looks_opens_nothing(
+    def test_a_sqlite_watch_that_is_closed_while_it_looks_opens_no_file(
         self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store.grant(60)
@@ -89,7 +89,7 @@ class TestAWatch:
         assert watch.changes(60) == ()
         assert watch._connection is None
 
-    def test_of_a_file_that_cannot_be_read_names_it(
+    def test_a_sqlite_watch_of_an_unreadable_file_names_it(
         self, store: SqliteStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         watch = store.watch("", 1)

@@ -1,4 +1,4 @@
-"""Stores by URL: what can be written, and what is said of what cannot."""
+"""Stores by URL: valid forms, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def addresses(draw: st.DrawFn) -> EtcdAddress:
 
 
 @given(addresses())
-def test_an_address_written_out_is_read_as_the_same(address: EtcdAddress) -> None:
+def test_a_store_address_survives_str_and_parse(address: EtcdAddress) -> None:
     assert parse_address(str(address)) == address
 
 
 @given(st.text())
-def test_any_text_is_an_address_or_a_usage_error(text: str) -> None:
+def test_any_text_is_a_store_address_or_a_usage_error(text: str) -> None:
     for url in (text, f"etcd://{text}", f"etcd://h?{text}", f"sqlite:{text}"):
         try:
             address = parse_address(url)
@@ -65,7 +65,7 @@ def test_any_text_is_an_address_or_a_usage_error(text: str) -> None:
 
 
 @given(st.text(st.characters(exclude_characters="@/?", exclude_categories=["Cs"]), min_size=4))
-def test_a_password_in_a_url_is_refused_and_not_shown(password: str) -> None:
+def test_a_password_in_a_store_url_is_refused_and_not_shown(password: str) -> None:
     secret = f"<{password}>"
     for url in (f"etcd://alice:{secret}@host", f"etcd://host?user=alice&password={secret.replace('&', '')}"):
         with pytest.raises(UsageError, match=f"{PASSWORD_VARIABLE}, or into a file") as caught:
@@ -73,7 +73,7 @@ def test_a_password_in_a_url_is_refused_and_not_shown(password: str) -> None:
         assert secret not in str(caught.value)
 
 
-def test_what_is_left_out_has_a_default() -> None:
+def test_store_url_options_have_defaults() -> None:
     assert parse_address("etcd://h1,h2:1/") == EtcdAddress(("h1:2379", "h2:1"), "/unirun/", 5.0)
     assert parse_address("etcd://h?prefix=/x&timeout=1.5&cacert=%2Fetc%2Fca") == EtcdAddress(
         ("h:2379",), "/x/", 1.5, "/etc/ca"
@@ -122,12 +122,12 @@ def test_what_is_left_out_has_a_default() -> None:
         ("etcd://h?password_file=a", "password_file is given, and user is not"),
     ],
 )
-def test_a_url_that_is_wrong_is_refused_with_what_to_write(url: str, message: str) -> None:
+def test_an_invalid_store_url_is_refused_with_a_remedy(url: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_address(url)
 
 
-def test_all_that_is_wrong_is_said_at_once() -> None:
+def test_all_faults_of_a_store_url_are_reported_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         parse_address("etcd://h:x/jobs?ttl=3&timeout=0&cert=a")
     assert len(str(caught.value).splitlines()) == 6
@@ -135,7 +135,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         parse_address("etcd://h:x,,g:0,f")
 
 
-def test_the_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_option_has_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STORE_VARIABLE, raising=False)
     assert store_url(None) is None
     monkeypatch.setenv(STORE_VARIABLE, "sqlite:a")
@@ -143,7 +143,7 @@ def test_the_option_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert store_url("sqlite:b") == "sqlite:b"
 
 
-def test_a_file_is_opened_by_its_url_also_below_the_home(
+def test_a_sqlite_url_may_begin_with_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -153,7 +153,7 @@ def test_a_file_is_opened_by_its_url_also_below_the_home(
     store.close()
 
 
-def test_a_user_needs_a_password_from_the_environment_or_a_file(
+def test_an_etcd_user_needs_a_password_from_the_environment_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
@@ -178,7 +178,7 @@ def test_a_user_needs_a_password_from_the_environment_or_a_file(
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("package", ["grpc", "google"])
-def test_a_package_that_is_missing_is_named_with_its_extra(package: str) -> None:
+def test_a_missing_store_package_is_named_with_its_extra(package: str) -> None:
     script = f"""
 import sys
 sys.modules[{package!r}] = None
@@ -195,14 +195,14 @@ except UsageError as error:
 
 
 @pytest.mark.starts_processes
-def test_nothing_heavy_is_imported_before_a_store_is_opened() -> None:
+def test_sqlite3_and_grpc_are_imported_when_a_store_is_opened() -> None:
     script = "import sys, unirun.rendezvous.store.url; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"sqlite3", "grpc", "google.protobuf", "torch"} & set(done.stdout.split())
 
 
 class Etcd(ModuleType):
-    """Stands for the module with the store in etcd, which lacks the package `missing` or gives back its arguments."""
+    """Replaces the module with the etcd store by one that lacks the package `missing` or returns its arguments."""
 
     def __init__(self, missing: str | None = None) -> None:
         super().__init__("unirun.rendezvous.store.etcd")
@@ -217,7 +217,7 @@ class Etcd(ModuleType):
 
 
 @pytest.mark.parametrize("missing", ["grpc", "grpc.aio", "google.protobuf", "zoneinfo", ""])
-def test_only_a_package_of_the_extra_is_said_to_be_missing(
+def test_a_missing_module_outside_the_etcd_extra_is_not_explained_away(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "unirun.rendezvous.store.etcd", Etcd(missing))
@@ -232,7 +232,7 @@ def test_only_a_package_of_the_extra_is_said_to_be_missing(
 @pytest.mark.parametrize(
     ("content", "password"), [("pass\n", "pass"), (" pass \n", " pass "), ("passX\n", "passX"), ("p", "p")]
 )
-def test_a_store_gets_the_password_of_its_user(
+def test_an_etcd_store_gets_the_password_of_its_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, password: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "unirun.rendezvous.store.etcd", Etcd())
@@ -248,8 +248,10 @@ def test_a_store_gets_the_password_of_its_user(
     assert open_store(str(written)) == (written, password)
 
 
-class TestAUrlForOtherDirectories:
-    def test_names_files_by_their_whole_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestAnchored:
+    def test_anchored_makes_paths_in_a_url_absolute(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", "/home/me")
         assert anchored("sqlite:jobs.db") == f"sqlite:{tmp_path}/jobs.db"
@@ -260,9 +262,9 @@ class TestAUrlForOtherDirectories:
         assert "prefix=/x/" in found
 
     @pytest.mark.parametrize("url", ["sqlite:/a/jobs.db", "etcd://h", "etcd://h:1,g?prefix=/x&timeout=3"])
-    def test_without_such_files_stays_as_it_was_written(self, url: str) -> None:
+    def test_anchored_keeps_a_url_without_relative_paths(self, url: str) -> None:
         assert anchored(url) == url
 
-    def test_that_is_wrong_is_refused(self) -> None:
+    def test_anchored_refuses_an_invalid_url(self) -> None:
         with pytest.raises(UsageError, match="begins with sqlite: or etcd://"):
             anchored("jobs.db")

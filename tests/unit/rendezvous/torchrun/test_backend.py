@@ -36,7 +36,7 @@ def backend(store: MemoryStore) -> StoreBackend:
 
 
 class Flaky(MemoryStore):
-    """Raises the errors of `faults`, one per call of `txn` and `get`; after making the change when `done`."""
+    """Raises the errors of `faults`, one per call of `txn` and `get`; with `done` after applying it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,15 +59,15 @@ class Flaky(MemoryStore):
         return outcome
 
 
-def test_its_name_is_that_of_the_option(backend: StoreBackend) -> None:
+def test_the_rendezvous_backend_has_the_name_of_the_option(backend: StoreBackend) -> None:
     assert backend.name == "etcd-v3"
 
 
-def test_there_is_no_state_at_first(backend: StoreBackend) -> None:
+def test_a_new_run_has_no_rendezvous_state(backend: StoreBackend) -> None:
     assert backend.get_state() is None
 
 
-def test_what_was_set_is_read_with_the_same_token(backend: StoreBackend) -> None:
+def test_rendezvous_state_is_read_with_the_token_that_set_it(backend: StoreBackend) -> None:
     made = backend.set_state(b"\x00\xff state")
     assert made is not None
     state, token, done = made
@@ -75,7 +75,7 @@ def test_what_was_set_is_read_with_the_same_token(backend: StoreBackend) -> None
     assert backend.get_state() == (state, token)
 
 
-def test_the_state_is_replaced_with_its_token(backend: StoreBackend) -> None:
+def test_rendezvous_state_is_replaced_with_its_token(backend: StoreBackend) -> None:
     _, first, _ = backend.set_state(b"one") or pytest.fail("nothing")
     state, second, done = backend.set_state(b"two", first) or pytest.fail("nothing")
     assert (state, done) == (b"two", True)
@@ -85,22 +85,22 @@ def test_the_state_is_replaced_with_its_token(backend: StoreBackend) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "foreign", b"foreign", StateToken(1, "old")], ids=repr)
-def test_without_the_right_token_the_state_that_is_there_is_returned(
-    backend: StoreBackend, token: object
-) -> None:
+def test_a_wrong_token_returns_the_present_rendezvous_state(backend: StoreBackend, token: object) -> None:
     _, right, _ = backend.set_state(b"one") or pytest.fail("nothing")
     assert backend.set_state(b"two", token) == (b"one", right, False)
     assert backend.get_state() == (b"one", right)
 
 
-def test_a_token_of_a_state_that_is_gone_sets_nothing(backend: StoreBackend, store: MemoryStore) -> None:
+def test_a_token_of_a_deleted_rendezvous_state_sets_nothing(
+    backend: StoreBackend, store: MemoryStore
+) -> None:
     _, token, _ = backend.set_state(b"one") or pytest.fail("nothing")
     store.txn([], deletes=["run1/"])
     assert backend.set_state(b"two", token) is None
     assert backend.get_state() is None
 
 
-def test_of_two_nodes_with_the_same_token_one_wins(store: MemoryStore) -> None:
+def test_of_two_nodes_that_set_with_the_same_token_one_wins(store: MemoryStore) -> None:
     one, other = backend_of(store), backend_of(store)
     _, token, _ = one.set_state(b"start") or pytest.fail("nothing")
     won, lost = one.set_state(b"one", token), other.set_state(b"other", token)
@@ -108,7 +108,7 @@ def test_of_two_nodes_with_the_same_token_one_wins(store: MemoryStore) -> None:
     assert lost == (b"one", won[1], False)
 
 
-def test_a_state_that_is_made_anew_is_another_meeting(backend: StoreBackend, store: MemoryStore) -> None:
+def test_a_recreated_rendezvous_state_is_another_meeting(backend: StoreBackend, store: MemoryStore) -> None:
     backend.set_state(b"one")
     before = backend.meeting
     store.txn([], deletes=["run1/state/current"])
@@ -116,7 +116,7 @@ def test_a_state_that_is_made_anew_is_another_meeting(backend: StoreBackend, sto
     assert backend.meeting != before
 
 
-def test_every_node_knows_the_same_meeting(store: MemoryStore) -> None:
+def test_all_nodes_read_the_same_meeting_id(store: MemoryStore) -> None:
     one, other = backend_of(store), backend_of(store)
     one.set_state(b"one")
     other.get_state()
@@ -124,7 +124,7 @@ def test_every_node_knows_the_same_meeting(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "no json", "{}", '{"meeting": "m", "state": "%%%"}', "[1]"])
-def test_what_no_backend_has_written_is_corrupt(
+def test_a_foreign_rendezvous_state_is_an_error(
     backend: StoreBackend, store: MemoryStore, value: str
 ) -> None:
     store.txn([], [Put("run1/state/current", value)])
@@ -132,7 +132,7 @@ def test_what_no_backend_has_written_is_corrupt(
         backend.get_state()
 
 
-def test_a_write_that_was_done_without_an_answer_has_succeeded() -> None:
+def test_an_unanswered_set_state_that_was_applied_succeeds() -> None:
     store = Flaky()
     backend = backend_of(store)
     store.faults, store.done = [OutcomeUnknown("no answer")], True
@@ -141,7 +141,7 @@ def test_a_write_that_was_done_without_an_answer_has_succeeded() -> None:
     assert backend.get_state() == (b"one", token)
 
 
-def test_a_write_that_was_not_done_without_an_answer_has_not() -> None:
+def test_an_unanswered_set_state_that_was_not_applied_fails() -> None:
     store = Flaky()
     backend = backend_of(store)
     _, token, _ = backend.set_state(b"one") or pytest.fail("nothing")
@@ -149,7 +149,7 @@ def test_a_write_that_was_not_done_without_an_answer_has_not() -> None:
     assert backend.set_state(b"two", token) == (b"one", token, False)
 
 
-def test_a_store_that_is_away_is_an_error_at_once() -> None:
+def test_the_rendezvous_backend_fails_at_once_when_the_store_is_away() -> None:
     store = Flaky()
     store.faults = [StoreAway("gone")]
     backend = backend_of(store)
@@ -158,7 +158,7 @@ def test_a_store_that_is_away_is_an_error_at_once() -> None:
     assert backend.away
 
 
-def test_a_store_that_is_away_is_tried_again_by_who_is_patient() -> None:
+def test_a_patient_rendezvous_backend_retries_while_the_store_is_away() -> None:
     store = Flaky()
     store.faults = [StoreAway("gone"), StoreAway("gone"), StoreAway("gone")]
     backend = backend_of(store)
@@ -167,7 +167,7 @@ def test_a_store_that_is_away_is_tried_again_by_who_is_patient() -> None:
     assert not backend.away
 
 
-def test_a_store_that_refuses_is_not_tried_again() -> None:
+def test_the_rendezvous_backend_does_not_retry_when_the_store_refuses() -> None:
     store = Flaky()
     store.faults = [StoreRefused("wrong password", "look into the file")]
     backend = backend_of(store)
@@ -175,7 +175,7 @@ def test_a_store_that_refuses_is_not_tried_again() -> None:
         backend.get_state()
 
 
-def test_silence_says_nothing_during_an_outage_and_for_some_time_after_it() -> None:
+def test_old_heartbeats_are_ignored_during_an_outage_and_a_grace_period() -> None:
     store = Flaky()
     backend = backend_of(store, grace=1000)
     assert not backend.blinded
@@ -188,7 +188,7 @@ def test_silence_says_nothing_during_an_outage_and_for_some_time_after_it() -> N
     assert not backend.away
 
 
-def test_a_change_by_another_node_ends_the_wait(store: MemoryStore) -> None:
+def test_wait_for_change_ends_with_a_change_by_another_node(store: MemoryStore) -> None:
     one, other = backend_of(store), backend_of(store)
     _, token, _ = one.set_state(b"one") or pytest.fail("nothing")
     waiting = Thread(target=one.wait_for_change, args=(token, 10 * WAIT), daemon=True)
@@ -198,7 +198,7 @@ def test_a_change_by_another_node_ends_the_wait(store: MemoryStore) -> None:
     assert not waiting.is_alive()
 
 
-def test_a_change_that_was_made_before_the_wait_ends_it_too(store: MemoryStore) -> None:
+def test_wait_for_change_ends_at_once_after_a_missed_change(store: MemoryStore) -> None:
     one, other = backend_of(store), backend_of(store)
     _, token, _ = one.set_state(b"one") or pytest.fail("nothing")
     other.set_state(b"other", token)
@@ -208,7 +208,7 @@ def test_a_change_that_was_made_before_the_wait_ends_it_too(store: MemoryStore) 
     assert not waiting.is_alive()
 
 
-def test_everything_goes_some_time_after_the_last_write() -> None:
+def test_all_rendezvous_keys_expire_after_the_last_write() -> None:
     now = [0.0]
     store = MemoryStore(clock=lambda: now[0])
     backend_of(store, ttl=45).set_state(b"one")
@@ -217,7 +217,7 @@ def test_everything_goes_some_time_after_the_last_write() -> None:
     assert store.get_prefix("").items == ()
 
 
-def test_who_comes_back_after_its_lease_gets_a_new_one() -> None:
+def test_a_node_that_returns_after_its_lease_gets_a_new_one() -> None:
     now = [0.0]
     store = MemoryStore(clock=lambda: now[0])
     backend = backend_of(store, ttl=45)
@@ -227,7 +227,7 @@ def test_who_comes_back_after_its_lease_gets_a_new_one() -> None:
     assert backend.set_state(b"two") is not None
 
 
-def test_the_last_node_takes_everything_away_and_only_of_its_run(store: MemoryStore) -> None:
+def test_the_last_node_deletes_all_keys_of_its_run_only(store: MemoryStore) -> None:
     one, other, ten = backend_of(store, node="a/1"), backend_of(store, node="b"), backend_of(store, "run10/")
     _, token, _ = one.set_state(b"one") or pytest.fail("nothing")
     other.set_state(b"two", token)
@@ -239,7 +239,7 @@ def test_the_last_node_takes_everything_away_and_only_of_its_run(store: MemorySt
     assert ten.get_state() is not None
 
 
-def test_a_node_that_is_no_member_any_more_is_not_waited_for(store: MemoryStore) -> None:
+def test_the_key_of_a_former_member_does_not_keep_the_run(store: MemoryStore) -> None:
     killed, last = backend_of(store, node="killed"), backend_of(store, node="last")
     _, token, _ = killed.set_state(b"one") or pytest.fail("nothing")
     last.set_state(b"two", token)
@@ -247,9 +247,9 @@ def test_a_node_that_is_no_member_any_more_is_not_waited_for(store: MemoryStore)
     assert store.get_prefix("").items == ()
 
 
-def test_who_has_joined_while_the_last_node_leaves_stays() -> None:
+def test_a_node_that_joins_while_the_last_one_leaves_keeps_the_run() -> None:
     class Slow(MemoryStore):
-        """Another node joins while the last one looks who is there."""
+        """Another node joins while the last one reads the members."""
 
         seen = 0
 
@@ -266,13 +266,13 @@ def test_who_has_joined_while_the_last_node_leaves_stays() -> None:
     assert last.get_state() is not None
 
 
-def test_the_value_is_readable_for_people_who_look_into_etcd(store: MemoryStore) -> None:
+def test_rendezvous_state_in_etcd_is_readable_json(store: MemoryStore) -> None:
     backend_of(store).set_state(b"one")
     (item,) = store.get_prefix("run1/state/").items
     assert set(json.loads(item.value)) == {"meeting", "state"}
 
 
-def test_a_member_is_there_whatever_its_name_is(store: MemoryStore) -> None:
+def test_a_member_name_with_any_characters_has_a_key(store: MemoryStore) -> None:
     other, last = backend_of(store, node="a/1"), backend_of(store, node="last")
     _, token, _ = other.set_state(b"one") or pytest.fail("nothing")
     last.set_state(b"two", token)
@@ -280,13 +280,13 @@ def test_a_member_is_there_whatever_its_name_is(store: MemoryStore) -> None:
     assert other.get_state() is not None
 
 
-def test_the_last_node_takes_away_what_is_left_of_a_run_without_a_state(store: MemoryStore) -> None:
+def test_the_last_node_deletes_the_keys_of_a_run_without_a_state(store: MemoryStore) -> None:
     store.txn([], [Put("run1/rounds/m.0/keys/a/value", ""), Put("run10/state/current", "")])
     backend_of(store).leave(["host_1_0"])
     assert [item.key for item in store.get_prefix("").items] == ["run10/state/current"]
 
 
-def test_the_state_that_is_known_already_ends_no_wait(store: MemoryStore) -> None:
+def test_wait_for_change_ignores_the_known_state(store: MemoryStore) -> None:
     _, token, _ = backend_of(store).set_state(b"one") or pytest.fail("nothing")
     started = time.monotonic()
     backend_of(store).wait_for_change(token, 0.05)

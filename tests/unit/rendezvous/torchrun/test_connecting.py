@@ -1,4 +1,4 @@
-"""What torch calls with the options of ``torchrun``: the store is opened, or waited for."""
+"""`connect` with the options of ``torchrun``: the store is opened, or waited for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def opening(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> Opening:
-    """Says which errors opening a store raises, one a call, before it succeeds; returns the URLs it is called with."""
+    """Sets the errors that opening a store raises, one a call, before it succeeds; returns the URLs passed."""
 
     def script(*errors: StoreError) -> list[str]:
         urls: list[str] = []
@@ -44,7 +44,7 @@ def params(run: str = "run1", **config: str) -> RendezvousParameters:
     return RendezvousParameters("etcd-v3", "h:1", run, 1, 1, local_addr="127.0.0.1", **config)
 
 
-def test_the_store_of_the_endpoint_is_opened_and_nodes_meet_in_it(
+def test_connect_opens_the_store_of_the_endpoint(
     opening: Opening, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     urls = opening()
@@ -60,26 +60,26 @@ def test_the_store_of_the_endpoint_is_opened_and_nodes_meet_in_it(
         store.get("run1/state/current")
 
 
-def test_a_store_that_is_away_is_waited_for(opening: Opening) -> None:
+def test_connect_waits_for_a_store_that_is_away(opening: Opening) -> None:
     urls = opening(StoreAway("gone"), StoreAway("gone"))
     assert create_handler(params(read_timeout="60")).get_backend() == "etcd-v3"
     assert len(urls) == 3
 
 
-def test_a_store_that_stays_away_is_given_up(opening: Opening) -> None:
+def test_connect_gives_up_after_read_timeout(opening: Opening) -> None:
     opening(*[StoreAway("gone")] * 10_000)
     with pytest.raises(RendezvousConnectionError, match="gone"):
         create_handler(params(read_timeout="0.001"))
 
 
-def test_a_store_that_refuses_is_given_up_at_once(opening: Opening) -> None:
+def test_connect_gives_up_at_once_when_the_store_refuses(opening: Opening) -> None:
     urls = opening(StoreRefused("not you"))
     with pytest.raises(RendezvousConnectionError, match="not you"):
         create_handler(params(read_timeout="60"))
     assert len(urls) == 1
 
 
-def test_who_has_given_no_name_is_warned(opening: Opening, caplog: pytest.LogCaptureFixture) -> None:
+def test_connect_warns_without_an_rdzv_id(opening: Opening, caplog: pytest.LogCaptureFixture) -> None:
     opening()
     create_handler(params("none"))
     assert "all runs without --rdzv-id meet in this etcd as 'none'" in caplog.text

@@ -1,4 +1,4 @@
-"""How torch's operations are run: what is counted, when they look again, and until when."""
+"""How torch's operations are run: participants counted, times of the next look, deadlines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def executor(config: Config | None = None) -> _Executor:
     return StoreHandler(params, config or Config(), MemoryStore())._executor
 
 
-def test_a_node_that_leaves_as_it_gives_up_is_counted_among_those_that_came() -> None:
+def test_a_node_that_gives_up_is_counted_as_participant() -> None:
     one = executor()
     actions = [_Action.ADD_TO_PARTICIPANTS, _Action.REMOVE_FROM_PARTICIPANTS, _Action.FINISH]
     one.run(lambda context, deadline: actions.pop(0), 1.0)
@@ -26,7 +26,7 @@ def test_a_node_that_leaves_as_it_gives_up_is_counted_among_those_that_came() ->
     assert one.most == 0, "those of an earlier round do not count"
 
 
-def test_a_deadline_that_torch_moves_is_moved() -> None:
+def test_the_executor_passes_on_torchs_updated_deadline() -> None:
     actions = [_Action.ADD_TO_REDUNDANCY_LIST, _Action.REMOVE_FROM_REDUNDANCY_LIST, _Action.FINISH]
     deadlines: list[float] = []
 
@@ -38,7 +38,7 @@ def test_a_deadline_that_torch_moves_is_moved() -> None:
     assert deadlines == [1.0, 1.0, 2.0]
 
 
-def test_a_node_looks_again_when_the_last_call_is_over_and_once_a_second_at_least() -> None:
+def test_a_waiting_node_looks_at_the_last_call_and_once_a_second() -> None:
     look_in = executor()._look_in
     assert look_in(None) == 1.0
     assert look_in(datetime.now(UTC) + timedelta(seconds=0.9)) <= 0.9

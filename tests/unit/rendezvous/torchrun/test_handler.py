@@ -32,7 +32,7 @@ WAIT = 30.0
 
 
 class Switch(MemoryStore):
-    """A store that can be away, and that a handler does not close for the others."""
+    """A store that can be away, and that stays open when a handler closes it."""
 
     away = False
 
@@ -111,7 +111,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_torch_finds_it_by_its_name() -> None:
+def test_torch_finds_the_etcd_v3_handler_by_its_name() -> None:
     (found,) = entry_points(group="torchrun.handlers", name="etcd-v3")
     assert found.load() is get_handler
     assert get_handler() is create_handler
@@ -121,7 +121,7 @@ def test_torch_finds_it_by_its_name() -> None:
         )
 
 
-def test_an_etcd_that_is_not_there_is_torchs_error() -> None:
+def test_an_unreachable_etcd_is_torchs_connection_error() -> None:
     params = RendezvousParameters(
         "etcd-v3", "127.0.0.1:1", "run1", 1, 1, heartbeat_timeout="0.2", read_timeout="0.2"
     )
@@ -129,8 +129,8 @@ def test_an_etcd_that_is_not_there_is_torchs_error() -> None:
         create_handler(params).next_rendezvous()
 
 
-def test_the_names_of_torch_that_are_not_public_are_still_there() -> None:
-    """Where one is gone, what it was used for would silently be as it is without this plugin."""
+def test_the_private_names_of_torch_that_the_handler_uses_exist() -> None:
+    """Without one of them, torch would silently behave as without this plugin."""
     handler = torchs.DynamicRendezvousHandler
     assert callable(handler._get_store)
     assert {"_shared_tcp_store_server", "_bootstrap_store_info", "_op_executor", "_state_holder"} <= set(
@@ -141,7 +141,7 @@ def test_the_names_of_torch_that_are_not_public_are_still_there() -> None:
     assert "_state" in torchs._DistributedRendezvousOpExecutor.run.__code__.co_names
 
 
-def test_nodes_that_meet_have_ranks_and_one_store_for_their_workers(node: Node) -> None:
+def test_a_rendezvous_gives_nodes_ranks_and_one_store(node: Node) -> None:
     infos = meet(node(), node())
     assert sorted(info.rank for info in infos) == [0, 1]
     assert {info.world_size for info in infos} == {2}
@@ -152,7 +152,7 @@ def test_nodes_that_meet_have_ranks_and_one_store_for_their_workers(node: Node) 
     assert infos[1].store.get("from") == b"agent"
 
 
-def test_every_round_has_stores_of_its_own(node: Node) -> None:
+def test_every_rendezvous_round_has_its_own_stores(node: Node) -> None:
     one, other = node(), node()
     before = meet(one, other)
     TCPStore(*address(before[0]), is_master=False).set("stale", "1")
@@ -163,7 +163,7 @@ def test_every_round_has_stores_of_its_own(node: Node) -> None:
     assert not after[1].store.check(["stale"])
 
 
-def test_earlier_rounds_leave_nothing_behind(node: Node, store: Switch) -> None:
+def test_keys_of_earlier_rendezvous_rounds_are_deleted(node: Node, store: Switch) -> None:
     one, other = node(), node()
     meet(one, other)
     sizes = []
@@ -173,8 +173,8 @@ def test_earlier_rounds_leave_nothing_behind(node: Node, store: Switch) -> None:
     assert sizes == [sizes[0]] * 3
 
 
-def test_nobody_sleeps_while_nodes_meet(node: Node) -> None:
-    """torch spreads the first arrivals over 0.3 s; then it would look once a second."""
+def test_no_node_sleeps_during_a_rendezvous(node: Node) -> None:
+    """torch spreads the first arrivals over 0.3 s; after that it would poll once a second."""
     one, other = node(), node()
     meet(one, other)
     started = time.monotonic()
@@ -183,7 +183,7 @@ def test_nobody_sleeps_while_nodes_meet(node: Node) -> None:
     assert time.monotonic() - started < 3.0
 
 
-def test_who_comes_later_is_waited_for_by_the_round_that_is(node: Node) -> None:
+def test_a_late_node_is_counted_as_waiting_by_the_present_round(node: Node) -> None:
     one = node(nodes=(1, 2), config=Config(last_call_timeout=0.05))
     (info,) = meet(one)
     assert info.world_size == 1
@@ -197,7 +197,7 @@ def test_who_comes_later_is_waited_for_by_the_round_that_is(node: Node) -> None:
         assert again.world_size == joining.result(WAIT).world_size == 2
 
 
-def test_a_node_that_falls_silent_is_lost(node: Node) -> None:
+def test_a_node_without_heartbeats_is_lost_from_its_round(node: Node) -> None:
     config = Config(keep_alive_interval=0.2, keep_alive_max_attempt=5)
     one, other = node(config=config), node(config=config)
     meet(one, other)
@@ -207,7 +207,7 @@ def test_a_node_that_falls_silent_is_lost(node: Node) -> None:
     assert {info.world_size for info in meet(one, node(config=config))} == {2}
 
 
-def test_a_run_whose_nodes_were_all_killed_can_be_started_again(node: Node) -> None:
+def test_a_torchrun_run_whose_nodes_were_all_killed_can_be_restarted(node: Node) -> None:
     config = Config(keep_alive_interval=0.2, keep_alive_max_attempt=5)
     killed = [node(config=config), node(config=config)]
     meet(*killed)
@@ -216,7 +216,7 @@ def test_a_run_whose_nodes_were_all_killed_can_be_started_again(node: Node) -> N
     assert {info.world_size for info in meet(node(config=config), node(config=config))} == {2}
 
 
-def test_an_outage_of_the_store_loses_nobody(node: Node, store: Switch) -> None:
+def test_an_outage_of_the_rendezvous_store_loses_no_node(node: Node, store: Switch) -> None:
     config = Config(keep_alive_interval=0.1, keep_alive_max_attempt=5)
     one, other = node(config=config), node(config=config)
     meet(one, other)
@@ -231,7 +231,7 @@ def test_an_outage_of_the_store_loses_nobody(node: Node, store: Switch) -> None:
     assert (one.num_nodes_waiting(), other.num_nodes_waiting()) == (0, 0)
 
 
-def test_a_store_that_is_away_is_waited_for_when_nodes_meet(node: Node, store: Switch) -> None:
+def test_a_rendezvous_waits_for_a_store_that_is_away(node: Node, store: Switch) -> None:
     one, other = node(), node()
     store.away = True
     with ThreadPoolExecutor() as pool:
@@ -241,7 +241,7 @@ def test_a_store_that_is_away_is_waited_for_when_nodes_meet(node: Node, store: S
         assert {each.result(WAIT).world_size for each in joining} == {2}
 
 
-def test_the_end_of_a_run_lets_the_others_finish(node: Node) -> None:
+def test_closing_a_torchrun_run_lets_the_other_nodes_finish(node: Node) -> None:
     config = Config(keep_alive_interval=0.2, keep_alive_max_attempt=2)
     one, other = node(config=config), node(config=config)
     meet(one, other)
@@ -253,7 +253,7 @@ def test_the_end_of_a_run_lets_the_others_finish(node: Node) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_that_is_over_takes_nobody(node: Node) -> None:
+def test_a_closed_torchrun_run_admits_no_node(node: Node) -> None:
     one, other = node(), node()
     meet(one, other)
     one.set_closed()
@@ -261,7 +261,7 @@ def test_a_run_that_is_over_takes_nobody(node: Node) -> None:
         other.next_rendezvous()
 
 
-def test_the_last_node_clears_up_so_that_the_run_can_be_had_again(node: Node, store: Switch) -> None:
+def test_the_last_node_deletes_the_runs_keys_so_that_its_id_can_be_reused(node: Node, store: Switch) -> None:
     first = [node(), node()]
     meet(*first)
     bystanders = [node("run10"), node("run1/a")]
@@ -273,7 +273,7 @@ def test_the_last_node_clears_up_so_that_the_run_can_be_had_again(node: Node, st
     assert bystanders
 
 
-def test_runs_with_like_names_do_not_meet(node: Node, store: Switch) -> None:
+def test_torchrun_runs_with_similar_ids_do_not_meet(node: Node, store: Switch) -> None:
     alone = {"run1": node("run1", (1, 1)), "run10": node("run10", (1, 1)), "run1/a": node("run1/a", (1, 1))}
     assert {info.world_size for info in meet(*alone.values())} == {1}
     alone["run1"].shutdown()
@@ -283,14 +283,14 @@ def test_runs_with_like_names_do_not_meet(node: Node, store: Switch) -> None:
     assert not alone["run10"].is_closed()
 
 
-def test_who_waits_in_vain_is_told_how_many_came(node: Node) -> None:
+def test_a_rendezvous_timeout_states_how_many_nodes_came(node: Node) -> None:
     with pytest.raises(
         RendezvousTimeoutError, match="of at least 2 nodes of the run 'run1' came within 0.3 s"
     ):
         node(config=Config(join_timeout=0.3)).next_rendezvous()
 
 
-def test_an_outage_is_no_news_however_often_it_is_asked(
+def test_an_outage_of_etcd_is_logged_once(
     node: Node, store: Switch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = node(nodes=(1, 1))
@@ -302,7 +302,7 @@ def test_an_outage_is_no_news_however_often_it_is_asked(
     assert caplog.text.count("etcd is away; workers go on meanwhile: gone") == 1
 
 
-def test_who_has_left_a_run_does_nothing_to_the_next_one_of_its_id(node: Node, store: Switch) -> None:
+def test_shutdown_after_leaving_does_not_touch_the_next_run_of_the_same_id(node: Node, store: Switch) -> None:
     one, next_one = node(nodes=(1, 1)), node(nodes=(1, 1))
     meet(one)
     assert one.shutdown()
@@ -311,7 +311,9 @@ def test_who_has_left_a_run_does_nothing_to_the_next_one_of_its_id(node: Node, s
     assert store.get("run1/state/current") is not None
 
 
-def test_the_first_node_alone_removes_earlier_rounds_and_not_its_own(node: Node, store: Switch) -> None:
+def test_keys_of_the_present_round_are_kept_when_those_of_earlier_ones_are_deleted(
+    node: Node, store: Switch
+) -> None:
     one = node(nodes=(1, 1))
     for number in range(3):
         (info,) = meet(one)
@@ -322,7 +324,7 @@ def test_the_first_node_alone_removes_earlier_rounds_and_not_its_own(node: Node,
         assert info.store.get("key") == str(number).encode()
 
 
-def test_torch_is_told_what_the_options_say(node: Node, store: Switch) -> None:
+def test_rdzv_conf_options_reach_torchs_settings(node: Node, store: Switch) -> None:
     config = Config(
         join_timeout=1,
         last_call_timeout=2,
@@ -346,8 +348,8 @@ def test_torch_is_told_what_the_options_say(node: Node, store: Switch) -> None:
     assert handler.get_backend() == "etcd-v3"
 
 
-def test_keys_and_silence_have_the_times_of_the_options(node: Node, store: Switch) -> None:
-    """A run's keys outlive its last node by nine heartbeats here; after an outage silence means nothing for three."""
+def test_rdzv_conf_options_set_lease_and_grace(node: Node, store: Switch) -> None:
+    """A run's keys outlive its last node by nine heartbeats here; after an outage, silence is ignored for three."""
     config = Config(keep_alive_interval=1000, keep_alive_max_attempt=3)
     one = node(nodes=(1, 1), config=config)
     meet(one)
@@ -362,13 +364,15 @@ def test_keys_and_silence_have_the_times_of_the_options(node: Node, store: Switc
     assert 3000 - WAIT < ends <= 3000
 
 
-class TestANodeThatWaits:
-    def test_goes_on_when_the_last_call_is_over(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestWaitingNode:
+    def test_a_waiting_node_continues_after_the_last_call(
+        self, node: Node, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(handler_module, "LOOK", 100 * WAIT)
         alone = node(nodes=(1, 2), config=Config(last_call_timeout=0.05, keep_alive_interval=100 * WAIT))
         assert meet(alone)[0].world_size == 1
 
-    def test_writes_nothing_when_it_only_looks(
+    def test_a_waiting_node_writes_nothing_when_it_only_reads(
         self, node: Node, store: Switch, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(handler_module, "LOOK", 0.01)

@@ -1,4 +1,4 @@
-"""Writes that go away when the node that made them is gone for a while."""
+"""Leased writes expire some time after their node is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TTL = 40.0
 
 
 class Clocked(MemoryStore):
-    """A store with a clock that is turned by hand, that lets no call be repeated without end."""
+    """A store with a settable clock, which fails when a call is repeated endlessly."""
 
     def __init__(self) -> None:
         super().__init__(lambda: self.now)
@@ -52,7 +52,7 @@ def keys(store: MemoryStore) -> list[str]:
     return [item.key for item in store.get_prefix("").items]
 
 
-def test_what_is_written_often_has_one_lease_that_is_kept_now_and_then(store: Clocked) -> None:
+def test_frequent_leased_writes_share_one_lease_that_is_renewed_now_and_then(store: Clocked) -> None:
     writer = LeasedWriter(store, TTL)
     writer.txn([], {"a": "1"})
     store.now += TTL / 4
@@ -68,7 +68,7 @@ def test_what_is_written_often_has_one_lease_that_is_kept_now_and_then(store: Cl
     assert keys(store) == []
 
 
-def test_who_comes_back_after_its_lease_gets_another(store: Clocked) -> None:
+def test_a_leased_write_after_expiry_gets_a_new_lease(store: Clocked) -> None:
     writer = LeasedWriter(store, TTL)
     writer.txn([], {"a": "1"})
     store.now += TTL
@@ -78,7 +78,7 @@ def test_who_comes_back_after_its_lease_gets_another(store: Clocked) -> None:
     assert keys(store) == []
 
 
-def test_a_lease_that_somebody_has_ended_is_replaced_as_soon_as_that_is_seen(store: Clocked) -> None:
+def test_a_revoked_lease_is_replaced_by_the_next_leased_write(store: Clocked) -> None:
     writer = LeasedWriter(store, TTL)
     writer.txn([], {"a": "1"})
     assert writer._lease is not None
@@ -89,8 +89,8 @@ def test_a_lease_that_somebody_has_ended_is_replaced_as_soon_as_that_is_seen(sto
     assert keys(store) == []
 
 
-def test_a_new_lease_is_not_forgotten_for_the_end_of_an_old_one(store: Clocked) -> None:
-    """Another thread was told of the end of the lease that both had, and has got a new one meanwhile."""
+def test_a_new_lease_is_not_dropped_when_an_old_one_has_expired(store: Clocked) -> None:
+    """Another thread noticed the end of the common lease and got a new one meanwhile."""
     writer = LeasedWriter(store, TTL)
     writer.txn([], {"a": "1"})
     old = writer._lease

@@ -1,4 +1,4 @@
-"""What agents of one round tell each other, over the store in memory."""
+"""The store of one round, over the store in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT = 20.0
 
 
 class Flaky(MemoryStore):
-    """Raises the errors of `faults`, one per transaction; after making the change when `done`."""
+    """Raises the errors of `faults`, one per transaction; with `done` after applying it."""
 
     def __init__(self, faults: Sequence[Exception], *, done: bool) -> None:
         super().__init__()
@@ -55,20 +55,20 @@ def agents(store: MemoryStore) -> RoundStore:
     return round_store(store)
 
 
-def test_what_is_set_is_got_as_bytes(agents: RoundStore) -> None:
+def test_round_store_get_returns_a_set_value_as_bytes(agents: RoundStore) -> None:
     agents.set("torchelastic/role_info/0", "tëxt")
     agents.set("bytes/", b"\x00\xff")
     assert agents.get("torchelastic/role_info/0") == "tëxt".encode()
     assert agents.multi_get(["bytes/", "torchelastic/role_info/0"]) == [b"\x00\xff", "tëxt".encode()]
 
 
-def test_the_empty_value_is_a_value(agents: RoundStore) -> None:
+def test_round_store_keeps_an_empty_value(agents: RoundStore) -> None:
     agents.set("key", "")
     assert agents.get("key") == b""
     assert agents.multi_get(["key", "key"]) == [b"", b""]
 
 
-def test_who_waits_for_a_key_gets_it_when_it_is_set(agents: RoundStore, store: MemoryStore) -> None:
+def test_round_store_get_waits_until_the_key_is_set(agents: RoundStore, store: MemoryStore) -> None:
     with ThreadPoolExecutor() as pool:
         one, two = pool.submit(agents.get, "one"), pool.submit(agents.multi_get, ["one", "two"])
         other = round_store(store)
@@ -78,7 +78,7 @@ def test_who_waits_for_a_key_gets_it_when_it_is_set(agents: RoundStore, store: M
         assert two.result(WAIT) == [b"1", b"2"]
 
 
-def test_a_wait_ends_with_torchs_error(agents: RoundStore) -> None:
+def test_round_store_wait_times_out_with_torchs_error(agents: RoundStore) -> None:
     with pytest.raises(DistStoreError, match="'key'"):
         agents.wait(["key"], timedelta(milliseconds=20))
     agents.set_timeout(timedelta(milliseconds=20))
@@ -86,25 +86,27 @@ def test_a_wait_ends_with_torchs_error(agents: RoundStore) -> None:
         agents.get("key")
 
 
-def test_check_does_not_wait(agents: RoundStore) -> None:
+def test_round_store_check_does_not_wait(agents: RoundStore) -> None:
     agents.set("one", "1")
     assert agents.check(["one"])
     assert not agents.check(["one", "two"])
 
 
-def test_more_keys_than_a_transaction_takes(agents: RoundStore) -> None:
+def test_round_store_multi_set_splits_more_keys_than_a_transaction_takes(agents: RoundStore) -> None:
     keys = [f"key{number}" for number in range(2 * MAX_CHANGES + 1)]
     agents.multi_set(keys, keys)
     assert agents.multi_get(keys) == [key.encode() for key in keys]
 
 
-def test_a_key_is_not_its_neighbour(agents: RoundStore, store: MemoryStore) -> None:
+def test_round_store_keys_with_a_common_beginning_are_distinct(
+    agents: RoundStore, store: MemoryStore
+) -> None:
     agents.set("a/b", "1")
     assert not agents.check(["a"])
     assert not round_store(store, "run1/rounds/m.1/").check(["a/b"])
 
 
-def test_additions_from_many_threads_all_count(store: MemoryStore) -> None:
+def test_round_store_additions_from_many_threads_all_count(store: MemoryStore) -> None:
     agents = [round_store(store) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         sums = list(pool.map(lambda each: each.add("members", 2), agents))
@@ -113,19 +115,19 @@ def test_additions_from_many_threads_all_count(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done"])
-def test_an_addition_without_an_answer_counts_once(done: bool) -> None:
+def test_round_store_addition_of_unknown_outcome_counts_once(done: bool) -> None:
     agents = round_store(Flaky([OutcomeUnknown("no answer")], done=done))
     assert agents.add("members", 1) == 1
     assert agents.add("members", 1) == 2
 
 
-def test_a_store_that_is_away_for_a_moment_is_waited_for() -> None:
+def test_round_store_retries_during_a_short_outage() -> None:
     agents = round_store(Flaky([StoreAway("gone"), OutcomeUnknown("no answer")], done=False))
     agents.set("key", "1")
     assert agents.get("key") == b"1"
 
 
-def test_a_store_that_stays_away_is_torchs_error() -> None:
+def test_round_store_raises_torchs_error_in_a_long_outage() -> None:
     agents = round_store(Flaky([StoreAway("gone")] * 100, done=False))
     agents.set_timeout(timedelta(milliseconds=20))
     with pytest.raises(DistStoreError, match="gone"):
@@ -133,7 +135,7 @@ def test_a_store_that_stays_away_is_torchs_error() -> None:
 
 
 @pytest.mark.parametrize("away", [3, 10**9])
-def test_a_store_that_cannot_be_read_is_waited_for_as_long_as_a_call_may_take(
+def test_round_store_retries_reads_until_its_timeout(
     agents: RoundStore, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, away: int
 ) -> None:
     agents.set("key", "1")
@@ -161,7 +163,7 @@ def test_a_store_that_cannot_be_read_is_waited_for_as_long_as_a_call_may_take(
                 call()
 
 
-def test_torchs_barrier_and_gathering_work_over_it(store: MemoryStore) -> None:
+def test_torchs_barrier_and_gather_work_over_a_round_store(store: MemoryStore) -> None:
     def node(rank: int) -> list[bytes]:
         agents = round_store(store)
         agents.set(f"role{rank}", str(rank))
@@ -173,7 +175,7 @@ def test_torchs_barrier_and_gathering_work_over_it(store: MemoryStore) -> None:
         assert list(pool.map(node, range(3))) == [[b"0", b"1", b"2"]] * 3
 
 
-def test_torchs_own_stores_can_stand_on_it(agents: RoundStore) -> None:
+def test_torchs_prefix_store_works_over_a_round_store(agents: RoundStore) -> None:
     """Through C++, as `PrefixStore` and process groups would call it."""
     prefixed = PrefixStore("torch", agents)
     waiting = Thread(target=prefixed.wait, args=(["key"], timedelta(seconds=WAIT)), daemon=True)
@@ -186,13 +188,13 @@ def test_torchs_own_stores_can_stand_on_it(agents: RoundStore) -> None:
     assert agents.get("torch/key") == b"value"
 
 
-def test_keys_and_values_come_in_pairs(agents: RoundStore) -> None:
+def test_round_store_multi_set_needs_as_many_values_as_keys(agents: RoundStore) -> None:
     with pytest.raises(ValueError, match="shorter"):
         agents.multi_set(["one", "two"], ["1"])
     assert not agents.check(["one"])
 
 
-def test_what_cannot_be_done_in_time_is_named() -> None:
+def test_round_store_timeout_names_the_operation() -> None:
     agents = round_store(Flaky([StoreAway("gone")] * 100, done=False))
     agents.set_timeout(timedelta(milliseconds=1))
     with pytest.raises(DistStoreError, match="set 'one': gone"):
@@ -202,7 +204,7 @@ def test_what_cannot_be_done_in_time_is_named() -> None:
 
 
 class Counted(MemoryStore):
-    """Says what was asked of it, and lets another come first at an addition."""
+    """Records its calls, and can let another client add first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,35 +228,35 @@ class Counted(MemoryStore):
         return super().txn(compares, puts, deletes)
 
 
-class TestTheStoreIsAsked:
+class TestRoundStoreRequests:
     @pytest.fixture
     def store(self) -> Counted:
         return Counted()
 
-    def test_once_for_many_keys(self, store: Counted) -> None:
+    def test_round_store_multi_get_makes_one_request(self, store: Counted) -> None:
         agents = round_store(store)
         agents.multi_set(["one", "two", "three"], ["1", "2", "3"])
         assert agents.multi_get(["one", "two"]) == [b"1", b"2"]
         assert agents.get("three") == b"3"
         assert store.calls == ["txn", "list keys/", "list keys/three/"]
 
-    def test_for_no_more_than_it_needs_when_there_are_too_many(self, store: Counted) -> None:
+    def test_round_store_multi_set_makes_as_few_requests_as_possible(self, store: Counted) -> None:
         keys = [f"key{number}" for number in range(2 * MAX_CHANGES + 1)]
         round_store(store).multi_set(keys, keys)
         assert store.calls == ["txn"] * 3
 
-    def test_once_for_an_addition_that_nobody_disturbs(self, store: Counted) -> None:
+    def test_round_store_addition_without_contention_is_one_transaction(self, store: Counted) -> None:
         assert round_store(store).add("members", 1) == 1
         assert store.calls == ["get added", "get keys", "txn"]
 
-    def test_again_for_an_addition_that_another_was_before(self, store: Counted) -> None:
+    def test_round_store_addition_is_repeated_after_a_conflict(self, store: Counted) -> None:
         store.before_addition.append(round_store(store))
         assert round_store(store).add("members", 1) == 11
         assert round_store(store).get("members") == b"11"
 
 
 class Watched(MemoryStore):
-    """A key is set as soon as it is watched; with `compacted` the watch only hears what is there now."""
+    """Sets a key as soon as it is watched; with `compacted` the watch gets a listing."""
 
     def __init__(self, *, compacted: bool) -> None:
         super().__init__()
@@ -269,14 +271,16 @@ class Watched(MemoryStore):
 
 
 @pytest.mark.parametrize("compacted", [False, True])
-def test_a_wait_of_less_than_a_second_is_one(monkeypatch: pytest.MonkeyPatch, compacted: bool) -> None:
+def test_round_store_get_sees_a_change_within_a_wait_of_less_than_a_second(
+    monkeypatch: pytest.MonkeyPatch, compacted: bool
+) -> None:
     monkeypatch.setattr(roundstore, "time", SimpleNamespace(monotonic=lambda: 0.0))
     agents = round_store(Watched(compacted=compacted))
     agents.set_timeout(timedelta(milliseconds=500))
     assert agents.get("key") == b"new"
 
 
-def test_a_value_that_is_gone_is_not_got(store: MemoryStore, agents: RoundStore) -> None:
+def test_round_store_get_does_not_return_a_deleted_value(store: MemoryStore, agents: RoundStore) -> None:
     agents.set("key", "old")
     store.txn([], deletes=["run1/"])
     agents.set_timeout(timedelta(milliseconds=20))
