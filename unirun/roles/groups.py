@@ -42,11 +42,6 @@ class _Group:
     pg: ProcessGroup
     gloo: tuple[GlooGroup, ...]
 
-    @property
-    def intact(self) -> bool:
-        """Whether all its known connections are established."""
-        return all(group.intact() for group in self.gloo)
-
 
 class GroupForge:
     """Forms groups and keeps them as long as their generations last."""
@@ -62,12 +57,13 @@ class GroupForge:
         deadline = time.monotonic() + timeout.total_seconds()
         kept = self._groups.get((roles, backend))
         if kept is not None:
-            if kept.infos == self._infos(roles) and kept.intact:
+            if kept.infos == self._infos(roles) and all(each.intact() for each in kept.gloo):
                 return kept.pg
             del self._groups[roles, backend]
             for each in kept.gloo:
                 each.end()
-            _forget(kept.pg)
+            # Remove it from torch's registry without waiting.
+            c10d._abort_process_group(kept.pg)
             self._await_change(kept, deadline)
         while True:
             infos, store = self._meet(roles, backend, deadline)
@@ -272,8 +268,3 @@ class _OwnRanks(dict[int, int]):
         if asking is not None and asking.f_code is c10d.get_rank.__code__:
             return self._rank
         return super().__getitem__(key)
-
-
-def _forget(pg: ProcessGroup) -> None:
-    """Remove a broken group from torch's registry without waiting."""
-    c10d._abort_process_group(pg)

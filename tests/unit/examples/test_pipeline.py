@@ -29,7 +29,9 @@ class Promise(InvocationRef[Any]):
     def __init__(self) -> None:
         nobody: Any = None
         options = Invocation(target="RANK0")
-        super().__init__(Method("worker", "stage", options, (0,), False, nobody, b"stage", nobody, {}), (0,))
+        super().__init__(
+            Method("worker", "stage", options, (0,), False, nobody, b"stage", nobody, {}, nobody), (0,)
+        )
 
     def answer(self, work: Callable[[], object]) -> None:
         try:

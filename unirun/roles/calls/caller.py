@@ -61,7 +61,6 @@ class Caller:
         self._peers, self._transport, self._call_timeout = peers, transport, call_timeout
         self._scheduler = scheduler or Scheduler("unirun-calls")
         self._callbacks = Scheduler("unirun-callbacks")
-        self._deliver = self._callbacks.soon
         self._book = CallBook(self._scheduler, tell)
         self.report = self._book.report
         self._lock, self._starting = threading.Lock(), threading.Lock()
@@ -97,6 +96,7 @@ class Caller:
             wire=name.encode(),
             count=self._book.count(role, name, asynchronous=not options.blocking),
             turns=self._turns[role],
+            deliver=self._callbacks.soon,
         )
 
     def invoke(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InvocationRef[Any]:
@@ -118,7 +118,7 @@ class Caller:
         if len(parcels) > 1 or method.chooses:
             method.count.split = True
         call: InvocationRef[Any]
-        call = InvocationRef(method, ranks, parcels, shares.sharding, self._scheduler.now(), self._deliver)
+        call = InvocationRef(method, ranks, parcels, shares.sharding, self._scheduler.now())
         if options.blocking and not call.joint:
             call.patience = method.deadlines.seconds
         method.deadlines.add(call)

@@ -90,20 +90,17 @@ class CallBook:
         """Report all counts, if any has changed."""
         # One report at a time: the last one must have the highest totals.
         with self._telling:
-            self._report()
-
-    def _report(self) -> None:
-        if not self._due:
-            return
-        self._due = False
-        with self._lock:
-            # Methods with two underscores are unirun's own.
-            mine = [count for what, count in self._counts.items() if not what[1].startswith("__")]
-        counts = [each for count in mine if (each := count.value()).calls]
-        counts.sort(key=lambda each: each.bytes + each.returned, reverse=True)
-        # Without its agent this process ends, too.
-        with contextlib.suppress(WireError):
-            self._tell(Calls(tuple(counts[:MAX_COUNTS])))
+            if not self._due:
+                return
+            self._due = False
+            with self._lock:
+                # Methods with two underscores are unirun's own.
+                mine = [count for what, count in self._counts.items() if not what[1].startswith("__")]
+            counts = [each for count in mine if (each := count.value()).calls]
+            counts.sort(key=lambda each: each.bytes + each.returned, reverse=True)
+            # Without its agent this process ends, too.
+            with contextlib.suppress(WireError):
+                self._tell(Calls(tuple(counts[:MAX_COUNTS])))
 
     def _news(self) -> None:
         if not self._due:

@@ -214,7 +214,8 @@ class Dispatcher:
             outcome = self._encoded(result, run.request.method)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             outcome = self._error(error, disturbed=self._disturbed != before)
-            _clear_frames(error)
+            # The frames of the exception hold the arguments of the call.
+            error.__traceback__ = None
         self._finish(run, outcome)
 
     def _run_beside(self, run: _Run) -> None:
@@ -293,11 +294,6 @@ class Dispatcher:
 
 
 _NONE = Parcel(OK + dump(None, "None")[0])
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Drop the frames of an exception that was sent: they hold the arguments of the call."""
-    error.__traceback__ = None
 
 
 def outcome_of(parcel: Parcel) -> tuple[bytes, memoryview]:

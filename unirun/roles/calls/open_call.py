@@ -31,7 +31,8 @@ class Method:
     """A method of some ranks of a role: what is the same in each of its calls.
 
     When it `chooses`, each call goes to one of `ranks`, else to all; `turns` has for each rank when it was chosen last,
-    as a count. `wire` is the name in bytes.
+    as a count. `wire` is the name in bytes. `deliver` runs a user's callback in a thread where it may wait for other
+    calls, and prints its errors.
     """
 
     role: str
@@ -43,6 +44,7 @@ class Method:
     wire: bytes
     count: Count
     turns: dict[int, int]
+    deliver: Callable[[Callable[[], None]], None]
 
 
 class OpenCall:

@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from unirun.errors import InvocationTimeout, UsageError
-from unirun.roles.calls.open_call import STATE, Method, OpenCall
-from unirun.roles.transport.protocol import Parcel
+from unirun.roles.calls.open_call import STATE, OpenCall
 
 R = TypeVar("R")
 
@@ -30,19 +29,6 @@ class InvocationRef(OpenCall, Generic[R]):
     tells how each argument, by position or name, was given to them: ``replicate``, ``item``, or ``shard`` with the
     sizes of the parts. In a coroutine, ``await ref`` gives the result.
     """
-
-    def __init__(
-        self,
-        prepared: Method,
-        ranks: Sequence[int],
-        parcels: Sequence[Parcel] = (),
-        sharding: Mapping[int | str, str] | None = None,
-        began: float = 0.0,
-        deliver: Callable[[Callable[[], None]], None] = lambda callback: callback(),
-    ) -> None:
-        """`deliver` calls a user's callback in a thread where it may wait for other calls, and prints its errors."""
-        super().__init__(prepared, ranks, parcels, sharding, began)
-        self._deliver = deliver
 
     def done(self) -> bool:
         """Whether `result` would return or raise without waiting."""
@@ -105,7 +91,7 @@ class InvocationRef(OpenCall, Generic[R]):
         """
         with STATE:
             if not self.over:
-                self._wakes.append(lambda ref: self._deliver(partial(callback, ref)))
+                self._wakes.append(lambda ref: self.prepared.deliver(partial(callback, ref)))
                 return
         callback(self)
 

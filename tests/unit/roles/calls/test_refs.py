@@ -33,7 +33,9 @@ def ref_of(
     """A call of ``update`` that nobody has answered."""
     nobody: Any = None
     options = Invocation(target="RANK0" if bare else "ALL", post_func=post)
-    method = Method("actor", "update", options, range(workers), False, nobody, b"update", nobody, {})
+    method = Method(
+        "actor", "update", options, range(workers), False, nobody, b"update", nobody, {}, lambda run: run()
+    )
     return InvocationRef(method, range(workers), sharding={0: "replicate"})
 
 
@@ -271,7 +273,7 @@ class TestCallbacks:
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         ref, seen, scheduler = ref_of(), [], Scheduler("test")
-        ref._deliver = scheduler.soon
+        ref.prepared.deliver = scheduler.soon
         ref.add_done_callback(lambda _: 1 / 0)
         ref.add_done_callback(seen.append)
         ref.expire(1)
