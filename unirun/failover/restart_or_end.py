@@ -60,7 +60,7 @@ def settle(transition: Transition, role: RoleState) -> None:
     """Put `role`; it is running as soon as all of its ranks are."""
     if role.phase in (RolePhase.STARTING, RolePhase.REFORMING) and role.settled:
         role = replace(role, phase=RolePhase.RUNNING)
-        transition.record("running", f"role {role.name}: all {len(role.workers)} ranks run", role.name)
+        transition.record("running", f"role {role.name}: every rank runs", role.name)
         transition.tell_soon()
     transition.put(role)
 

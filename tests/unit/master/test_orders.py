@@ -101,7 +101,7 @@ class Step:
         for name, role in self.after.roles.items():
             old = self.before.roles[name].phase
             if role.phase == "running" and old != "running":
-                due.add(("running", f"role {name}: all {len(role.workers)} ranks run"))
+                due.add(("running", f"role {name}: every rank runs"))
             if role.phase == "succeeded" and old != "succeeded":
                 due.add(("role", f"role {name} succeeded"))
             if old == "restarting" and role.phase == "starting":

@@ -90,7 +90,7 @@ class TestARoleComesUp:
         assert job.told(RoleChanged)[-1] == RoleChanged("actor", "starting", 0, 1, 2)
         job.on(WorkerStarted(WorkerId("actor", 1, 0), 8), WorkerRunning(WorkerId("actor", 1, 0), 0))
         assert job.phases() == {"actor": "running"}
-        assert "running: role actor: all 2 ranks run" in job.records
+        assert "running: role actor: every rank runs" in job.records
 
     def test_even_when_a_hello_overtakes_the_news_of_the_fork(self) -> None:
         job = Job({"actor": 1}).launched()
