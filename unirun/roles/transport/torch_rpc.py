@@ -40,33 +40,25 @@ class _Line:
     """The requests of one channel: the number of the next one, and those that came before it."""
 
     next: int = 0
-    early: dict[int, Callable[[], None]] = field(default_factory=dict)
-    busy: bool = False
+    early: dict[int, tuple[Parcel, Callable[[Parcel], None]]] = field(default_factory=dict)
 
 
 class _Reception:
     """Passes requests on in the order of each channel, as the agent's threads may overtake each other."""
 
     def __init__(self, handler: Handler) -> None:
-        self.handler = handler
+        self._handler = handler
+        # Held while the handler runs, which returns soon.
         self._lock = threading.Lock()
         self._lines: dict[str, _Line] = {}
 
     def take(self, name: str, number: int, parcel: Parcel, reply: Callable[[Parcel], None]) -> None:
         with self._lock:
             line = self._lines.setdefault(name, _Line())
-            line.early[number] = lambda: self.handler(parcel, reply)
-            if line.busy:
-                return
-            line.busy = True
-        while True:
-            with self._lock:
-                request = line.early.pop(line.next, None)
-                if request is None:
-                    line.busy = False
-                    return
+            line.early[number] = parcel, reply
+            while (request := line.early.pop(line.next, None)) is not None:
                 line.next += 1
-            request()
+                self._handler(*request)
 
 
 _reception: _Reception | None = None
