@@ -1,15 +1,12 @@
 """The inventory of nodes, and the placement of ranks on them."""
 
-from unirun.collocation.devices import DeviceType, device_types
+from unirun.collocation.devices import DeviceType
 from unirun.collocation.fake import is_fake, parse_fake
 from unirun.collocation.host import local_inventory, local_topology
 from unirun.collocation.inventory import (
-    MIG,
-    NEARNESS,
     Device,
     Inventory,
     Node,
-    NumaNode,
     accelerators,
     count_slots,
 )
@@ -18,19 +15,15 @@ from unirun.collocation.placing import place, place_again, slot_types, unknown_n
 from unirun.collocation.request import Ties
 
 __all__ = [
-    "MIG",
-    "NEARNESS",
     "Assignment",
     "Device",
     "DeviceType",
     "Inventory",
     "Node",
-    "NumaNode",
     "Placement",
     "Ties",
     "accelerators",
     "count_slots",
-    "device_types",
     "is_fake",
     "local_inventory",
     "local_topology",

@@ -1,8 +1,7 @@
-"""What a job is: frozen values, checked once, built from flags, YAML or Python alike."""
+"""The spec of a job: frozen values, checked once, built from options, YAML or Python."""
 
-from unirun.spec.job import Entry, EntryKind, JobSpec, LogSpec, Restart, RoleSpec, StartMethod, Transport
+from unirun.spec.job import Entry, EntryKind, JobSpec, LogSpec, Restart, RoleSpec
 from unirun.spec.parse import parse_job
-from unirun.spec.roles import SlotCounter
 
 __all__ = [
     "Entry",
@@ -11,8 +10,5 @@ __all__ = [
     "LogSpec",
     "Restart",
     "RoleSpec",
-    "SlotCounter",
-    "StartMethod",
-    "Transport",
     "parse_job",
 ]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from unirun.collocation import Device, device_types, local_inventory
-from unirun.collocation.devices import nvml_devices
+from unirun.collocation import Device, local_inventory
+from unirun.collocation.devices import device_types, nvml_devices
 from unirun.collocation.inventory import NEARNESS
 from unirun.errors import UsageError
 

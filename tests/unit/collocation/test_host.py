@@ -8,9 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unirun.collocation import Device, Node, NumaNode, local_topology
+from unirun.collocation import Device, Node, local_topology
 from unirun.collocation.devices import DeviceType
 from unirun.collocation.host import local_devices, read_node, thin
+from unirun.collocation.inventory import NumaNode
 
 FILES = {
     "proc/meminfo": "MemTotal:       1048576 kB\nMemFree:   1 kB",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unirun.collocation import MIG, Device, Inventory, Node, accelerators, count_slots, local_inventory
-from unirun.collocation.inventory import visible
+from unirun.collocation import Device, Inventory, Node, accelerators, count_slots, local_inventory
+from unirun.collocation.inventory import MIG, visible
 
 DEVICES = tuple(Device(str(index), "H", f"0000:0{index}:00.0") for index in range(4))
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tests.unit.master.persistence.documents import applied, kept, many, written
-from unirun.collocation import Assignment, Device, Inventory, Node, NumaNode, Placement
+from unirun.collocation import Assignment, Device, Inventory, Node, Placement
+from unirun.collocation.inventory import NumaNode
 from unirun.job.state import JobState, new_job
 from unirun.master.persistence.context import changed_documents, restore
 
