@@ -1,4 +1,4 @@
-"""The agent's process: streams to the master, the spawners and the workers around the pure core."""
+"""The agent's process: I/O with the master, the spawners and the workers, around the pure core."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from unirun.errors import Refused, WireError
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
+from unirun.launcher.ends import TAIL_BYTES, last_words
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.orders import AgentTask, Orders, welcome
-from unirun.launcher.postmortem import tail_of
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,
@@ -44,11 +44,11 @@ from unirun.wire.reports import FromWorker, Join, Metrics, Notice, Sample, Worke
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 SPAWNER_END = 2.0
-"""Seconds that a spawner has to end after its stream was closed."""
+"""Seconds for a spawner to exit after its stream was closed."""
 
 
 class Agent:
-    """One agent of one node. `run` returns when every worker is gone and it was told to leave."""
+    """The agent of one node. `run` returns when it was told to leave and all workers have ended."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class Agent:
         lock: int,
         stdin: int | None = None,
     ) -> None:
-        """`endpoints` are those of the roles' stores on its host; `stdin` is a descriptor for the job's reader
-        (`JobSpec.reader`)."""
+        """`endpoints` are the bound endpoints of the roles' rendezvous stores; `stdin` is a descriptor for the job's
+        reader (`JobSpec.reader`)."""
         self._job, self._spec = job, task.spec
         self._orders = Orders(job, task, for_workers(os.environ), stdin)
         self._endpoints = endpoints
@@ -78,7 +78,7 @@ class Agent:
         self._filters = LineFilters(job, task.spec.log)
 
     async def run(self, owner_pid: int | None) -> None:
-        """Serve one master after another until one says `Shutdown`, or the process `owner_pid` is gone."""
+        """Serve one master after another, until `Shutdown` or the end of the process `owner_pid`."""
         adopt_orphans()
         self._descriptors = spare_descriptors()
         loop = asyncio.get_running_loop()
@@ -119,13 +119,13 @@ class Agent:
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Future[None]) -> None:
-        """An agent that has lost a part of itself must not go on as if it could do its work."""
+        """End the agent when one of its tasks fails."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End the workers, and leave; at once when that fails too."""
+        """Stop the workers and leave; leave at once when that fails too."""
         report_error(error)
         if self._state.leaving:
             self._left.set()
@@ -133,7 +133,7 @@ class Agent:
             self._apply(events.Abandon(f"the agent cannot go on: {error!r}"))
 
     def _warm_up(self) -> None:
-        """Start importing before the master has said anything: that import is what start-up waits for."""
+        """Start the spawners before the master connects, as importing torch dominates the start of a job."""
         keys = self._orders.spawners
         self._state = replace(self._state, spawners=dict.fromkeys(keys, False))
         for key in keys:
@@ -146,7 +146,7 @@ class Agent:
                 self._carry_out(command)
         except Refused as error:
             self._tell(Notice(self._state.node, f"refused {type(event).__name__}: {error}"))
-        except Exception as error:  # noqa: BLE001 - an event that is lost here nobody would make up for
+        except Exception as error:  # noqa: BLE001 - the event is lost, so the agent cannot continue
             if isinstance(event, events.Abandon):
                 self._state = replace(self._state, leaving=True)
             self._fail(error)
@@ -187,11 +187,11 @@ class Agent:
         elif isinstance(message, Notice) or (
             isinstance(message, FromWorker) and isinstance(message.message, Metrics)
         ):
-            # The rest is told in what a new master hears first.
+            # A new master gets everything else with `Join`.
             self._unsent.add(frame_of(message))
 
     async def _be_led(self) -> None:
-        """Follow one master after another; the workers do not notice."""
+        """Follow one master after another; workers are not affected."""
         while True:
             epoch, stream = await self._masters.next(self._state.epoch, self._spec.join_timeout)
             self._apply(events.Led(epoch))
@@ -239,7 +239,7 @@ class Agent:
             return
 
     def _start_spawner(self, key: SpawnerKey) -> None:
-        """Borrow it from a warm process that fits, else start it."""
+        """Borrow the spawner from a warm process that fits, else start it."""
         handles = [endpoint.socket.fileno() for endpoint in self._endpoints.values()]
         want = self._orders.wish(key, self._descriptors, handles)
         warm = None if key == FRESH else choose(want).warm
@@ -297,7 +297,7 @@ class Agent:
         self._apply(events.TimerExpired(expiry.pid, session, expiry.scopes, expiry.signal))
 
     def _note(self, message: Message) -> str:
-        """Whether a SIGKILL that nobody here has sent came from the kernel, for want of memory."""
+        """Detect a SIGKILL by the kernel's out-of-memory killer. Returns a note for the report, or an empty text."""
         if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
             return ""
         worker = self._state.workers.get(message.id)
@@ -314,7 +314,12 @@ class Agent:
         if not isinstance(message, Reaped) or message.code == 0 or message.id not in self._state.workers:
             return ""
         request = self._state.workers[message.id].request
-        return tail_of(os.path.join(request.logs, request.folder, "stderr.log"))
+        try:
+            with open(os.path.join(request.logs, request.folder, "stderr.log"), "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                return last_words(file.read().decode(errors="replace"))
+        except OSError:
+            return ""
 
     async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -346,7 +351,7 @@ class Agent:
             await link.close()
 
     async def _sample(self) -> None:
-        """Every interval, tell how much memory and processor time the workers use."""
+        """Report the workers' memory and processor time every `sample_interval` seconds."""
         while True:
             await asyncio.sleep(self._spec.sample_interval)
             import psutil
@@ -366,7 +371,7 @@ class Agent:
         spawners = dict(self._spawners)
         for key, (stream, popen) in spawners.items():
             if not self._state.spawners.get(key):
-                # Still importing: it has nothing to clean up and would notice the end of its stream late.
+                # Still importing: it has nothing to clean up, and would notice the end of its stream late.
                 popen.kill()
             await stream.close()
         for _, popen in spawners.values():

@@ -1,4 +1,4 @@
-"""What is to be told to the next master, as long as there is none: bounded, whatever workers say."""
+"""A bounded buffer of messages for the next master while there is none."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterator
 
 BYTES = 4 << 20
-"""Of frames that are kept. The oldest go first: they tell of what has changed since."""
+"""Maximum size of a backlog. The oldest frames are dropped first."""
 
 
 class Backlog:
-    """FIFO of encoded messages that forgets the oldest when it holds more than `limit` bytes."""
+    """A FIFO of encoded messages that drops the oldest when it exceeds `limit` bytes."""
 
     def __init__(self, limit: int = BYTES) -> None:
         self._limit = limit
@@ -18,14 +18,14 @@ class Backlog:
         self._size = 0
 
     def add(self, frame: bytes) -> None:
-        """Keep a frame; one that is over the limit alone is not kept."""
+        """Append a frame; one that exceeds the limit by itself is dropped."""
         self._frames.append(frame)
         self._size += len(frame)
         while self._size > self._limit:
             self._size -= len(self._frames.popleft())
 
     def take(self) -> Iterator[bytes]:
-        """All frames in order; each is forgotten when it is taken."""
+        """Remove and yield all frames in order."""
         while self._frames:
             frame = self._frames.popleft()
             self._size -= len(frame)

@@ -1,14 +1,14 @@
-"""Where a spawner, a warm process and a fresh worker begin: ``python -u …/boot.py spawner|warm|worker ARG…``.
+"""Entry point of a spawner, a warm process and a fresh worker: ``python -u …/boot.py spawner|warm|worker ARG…``.
 
-As a file, not by ``-P -m``: what workers find in ``sys.flags``, and hand on to interpreters that they start, is as
-under torchrun, ``python -u script.py``.
+Run as a file, not by ``-P -m``, so that ``sys.flags`` of workers, and of interpreters that they start, are as under
+torchrun: ``python -u script.py``.
 """
 
 import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        # This directory, whose modules must not be found under their bare names.
+        # This directory: its modules must not be importable as top-level modules.
         del sys.path[0]
     if sys.argv[1] == "spawner":
         from unirun.launcher.spawner import main

@@ -1,10 +1,11 @@
-"""What a forked child does before it is a worker (or a store): the process around the user's code."""
+"""A forked child of the spawner sets itself up and becomes a worker or a rendezvous store."""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,21 @@ from unirun.launcher.environment import INTERPRETER
 from unirun.launcher.preloaded import PreloadedModules
 from unirun.launcher.process import BOOT, set_title
 from unirun.launcher.renewal import renew, renew_torch
+from unirun.rendezvous.endpoints import GENERATION_KEY
 from unirun.rendezvous.logdir import open_log
 from unirun.reporting import report
 from unirun.values import Value
 from unirun.wire.spawning import Spawn
 
 SETUP_FAILED = 126
-"""Exit code of a worker whose surroundings could not be made; what is wrong stands in its stderr."""
+"""Exit code of a worker whose process could not be set up; the reason is in its stderr."""
 
 HELD_SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-"""Blocked from the fork until the child has handlers of its own: the spawner's would drop them."""
+"""Blocked from the fork until the child has its own handlers: the spawner's would drop them."""
 
 
 class Logs(Value):
-    """Descriptors of a worker's two log files. Workers write to files, not pipes: no reader can block them."""
+    """Descriptors of a worker's two log files. Workers write to files, not pipes, so no reader can block them."""
 
     stdout: int
     stderr: int
@@ -51,14 +53,14 @@ def open_logs(request: Spawn) -> Logs:
 
 
 class Task(Protocol):
-    """What a forked child shall become."""
+    """The task of a forked child."""
 
     def run(self) -> None:
-        """Become it; returns or raises SystemExit when the process shall end."""
+        """Run the task; returns or raises SystemExit when the process should end."""
 
 
 class WorkerTask(Value):
-    """Run the user's code, here or in a fresh interpreter."""
+    """Run the user's code, in this process or in a fresh interpreter."""
 
     request: Spawn
     logs: Logs
@@ -66,7 +68,7 @@ class WorkerTask(Value):
     modules: PreloadedModules
 
     def run(self) -> None:
-        """Set the process up, then run the code. Never returns to the spawner's frames."""
+        """Set the process up, then run the code."""
         request = self.request
         try:
             _set_up(request, self.logs, self.descriptors)
@@ -83,18 +85,26 @@ class WorkerTask(Value):
 
 
 class StoreTask(Value):
-    """Serve a TCPStore on a listening socket until this process is killed."""
+    """Serve a TCPStore on a listening socket until SIGKILL. It holds its `generation` and nothing else."""
 
     role: str
     generation: int
     handle: int
 
     def run(self) -> None:
-        """Serve; the spawner kills this process when the next generation gets its store."""
+        """Serve; the spawner kills this process when it opens the store of the next generation."""
         set_title(f"store:{self.role}")
-        from unirun.launcher.store import serve
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        serve(self.handle, self.generation)
+        listener = socket.socket(fileno=self.handle)
+        port = listener.getsockname()[1]
+        listener.detach()
+        store = TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=self.handle
+        )
+        store.set(GENERATION_KEY, str(self.generation))
+        signal.pause()
+        del store
 
 
 def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
@@ -117,7 +127,7 @@ def _set_up(request: Spawn, logs: Logs, descriptors: int) -> None:
 
 def _execute(command: list[str], request: Spawn) -> NoReturn:
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
-        # Python ignores these; a program expects them as the kernel gives them.
+        # Python ignores these; programs expect the kernel's defaults.
         signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, request.env)
@@ -127,6 +137,6 @@ def _execute(command: list[str], request: Spawn) -> NoReturn:
 
 
 def _give_up(request: Spawn, error: OSError) -> NoReturn:
-    """Tell why in the worker's stderr; ``sys.stderr`` writes to it already."""
+    """Report the error on the worker's stderr, to which ``sys.stderr`` already writes, and exit."""
     report(f"unirun: {request.title} could not be set up: {error}")
     os._exit(SETUP_FAILED)

@@ -1,8 +1,7 @@
-"""The agent's decisions: ``step(state, event) -> (state, commands)``. No I/O, no clock.
+"""The agent's state machine: ``step(state, event) -> (state, commands)``. No I/O, no clock.
 
-The master says which workers shall run and which shall end; how a worker gets there is decided here: which
-spawner forks it, when TERM becomes KILL, what is told to whom, and what happens when the master, the
-command or a spawner is gone.
+The master decides which workers run. This decides how: which spawner forks a worker, when SIGTERM is followed by
+SIGKILL, which messages are sent, and what follows when the master, the command or a spawner is gone.
 """
 
 from __future__ import annotations
@@ -74,16 +73,16 @@ from unirun.wire.spawning import (
 from unirun.wire.views import updated
 
 LOST_GRACE = 0.4
-"""Seconds between TERM and KILL when the command is gone: workers must be gone within one."""
+"""Seconds between SIGTERM and SIGKILL when the command is gone: workers must end within one second."""
 
 
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
-    """The state after `event`, and what is to be done."""
+    """Apply `event`. Returns the next state and the commands to carry out. Raises `Refused`."""
     match event:
         case Led(epoch):
             return replace(state, epoch=max(epoch, state.epoch)), []
         case Order(epoch, what):
-            # What an earlier term has sent last may come late.
+            # The last orders of an earlier term may arrive late; they are ignored.
             return _obey(state, what) if epoch >= state.epoch else (state, [])
         case Abandon():
             return _leave(state, state.workers.values(), signal.SIGTERM, LOST_GRACE)
@@ -136,10 +135,10 @@ def _launch(state: AgentState, event: Launch) -> tuple[AgentState, list[Command]
     for worker in event.workers:
         rank = worker.who.role, worker.who.rank
         if worker.who.incarnation <= state.launched.get(rank, -1):
-            # A master that has come in another's place does not know that the order has arrived.
+            # A new master repeats orders that its predecessor has sent.
             continue
         if state.leaving:
-            # The order and the reason to leave have crossed: nobody would stop what is started now.
+            # The order crossed with the reason to leave.
             state, told = _never_started(state, worker, signal.SIGTERM, "leaving", "its agent leaves")
             commands.append(told)
             continue
@@ -167,7 +166,7 @@ def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Comma
     if state.leaving:
         return state, []
     if before is not None and before.request.generation >= store.request.generation:
-        # A master that has come in another's place asks how far it is.
+        # A new master repeats the order to learn the state of the store.
         return state, [ToMaster(news) for news in (_standing(before),) if news is not None]
     state, commands = _need_spawner(state, store.spawner)
     if state.spawners[store.spawner]:
@@ -177,7 +176,7 @@ def _open_store(state: AgentState, store: Store) -> tuple[AgentState, list[Comma
 
 
 def _standing(store: Store) -> StoreOpened | StoreEnded | None:
-    """What there is to tell of a store."""
+    """The message for the present state of a store; None while it opens."""
     if store.ended is not None:
         return store.ended
     return StoreOpened(store.request.role, store.request.generation) if store.opened else None
@@ -204,8 +203,7 @@ def _stop(
         if worker.sent == signal.SIGKILL:
             continue
         if worker.sent != signum:
-            # A master that has come in another's place asks again for what is being done; once is enough for who
-            # cleans up.
+            # A new master repeats the order; the worker gets the signal once.
             commands.append(ToSpawner(worker.spawner, Kill(worker.id, signum)))
         state = state.with_worker(replace(worker, cause=cause, sent=signum))
         if signum != signal.SIGKILL:
@@ -216,21 +214,21 @@ def _stop(
 def _never_started(
     state: AgentState, worker: Worker, signum: int, cause: Cause, note: str
 ) -> tuple[AgentState, ToMaster]:
-    """A worker without a process ends as if `signum`, which was meant for it, had reached it."""
+    """End a worker without a process as if `signum` had killed it."""
     signum = int(signum)
     end = WorkerExited(worker.who, 0.0, None, signum, cause, signum, note=note)
     return _remembering(state, worker, end), ToMaster(end)
 
 
 def _remembering(state: AgentState, worker: Worker, end: WorkerExited) -> AgentState:
-    """Keep how a worker has ended until a master has."""
+    """Keep the exit of a worker until a master acknowledges it."""
     return replace(state, ended={**state.ended, worker.who: replace(held(worker), exit=end)})
 
 
 def _leave(
     state: AgentState, workers: Iterable[Worker], signum: int, grace: float
 ) -> tuple[AgentState, list[Command]]:
-    """End `workers`; the agent leaves when it has no worker any more."""
+    """Stop `workers`; the agent leaves when all workers have ended."""
     state = replace(state, leaving=True)
     who = [(worker.who.role, worker.who.rank) for worker in workers]
     state, commands = _stop(state, who, signum, grace, "leaving")
@@ -242,7 +240,7 @@ def _from_spawner(state: AgentState, event: FromSpawner) -> tuple[AgentState, li
         case Preloaded(seconds):
             return _spawner_ready(state, event.key, seconds)
         case Forked(number) | SpawnFailed(number) | Reaped(number) if number not in state.workers:
-            text = f"a spawner speaks of worker {number}, which is not there: {event.message}"
+            text = f"a spawner sent a message about worker {number}, which does not exist: {event.message}"
             return state, [ToMaster(Notice(state.node, text))]
         case Forked(number, pid):
             return _forked(state, state.workers[number], pid)
@@ -263,7 +261,7 @@ def _forked(state: AgentState, worker: Worker, pid: int) -> tuple[AgentState, li
     state = state.with_worker(replace(worker, phase=Phase.ALIVE, pid=pid))
     commands: list[Command] = [ToMaster(WorkerStarted(worker.who, pid))]
     if worker.request.kind == "program":
-        # A program does not say hello; that it was started is all there is to know.
+        # A program does not send `Hello`: it counts as running from its start.
         state, more = runs(state, state.workers[worker.id])
         commands += more
     return state, commands
@@ -289,7 +287,7 @@ def _spawner_down(state: AgentState, event: SpawnerDown) -> tuple[AgentState, li
     lost = [worker for worker in state.workers.values() if worker.spawner == event.key]
     commands: list[Command] = [KillGroups(tuple(w.pid for w in lost if w.pid is not None))]
     for worker in lost:
-        # One that was never started is not killed: there is nothing to run it.
+        # A queued worker was never started, so it has an exit code instead of a signal.
         code, signum = (1, None) if worker.phase is Phase.QUEUED else (None, int(signal.SIGKILL))
         state, more = _ended(state, worker, event.time, code, signum, event.reason)
         commands += more
@@ -309,9 +307,9 @@ def _store_opened(state: AgentState, event: StoreOpened) -> tuple[AgentState, li
 
 
 def _store_ended(state: AgentState, event: StoreEnded) -> tuple[AgentState, list[Command]]:
-    """Its listening socket is held, so who comes late would wait in vain: the role needs a new generation.
+    """The role needs a new generation: the listening socket is still held, so late workers would wait for ever.
 
-    Workers that cannot form one in place fail.
+    Workers that cannot form a new generation in place fail.
     """
     store = state.stores.get(event.role)
     if state.leaving or store is None or store.request.generation != event.generation:
@@ -328,7 +326,7 @@ def _store_ended(state: AgentState, event: StoreEnded) -> tuple[AgentState, list
 
 
 def _lose_store(state: AgentState, worker: Worker, end: StoreEnded) -> tuple[AgentState, list[Command]]:
-    """A worker that cannot meet its peers any more fails."""
+    """Fail a worker whose rendezvous store is gone."""
     why = f"the store of its role is gone: {end.reason}"
     if worker.phase is Phase.QUEUED:
         return _ended(state, worker, end.time, 1, None, why)

@@ -1,7 +1,7 @@
-"""What an agent keeps of how workers have ended: as much of their words as tell what happened.
+"""The ends of workers as an agent keeps them: the last lines of stderr, and messages and tracebacks cut to size.
 
-A worker may say 300 KB, its log and its error file have all of that. An agent may hold the ends of all its workers
-while a job has no master, and tells them in one message to the next one.
+A worker may report 300 KB; its log and its error file have all of it. While a job has no master, an agent keeps the
+ends of all its workers, and sends them to the next master in one message.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ from msgspec.structs import replace
 from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK, beginning, ending
 from unirun.wire.reports import Held, WorkerError, WorkerExited
 
+TAIL_LINES = 12
+TAIL_BYTES = 1 << 14
+"""Limits of the part of a failed worker's stderr that goes into the report."""
+
 WORDS = 4 << 20
-"""Bytes of JSON of what failed workers have said in one `Join`. The rest of it, for 10 000 workers, takes as much."""
+"""Limit in bytes of JSON of all errors, notes and tails in one `Join`. The rest of it takes as much for 10 000
+workers."""
 
 WHOLE = 16
-"""Of more failures than fit, so many keep all their words: the first ones, which the others follow from."""
+"""Number of failures that are not shortened when not all fit: the first ones, which probably caused the others."""
 
 _LEAST = 16
 _EACH = MESSAGE + TRACEBACK + TAIL + NOTE
 
 
 def short_error(error: WorkerError, share: float = 1.0) -> WorkerError:
-    """`error` with the beginning of its message and the end of its traceback."""
+    """Cut `error` to the beginning of its message and the end of its traceback."""
     return replace(
         error,
         message=beginning(error.message, _part(MESSAGE, share)),
@@ -33,7 +38,7 @@ def short_error(error: WorkerError, share: float = 1.0) -> WorkerError:
 
 
 def short_end(end: WorkerExited, share: float = 1.0) -> WorkerExited:
-    """`end` in so many words as are kept; with a `share` below 1 in less."""
+    """Cut the texts of `end` to their limits, multiplied by `share`."""
     return replace(
         end,
         error=None if end.error is None else short_error(end.error, share),
@@ -47,7 +52,7 @@ def _part(limit: int, share: float) -> int:
 
 
 def fitting(held: Iterable[Held]) -> tuple[Held, ...]:
-    """The same workers, with so much of their words as fits into one message."""
+    """Shorten the texts of `held` workers so that all fit into one message."""
     workers = tuple(held)
     failed = sorted((each.exit for each in workers if each.exit is not None and _says(each.exit)), key=_when)
     if len(failed) * _EACH <= WORDS:
@@ -66,3 +71,14 @@ def _says(end: WorkerExited) -> bool:
 
 def _when(end: WorkerExited) -> float:
     return end.error.time if end.error is not None else end.time
+
+
+def last_words(stderr: str) -> str:
+    """The last lines of the text, or the stack that faulthandler left."""
+    lines = stderr.splitlines()
+    for at in reversed(range(len(lines))):
+        if lines[at].startswith("Fatal Python error"):
+            here = [n for n in range(at, len(lines)) if lines[n].startswith("Current thread")]
+            # faulthandler prints other threads first, and the innermost frame of each thread first.
+            return "\n".join([lines[at], *lines[here[0] if here else at + 1 :]][:TAIL_LINES])
+    return "\n".join(lines[-TAIL_LINES:])

@@ -1,4 +1,4 @@
-"""What the agent's state machine is told, and what it asks for; and the worker that both speak of."""
+"""Events and commands of the agent's state machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unirun.wire.spawning import ServeStore, Spawn, StoreEnded
 
 
 class Phase(StrEnum):
-    """`QUEUED`: its spawner is not ready; `FORKING`: ordered; `ALIVE`: has a process."""
+    """`QUEUED`: its spawner is not ready; `FORKING`: requested from the spawner; `ALIVE`: has a process."""
 
     QUEUED = "queued"
     FORKING = "forking"
@@ -21,12 +21,12 @@ class Phase(StrEnum):
 
 
 class Worker(Value):
-    """One worker that has not ended. `grace` is the job's `shutdown_timeout` in seconds.
+    """A worker that has not ended. `grace` is the job's `shutdown_timeout` in seconds.
 
-    `cause` says what makes it end, ``own`` as long as nothing else does; `sent` is the last signal that it was sent
-    for an order or because the agent leaves. `doom` says what it needs and is gone, when that is the cause.
-    `generation` (that it has formed), `met` (whose store it has used), `serving` and `calls` are what it has said of
-    itself. `expired` names a timer that it has not released in time.
+    `cause` is the reason for its end, ``own`` until there is another; `sent` is the last signal that it was sent by
+    order or because the agent leaves. `doom` explains the causes ``doom`` and ``stuck``. The worker itself reports
+    `generation` (which it has formed), `met` (whose store it has used), `serving` and `calls`. `expired` names a
+    timer that it has not released in time.
     """
 
     id: int
@@ -49,15 +49,15 @@ class Worker(Value):
 
 
 class Launch(Value):
-    """The master wants these workers; others of their roles may live."""
+    """Start these workers; others of their roles may be running."""
 
     workers: tuple[Worker, ...]
 
 
 class Store(Value):
-    """The master wants this store, which replaces the one of the role's last generation.
+    """Open this rendezvous store, in place of that of the role's previous generation.
 
-    `sent`: to its spawner; `opened`: it is there. `ended` tells that it is gone, and why.
+    `sent`: requested from the spawner; `opened`: it listens; `ended` is set when it is gone.
     """
 
     spawner: SpawnerKey
@@ -68,7 +68,7 @@ class Store(Value):
 
 
 class FromSpawner(Value):
-    """A spawner says something; of a worker's end, `note` and `tail` (see `WorkerExited`) come with it."""
+    """A message of a spawner; for the end of a worker with `note` and `tail` (see `WorkerExited`)."""
 
     key: SpawnerKey
     message: Message
@@ -85,7 +85,7 @@ class SpawnerDown(Value):
 
 
 class LinkMessage(Value):
-    """A worker says something on its link."""
+    """A message of a worker on its link."""
 
     id: int
     message: Message
@@ -98,27 +98,27 @@ class LinkClosed(Value):
 
 
 class GraceOver(Value):
-    """The time that a worker had to end, from when it was told to, is over."""
+    """The grace period of a worker that was told to end is over."""
 
     id: int
 
 
 class StillEnding(Value):
-    """`waited` seconds have passed since a worker has reported the error that ends it."""
+    """`waited` seconds have passed since a worker reported the error that ends it."""
 
     id: int
     waited: float
 
 
 class StillWithoutLink(Value):
-    """A moment after its link has ended: a worker that lives on has closed it itself."""
+    """Some time after the end of a worker's link: if the worker still lives, it has closed the link itself."""
 
     id: int
 
 
 class TimerExpired(Value):
-    """Timers of the process `pid`, in the session of a worker, were not released in time; `signal` is what their owner
-    wants to be sent then."""
+    """Timers of the process `pid`, in the session of a worker, were not released in time; `signal` is to be sent to
+    it."""
 
     pid: int
     session: int
@@ -127,24 +127,24 @@ class TimerExpired(Value):
 
 
 class Led(Value):
-    """A master has said that it leads in the term `epoch`."""
+    """A master announced that it leads in the term `epoch`."""
 
     epoch: int
 
 
 Instruction = Launch | Store | StopWorkers | ExitAck | View | ToWorker | Shutdown
-"""What masters want."""
+"""Instructions of a master."""
 
 
 class Order(Value):
-    """The master of the term `epoch` wants something."""
+    """An instruction of the master of the term `epoch`."""
 
     epoch: int
     what: Instruction
 
 
 class Abandon(Value):
-    """The agent cannot or must not go on: the command that the job belongs to is gone, or a part of itself."""
+    """The agent must end: the owner of the job is gone, or the agent has failed."""
 
     reason: str
 
@@ -165,46 +165,46 @@ Event = (
 
 
 class ToMaster(Value):
-    """Tell the master."""
+    """Send to the master."""
 
     message: Message
 
 
 class ToSpawner(Value):
-    """Tell a spawner."""
+    """Send to a spawner."""
 
     key: SpawnerKey
     message: Message
 
 
 class StartSpawner(Value):
-    """Start a spawner: there is none, or it has died."""
+    """Start a spawner."""
 
     key: SpawnerKey
 
 
 class ToLink(Value):
-    """Tell one worker, if it has a link."""
+    """Send to one worker, if it has a link."""
 
     id: int
     message: Message
 
 
 class ToLinks(Value):
-    """Tell every worker that has a link."""
+    """Send to every worker that has a link."""
 
     message: Message
 
 
 class After(Value):
-    """Come back with `event` after `delay` seconds."""
+    """Apply `event` after `delay` seconds."""
 
     delay: float
     event: Event
 
 
 class KillGroups(Value):
-    """SIGKILL the process groups of these pids: what a dead spawner has left."""
+    """SIGKILL the process groups of these pids, which a dead spawner has left."""
 
     pids: tuple[int, ...]
 
@@ -217,7 +217,7 @@ class Signal(Value):
 
 
 class Leave(Value):
-    """Nothing is left to do; the agent ends."""
+    """End the agent."""
 
 
 Command = ToMaster | ToSpawner | StartSpawner | ToLink | ToLinks | After | KillGroups | Signal | Leave

@@ -1,4 +1,4 @@
-"""``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters``: lines with one of the words, in one file more."""
+"""``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters``: copy lines with one of the words to a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LineFilters:
             self._follower.follow(logs / f"{name}.log", sink)
 
     def finish(self) -> None:
-        """Copy what is left and close."""
+        """Copy the remaining lines and close."""
         if self._follower is not None:
             self._follower.finish()
         for handle in self._files.values():
@@ -51,7 +51,7 @@ class LineFilters:
 def _sink(handle: int, prefix: bytes, words: tuple[bytes, ...]) -> Callable[[bytes], None]:
     def put(data: bytes) -> None:
         lines = [prefix + line for line in data.splitlines(keepends=True) if any(w in line for w in words)]
-        # A full disk loses copies of lines; the lines themselves are in the worker's own log.
+        # A full disk loses only copies of lines; the originals are in the worker's log.
         with contextlib.suppress(OSError):
             os.write(handle, b"".join(lines))
 

@@ -1,7 +1,6 @@
-"""Following log files: inotify tells when there is more, so nothing is polled and nothing is missed.
+"""Follow log files by inotify, without polling.
 
-The files belong to the workers, who write to them directly. Reading them as slowly as a terminal does can
-therefore hold up nobody but the reader.
+Workers write directly to the files, so a slow reader, such as a terminal, does not block them.
 """
 
 from __future__ import annotations
@@ -16,23 +15,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 Sink = Callable[[bytes], None]
-"""Gets whole lines, each with its end (a newline, or the return of a progress bar); one over `MAX_LINE` in parts. A
-sink that takes parts gets whatever there is."""
+"""Receives whole lines, each with its end (a newline, or the carriage return of a progress bar); a line over `MAX_LINE`
+bytes in parts. A sink that takes parts receives data as it comes."""
 
 MAX_LINE = 1 << 16
 _CHUNK = 1 << 20
 _IN_MODIFY = 0x2
 _OVERFLOW = -1
 _LOOK = 200
-"""Milliseconds between two looks at files for which the user's inotify watches do not suffice."""
+"""Milliseconds between two reads of files that could not get an inotify watch, of which each user has a limited
+number."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _File:
     """One followed file.
 
-    It is open only while it is read: a job may have more ranks than a process may have descriptors. What was read and
-    is no whole line yet stays in `rest`, unless `parts` are passed on.
+    It is open only while it is read: a job may have more ranks than a process may have descriptors. An incomplete line
+    stays in `rest`, unless the sink takes `parts`.
     """
 
     def __init__(self, path: Path, sink: Sink, parts: bool) -> None:
@@ -42,7 +42,7 @@ class _File:
         self._inode: tuple[int, int] | None = None
 
     def read(self) -> None:
-        """Pass on everything that is there now. Raises OSError."""
+        """Pass on all new data. Raises OSError."""
         handle = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             stat = os.fstat(handle)
@@ -68,7 +68,7 @@ class _File:
             self._sink(data[:whole])
 
     def close(self) -> None:
-        """Pass on the rest, and end a last line that was cut off."""
+        """Pass on the rest, with a newline after an incomplete last line."""
         try:
             self.read()
         except OSError as error:
@@ -79,10 +79,10 @@ class _File:
 
 
 class LogFollower:
-    """Follows files in a thread of its own."""
+    """Follows files in a thread."""
 
     def __init__(self) -> None:
-        # -1 when the user's inotify instances are used up: then the files are looked at from time to time.
+        # -1 when the user's inotify instances are used up: then the files are polled.
         self._inotify: int = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._files: dict[int, _File] = {}
@@ -95,19 +95,19 @@ class LogFollower:
         self._thread.start()
 
     def follow(self, path: Path, sink: Sink, *, parts: bool = False) -> None:
-        """Follow `path`, which exists, from its beginning. With `parts` the sink need not wait for a line's end."""
+        """Follow the existing file `path` from its beginning. With `parts` the sink also gets incomplete lines."""
         with self._lock:
             self._new.append((path, _File(path, sink, parts)))
         os.write(self._waker, b"+")
 
     def release(self, path: Path) -> None:
-        """Pass on what is left of `path`, to which nobody writes any more, and leave it."""
+        """Pass on the rest of `path`, which is complete, and stop following it."""
         with self._lock:
             self._new.append((path, None))
         os.write(self._waker, b"-")
 
     def finish(self, timeout: float | None = None) -> bool:
-        """Pass on what is left of every file and end; False when the sinks took longer than `timeout`."""
+        """Pass on the rest of every file and stop. Returns False when the sinks took longer than `timeout` seconds."""
         self._stopping = True
         os.write(self._waker, b".")
         self._thread.join(timeout)
@@ -128,7 +128,7 @@ class LogFollower:
             _look_at(self._unwatched)
             if self._wake in ready:
                 os.read(self._wake, 4096)
-                # Read before the rest: what was named before `finish` was called is followed to its end.
+                # Read first: files added before `finish` was called are followed to their end.
                 stopping = self._stopping
                 self._take_new()
                 if stopping:
@@ -144,7 +144,7 @@ class LogFollower:
     def _read_changed(self) -> None:
         changed = self._changed()
         if _OVERFLOW in changed:
-            # The kernel could not keep up with the writers and has dropped events: any file may have grown.
+            # The event queue overflowed, so any file may have grown.
             _look_at(self._all())
             return
         _look_at(self._files[watch] for watch in changed & self._files.keys())
@@ -184,7 +184,7 @@ class LogFollower:
 
 
 def _look_at(files: Iterable[_File]) -> None:
-    """Read what is there. What fails is tried again at the next change, and told at the end."""
+    """Read all `files`. A failed read is repeated at the next change, and reported at the end."""
     for file in files:
         with contextlib.suppress(OSError):
             file.read()

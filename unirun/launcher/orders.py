@@ -1,4 +1,4 @@
-"""From the master's orders to what the agent's core is asked: who forks it, with which environment, and its number."""
+"""Translate the master's orders to the core's: the spawner, the environment and the id of each worker."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from unirun.wire.spawning import Borrow, ServeStore, Spawn
 from unirun.wire.views import whole
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
-"""What every spawner imports; ``--preload`` adds to it."""
+"""Modules that every spawner imports; ``--preload`` adds to them."""
 
 PRELOAD_CALLS = ("unirun.roles.worker_main",)
-"""What spawners import besides when some role serves or makes calls."""
+"""Modules that a spawner imports in addition when a role of it may serve or make calls."""
 
 CALLS = ("workload", "trainer", "function")
-"""The kinds of entries that `unirun.roles.worker_main` runs: they serve or make calls, or may."""
+"""The kinds of entries that `unirun.roles.worker_main` runs, which may serve or make calls."""
 
 
 class AgentTask(Value):
-    """What the agent of `node`, one of `nodes`, has to know of its job; it may be on another host than the command.
+    """The input of the agent of `node`, one of `nodes`; it may be on another host than the command.
 
-    Workers start in the directory `cwd`. The roles' stores listen at `addr`, an address of the agent's host; that of
-    the first role has `port` (0: any free one).
+    Workers start in the directory `cwd`. The roles' rendezvous stores listen at `addr`, an address of the agent's host;
+    that of the first role has `port` (0: any free one).
     """
 
     spec: JobSpec
@@ -50,8 +50,8 @@ class AgentTask(Value):
 
 
 class Orders:
-    """One node's part of a job. `inherited` is the environment of its agent, `stdin` a descriptor for the job's
-    reader."""
+    """Translates the orders for one node. `inherited` is the environment of its agent, `stdin` a descriptor for the
+    job's reader."""
 
     def __init__(
         self, job: JobDir, task: AgentTask, inherited: Mapping[str, str], stdin: int | None = None
@@ -62,23 +62,23 @@ class Orders:
 
     @property
     def in_place(self) -> frozenset[str]:
-        """The roles of which single workers are started again."""
+        """The roles whose workers are restarted one by one."""
         return frozenset(role.name for role in self._spec.roles if role.restart == "process")
 
     @property
     def spawners(self) -> tuple[SpawnerKey, ...]:
-        """Every spawner that the job needs, that of the first store first."""
+        """The keys of all spawners that the job needs, that of the first store first."""
         names = [role.name for role in self._spec.roles]
         return tuple(dict.fromkeys([*map(self._store_key, names), *map(self._key, names)]))
 
     @property
     def timers(self) -> bool:
-        """Whether some role wants torch's timers."""
+        """Whether a role enables torch's timers."""
         roles = (base_env(self._spec, role.name, self._inherited) for role in self._spec.roles)
         return any(env.get(ENABLE) == "1" for env in roles)
 
     def modules(self, key: SpawnerKey) -> tuple[str, ...]:
-        """What a spawner imports before it forks: what its workers want, and for stores alone only torch."""
+        """Modules that a spawner imports before it forks; only torch's if it just serves stores."""
         if key == FRESH:
             return ()
         roles = [role for role in self._spec.roles if self._key(role.name) == key]
@@ -86,12 +86,12 @@ class Orders:
         return (*PRELOAD, *calls, *(self._spec.preload if roles else ()))
 
     def wish(self, key: SpawnerKey, descriptors: int = 0, inherited: Sequence[int] = ()) -> Borrow:
-        """What the spawner with this key is started with."""
+        """The parameters of the spawner with this key."""
         env = spawner_env(key, self._inherited)
         return wish(env, self.modules(key), self._task.cwd, descriptors, (*inherited, *self.stdin_for(key)))
 
     def launch(self, order: StartRole) -> Launch:
-        """The workers that are to be started, each with a number of its own."""
+        """The workers to start, each with a new id."""
         workers = []
         for member in order.members:
             self._last_id += 1
@@ -126,11 +126,11 @@ class Orders:
         )
 
     def store(self, order: OpenStore, fd: int) -> Store:
-        """The store that is to be served on the listening socket `fd`."""
+        """The store to serve on the listening socket `fd`."""
         return Store(self._store_key(order.role), ServeStore(order.role, order.generation, fd))
 
     def stdin_for(self, key: SpawnerKey) -> list[int]:
-        """The descriptors that the spawner with this key has to inherit for the job's reader: one, or none."""
+        """The descriptors, one or none, that the spawner with this key must inherit for the job's reader."""
         reader = self._spec.reader
         if self._stdin is None or reader is None or key != self._key(reader[0]):
             return []
@@ -142,7 +142,7 @@ class Orders:
         return spawner_key(base_env(self._spec, role, self._inherited))
 
     def _store_key(self, role: str) -> SpawnerKey:
-        """The spawner that serves the store of `role`: its own, or, when that has no torch, another's."""
+        """The spawner that serves the store of `role`: its own or, when that does not import torch, another role's."""
         forking = [r.name for r in self._spec.roles if not is_fresh(self._spec, r.name, self._inherited)]
         if forking:
             return self._key(role if role in forking else forking[0])
@@ -150,7 +150,7 @@ class Orders:
 
 
 def welcome(view: View, spec: JobSpec) -> Welcome:
-    """The answer to a worker's hello."""
+    """The answer to a worker's `Hello`."""
     briefs = (
         RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
         for role in spec.roles

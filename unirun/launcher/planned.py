@@ -1,4 +1,4 @@
-"""A job and who sits where: what is launched, as a value."""
+"""A job with its placement, ready to launch, as a value."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from unirun.wire.codec import from_json
 
 
 class PlannedJob(Value):
-    """A job, the nodes that there are, and the place of each rank."""
+    """A job's spec, the inventory of nodes, and the placement of the ranks."""
 
     spec: JobSpec
     inventory: Inventory
     placement: Placement
 
     def to_json(self) -> str:
-        """As text; `from_json` gives an equal job back."""
+        """Encode as JSON; `from_json` is the inverse."""
         return json.dumps(to_builtins(self))
 
     @classmethod
     def from_json(cls, text: str) -> PlannedJob:
-        """The inverse of `to_json`. Raises `FrameError` for what is none."""
+        """Decode the result of `to_json`. Raises `FrameError`."""
         return from_json(cls, text)
 
 
@@ -40,7 +40,7 @@ def plan(spec: JobSpec, inventory: Inventory, topology: TopologyOf) -> PlannedJo
 
 
 def plan_without(planned: PlannedJob, lost: Sequence[str], topology: TopologyOf) -> PlannedJob:
-    """The same job when the nodes `lost` are gone. Raises `PlacementError`."""
+    """Plan the same job again without the nodes `lost`. Raises `PlacementError`."""
     spec, placement = place_again(
         planned.spec,
         planned.inventory,

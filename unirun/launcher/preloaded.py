@@ -1,7 +1,7 @@
-"""The modules that a spawner has imported: what they leave in its process, and how its forks keep them.
+"""The modules that a spawner has imported, and how its forks share them.
 
-A fork shares them page by page with the spawner. It must look as if it had not imported torch yet, and must not take
-the modules apart at its end: either would copy those pages.
+A fork shares their memory pages with the spawner. In a fork torch appears as not imported yet, so that scripts can set
+variables first; and the interpreter's clean-up at exit must skip the modules, as it would copy their pages.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from types import ModuleType
 from typing import Any
 
 LATER = "torch"
-"""The package that a fork seems not to have imported, as scripts set variables before they do."""
+"""The package that appears as not imported in a fork."""
 
 _NEVER = ("sys", "builtins", "__main__", "__mp_main__")
 
 
 class PreloadedModules:
-    """What one spawner imports. Make it before anything else registers an exit handler."""
+    """The modules that one spawner imports. Create it before anything else registers an exit handler."""
 
     def __init__(self) -> None:
         self.threads: dict[str, int] = {}
-        """By module: how many threads its import has left that a fork would not have."""
+        """Number of threads, by module, that its import has started and that a fork would lack."""
         self._own = {"sitecustomize", "usercustomize"}
-        """Modules of the user's, with which a fork ends as a fresh process does: their files are written and closed."""
+        """User modules, which are cleaned up at exit as in a fresh process: their files are flushed and closed."""
         self._stand_ins: dict[str, tuple[ModuleType, _StandIn]] = {}
         self._end = ModuleType("unirun.launcher.end")
         self._forked = False
@@ -43,7 +43,7 @@ class PreloadedModules:
         self._count("sitecustomize", 1)
 
     def load(self, name: str) -> None:
-        """Import a module, and notice the threads that it starts."""
+        """Import a module and count the threads that it starts."""
         if name.partition(".")[0] not in ("torch", "unirun"):
             self._own.add(name)
         before = _threads()
@@ -55,21 +55,21 @@ class PreloadedModules:
             self.threads[name] = left
 
     def freeze(self) -> None:
-        """All modules are there: arrange them so that forks copy as few pages as can be. Twice is as once."""
+        """After all imports: arrange the modules so that forks copy few pages. Idempotent."""
         if len(sys.modules) == self._frozen:
             return
         self._frozen = len(sys.modules)
         for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and name not in _NEVER and name not in self._own:
                 self._stand_ins[name] = module, _StandIn(module)
-        # References that nothing takes back, so that none of these modules ever dies.
+        # Leaked references, so that these modules are never deallocated.
         for kept in (self._stand_ins, self._end):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
         gc.collect()
         gc.freeze()
 
     def in_fork(self, imported: Callable[[], None]) -> None:
-        """In a fork: `imported` is called when its code imports torch."""
+        """Set up a fork; `imported` is called when its code imports torch."""
         self._forked = True
         leave_files()
         if LATER in sys.modules:
@@ -77,10 +77,10 @@ class PreloadedModules:
         _skip_static_destructors()
 
     def _at_exit(self) -> None:
-        """In a fork, after its other exit handlers: hide the modules from the interpreter's clean-up.
+        """In a fork, after all other exit handlers: hide the modules from the interpreter's clean-up.
 
-        It takes apart what is a module in ``sys.modules``. For torch's that would take a quarter of a second, and is
-        where a script without ``destroy_process_group`` aborts.
+        The clean-up clears all modules in ``sys.modules``. For torch's this takes a quarter of a second, and aborts a
+        script that has not called ``destroy_process_group``.
         """
         if not self._forked:
             return
@@ -93,14 +93,14 @@ class PreloadedModules:
 
 
 class _Witness:
-    """Lives as long as the names of ``__main__``."""
+    """An object that lives as long as the namespace of ``__main__``."""
 
 
 class _Sweeper:
-    """The only thing in a module that the interpreter clears after ``__main__`` should have died.
+    """Clears the namespace of ``__main__`` if it is still alive after the clean-up.
 
-    When a module that is hidden refers to a function of the script, the names of ``__main__`` are still there. In a
-    fresh process they would die with that module.
+    It is when a hidden module refers to a function of the script. In a fresh process it would be deallocated with that
+    module.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Sweeper:
 
 
 class _StandIn:
-    """Not a module, so it is not taken apart; ``import`` in a ``__del__`` at the end finds the module's names."""
+    """A proxy that is not a module, so it is not cleared; an ``import`` in a late ``__del__`` still finds its names."""
 
     def __init__(self, module: ModuleType) -> None:
         self.__dict__["__wrapped__"] = module
@@ -128,7 +128,7 @@ class _StandIn:
 
 
 class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds and loads a module that is there already; `imported` is called after that."""
+    """Imports a module that is already loaded, then calls `imported`."""
 
     def __init__(self, module: ModuleType, imported: Callable[[], None]) -> None:
         self._module, self._imported, self._spec = module, imported, module.__spec__
@@ -136,7 +136,7 @@ class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's, for its name."""
+        """The spec of the module, when `name` is its name."""
         if name != self._module.__name__ or self._spec is None:
             return None
         spec = importlib.machinery.ModuleSpec(name, self, origin=self._spec.origin, is_package=True)
@@ -148,7 +148,7 @@ class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has been executed. Undo what the import system has written into it."""
+        """Restore the attribute that the import system has replaced; the module was executed before."""
         module.__spec__ = self._spec
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -156,7 +156,7 @@ class _Later(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def leave_files() -> None:
-    """In a fork: files that the process before it has created and will remove are that process's."""
+    """In a fork: leave temporary files of the parent process, which removes them itself."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
 
@@ -166,7 +166,7 @@ def _threads() -> int:
 
 
 def _threads_after_fork() -> int:
-    """How many threads are left after a fork: OpenBLAS's know of forks and end before."""
+    """Number of threads of this process after a fork: OpenBLAS ends its threads before one."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -175,9 +175,9 @@ def _threads_after_fork() -> int:
 
 
 def _skip_static_destructors() -> None:
-    """End the process before C++ takes torch's global objects apart, but after C's exit handlers of this fork.
+    """Make the process exit before the static destructors of C++, but after exit handlers registered in this fork.
 
-    Such handlers run in reverse order: those that libraries register from now on, then these two.
+    C runs them in reverse order: those that libraries register from now on, then these two.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
@@ -185,7 +185,7 @@ def _skip_static_destructors() -> None:
 
 
 def _flush_cpp() -> None:
-    """``std::cout`` and ``std::clog`` may have buffers of their own, which a static destructor would write."""
+    """Flush ``std::cout`` and ``std::clog``, as their static destructors are skipped."""
     try:
         library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
     except OSError:

@@ -1,4 +1,4 @@
-"""What Linux offers to keep processes together: death signals, sub-reaping, groups, process handles."""
+"""Linux process control: parent-death signals, subreapers, process groups, pidfds, limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TITLE_LENGTH = 15
 
 BOOT = str(Path(__file__).with_name("boot.py"))
-"""The file with which spawners and fresh workers are started."""
+"""The entry point of spawners, warm processes and fresh workers."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,7 +31,7 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Be sent `signum` when the parent ends. Ends at once when `parent` is not the parent any more."""
+    """Set the signal that this process gets when `parent` ends. Exits at once when `parent` has already ended."""
     _prctl(_PR_SET_PDEATHSIG, int(signum))
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
@@ -43,23 +43,23 @@ def outlive_parent() -> None:
 
 
 def set_title(title: str) -> None:
-    """Name this process for ps and top; the kernel keeps 15 bytes."""
+    """Set the name of this process in ps and top; the kernel keeps 15 bytes."""
     _prctl(_PR_SET_NAME, title.encode()[:_TITLE_LENGTH] + b"\0")
 
 
 def set_command_line(text: str) -> None:
-    """Show `text` as this process's command line, as far as there is room in what it was started with."""
+    """Set this process's command line in ps to `text`, cut to the size of the original one."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(stat[45]), int(stat[46])
         room = end - begin
         data = text.encode(errors="replace")[: room - 2]
-        # A last byte that is not 0 tells the kernel that there is one text, which ends at the first 0.
+        # If the last byte is not 0, the kernel shows the text up to the first 0.
         ctypes.memmove(begin, data + bytes(room - len(data) - 1) + b"\x01", room)
 
 
 def title_of(pid: int) -> str:
-    """The name of a process; empty when it is gone. Names over 15 bytes were cut, so they are not told."""
+    """The name of a process; empty when it is gone, or when the name may have been cut."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except OSError:
@@ -68,12 +68,12 @@ def title_of(pid: int) -> str:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none of them escapes."""
+    """Become the subreaper: the parent of descendants whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_group(group: int, signum: int) -> None:
-    """Send `signum` to a process group; one that is gone already is no error."""
+    """Send `signum` to a process group; a missing one is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signum)
 
@@ -87,7 +87,7 @@ def group_of(pid: int) -> int:
 
 
 def children() -> list[int]:
-    """The processes whose parent this process is, adopted ones included."""
+    """The children of this process, including adopted ones."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ def children() -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment with which `pid` was started; empty when it is gone or not ours."""
+    """The initial environment of `pid`; empty when it is gone or not readable."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -106,7 +106,8 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def kill_children(keep: Collection[int] = (), deadline: float = 2.0) -> None:
-    """SIGKILL every child that is not in `keep`, and theirs as they are adopted, until none is left."""
+    """SIGKILL every child that is not in `keep`, and their children as they are adopted, for at most `deadline`
+    seconds."""
     end = time.monotonic() + deadline
     while time.monotonic() < end:
         strays = [pid for pid in children() if pid not in keep]
@@ -126,7 +127,7 @@ def _reap(pid: int, end: float) -> None:
     except ProcessLookupError:
         return
     try:
-        # Not select(), which takes descriptors below 1024 only.
+        # Not select(), which is limited to descriptors below 1024.
         poll = select.poll()
         poll.register(handle, select.POLLIN)
         poll.poll(1000 * max(end - time.monotonic(), 0.0))
@@ -137,10 +138,10 @@ def _reap(pid: int, end: float) -> None:
 
 
 def spare_descriptors() -> int:
-    """Raise this process's limit of descriptors as far as it may. Returns what it was, for programs that are started.
+    """Raise this process's soft limit of descriptors to the hard one. Returns the old limit, for child programs.
 
-    An agent has a socket for each of its workers, a spawner a process handle, the command two log files. The usual
-    limit of 1024 is there for programs that use ``select``.
+    An agent has a socket for each of its workers, a spawner a pidfd, the command two log files. The usual limit of 1024
+    exists for programs that use ``select``.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -149,9 +150,9 @@ def spare_descriptors() -> int:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory: in this process's cgroup, else on this host.
+    """Number of processes killed by the out-of-memory killer, in this process's cgroup or else on this host.
 
-    0 where neither is told. The host's number counts other people's processes as well.
+    0 when neither is available. The host's number includes processes of other users.
     """
     with contextlib.suppress(OSError, ValueError):
         # With cgroup v2 there is one line: 0::/path

@@ -1,4 +1,4 @@
-"""What a fork of a spawner gets anew, so that it is as good as a process of its own."""
+"""State that a forked worker reinitialises: stdin, multiprocessing keys, random generators, torch settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unirun.reporting import report
 
 
 def renew() -> None:
-    """In the fork, when descriptors, directory and environment are those of the worker."""
+    """Reinitialise the fork, once it has the worker's descriptors, directory and environment."""
     _renew_stdin()
     _renew_multiprocessing()
-    # Python's own generator seeds itself after a fork.
+    # `random` reseeds itself after a fork.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
@@ -29,7 +29,7 @@ def renew() -> None:
 
 
 def _renew_stdin() -> None:
-    """The spawner's own has looked at what was descriptor 0 then. As the interpreter makes it."""
+    """Create ``sys.stdin`` as the interpreter does: the spawner's was created for another descriptor 0."""
     old = sys.__stdin__
     if not isinstance(old, io.TextIOWrapper):
         return
@@ -47,24 +47,24 @@ def _renew_stdin() -> None:
 
 
 def _renew_multiprocessing() -> None:
-    """What `multiprocessing` draws, or looks up, when it is imported."""
+    """Reset the values that `multiprocessing` computes at import."""
     multiprocessing.current_process().authkey = os.urandom(32)
     process: Any = multiprocessing.process
     process.ORIGINAL_DIR = os.getcwd()
 
 
 def renew_torch(start: Mapping[str, str]) -> None:
-    """Read again what torch has read from the spawner's environment when it was imported.
+    """Apply the environment variables that torch read at import, in the spawner.
 
-    `start`: the environment of the worker. Variables that its code has changed since then, before it imported torch,
-    count if they can be taken in now; the others are told.
+    `start` is the worker's initial environment. Variables that its code has set since, before it imported torch, are
+    applied where possible; the others are reported.
     """
     import torch
 
     env = os.environ
     threads = (env.get("MKL_NUM_THREADS") or env.get("OMP_NUM_THREADS", "")).split(",")[0]
     if threads.isdigit() and int(threads) > 0:
-        # MKL takes no more than there are processors.
+        # MKL uses at most as many threads as there are processors.
         torch.set_num_threads(min(int(threads), len(os.sched_getaffinity(0))))
     if "TORCH_LOGS" in env:
         importlib.import_module("torch._logging")._init_logs()
@@ -84,4 +84,4 @@ def renew_torch(start: Mapping[str, str]) -> None:
 
 
 _TAKEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Of the variables that count at import, those that `renew_torch` takes in."""
+"""The variables read at import that `renew_torch` applies."""

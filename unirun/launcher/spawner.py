@@ -1,10 +1,10 @@
-"""The spawner: imports once, never computes, forks workers, and reports how they end.
+"""The spawner: imports modules once, never computes, forks workers and reports their exits.
 
 Run by `boot` with ``FD AGENT DESCRIPTORS INHERITED [MODULE…]``: FD is one end of a socket pair to the agent, whose pid
-is AGENT; DESCRIPTORS is the limit that workers get; INHERITED, with commas, are the descriptors that a child may be
-given: of the listening sockets of stores, and of a stdin. The modules are imported before the first fork.
-One thread, no polling: it sleeps until the agent speaks or a child ends. When the agent is gone it kills everything
-that it started, and ends.
+is AGENT; DESCRIPTORS is the workers' limit of open files; INHERITED is a comma-separated list of descriptors for
+children: listening sockets of stores, and a stdin. The modules are imported before the first fork.
+It has one thread, which sleeps until the agent sends a message or a child ends. When the agent is gone, it kills all
+its descendants and exits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from unirun.wire.spawning import (
 
 
 class _Child(Value):
-    """A worker that was forked."""
+    """A forked worker; `handle` is its pidfd."""
 
     id: int
     pid: int
@@ -61,7 +61,7 @@ class _Child(Value):
     owner: tuple[str, ...]
 
     def is_ancestor_of(self, pid: int) -> bool:
-        """Whether `pid` shows the marks that descendants inherit: variables by exec, the title by fork."""
+        """Whether `pid` has a mark that descendants inherit: environment variables by exec, the title by fork."""
         env = environment_of(pid)
         return tuple(env.get(name, "") for name in _OWNER) == self.owner or title_of(pid) == self.title
 
@@ -79,7 +79,7 @@ _OWNER = ("ROLE_NAME", "RANK", "UNIRUN_INCARNATION")
 
 
 class Spawner:
-    """Serves one agent. In a forked child `serve` returns what the child shall become."""
+    """Serves one agent. In a forked child `serve` returns the child's task."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Spawner:
         self._stores: dict[str, _Store] = {}
 
     def serve(self) -> child.Task | None:
-        """Work until the agent is gone (then None), or, in a new child, return its task."""
+        """Serve until the agent is gone, then return None; in a new child return its task."""
         self._selector.register(self._stream.socket, selectors.EVENT_READ, None)
         while True:
             for key, _ in self._selector.select():
@@ -115,7 +115,7 @@ class Spawner:
                     return task
 
     def _obey(self) -> child.Task | None:
-        """Do what the agent asks; several requests may have arrived at once."""
+        """Carry out the agent's requests that have arrived. In a new child, return its task."""
         for message in self._stream.drain():
             match message:
                 case Spawn(stdin=None):
@@ -136,7 +136,7 @@ class Spawner:
 
     def _spawn(self, request: Spawn) -> child.Task | None:
         if self._modules.threads:
-            # A fork would not have them, and what waits for them would wait for ever.
+            # A fork would lack these threads, and code that waits for them would hang.
             request = replace(request, fresh=True)
         try:
             logs = child.open_logs(request)
@@ -163,9 +163,9 @@ class Spawner:
         return None
 
     def _fork(self, keep: int | None = None) -> int:
-        """Fork; the child has no descriptor of the spawner's but `keep`. Raises OSError."""
+        """Fork; of the spawner's descriptors the child keeps only `keep`. Raises OSError."""
         parent = os.getpid()
-        # What is sent to the child before it can receive it waits; `child` lets it in.
+        # Signals stay pending until `child` has set its handlers and unblocks them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, child.HELD_SIGNALS)
         try:
             pid = os.fork()
@@ -176,17 +176,17 @@ class Spawner:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         else:
             try:
-                # A new session, hence a new process group, made before anything can go wrong.
+                # A new session and process group, before anything can fail.
                 os.setsid()
                 die_with_parent(parent)
                 self._forget(keep)
             except OSError:
-                # The spawner's own handling of errors must not run in a second process.
+                # The spawner's error handling must not run in the child.
                 os._exit(child.SETUP_FAILED)
         return pid
 
     def _forget(self, keep: int | None) -> None:
-        """In a child: close what is the spawner's. What modules have open stays open, as objects refer to it."""
+        """In a child: close the spawner's descriptors. Those of modules stay open, as objects refer to them."""
         self._selector.close()
         self._stream.close()
         workers = (worker.handle for worker in self._children.values())
@@ -196,7 +196,7 @@ class Spawner:
                 os.close(handle)
 
     def _open_store(self, request: ServeStore) -> child.Task | None:
-        """A store lives in a process of its own, so a new generation cannot see a key of an old one."""
+        """Fork a process for the store, so that a new generation cannot see keys of an old one."""
         role, generation = request.role, request.generation
         if role in self._stores:
             os.kill(self._stores[role].pid, signal.SIGKILL)
@@ -226,9 +226,9 @@ class Spawner:
         del self._stores[store.role]
 
     def _reap(self, known: _Child) -> None:
-        """Report the end of a child after nothing of its process group is left."""
+        """Kill the process group of a child that has ended, then report its exit."""
         now = time.time()
-        # The pid stays taken until it is waited for, so the group that is killed is the right one.
+        # The pid cannot be reused before the child is reaped, so this kills the right group.
         end = os.waitid(os.P_PIDFD, known.handle, os.WEXITED | os.WNOWAIT)
         kill_group(known.pid, signal.SIGKILL)
         os.waitid(os.P_PIDFD, known.handle, os.WEXITED)
@@ -241,9 +241,9 @@ class Spawner:
         self._stream.send(Reaped(known.id, now, None if killed else status, status if killed else None))
 
     def _kill_strays(self, ended: _Child) -> None:
-        """Descendants that left the group of their worker were adopted when it ended: kill those too.
+        """Kill descendants that left their worker's process group and were adopted when it ended.
 
-        One that has neither mark any more is killed at the end of the spawner, with everything else.
+        One that has lost both marks is killed when the spawner exits.
         """
         ours = {known.pid for known in self._children.values()} | {s.pid for s in self._stores.values()}
         strays = {pid for pid in children() if pid not in ours and ended.is_ancestor_of(pid)}
@@ -258,10 +258,10 @@ class Spawner:
         try:
             os.killpg(known.pid, signum)
         except PermissionError:
-            text = "runs as another user and cannot be signalled; end it yourself"
+            text = "runs as another user and cannot be signalled; stop it yourself"
             self._stream.send(Notice(known.title, text))
         except ProcessLookupError:
-            # It has not made its group yet; it cannot have gone, as it was not reaped.
+            # It has not created its group yet; it was not reaped, so it exists.
             signal.pidfd_send_signal(known.handle, signum)
 
     def _kill_all(self) -> None:
@@ -271,13 +271,13 @@ class Spawner:
 
 
 def main(argv: list[str]) -> None:
-    """Import, serve, and in a child become what was asked for."""
+    """Import, serve, and in a child run its task."""
     began = time.monotonic()
-    # First of all, as what it does at the end of a child has to come last.
+    # First, as its exit handler must run last.
     modules = PreloadedModules()
-    # The agent tells its pid: it may have died before this process could have asked for its parent's.
+    # The agent's pid is an argument, as the agent may die before this process could call getppid().
     handle, agent, descriptors = map(int, argv[:3])
-    # Until the first worker exists nothing has to be cleaned up, so dying with the agent is enough.
+    # Before the first worker there is nothing to clean up, so dying with the agent is enough.
     die_with_parent(agent)
     stream = BlockingStream(socket.socket(fileno=handle))
     inherited = {int(each): int(each) for each in argv[3].split(",") if each}
@@ -292,14 +292,14 @@ def work(
     names: Sequence[str],
     began: float,
 ) -> None:
-    """Import those of the modules `names` that are not there yet, and serve. Returns only in a worker, at its end.
+    """Import the modules `names` that are not imported yet, and serve. Returns only in a worker, at its end.
 
-    `inherited`: by the number that the agent knows, descriptors for workers and stores. `began`: the monotonic time
-    of the start.
+    `inherited`: descriptors for workers and stores, by their number in the agent. `began`: the start time
+    (``time.monotonic``).
     """
     set_title("unirun-spawner")
     adopt_orphans()
-    # A batch system may signal every process of a job at once; workers get their grace all the same.
+    # A batch system may signal all processes of a job; workers still get their grace period.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     for name in names:
@@ -321,11 +321,11 @@ def work(
     except ConnectionLost:
         task = None
     if task is None:
-        # Nothing is left to do, and the end of the job waits for this process: taking the modules of torch apart
-        # would hold it up by a quarter of a second.
+        # The end of the job waits for this process, so skip the interpreter's clean-up: for torch it takes a quarter of
+        # a second.
         atexit._run_exitfuncs()
         flush()
         os._exit(0)
-    # Nothing of the spawner is left on the stack: the child ends as any Python process does.
+    # Drop the spawner's objects, so that the child ends as any Python process.
     del spawner, stream, modules
     task.run()

@@ -1,6 +1,6 @@
-"""The agent's care that its job has a master: it follows who leads, and starts another master when nobody does.
+"""Find the job's master for an agent, and start a candidate when there is no master.
 
-Several agents may start one at once: the store lets one of them lead, and the others end. `candidacy` says when.
+Several agents may start candidates at once: one is elected in the store, and the others exit. `candidacy` decides when.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from unirun.wire import Token
 from unirun.wire.aio import Stream
 
 AGAIN = 0.1
-"""Seconds after which a master that did not answer is tried again."""
+"""Seconds after which an unresponsive master is tried again."""
 
 LOOK = 0.25
-"""Seconds between two looks whether a candidate that was started here still comes up."""
+"""Seconds between two checks of a candidate that was started here."""
 
 PATIENCE = 2.0
-"""Seconds in which the job's first master, or one that is not known to be dead, may appear by itself."""
+"""Seconds to wait for the job's first master, or for one that is not known to be dead, before starting a candidate."""
 
 STEADY = 10.0
-"""Seconds after which a master has led, so that the next one is started without delay. Masters that end sooner, one
-after the other, are started ever later."""
+"""Seconds of leadership after which the next candidate is started without delay. Masters that end sooner make the
+back-off grow."""
 
 
 class _Master(subprocess.Popen[bytes]):
-    """A process that may outlive this one, so no warning is due when it is still running then."""
+    """A process that may outlive this one, so that no ResourceWarning is due."""
 
     def __del__(self) -> None:
-        """Leave it alone."""
+        """Do nothing."""
 
 
 class Standby:
-    """Of the agent of `node`, one of `nodes`. `lock` is the job's lock, which every master holds."""
+    """Follows the masters for the agent of `node`, one of `nodes`. `lock` is the job's lock, which every master
+    inherits."""
 
     def __init__(self, job: JobDir, token: Token, lock: int, node: str, nodes: Sequence[str]) -> None:
         self._job, self._lock = job, lock
@@ -58,20 +59,20 @@ class Standby:
 
     @property
     def pids(self) -> set[int]:
-        """The masters that were started here, which shall outlive the agent."""
+        """Pids of the masters that were started here, which should outlive the agent."""
         return {popen.pid for popen in self._started}
 
     async def next(self, known: int, patience: float) -> tuple[int, Stream]:
-        """The term of the master that leads now, none before `known`, and a stream to it.
+        """Return the present master's term, `known` or later, and a stream to it.
 
-        Starts one when nobody leads. Raises `RendezvousError` when the job has had no master at all (`known` is 0)
-        for `patience` seconds; later ones are waited for as long as it takes.
+        Starts a candidate when there is no master. Raises `RendezvousError` when the job's first master (`known` is 0)
+        does not appear within `patience` seconds; there is no limit for later ones.
         """
         began = time.monotonic()
         if began >= self._followed_since + STEADY:
             self._attempts = Attempts()
         trouble = "nobody leads"
-        # The term whose master is known to be dead, and since when.
+        # The latest term whose master is known to be dead, and since when.
         dead, dead_since = 0, began
         while known or time.monotonic() < began + patience:
             seat, pause = self._masters.seat, LOOK
@@ -87,7 +88,7 @@ class Standby:
                     self._followed_since = time.monotonic()
                     return seat.leader.epoch, stream
             elif seat.trouble:
-                # The store is away, and no candidate could be elected.
+                # The store is away, so no candidate could be elected.
                 trouble = seat.trouble
             elif seat.leader is not None and seat.leader.epoch == dead:
                 pause = self._start_in_turn(dead_since, dead)
@@ -97,22 +98,22 @@ class Standby:
         raise RendezvousError(f"the job has no master after {patience:g} s: {trouble}")
 
     async def another(self, epoch: int) -> None:
-        """Return when there has been a term after `epoch`, whether or not its master leads still."""
+        """Wait until there is a term after `epoch`, even if its master is gone already."""
         while True:
             seat, pause = self._masters.seat, None
             if seat.epoch > epoch:
                 return
             if seat.known and seat.leader is None and not seat.trouble:
-                # It hangs: it has not kept its lease. Until another leads there is no use in leaving it.
+                # The master hangs: its lease has expired. It is followed until there is another.
                 pause = self._start_in_turn(seat.since + PATIENCE, 0)
             await self._masters.news(pause, eager=False)
 
     def close(self) -> None:
-        """Stop watching. Masters that were started here go on."""
+        """Stop watching. Masters that were started here continue."""
         self._masters.close()
 
     def _start_in_turn(self, vacant: float, deposing: int) -> float:
-        """Start a candidate if it is this agent's turn. Returns in how many seconds to ask again, at most `LOOK`."""
+        """Start a candidate if it is this agent's turn. Returns the seconds until the next check, at most `LOOK`."""
         now = time.monotonic()
         self._started = [popen for popen in self._started if popen.poll() is None]
         epoch = self._masters.seat.epoch
@@ -125,13 +126,13 @@ class Standby:
         return min(max(at - now, 0.01), LOOK)
 
     def _start(self, deposing: int) -> None:
-        """Start a master that takes the place of the one of the term `deposing`."""
+        """Start a candidate that deposes the master of the term `deposing`."""
         self._attempts = Attempts(self._attempts.number + 1, time.monotonic(), coming_up=True)
         self._epoch_before = self._masters.seat.epoch
         try:
             self._candidate = self._popen(deposing)
         except OSError as error:
-            # No process or no descriptor left: the workers go on, and it is tried again.
+            # Out of processes or descriptors: workers continue, and the start is repeated.
             self._candidate = None
             report(f"unirun-agent: no master can be started: {error}")
         else:

@@ -1,4 +1,4 @@
-"""The agent's state: what runs on this node, and what a master has still to hear of it."""
+"""The agent's state: what runs on its node, and what was not acknowledged by a master."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unirun.wire.reports import Ending, FromWorker, Held, HeldStore
 
 
 class AgentState(Value):
-    """What this node does. `spawners`: whether each is ready; `stores`: by role, the last that was to be served here.
+    """The state of an agent. `spawners`: whether each is ready; `stores`: the last requested store of each role.
 
-    `in_place`: the roles whose workers outlive a peer, and a store. `epoch` is the term of the latest master.
-    `launched` is the last incarnation of each rank that a master wanted, `ended` the workers that have ended, as long
-    as no master has kept that. `asks` are what workers have asked and no master has answered. `ending` is how the
-    job ends, when a master has told so that could not write it.
+    `in_place`: the roles whose workers survive the loss of a peer or of the store. `epoch` is the term of the latest
+    master. `launched` is the last ordered incarnation of each rank. `ended` are exits without an acknowledgement,
+    `asks` requests of workers without an answer. `ending` is the decided end of the job, from a master that could not
+    write it to the store.
     """
 
     node: str
@@ -42,12 +42,12 @@ class AgentState(Value):
         return replace(self, workers={**self.workers, worker.id: worker})
 
     def find(self, role: str, rank: int) -> Worker | None:
-        """The worker that holds a rank."""
+        """The worker of a rank, or None."""
         return next((w for w in self.workers.values() if (w.who.role, w.who.rank) == (role, rank)), None)
 
 
 def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]]:
-    """What a master must know that has not followed this node from its beginning: its workers, its stores."""
+    """The workers and stores of this node, for a new master."""
     live = (held(worker) for worker in state.workers.values())
     stores = (
         HeldStore(role, store.request.generation, store.opened, store.ended)
@@ -57,7 +57,7 @@ def holdings(state: AgentState) -> tuple[tuple[Held, ...], tuple[HeldStore, ...]
 
 
 def held(worker: Worker) -> Held:
-    """What is told of a worker that has not ended."""
+    """The report of a worker that has not ended."""
     serving = worker.serving
     return Held(
         worker=worker.who,

@@ -1,7 +1,7 @@
-"""The process in which a program starts a job: ``python -m unirun.launcher.submitted PID [--detach]``.
+"""The process that launches a job for a Python program: ``python -m unirun.launcher.submitted PID [--detach]``.
 
-The planned job comes on stdin, as JSON. A process of its own, because the program may have threads and devices and is
-never forked. In the foreground it follows the job, and gets SIGTERM when the program, process PID, ends.
+It reads the planned job from stdin, as JSON. The program itself is never forked, as it may have threads and devices. In
+the foreground this process follows the job, and gets SIGTERM when the program, process PID, ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unirun.rendezvous.store.url import store_url
 
 
 def main(argv: list[str]) -> int:
-    """Run the job that stdin describes. Returns the exit code."""
+    """Run the job on stdin. Returns the exit code."""
     die_with_parent(int(argv[0]), signal.SIGTERM)
     prepare_streams()
     try:

@@ -1,7 +1,8 @@
 """torch's timers (``torch.distributed.elastic.timer``): a worker that does not release one in time is killed.
 
-A worker writes requests to a named pipe, a line of JSON each, as `FileTimerClient` does, and the agent sends the signal
-that the request asks for to the process that made it. With ``TORCHELASTIC_ENABLE_FILE_TIMER=1``, as under torchrun.
+A worker writes requests to a named pipe, a line of JSON each, as `FileTimerClient` does. When a timer expires, the
+agent sends the signal in the request to its process. Enabled by ``TORCHELASTIC_ENABLE_FILE_TIMER=1``, as under
+torchrun.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from unirun.wire.codec import from_json
 ENABLE, PIPE = "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_TIMER_FILE"
 
 LOOK = 1.0
-"""Seconds between two looks at the clock, at most: the time of day can be set."""
+"""Maximum seconds between two looks at the clock, as the time of day can be set."""
 
 MANY = 10_000
-"""Timers at a time: a worker that releases none must not fill the agent's memory."""
+"""Maximum number of running timers, to bound the agent's memory."""
 
 MAX_PID = 1 << 22
-"""The greatest that Linux gives."""
+"""The highest pid of Linux."""
 
 _LINE = 4096
-"""Bytes that are written to a pipe at once, and so the longest request (``PIPE_BUF``)."""
+"""Maximum length of a request in bytes: ``PIPE_BUF``, up to which writes to a pipe are atomic."""
 
 
 class Request(Value):
@@ -43,7 +44,7 @@ class Request(Value):
 
 
 class Expiry(Value):
-    """Timers of the process `pid` that were not released in time, the first one first; `signal` is what it is sent."""
+    """Timers of the process `pid` that were not released in time, in order of expiry; `signal` is to be sent to it."""
 
     pid: int
     scopes: tuple[str, ...]
@@ -51,22 +52,22 @@ class Expiry(Value):
 
 
 class Timers:
-    """Which timers are running. Time comes in as an argument."""
+    """The running timers. Time is an argument."""
 
     def __init__(self) -> None:
         self._running: dict[tuple[int, str], Request] = {}
 
     def take(self, request: Request) -> None:
-        """Start a timer, start it anew, or release it. What is no process has none."""
+        """Start, restart or release a timer. Requests with an invalid pid are ignored."""
         key = request.pid, request.scope_id
         self._running.pop(key, None)
         if request.expiration_time >= 0 and 0 < request.pid <= MAX_PID and len(self._running) < MANY:
             self._running[key] = request
 
     def expired(self, now: float) -> list[Expiry]:
-        """What has expired, by process. With one of them, all timers of a process are over.
+        """Remove and return expired timers, by process. All timers of a process end with the first that expires.
 
-        A timer without a signal (0 or less, or a number that is none) expires without consequences, as in torch.
+        A timer without a valid signal expires without consequences, as in torch.
         """
         late: dict[int, list[Request]] = {}
         for request in sorted(self._running.values(), key=lambda each: each.expiration_time):
@@ -80,13 +81,13 @@ class Timers:
         ]
 
     def until(self, now: float) -> float | None:
-        """Seconds until the next one expires; None when none is running."""
+        """Seconds until the next expiry; None when no timer is running."""
         ends = [request.expiration_time for request in self._running.values()]
         return max(min(ends) - now, 0.0) if ends else None
 
 
 class TimerPipe:
-    """The pipe at `path`, read by the running loop; `expired` is told of each process that is late."""
+    """The pipe at `path`, read by the running loop, which calls `expired` for each process with an expired timer."""
 
     def __init__(self, path: Path, expired: Callable[[Expiry], None]) -> None:
         self._path, self._expired = path, expired
@@ -96,7 +97,7 @@ class TimerPipe:
         self._alarm: asyncio.TimerHandle | None = None
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
-        # Open for writing too: there is no end of file between two writers.
+        # Also open for writing, so that there is no end of file between two writers.
         self._handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._loop.add_reader(self._handle, self._read)
 
@@ -107,12 +108,12 @@ class TimerPipe:
             try:
                 self._timers.take(from_json(Request, line.decode()))
             except (FrameError, UnicodeDecodeError):
-                # Nobody but this user's processes can write here; whatever it is, it is no request of torch's.
+                # Not a request of torch's. Only processes of this user can write here.
                 continue
         self._look()
 
     def _look(self) -> None:
-        """Tell what is late, and come back when the next one may be."""
+        """Report expired timers, and schedule the next look."""
         if self._alarm is not None:
             self._alarm.cancel()
         for expiry in self._timers.expired(time.time()):
@@ -121,7 +122,7 @@ class TimerPipe:
         self._alarm = None if left is None else self._loop.call_later(min(left, LOOK), self._look)
 
     def close(self) -> None:
-        """Stop, and remove the pipe."""
+        """Stop and remove the pipe."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._loop.remove_reader(self._handle)

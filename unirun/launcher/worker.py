@@ -1,6 +1,6 @@
-"""The bootstrap of a worker: says hello to the agent, runs the user's code as ``__main__``, reports its error.
+"""The bootstrap of a worker: connects to the agent, runs the user's code as ``__main__``, reports its error.
 
-Two ways in: `run`, in a fork of a spawner that has imported torch already, and `main` in a fresh interpreter. Both
+Entered by `run` in a fork of a spawner, where torch is already imported, or by `main` in a fresh interpreter. Both
 return to the interpreter, which ends the process as after any script.
 """
 
@@ -33,20 +33,20 @@ from unirun.wire.reports import WorkerError
 
 MAX_MESSAGE = 1 << 16
 MAX_TRACEBACK = 1 << 18
-"""Characters of an exception that are reported; the error file and the log have all of it."""
+"""Limits in characters of a reported exception; the error file and the log have all of it."""
 
 QUIET_LIMIT = 0.2
-"""Seconds that the end of a worker waits for threads of its process groups."""
+"""Maximum seconds that a worker waits at exit for the threads of its process groups."""
 
 
 def main(argv: list[str]) -> None:
-    """In a fresh interpreter: be the worker KIND TARGET ARG…."""
+    """Run the worker KIND TARGET ARG… in a fresh interpreter."""
     kind, target, *args = argv
     run(kind, target, tuple(args))
 
 
 def run(kind: str, target: str, args: tuple[str, ...]) -> None:
-    """Run the user's code; raises SystemExit with its code. An uncaught exception is shown and reported."""
+    """Run the user's code; raises SystemExit with its code. An uncaught exception is printed and reported."""
     with contextlib.suppress(OSError, ValueError):
         faulthandler.enable()
     try:
@@ -60,7 +60,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
     title = f"{os.environ['ROLE_NAME']}:{os.environ['RANK']}"
     set_title(title)
     set_command_line(" ".join(["unirun", title, target, *args]))
-    # torchrun's command for the same.
+    # As started by torchrun.
     what = ("-m", target) if kind == "module" else (target,)
     sys.orig_argv[:] = [sys.executable, "-u", *what, *args]
     try:
@@ -80,7 +80,7 @@ def run(kind: str, target: str, args: tuple[str, ...]) -> None:
         _report(link, uncaught, permanent=_is_permanent(kind, uncaught))
     _show(uncaught)
     if isinstance(uncaught, KeyboardInterrupt):
-        # The interpreter ends by SIGINT after that, and would show it again.
+        # The interpreter then ends by SIGINT, and would print it again.
         sys.excepthook = _show_nothing
         raise uncaught
     raise SystemExit(1)
@@ -90,14 +90,14 @@ def _run_script(path: str, args: tuple[str, ...]) -> None:
     main = _new_main()
     sys.argv = [path, *args]
     if pkgutil.get_importer(path) is not None:
-        # A directory, or a zip file, whatever it is called.
+        # A directory or a zip file, whatever its name.
         _find_modules_in(os.path.abspath(path))
         _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
         runpy._run_code(code, main.__dict__, None, "__main__", spec)  # type: ignore[attr-defined]
         return
     full = os.path.abspath(path)
     _find_modules_in(str(Path(path).resolve().parent))
-    # Once: it may be a pipe.
+    # Read once: it may be a pipe.
     source = Path(path).read_bytes()
     code = pkgutil.read_code(io.BytesIO(source))
     loader = (
@@ -119,7 +119,7 @@ def _run_module(name: str, args: tuple[str, ...]) -> None:
 
 
 def _new_main() -> types.ModuleType:
-    """The module in which the user's code runs, also for `multiprocessing`, whose children look for its classes."""
+    """Create the module in which the user's code runs, also for `multiprocessing`, whose children look it up."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -134,17 +134,17 @@ def _find_modules_in(folder: str) -> None:
 
 
 def wait_for_threads(limit: float = QUIET_LIMIT) -> None:
-    """Let the threads of process groups finish what they are at, as PyTorch does not.
+    """Wait until the threads of process groups are idle, as PyTorch does not.
 
-    A gloo thread takes the GIL to drop the tensors of an operation that is over. When the interpreter ends meanwhile,
-    C++ aborts the process (pytorch/pytorch#190489): up to a third of the ranks that do not destroy their groups, on a
-    busy host.
+    A gloo thread takes the GIL to release the tensors of a finished operation. If the interpreter exits meanwhile, C++
+    aborts the process (pytorch/pytorch#190489): up to a third of the ranks that do not destroy their groups, on a busy
+    host.
     """
     if "torch" not in sys.modules:
         return
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
-        # Without the GIL: a thread that waits for it goes on, or can be seen to want to.
+        # Releases the GIL: a thread that waits for it runs, or is seen as running.
         time.sleep(0.001)
         if not _other_threads_run():
             return
@@ -160,7 +160,7 @@ def _other_threads_run() -> bool:
 
 
 def _show(error: BaseException) -> None:
-    """As the interpreter does with what nobody has caught."""
+    """Print an uncaught exception as the interpreter does."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     sys.last_exc = error  # type: ignore[attr-defined,unused-ignore]
     if not hasattr(sys, "excepthook"):
@@ -183,19 +183,19 @@ def _show_nothing(*_: object) -> None:
 
 
 def _is_permanent(kind: str, error: BaseException) -> bool:
-    """Whether `error` would come again in a worker that is started anew.
+    """Whether a restarted worker would raise `error` again.
 
-    A script has been at work from its first line on: only one that could not be begun is as wrong the next time.
+    A script may have side effects from its first line on, so its error is permanent only if it could not be started.
     """
     begun = error.__traceback__ is not None
     return is_permanent(error) and (kind in ("workload", "trainer") or not begun)
 
 
 def _report(link: BlockingStream, error: BaseException, *, permanent: bool) -> None:
-    """Tell the agent, and write torch's error file unless ``@record`` has done so."""
+    """Report to the agent, and write torch's error file unless ``@record`` has done so."""
     message = "".join(traceback.format_exception_only(error)).strip()
     if isinstance(error, SyntaxError):
-        # Python puts the place before the words; a report that shows one line needs the words.
+        # Python prints the location before the message; a one-line report needs the message.
         message = f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
     now = time.time()
@@ -205,7 +205,7 @@ def _report(link: BlockingStream, error: BaseException, *, permanent: bool) -> N
     if path:
         extra = {"py_callstack": trace, "timestamp": str(int(now))}
         text = json.dumps({"message": {"message": message, "extraInfo": extra}})
-        # One that is there already is `@record`'s, or a link that another user has put where he may write.
+        # An existing file is `@record`'s, or a link planted by another user.
         with contextlib.suppress(OSError), open(path, "x", opener=_private) as file:
             file.write(text)
 

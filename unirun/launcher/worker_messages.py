@@ -1,4 +1,4 @@
-"""What follows from what a worker says on its link, and from the link's end."""
+"""Transitions of the agent's state machine on messages of workers, on the end of their links, and on timers."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ from unirun.wire.spawning import Kill
 from unirun.wire.views import whole
 
 ENDING = 5.0
-"""Seconds that a process may take to end after its link has. An interpreter closes it before it takes torch apart."""
+"""Seconds between the normal end of a link and that of its process: the interpreter closes it before it unloads
+torch."""
 
 MAX_STACK = 4096
-"""Characters of a stack that are told."""
+"""Maximum number of characters of a reported stack."""
 
 EXIT_LIMIT = 600.0
-"""Seconds that a worker has for its exit handlers and threads after its code has failed by itself.
+"""Seconds for a worker's exit handlers and threads after its code has failed by itself.
 
-Long enough to upload a checkpoint in an exit handler. torchrun waits without a limit; a thread that never ends would
-then hold a job for ever.
+Long enough to upload a checkpoint in an exit handler. torchrun has no limit, so that a thread that never ends hangs the
+job.
 """
 
 
 def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list[Command]]:
-    """A worker has said something."""
+    """Apply a message of a worker."""
     worker = state.workers.get(event.id)
     if worker is None:
         return state, []
@@ -88,10 +89,10 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
 
 
 def _has_failed(state: AgentState, worker: Worker, error: WorkerError) -> tuple[AgentState, list[Command]]:
-    """Its code is over, its process is not: threads are joined and exit handlers run.
+    """The worker's code has failed, but its process still joins threads and runs exit handlers.
 
-    The master decides what follows when the process has ended, as torchrun does. Until then this worker is not told
-    to end, so its grace period does not begin. One that was told has had its grace period from then on.
+    As with torchrun, nothing is decided before the process has ended. A worker that was told to end is in its grace
+    period already.
     """
     first = worker.error is None and worker.sent is None
     state = state.with_worker(replace(worker, error=short_error(error)))
@@ -99,7 +100,7 @@ def _has_failed(state: AgentState, worker: Worker, error: WorkerError) -> tuple[
 
 
 def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, list[Command]]:
-    """A worker that has failed by itself has not ended yet."""
+    """Kill a worker that has failed by itself but does not exit, or wait until `EXIT_LIMIT`."""
     worker = state.workers.get(event.id)
     if worker is None or worker.sent is not None:
         return state, []
@@ -108,7 +109,7 @@ def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, lis
     if left > 0:
         told = Notice(str(worker.who), f"{text} if it has not ended in another {left:g} s")
         return state, [ToMaster(told), After(left, StillEnding(worker.id, EXIT_LIMIT))]
-    # It was not told to end: the SIGKILL is a part of its failure, not an answer to an order.
+    # It was not told to end, so the SIGKILL counts as part of its failure.
     return state, [
         ToSpawner(worker.spawner, Kill(worker.id, int(signal.SIGKILL))),
         ToMaster(Notice(str(worker.who), text)),
@@ -116,16 +117,16 @@ def still_ending(state: AgentState, event: StillEnding) -> tuple[AgentState, lis
 
 
 def _is_replaced_alone(state: AgentState, worker: Worker) -> bool:
-    """Whether the peers of `worker` wait in memory for the one that takes its place, which cannot start before it ends.
+    """Whether `worker` is restarted while its peers wait, so that its slow exit delays them.
 
-    Nothing takes the place of a trainer that is not recoverable: the job ends with it.
+    A trainer that is not recoverable is not restarted: the job ends with it.
     """
     lasting = worker.request.kind == "trainer" and not (worker.serving and worker.serving.recoverable)
     return worker.who.role in state.in_place and not lasting
 
 
 def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentState, list[Command]]:
-    """Only SIGKILL ends its wait; the master has another worker started for the present generation."""
+    """Kill a worker that is blocked in an abandoned process group; the master restarts it in the present generation."""
     if worker.sent is not None or worker.cause != "own":
         return state, []
     why = f"it still waited in the process group of generation {told.generation}, which was over"
@@ -138,7 +139,7 @@ def _end_stuck(state: AgentState, worker: Worker, told: Stuck) -> tuple[AgentSta
 
 
 def answered(state: AgentState, answer: ToWorker) -> tuple[AgentState, list[Command]]:
-    """A master has answered what a worker has asked."""
+    """Forward a master's answer to its worker."""
     worker = state.find(answer.worker.role, answer.worker.rank)
     if worker is None or worker.who != answer.worker:
         return state, []
@@ -147,7 +148,7 @@ def answered(state: AgentState, answer: ToWorker) -> tuple[AgentState, list[Comm
 
 
 def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
-    """It was welcomed with this view: it forms that generation, even if it was started for an earlier one."""
+    """The worker enters the user's code, in the generation of the present view, even if started for an earlier one."""
     views = {role.name: role for role in state.view.roles} if state.view else {}
     generation = views[worker.who.role].generation if worker.who.role in views else 0
     state = state.with_worker(replace(worker, running=True, generation=generation))
@@ -155,12 +156,12 @@ def runs(state: AgentState, worker: Worker) -> tuple[AgentState, list[Command]]:
 
 
 def timer_expired(state: AgentState, event: TimerExpired) -> tuple[AgentState, list[Command]]:
-    """A worker, or a process that it has started, did not release a timer of torch's in time."""
+    """A worker, or a process that it has started, did not release a torch timer in time."""
     worker = next((each for each in state.workers.values() if each.pid == event.session), None)
     scopes = ", ".join(repr(scope) for scope in event.scopes[:3])
     if worker is None:
-        # Its number may be another process's by now.
-        text = f"timer {scopes} of process {event.pid}, which is no worker's here, has expired"
+        # The pid may have been reused.
+        text = f"timer {scopes} of process {event.pid}, which belongs to no worker of this node, has expired"
         return state, [ToMaster(Notice(state.node, text))]
     text = f"its timer {scopes} has expired"
     told = Notice(str(worker.who), f"{text}: process {event.pid} is sent {signal_name(event.signal)}")
@@ -179,7 +180,7 @@ def signal_name(number: int) -> str:
 
 
 def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[Command]]:
-    """A link ends with its process; when it ends before, the worker is watched by its process alone."""
+    """A link normally ends with its process: check again after `ENDING` seconds."""
     worker = state.workers.get(event.id)
     if worker is None or worker.sent is not None:
         return state, []
@@ -187,7 +188,7 @@ def link_closed(state: AgentState, event: LinkClosed) -> tuple[AgentState, list[
 
 
 def still_without_link(state: AgentState, event: StillWithoutLink) -> tuple[AgentState, list[Command]]:
-    """It lives on, a moment after its link has ended."""
+    """Report a worker that still lives some time after its link has ended."""
     worker = state.workers.get(event.id)
     if worker is None:
         return state, []

@@ -1,4 +1,4 @@
-"""An agent under test: events go in, and what they lead to can be asked for."""
+"""An agent under test: apply events, and inspect the commands."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Agent:
         self.commands: list[Command] = []
 
     def on(self, *events: Event | Instruction) -> Agent:
-        """Apply events; what a master wants comes from the term 1."""
+        """Apply events; instructions of a master get the term 1."""
         self.commands = []
         for event in events:
             event = Order(1, event) if isinstance(event, Instruction) else event
@@ -80,7 +80,7 @@ class Agent:
         return self.on(*(FromSpawner(key, message) for message in messages))
 
     def alive(self, count: int = 2) -> Agent:
-        """Workers of role actor, with processes, in the user's code."""
+        """Set up workers of role actor, with processes, in the user's code."""
         self.on(store(), launch(count=count)).spawner(Preloaded(1.0))
         for number in range(1, count + 1):
             self.spawner(Forked(number, 100 + number))
@@ -88,7 +88,7 @@ class Agent:
         return self
 
     def told(self, kind: type) -> list:
-        """What the master is told, of workers' own words those of this kind."""
+        """Messages of this kind to the master, forwarded ones included."""
         messages = [c.message for c in self.commands if isinstance(c, ToMaster)]
         return [m for m in messages if isinstance(m.message if isinstance(m, FromWorker) else m, kind)]
 

@@ -1,4 +1,4 @@
-"""An agent that cannot handle an event does not go on as if it had: it ends its workers and leaves."""
+"""An agent that cannot handle an event stops its workers and leaves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def _made(job: object, spec: JobSpec, lock: int) -> Agent:
 
 
 class Bug:
-    """Takes the place of the core's step, and raises for some events."""
+    """Replaces the core's step, and raises for some events."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *kinds: type, error: Exception) -> None:
         self.kinds, self.error = kinds, error
@@ -50,7 +50,7 @@ class Bug:
         return self._step(state, event)
 
 
-def test_by_an_error_of_its_own_it_leaves(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_leaves_after_an_internal_error(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     bug = Bug(monkeypatch, events.Led, error=KeyError("x"))
     agent._apply(events.Led(1))
     assert [type(event) for event in bug.seen] == [events.Led, events.Abandon]
@@ -58,14 +58,18 @@ def test_by_an_error_of_its_own_it_leaves(agent: Agent, monkeypatch: pytest.Monk
     assert agent._left.is_set(), "it had no workers"
 
 
-def test_it_leaves_also_when_it_cannot_leave_in_order(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_leaves_also_when_stopping_its_workers_fails(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bug = Bug(monkeypatch, events.Led, events.Abandon, error=KeyError("x"))
     agent._apply(events.Led(1))
     assert [type(event) for event in bug.seen] == [events.Led, events.Abandon]
     assert agent._left.is_set()
 
 
-def test_what_is_refused_changes_nothing(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_the_agent_refuses_changes_nothing(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Bug(monkeypatch, events.Led, error=Refused("no"))
     before = agent._state
     agent._apply(events.Led(1))

@@ -1,11 +1,11 @@
-"""What waits for the next master is bounded in bytes, and comes in order."""
+"""A backlog is bounded in bytes and in order."""
 
 from __future__ import annotations
 
 from unirun.launcher.backlog import Backlog
 
 
-def test_comes_in_order_and_once() -> None:
+def test_a_backlog_is_taken_in_order_and_once() -> None:
     backlog = Backlog()
     for frame in (b"a", b"b", b"c"):
         backlog.add(frame)
@@ -13,7 +13,7 @@ def test_comes_in_order_and_once() -> None:
     assert [*backlog.take()] == []
 
 
-def test_forgets_the_oldest() -> None:
+def test_a_full_backlog_drops_the_oldest() -> None:
     backlog = Backlog(limit=10)
     for frame in (b"aaaa", b"bbbb", b"cccc", b"dd"):
         backlog.add(frame)
@@ -22,7 +22,7 @@ def test_forgets_the_oldest() -> None:
     assert [*backlog.take()] == [b"e" * 10], "what was taken does not count any more"
 
 
-def test_keeps_nothing_that_is_too_large_alone() -> None:
+def test_a_backlog_drops_a_frame_over_its_limit() -> None:
     backlog = Backlog(limit=10)
     backlog.add(b"a")
     backlog.add(b"b" * 11)

@@ -1,4 +1,4 @@
-"""What a worker says of its calls goes to the master, and to the one that comes in its place."""
+"""Call counts of a worker go to the master, and to its successor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unirun.wire.spawning import Reaped
 ONCE, TWICE = (Calls((CallCount("rollout", "play", n, 10 * n, n, 0.1, (Span(0, 0),)),)) for n in (1, 2))
 
 
-def test_it_is_passed_on_with_who_said_it() -> None:
+def test_call_counts_are_forwarded_with_their_worker() -> None:
     agent = Agent().alive().on(LinkMessage(1, ONCE))
     assert agent.told(Calls) == [FromWorker(WorkerId("actor", 0, 0), Calls(ONCE.counts))]
 
 
-def test_a_new_master_is_told_the_latest() -> None:
+def test_a_new_master_gets_the_latest_call_counts() -> None:
     agent = (
         Agent()
         .alive()
@@ -31,6 +31,6 @@ def test_a_new_master_is_told_the_latest() -> None:
     assert {held.worker.rank: held.calls for held in holdings(agent.state)[0]} == {0: TWICE.counts, 1: ()}
 
 
-def test_a_worker_that_has_ended_is_held_with_its_calls() -> None:
+def test_an_ended_worker_is_held_with_its_call_counts() -> None:
     agent = Agent().alive().on(LinkMessage(1, ONCE)).spawner(Reaped(1, 9.0, 0, None))
     assert {held.worker.rank: held.calls for held in holdings(agent.state)[0]} == {0: ONCE.counts, 1: ()}

@@ -1,4 +1,4 @@
-"""Of many agents few start a candidate, in an order that is another for each term; one that lives is waited for."""
+"""Few of many agents start a candidate, in an order that differs between terms; a live candidate is waited for."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def names(count: int) -> list[str]:
 
 
 class TestATurn:
-    def test_of_the_only_node_comes_at_once(self) -> None:
+    def test_the_turn_of_the_only_node_comes_at_once(self) -> None:
         assert turns(names(1), 7) == {"node0": 0.0}
 
     @given(COUNTS, EPOCHS)
-    def test_comes_for_each_node_and_for_one_at_once(self, count: int, epoch: int) -> None:
+    def test_each_node_has_a_turn_and_one_has_it_at_once(self, count: int, epoch: int) -> None:
         nodes = names(count)
         waits = sorted(turns(nodes, epoch).values())
         assert waits[0] == 0.0
         assert waits == [STEP * math.log2(place + 1) for place in range(count)]
 
-    def test_of_a_thousand_nodes_comes_within_a_few_seconds(self) -> None:
+    def test_the_turns_of_a_thousand_nodes_come_within_a_few_seconds(self) -> None:
         nodes = names(1000)
         assert max(turns(nodes, 1).values()) < 5.0
 
-    def test_is_another_in_the_next_term(self) -> None:
+    def test_the_order_of_turns_differs_between_terms(self) -> None:
         nodes = names(40)
         first = {min(nodes, key=turns(nodes, epoch).__getitem__) for epoch in range(30)}
         assert len(first) > 10, "a node that cannot start a master does not hold up every term"
@@ -51,30 +51,30 @@ class TestATurn:
 
 class TestTheStart:
     @given(st.floats(0, 100), st.floats(0, 5), COUNTS)
-    def test_of_a_first_candidate_comes_in_turn(self, vacant: float, wait: float, nodes: int) -> None:
+    def test_a_first_candidate_starts_in_its_turn(self, vacant: float, wait: float, nodes: int) -> None:
         assert start_at(vacant, wait, Attempts(), nodes) == vacant + wait
 
-    def test_of_another_waits_while_one_comes_up(self) -> None:
+    def test_another_candidate_waits_while_one_comes_up(self) -> None:
         attempts = Attempts(1, started=10.0, coming_up=True)
         assert start_at(9.0, 0.0, attempts, 1) == 10.0 + COMING_UP
 
-    def test_of_another_comes_later_and_later_while_they_end(self) -> None:
+    def test_further_candidates_start_with_growing_delays(self) -> None:
         starts = [start_at(0.0, 0.0, Attempts(number, started=10.0), 1) - 10.0 for number in range(1, 6)]
         assert starts == [DELAY, 2 * DELAY, MAX_DELAY, MAX_DELAY, MAX_DELAY]
 
-    def test_of_another_waits_longer_in_a_job_of_many_nodes(self) -> None:
+    def test_another_candidate_waits_longer_in_a_job_of_many_nodes(self) -> None:
         assert start_at(0.0, 0.0, Attempts(9, started=10.0), 1000) == 10.0 + SPREAD * 1000
 
-    def test_in_a_later_term_is_in_turn_when_the_last_is_long_ago(self) -> None:
+    def test_a_candidate_long_after_the_last_starts_in_its_turn(self) -> None:
         assert start_at(100.0, 0.5, Attempts(3, started=10.0), 4) == 100.5
 
 
 class TestAThousandAgents:
-    """The place becomes free; all hear of it within some milliseconds, and of the next leader likewise."""
+    """All agents see the end of the leader, and the next leader, within some milliseconds."""
 
     @staticmethod
     def started(rng: Random, epoch: int, alive: float = 1.0) -> tuple[int, float]:
-        """How many candidates are started, and after how many seconds one leads."""
+        """The number of candidates, and the seconds until one leads."""
         nodes = names(1000)
         wait = turns(nodes, epoch)
         there = [node for node in nodes if rng.random() < alive]
@@ -83,13 +83,13 @@ class TestAThousandAgents:
         heard = (leads + rng.uniform(0, 0.01) for _ in starts)
         return sum(at < news for at, news in zip(starts, heard, strict=True)), leads
 
-    def test_start_few_candidates(self) -> None:
+    def test_a_thousand_agents_start_few_candidates(self) -> None:
         rng = Random(1)
         found = [self.started(rng, epoch) for epoch in range(40)]
         assert mean(count for count, _ in found) <= 3
         assert max(leads for _, leads in found) < 0.9
 
-    def test_of_which_half_are_gone_have_a_master_soon_too(self) -> None:
+    def test_a_thousand_agents_of_which_half_are_gone_have_a_master_soon(self) -> None:
         rng = Random(2)
         found = [self.started(rng, epoch, alive=0.5) for epoch in range(40)]
         assert mean(count for count, _ in found) <= 3

@@ -1,4 +1,4 @@
-"""The agent's decisions when something ends: a stop, its own leaving, a store or a spawner that dies."""
+"""The agent's state machine when something ends: a stop, its own leaving, a dead store or spawner."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from unirun.wire.spawning import (
 
 
 class TestAStop:
-    def test_is_term_then_kill(self) -> None:
+    def test_a_stop_is_sigterm_then_sigkill_after_the_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
         assert agent.sent(Kill) == [Kill(1, TERM), Kill(2, TERM)]
         assert [c for c in agent.commands if isinstance(c, After)] == [
@@ -58,48 +58,48 @@ class TestAStop:
         assert "did not end in its grace period" in agent.told(Notice)[0].text
         assert agent.spawner(Reaped(2, 2.0, None, KILL)).told(WorkerExited)[0].sent == KILL
 
-    def test_with_kill_waits_for_nothing(self) -> None:
+    def test_a_stop_with_sigkill_has_no_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (1,), KILL, 0.0))
         assert agent.commands == [ToSpawner(TORCH, Kill(2, KILL))]
 
-    def test_that_comes_again_sends_no_second_signal_and_may_leave_less_time(self) -> None:
+    def test_a_repeated_stop_sends_no_second_signal_but_may_shorten_the_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0))
         agent.on(StopWorkers("actor", (0,), TERM, 1.0))
         assert agent.commands == [After(1.0, GraceOver(1))]
         assert agent.on(StopWorkers("actor", (0,), INT, 1.0)).sent(Kill) == [Kill(1, INT)]
 
-    def test_of_a_worker_that_was_killed_does_nothing(self) -> None:
+    def test_a_stop_of_a_killed_worker_does_nothing(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), KILL, 0.0))
         assert agent.on(StopWorkers("actor", (0,), TERM, 5.0)).commands == []
         assert agent.spawner(Reaped(1, 1.0, None, KILL)).told(WorkerExited)[0].sent == KILL
 
-    def test_of_one_that_was_killed_and_others_ends_the_others(self) -> None:
+    def test_a_stop_of_a_killed_worker_and_others_ends_the_others(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), KILL, 0.0))
         assert agent.on(StopWorkers("actor", (0, 1), TERM, 5.0)).sent(Kill) == [Kill(2, TERM)]
 
-    def test_of_a_worker_that_waits_for_its_spawner_needs_no_signal(self) -> None:
+    def test_a_stop_of_a_queued_worker_needs_no_signal(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), StopWorkers("actor", (0,), TERM, 5.0))
         assert agent.told(WorkerExited) == [
             WorkerExited(WorkerId("actor", 0, 0), 0.0, None, TERM, "order", TERM, note="it had not started")
         ]
         assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [2]
 
-    def test_of_a_worker_that_is_being_forked_follows_its_order(self) -> None:
+    def test_a_stop_of_a_forking_worker_follows_its_spawn_request(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
         orders = [c.message for c in agent.commands if isinstance(c, ToSpawner)]
         assert orders == [spawn(1, "actor", 0), Kill(1, TERM)]
         assert agent.spawner(Forked(1, 101)).state.workers[1].sent == TERM
 
-    def test_of_a_rank_that_is_not_here_does_nothing(self) -> None:
+    def test_a_stop_of_an_unknown_rank_does_nothing(self) -> None:
         assert Agent().alive().on(StopWorkers("rollout", (0, 7), TERM, 5.0)).commands == []
 
 
 class TestAWorkerThatHasFailed:
-    """Its exit handlers and threads still run."""
+    """The code has failed; exit handlers and threads still run."""
 
     ERROR = LinkMessage(1, WorkerError("ValueError: x", "Trace", 5.0))
 
-    def test_is_waited_for_as_long_as_nobody_wants_it_to_end(self) -> None:
+    def test_a_failed_worker_has_the_exit_limit_while_no_stop_is_ordered(self) -> None:
         agent = Agent().alive().on(self.ERROR)
         assert agent.commands == [After(30.0, StillEnding(1, 30.0))]
         agent.on(StillEnding(1, 30.0))
@@ -113,33 +113,33 @@ class TestAWorkerThatHasFailed:
         assert (end.code, end.cause, end.sent) == (1, "own", None)
         assert end.error is not None
 
-    def test_is_killed_when_its_time_is_over_and_stays_a_failure(self) -> None:
+    def test_a_failed_worker_killed_at_the_exit_limit_counts_as_failed(self) -> None:
         agent = Agent().alive().on(self.ERROR, StillEnding(1, EXIT_LIMIT))
         assert agent.sent(Kill) == [Kill(1, KILL)]
         (end,) = agent.spawner(Reaped(1, 606.0, None, KILL)).told(WorkerExited)
         assert (end.signal, end.cause, end.sent) == (KILL, "own", None)
 
-    def test_has_its_grace_from_the_order_to_end_on(self) -> None:
+    def test_a_failed_worker_that_is_stopped_has_its_grace_from_the_order_on(self) -> None:
         agent = Agent().alive().on(self.ERROR, StopWorkers("actor", (0,), TERM, 5.0))
         assert After(5.0, GraceOver(1)) in agent.commands
         assert agent.on(StillEnding(1, 30.0), StillEnding(1, EXIT_LIMIT)).commands == []
         assert agent.on(GraceOver(1)).sent(Kill) == [Kill(1, KILL)]
 
-    def test_because_it_was_told_to_end_gets_no_time_on_top(self) -> None:
+    def test_a_worker_that_fails_after_a_stop_gets_no_extra_time(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), TERM, 5.0), self.ERROR)
         assert [c for c in agent.commands if isinstance(c, After)] == [After(5.0, GraceOver(1))]
 
-    def test_is_timed_once_however_often_it_reports(self) -> None:
+    def test_a_failed_worker_that_reports_twice_is_timed_once(self) -> None:
         assert Agent().alive().on(self.ERROR).on(self.ERROR).commands == []
 
-    def test_is_killed_after_the_grace_when_its_peers_wait_for_its_successor(self) -> None:
+    def test_a_failed_worker_is_killed_after_the_grace_when_its_peers_wait(self) -> None:
         agent = Agent(in_place=frozenset({"actor"})).alive().on(self.ERROR, StillEnding(1, 30.0))
         assert agent.sent(Kill) == [Kill(1, KILL)]
         (told,) = agent.told(Notice)
         assert told.text.endswith("still run; it is killed")
 
     @pytest.mark.parametrize(("recoverable", "killed"), [(None, False), (False, False), (True, True)])
-    def test_that_is_a_trainer_is_replaced_only_if_it_is_recoverable(
+    def test_a_failed_trainer_is_killed_after_the_grace_only_if_recoverable(
         self, recoverable: bool | None, killed: bool
     ) -> None:
         agent = Agent(in_place=frozenset({"actor"}), spawners={TORCH: True})
@@ -150,16 +150,16 @@ class TestAWorkerThatHasFailed:
 
 
 class TestLeaving:
-    def test_without_workers_is_immediate(self) -> None:
+    def test_leaving_without_workers_is_immediate(self) -> None:
         assert Agent(spawners={TORCH: False}).on(Shutdown()).commands == [Leave()]
 
-    def test_at_the_jobs_end_kills(self) -> None:
+    def test_leaving_at_the_jobs_end_kills_workers(self) -> None:
         agent = Agent().alive().on(Shutdown())
         assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
         assert not agent.has(Leave)
         assert agent.spawner(Reaped(1, 1.0, None, 9), Reaped(2, 1.0, None, 9)).commands[-1] == Leave()
 
-    def test_before_the_jobs_end_gives_workers_their_grace(self) -> None:
+    def test_leaving_before_the_jobs_end_gives_workers_their_grace(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0,), INT, 5.0)).on(Shutdown(30.0))
         assert agent.commands == [ToSpawner(TORCH, Kill(2, TERM)), After(30.0, GraceOver(2))], (
             "who was told already is not told again"
@@ -168,37 +168,37 @@ class TestLeaving:
         assert agent.on(Shutdown()).sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
         assert agent.spawner(Reaped(1, 1.0, None, 9), Reaped(2, 1.0, None, 9)).commands[-1] == Leave()
 
-    def test_remembers_how_the_job_ends(self) -> None:
+    def test_leaving_keeps_the_decided_end_of_the_job(self) -> None:
         ending = Ending("stopped", 130, "got SIGINT")
         agent = Agent().alive().on(Shutdown(30.0, ending))
         assert agent.state.ending == ending
         assert agent.on(Shutdown()).state.ending == ending
 
-    def test_without_a_master_gives_a_short_grace(self) -> None:
+    def test_leaving_without_a_master_gives_a_short_grace(self) -> None:
         agent = Agent().alive(1).on(Abandon("gone"))
         assert agent.commands == [ToSpawner(TORCH, Kill(1, TERM)), After(LOST_GRACE, GraceOver(1))]
         assert LOST_GRACE < 1.0
 
-    def test_drops_what_has_not_started(self) -> None:
+    def test_leaving_drops_queued_workers(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), Abandon("gone"))
         assert len(agent.told(WorkerExited)) == 2
         assert agent.commands[-1] == Leave()
 
 
 class TestAStoreThatDies:
-    def test_makes_its_role_fail_as_nobody_could_come_late(self) -> None:
+    def test_a_store_that_dies_fails_the_workers_of_its_role(self) -> None:
         agent = Agent().alive().spawner(StoreEnded("actor", 0, 5.0, "its process was killed"))
         assert agent.sent(Kill) == [Kill(1, KILL), Kill(2, KILL)]
         (end,) = agent.spawner(Reaped(1, 6.0, None, KILL)).told(WorkerExited)
         assert (end.cause, end.sent) == ("doom", None)
         assert end.note == "the store of its role is gone: its process was killed"
 
-    def test_is_of_no_interest_to_workers_that_are_told_to_end_or_to_other_roles(self) -> None:
+    def test_a_store_that_dies_spares_stopped_workers_and_other_roles(self) -> None:
         agent = Agent().alive().on(StopWorkers("actor", (0, 1), TERM, 5.0))
         agent.spawner(StoreEnded("actor", 0, 5.0, "x"), StoreEnded("rollout", 0, 5.0, "x"))
         assert agent.commands == [ToMaster(StoreEnded("actor", 0, 5.0, "x"))]
 
-    def test_before_they_are_ordered_makes_workers_fail_too(self) -> None:
+    def test_a_store_that_died_before_the_launch_fails_the_workers(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store()).spawner(StoreEnded("actor", 0, 5.0, "x"))
         agent.on(launch(count=1))
         assert [type(c.message) for c in agent.commands if isinstance(c, ToSpawner)] == [Spawn, Kill]
@@ -209,7 +209,7 @@ class TestAStoreThatDies:
         assert (end.worker, end.time, end.code) == (("actor", 0, 0), 5.0, 1)
         assert end.note == "the store of its role is gone: x"
 
-    def test_is_told_to_the_master_and_leaves_workers_alone_that_can_meet_in_another(self) -> None:
+    def test_a_store_that_dies_is_reported_and_spares_workers_restarted_in_place(self) -> None:
         agent = Agent(in_place=frozenset({"actor"})).alive()
         assert agent.spawner(StoreEnded("actor", 0, 5.0, "x")).commands == [
             ToMaster(StoreEnded("actor", 0, 5.0, "x"))
@@ -218,19 +218,19 @@ class TestAStoreThatDies:
         assert agent.commands == [ToMaster(StoreOpened("actor", 1))]
         assert agent.spawner(StoreEnded("actor", 0, 5.0, "late")).commands == []
 
-    def test_is_ordered_anew_from_the_spawner_that_is_ready_by_then(self) -> None:
+    def test_a_store_that_died_is_opened_again_by_the_ready_spawner(self) -> None:
         agent = Agent(in_place=frozenset({"actor"})).alive().on(SpawnerDown(TORCH, "x", 5.0))
         assert agent.told(StoreEnded) == [StoreEnded("actor", 0, 5.0, "x")]
         agent.on(store(generation=1), store(generation=2))
         assert [c.key for c in agent.commands if isinstance(c, StartSpawner)] == [TORCH]
         assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == [ServeStore("actor", 2, 9)]
 
-    def test_is_not_opened_any_more_by_an_agent_that_leaves(self) -> None:
+    def test_a_leaving_agent_opens_no_store(self) -> None:
         assert Agent().alive().on(Shutdown(), store(generation=1)).sent(ServeStore) == []
 
 
 class TestASpawnerThatDies:
-    def test_takes_its_workers_with_it(self) -> None:
+    def test_a_spawner_that_dies_takes_its_workers_with_it(self) -> None:
         agent = Agent().alive().on(SpawnerDown(TORCH, "its spawner was killed", 5.0))
         assert agent.commands[0] == KillGroups((101, 102))
         assert [(e.signal, e.sent, e.note) for e in agent.told(WorkerExited)] == [
@@ -239,27 +239,27 @@ class TestASpawnerThatDies:
         assert agent.state.workers == {}
         assert TORCH not in agent.state.spawners
 
-    def test_is_started_again_when_it_is_needed(self) -> None:
+    def test_a_spawner_that_died_is_started_again_when_needed(self) -> None:
         agent = Agent().alive().on(SpawnerDown(TORCH, "x", 5.0))
         agent.on(store(generation=1), launch(first=5, incarnation=1))
         assert agent.has(StartSpawner)
         assert [m.id for m in agent.spawner(Preloaded(1.0)).sent(Spawn)] == [5, 6]
 
-    def test_before_it_was_ready_makes_its_workers_fail(self) -> None:
+    def test_a_spawner_that_dies_before_it_is_ready_fails_its_workers(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(), SpawnerDown(TORCH, "cannot import x", 5.0))
         assert [(e.code, e.signal, e.note) for e in agent.told(WorkerExited)] == [
             (1, None, "cannot import x")
         ] * 2
 
-    def test_leaves_the_workers_of_others_alone(self) -> None:
+    def test_a_spawner_that_dies_spares_the_workers_of_others(self) -> None:
         rollout = Launch((worker(9, "rollout", 0, key=OTHER),))
         agent = Agent(spawners={TORCH: True, OTHER: True}).on(launch(), rollout, store("rollout", key=OTHER))
         agent.on(SpawnerDown(TORCH, "x", 5.0))
         assert [*agent.state.workers] == [9]
         assert agent.sent(Kill, OTHER) == []
 
-    def test_takes_roles_with_it_whose_store_it_served(self) -> None:
-        """A role of fresh interpreters has its store in a spawner that has torch."""
+    def test_a_spawner_that_dies_fails_the_roles_whose_store_it_served(self) -> None:
+        """The store of a role of fresh interpreters is served by a spawner that has imported torch."""
         agent = (
             Agent(spawners={TORCH: True, FRESH: True})
             .on(launch(key=FRESH), store())
@@ -271,7 +271,7 @@ class TestASpawnerThatDies:
         assert end.cause == "doom"
         assert end.note == "the store of its role is gone: it was killed"
 
-    def test_takes_roles_with_it_whose_store_it_should_have_served(self) -> None:
+    def test_a_spawner_that_dies_fails_the_roles_whose_store_it_should_have_opened(self) -> None:
         agent = Agent(spawners={TORCH: False, FRESH: False}).on(launch(key=FRESH), store())
         agent.on(SpawnerDown(TORCH, "cannot import torch", 5.0))
         assert [e.note for e in agent.told(WorkerExited)] == [
@@ -280,5 +280,5 @@ class TestASpawnerThatDies:
         assert agent.state.stores["actor"].ended is not None
         assert agent.spawner(Preloaded(1.0)).sent(ServeStore) == []
 
-    def test_while_leaving_is_the_end(self) -> None:
+    def test_a_spawner_that_dies_while_leaving_ends_the_agent(self) -> None:
         assert Agent().alive().on(Shutdown(), SpawnerDown(TORCH, "x", 1.0)).commands[-1] == Leave()

@@ -1,4 +1,4 @@
-"""Whatever holds of an agent for any order of events."""
+"""Invariants of an agent for any order of events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from unirun.wire.spawning import (
 
 
 class RandomHistory:
-    """A spawner and a master that are always within their rights, and do anything in any order."""
+    """A spawner and a master that follow the protocol and act in any order."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

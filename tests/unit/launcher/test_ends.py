@@ -1,4 +1,4 @@
-"""How workers have ended is told in one message, however many they are and whatever they have said."""
+"""The ends of any number of workers fit into one message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from tests.unit.launcher.agent import TORCH, Agent
 from unirun.job.failures import MESSAGE, NOTE, TAIL, TRACEBACK
-from unirun.launcher.ends import WHOLE, fitting, short_error
+from unirun.launcher.ends import TAIL_LINES, WHOLE, fitting, last_words, short_error
 from unirun.launcher.events import FromSpawner, LinkMessage
 from unirun.launcher.state import AgentState, holdings
 from unirun.values import WorkerId
@@ -22,7 +22,7 @@ ERROR = WorkerError("m" * 60_000, TRACE, 1.0)
 
 
 def joined(state: AgentState) -> Join:
-    """What the next master gets."""
+    """The `Join` that the next master gets."""
     workers, stores = holdings(state)
     frame = frame_of(Join("n0", 1, "host", {"actor": "127.0.0.1:29500"}, workers, stores))
     (payload,) = FrameReader().feed(frame)
@@ -32,14 +32,14 @@ def joined(state: AgentState) -> Join:
 
 
 def failed(rank: int, error: WorkerError) -> Held:
-    """A worker that has ended, with everything that an agent may know of one."""
+    """An ended worker with all fields of its exit set."""
     end = WorkerExited(WorkerId("actor", rank, 3), 1.0 + rank, 1, None, error=replace(error, time=1.0 + rank))
     addresses = {"socket": f"/home/someone/.local/state/unirun/jobs/{'j' * 63}/calls/actor.{rank}.3"}
     calls = (CallCount("critic", "evaluate_the_batch", 10**9, 10**12, 10**12, 123.4, (Span(0, 9999),)),)
     return Held(WorkerId("actor", rank, 3), 100_000 + rank, True, 3, addresses, True, end, calls)
 
 
-def test_what_a_worker_says_is_cut_when_it_is_taken_in() -> None:
+def test_a_workers_error_is_cut_when_it_is_received() -> None:
     agent = Agent().alive(1).on(LinkMessage(1, ERROR))
     kept = agent.state.workers[1].error
     assert kept is not None
@@ -50,7 +50,7 @@ def test_what_a_worker_says_is_cut_when_it_is_taken_in() -> None:
     assert told.error == kept
 
 
-def test_the_last_lines_of_a_worker_are_cut_too() -> None:
+def test_the_tail_of_a_workers_stderr_is_cut() -> None:
     agent = Agent().alive(1)
     agent.on(FromSpawner(TORCH, Reaped(1, 2.0, None, 9), note="n" * 5000, tail="\x00" * 16_384 + "the end"))
     (told,) = agent.told(WorkerExited)
@@ -58,14 +58,14 @@ def test_the_last_lines_of_a_worker_are_cut_too() -> None:
     assert len(frame_of(told)) < TAIL + NOTE + 500
 
 
-def test_a_join_of_64_long_failures_has_all_that_is_kept_of_each() -> None:
+def test_a_join_with_64_long_failures_shortens_none() -> None:
     agent = Agent().alive(64)
     for number in range(1, 65):
         agent.on(LinkMessage(number, ERROR)).spawner(Reaped(number, 2.0, 1, None))
     assert {each.exit.error for each in joined(agent.state).workers if each.exit} == {short_error(ERROR)}
 
 
-def test_a_join_of_10_000_long_failures_fits_and_tells_the_first_ones_whole() -> None:
+def test_a_join_with_10_000_long_failures_fits_and_keeps_the_first_ones_whole() -> None:
     short = short_error(ERROR)
     ended = {("actor", rank, 3): failed(rank, short) for rank in range(10_000)}
     told = joined(AgentState("n0", ended=ended)).workers
@@ -82,8 +82,25 @@ def test_a_join_of_10_000_long_failures_fits_and_tells_the_first_ones_whole() ->
     assert last.message.startswith("mmmm")
 
 
-def test_workers_that_live_or_have_ended_well_are_left_as_they_are() -> None:
+def test_a_join_keeps_live_and_successful_workers_unchanged() -> None:
     well = Held("actor", 0, 0, exit=WorkerExited(WorkerId("actor", 0, 0), 1.0, 0, None))
     short = short_error(ERROR)
     many = [failed(rank, short) for rank in range(1, 1000)]
     assert fitting([well, Held(WorkerId("actor", 1, 0)), *many])[:2] == (well, Held(WorkerId("actor", 1, 0)))
+
+
+def test_the_last_words_of_a_stderr_are_its_last_lines_or_the_stack_of_faulthandler() -> None:
+    lines = [f"line {n}" for n in range(100)]
+    assert last_words("\n".join(lines)) == "\n".join(lines[-TAIL_LINES:])
+    crash = [
+        "Fatal Python error: Aborted",
+        "",
+        "Thread 2:",
+        "  idle",
+        "",
+        "Current thread 1:",
+        "  inner",
+        "  outer",
+    ]
+    assert last_words("\n".join([*lines, *crash])).splitlines() == [crash[0], *crash[-3:]]
+    assert last_words("") == ""

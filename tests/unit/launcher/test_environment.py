@@ -1,4 +1,4 @@
-"""What a worker finds in its environment, and what keys its spawner."""
+"""The environment of a worker, and the key of its spawner."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def env_of(
     return worker_env(job, order, member, JOB, "n1", inherited)
 
 
-def test_torchruns_contract_and_our_own() -> None:
+def test_a_workers_environment_has_torchruns_and_unirun_variables() -> None:
     env = env_of(spec())
     for name, value in {
         "RANK": "3",
@@ -84,7 +84,7 @@ def test_a_virtual_local_rank_is_0_for_every_worker() -> None:
     assert env_of(spec(virtual_local_rank=True))["LOCAL_RANK"] == "0"
 
 
-def test_built_in_gives_way_to_the_job_and_the_job_to_the_role() -> None:
+def test_environment_precedence_is_built_in_then_job_then_role() -> None:
     role = RoleSpec("actor", 2, Entry("script", "a.py"), env={"B": "role", "C": "role"})
     job = spec(roles=(role,), env={"A": "job", "B": "job", "OMP_NUM_THREADS": "6"})
     env = env_of(job, A="shell", B="shell", C="shell", D="shell")
@@ -92,32 +92,32 @@ def test_built_in_gives_way_to_the_job_and_the_job_to_the_role() -> None:
     assert env["OMP_NUM_THREADS"] == "6"
 
 
-def test_nobody_can_change_who_a_worker_is() -> None:
+def test_the_identity_of_a_worker_cannot_be_overridden_by_env() -> None:
     env = env_of(spec(env={"RANK": "9"}), RANK="7", UNIRUN_SOCKET="/other")
     assert (env["RANK"], env["UNIRUN_SOCKET"]) == ("3", "/jobs/run-1/agent.n1.sock")
 
 
-def test_the_stores_password_is_for_agents_and_masters_only() -> None:
+def test_workers_do_not_get_the_stores_password() -> None:
     env = env_of(spec(), UNIRUN_STORE_PASSWORD="secret", UNIRUN_STORE="etcd://h?user=u")
     assert "UNIRUN_STORE_PASSWORD" not in env
     assert env["UNIRUN_STORE"] == "etcd://h?user=u"
     assert for_workers({"UNIRUN_STORE_PASSWORD": "secret", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
-def test_threads_are_limited_when_there_are_several_workers() -> None:
+def test_omp_threads_are_limited_when_there_are_several_workers() -> None:
     alone = spec(roles=(RoleSpec("actor", 1, Entry("script", "a.py")),))
     assert "OMP_NUM_THREADS" not in base_env(alone, "actor", {})
     assert base_env(spec(), "actor", {})["OMP_NUM_THREADS"] == "1"
     assert base_env(spec(), "actor", {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
 
 
-def test_libraries_listen_on_loopback_when_the_job_does() -> None:
+def test_torch_libraries_listen_on_loopback_when_the_job_does() -> None:
     assert base_env(spec(), "actor", {})["GLOO_SOCKET_IFNAME"] == "lo"
     assert base_env(spec(), "actor", {"GLOO_SOCKET_IFNAME": "eth0"})["GLOO_SOCKET_IFNAME"] == "eth0"
     assert "GLOO_SOCKET_IFNAME" not in base_env(spec(master_addr="10.0.0.1"), "actor", {})
 
 
-def test_calls_stay_on_loopback_wherever_the_stores_are() -> None:
+def test_tensorpipe_stays_on_loopback_wherever_the_stores_are() -> None:
     elsewhere = spec(master_addr="10.0.0.1")
     assert base_env(elsewhere, "actor", {})["TP_SOCKET_IFNAME"] == "lo"
     assert base_env(elsewhere, "actor", {"TP_SOCKET_IFNAME": "eth0"})["TP_SOCKET_IFNAME"] == "eth0"
@@ -134,37 +134,37 @@ def test_calls_stay_on_loopback_wherever_the_stores_are() -> None:
         ("", False),
     ],
 )
-def test_loopback_is_recognised(addr: str, local: bool) -> None:
+def test_is_loopback_recognises_addresses(addr: str, local: bool) -> None:
     assert is_loopback(addr) is local
 
 
 class TestTheDeviceMask:
     MASKED = StartWorker(3, 1, 2, devices=("4", "5"))
 
-    def test_is_set_when_devices_are_handed_out(self) -> None:
+    def test_the_device_mask_is_set_when_devices_are_assigned(self) -> None:
         assert env_of(spec(), self.MASKED)["CUDA_VISIBLE_DEVICES"] == "4,5"
         assert env_of(spec(), self.MASKED)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "as the numbers are meant"
         assert env_of(spec(), self.MASKED, CUDA_VISIBLE_DEVICES="0")["CUDA_VISIBLE_DEVICES"] == "4,5"
 
-    def test_is_left_alone_when_none_are(self) -> None:
+    def test_the_device_mask_is_unchanged_without_devices(self) -> None:
         assert "CUDA_VISIBLE_DEVICES" not in env_of(spec())
         assert env_of(spec(), CUDA_VISIBLE_DEVICES="6")["CUDA_VISIBLE_DEVICES"] == "6"
 
-    def test_is_left_alone_for_a_role_that_does_not_want_it(self) -> None:
+    def test_the_device_mask_is_unchanged_without_auto_visible_device(self) -> None:
         role = RoleSpec("actor", 4, Entry("script", "a.py"), auto_visible_device=False)
         job = spec(roles=(role,))
         assert "CUDA_VISIBLE_DEVICES" not in env_of(job, self.MASKED)
 
-    def test_is_the_users_when_the_user_says_so(self) -> None:
+    def test_a_users_device_mask_has_precedence(self) -> None:
         job = spec(env={"CUDA_VISIBLE_DEVICES": "7"})
         assert env_of(job, self.MASKED)["CUDA_VISIBLE_DEVICES"] == "7"
 
-    def test_devices_of_another_type_have_a_mask_of_their_own(self) -> None:
+    def test_devices_of_another_type_have_their_own_mask(self) -> None:
         env = env_of(spec(), self.MASKED, replace(ORDER, mask="ZE_AFFINITY_MASK"))
         assert env["ZE_AFFINITY_MASK"] == "4,5"
         assert not [name for name in env if name.startswith("CUDA")]
 
-    def test_a_type_without_a_mask_leaves_the_environment_alone(self) -> None:
+    def test_a_device_type_without_a_mask_leaves_the_environment_unchanged(self) -> None:
         assert env_of(spec(), self.MASKED, replace(ORDER, mask="")) == env_of(spec())
 
 
@@ -182,22 +182,22 @@ class TestTheKeyOfASpawner:
             "TORCH_CPP_LOG_LEVEL",
         ],
     )
-    def test_holds_what_is_read_once(self, name: str) -> None:
+    def test_a_spawner_key_has_variables_read_at_import(self, name: str) -> None:
         assert spawner_key({name: "1", "HOME": "/"}) == ((name, "1"),)
 
     @pytest.mark.parametrize(
         "name", ["RANK", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES", "PATH"]
     )
-    def test_holds_nothing_else(self, name: str) -> None:
+    def test_a_spawner_key_has_no_other_variables(self, name: str) -> None:
         assert spawner_key({name: "1"}) == ()
 
     @given(st.dictionaries(st.sampled_from(["OMP_A", "LD_B", "PATH", "X"]), st.text(max_size=3)))
-    def test_does_not_depend_on_order_and_is_its_own_key(self, env: dict[str, str]) -> None:
+    def test_a_spawner_key_is_independent_of_order_and_idempotent(self, env: dict[str, str]) -> None:
         turned = dict(reversed(env.items()))
         assert spawner_key(env) == spawner_key(turned)
         assert spawner_key(dict(spawner_key(env))) == spawner_key(env)
 
-    def test_tells_roles_apart_that_differ_in_such_a_variable_only(self) -> None:
+    def test_a_spawner_key_distinguishes_roles_by_variables_read_at_import(self) -> None:
         roles = tuple(
             RoleSpec(name, 1, Entry("script", "a.py"), env=env)
             for name, env in (("actor", {}), ("rollout", {"X": "1"}), ("critic", {"OMP_NUM_THREADS": "2"}))
@@ -209,11 +209,11 @@ class TestTheKeyOfASpawner:
 class TestAShareOfADevice:
     SHARED = StartWorker(3, 1, 2, ("0",), share=0.25)
 
-    def test_is_told_to_the_worker(self) -> None:
+    def test_a_device_share_is_in_the_workers_environment(self) -> None:
         assert env_of(spec(), self.SHARED)["UNIRUN_DEVICE_SHARE"] == "0.25"
         assert "UNIRUN_DEVICE_SHARE" not in env_of(spec())
 
-    def test_is_kept_by_mps_where_that_runs(self) -> None:
+    def test_a_device_share_limits_an_mps_client(self) -> None:
         name = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
         assert name not in env_of(spec(), self.SHARED)
         assert env_of(spec(), self.SHARED, CUDA_MPS_PIPE_DIRECTORY="/tmp/mps")[name] == "25"
@@ -221,7 +221,7 @@ class TestAShareOfADevice:
         assert env_of(asked, self.SHARED)[name] == "60"
 
 
-def test_a_rank_with_several_processors_has_as_many_threads() -> None:
+def test_a_rank_with_several_cpu_slots_has_as_many_threads() -> None:
     entry = Entry("script", "a.py")
     job = spec(roles=(RoleSpec("actor", 4, entry, device="cpu", slots=3.0), RoleSpec("rollout", 1, entry)))
     assert base_env(job, "actor", {})["OMP_NUM_THREADS"] == "3"

@@ -1,4 +1,4 @@
-"""The command and the processes of its job: it knows when none is left to wait for, and leaves none behind.
+"""The processes of a job on the command's host: when none is left to wait for, and that none is left behind.
 
 Each test is a process of its own, as `Processes.end` kills every child that there is.
 """
@@ -39,7 +39,7 @@ FOR_EVER = "exec sleep 100"
 
 
 def run(code: str) -> None:
-    """Run `code` in a process of its own."""
+    """Run `code` in its own process."""
     result = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
         capture_output=True,
@@ -50,7 +50,7 @@ def run(code: str) -> None:
 
 
 @pytest.mark.starts_processes
-def test_nobody_is_given_up_while_the_agent_lives() -> None:
+def test_a_job_is_not_given_up_while_its_agent_lives() -> None:
     run("""
         for master in (child(FOR_EVER), ended(child("exit 0")), ended(child("kill -9 $$"))):
             found = Processes(master, (child(FOR_EVER),))
@@ -61,7 +61,7 @@ def test_nobody_is_given_up_while_the_agent_lives() -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_first_master_that_refuses_to_lead_is_not_waited_for() -> None:
+def test_a_job_whose_first_master_cannot_lead_is_given_up() -> None:
     run("""
         found = Processes(ended(child("exit 2")), (child(FOR_EVER),))
         assert found.given_up(led=False)
@@ -71,7 +71,7 @@ def test_a_first_master_that_refuses_to_lead_is_not_waited_for() -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_master_may_be_heard_for_a_moment_after_the_agents_end() -> None:
+def test_a_job_is_given_up_a_moment_after_its_agents_have_ended() -> None:
     run("""
         local.LAST_WORDS = 0.2
         found = Processes(child(FOR_EVER), (ended(child("exit 0")),))
@@ -84,7 +84,7 @@ def test_a_master_may_be_heard_for_a_moment_after_the_agents_end() -> None:
 
 
 @pytest.mark.starts_processes
-def test_the_agent_is_told_to_end_and_only_if_it_is_there() -> None:
+def test_stop_agents_signals_live_agents_only() -> None:
     run("""
         read, write = os.pipe()
         os.set_inheritable(write, True)
@@ -100,7 +100,7 @@ def test_the_agent_is_told_to_end_and_only_if_it_is_there() -> None:
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize(("ends", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
-def test_the_end_tells_how_the_first_master_has_ended(ends: str, code: int) -> None:
+def test_ending_the_processes_returns_the_first_masters_exit_code(ends: str, code: int) -> None:
     run(f"""
         found = Processes(ended(child({ends!r})), (ended(child("exit 0")),))
         assert found.end() == {code}
@@ -109,7 +109,7 @@ def test_the_end_tells_how_the_first_master_has_ended(ends: str, code: int) -> N
 
 
 @pytest.mark.starts_processes
-def test_the_end_waits_for_those_that_leave_by_themselves() -> None:
+def test_ending_the_processes_waits_for_those_that_exit_by_themselves() -> None:
     run("""
         master, agent = child("sleep 0.2; exit 0"), child("sleep 0.1; exit 0")
         found = Processes(master, (agent,))
@@ -119,7 +119,7 @@ def test_the_end_waits_for_those_that_leave_by_themselves() -> None:
 
 
 @pytest.mark.starts_processes
-def test_the_end_leaves_nothing_behind() -> None:
+def test_ending_the_processes_leaves_none_behind() -> None:
     run("""
         local.FAREWELL = 0.1
         adopt_orphans()
@@ -133,7 +133,7 @@ def test_the_end_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_master_that_came_later_is_waited_for_too() -> None:
+def test_ending_the_processes_waits_for_a_later_master() -> None:
     run("""
         adopt_orphans()
         read, write = os.pipe()
@@ -149,7 +149,7 @@ def test_a_master_that_came_later_is_waited_for_too() -> None:
 
 
 @pytest.mark.starts_processes
-def test_who_is_no_child_is_not_waited_for() -> None:
+def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
     run("""
         found = Processes(1 << 22, (1 << 22,))
         began = time.monotonic()

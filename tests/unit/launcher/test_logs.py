@@ -1,4 +1,4 @@
-"""Whatever is in the files reaches the sinks, in order, once."""
+"""All data in the files reaches the sinks, in order and once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def follower() -> Iterator[LogFollower]:
 
 
 class Seen:
-    """A sink that can be waited for."""
+    """A sink that tests can wait for."""
 
     def __init__(self) -> None:
         self.parts: queue.Queue[bytes] = queue.Queue()
@@ -53,7 +53,7 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_was_there_and_what_comes_is_passed_on(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_passes_on_existing_and_new_data(follower: LogFollower, log: Path) -> None:
     log.write_bytes(b"one\n")
     seen = Seen()
     follower.follow(log, seen)
@@ -63,7 +63,7 @@ def test_what_was_there_and_what_comes_is_passed_on(follower: LogFollower, log: 
         assert seen.until(lambda data: data == b"one\ntwo\nthree\n")
 
 
-def test_a_line_waits_for_its_end(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_keeps_an_incomplete_line(follower: LogFollower, log: Path) -> None:
     seen, marker = Seen(), Seen()
     other = log.with_name("other.log")
     other.touch()
@@ -79,7 +79,7 @@ def test_a_line_waits_for_its_end(follower: LogFollower, log: Path) -> None:
         assert seen.until(lambda data: data == b"whole\nhalf\n")
 
 
-def test_a_last_line_that_was_cut_off_is_ended(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_ends_an_incomplete_last_line(follower: LogFollower, log: Path) -> None:
     log.write_bytes(b"whole\ncut o")
     seen = Seen()
     follower.follow(log, seen)
@@ -87,7 +87,7 @@ def test_a_last_line_that_was_cut_off_is_ended(follower: LogFollower, log: Path)
     assert seen.all() == b"whole\ncut o\n"
 
 
-def test_a_very_long_line_comes_in_parts(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_passes_on_a_very_long_line_in_parts(follower: LogFollower, log: Path) -> None:
     line = b"x" * (10 << 20) + b"\n"
     log.write_bytes(b"before\n" + line + b"after\n")
     seen = Seen()
@@ -96,7 +96,7 @@ def test_a_very_long_line_comes_in_parts(follower: LogFollower, log: Path) -> No
     assert data == b"before\n" + line + b"after\n"
 
 
-def test_a_long_line_without_an_end_is_not_kept_back(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_passes_on_a_long_incomplete_line(follower: LogFollower, log: Path) -> None:
     log.write_bytes(b"x" * (MAX_LINE + 1))
     seen = Seen()
     follower.follow(log, seen)
@@ -105,7 +105,7 @@ def test_a_long_line_without_an_end_is_not_kept_back(follower: LogFollower, log:
     assert len(seen.all()) == MAX_LINE + 1
 
 
-def test_bytes_that_are_no_text_pass_as_they_are(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_passes_on_undecodable_bytes(follower: LogFollower, log: Path) -> None:
     raw = bytes(b for b in range(256) if b != 10) + b"\n"
     log.write_bytes(raw)
     seen = Seen()
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_text_pass_as_they_are(follower: LogFollower, log: Pat
     assert seen.until(lambda data: data.endswith(b"\n")) == raw
 
 
-def test_many_files_with_many_writers_lose_nothing(follower: LogFollower, tmp_path: Path) -> None:
+def test_a_log_follower_of_many_written_files_loses_nothing(follower: LogFollower, tmp_path: Path) -> None:
     count, lines = 12, 3000
     sinks = []
     for number in range(count):
@@ -137,8 +137,8 @@ def test_many_files_with_many_writers_lose_nothing(follower: LogFollower, tmp_pa
         assert seen.all() == b"".join(f"{number} {line}\n".encode() for line in range(lines))
 
 
-def test_a_queue_that_overflows_costs_no_line(follower: LogFollower, tmp_path: Path) -> None:
-    """While one sink blocks, two files that change in turn fill the kernel's queue; news of a fourth is dropped."""
+def test_an_overflow_of_the_inotify_queue_loses_no_line(follower: LogFollower, tmp_path: Path) -> None:
+    """While one sink blocks, two files that change in turn fill the kernel's queue; events of a fourth are dropped."""
     files = [tmp_path / f"{name}.log" for name in "abcd"]
     blocked, release, last = threading.Event(), threading.Event(), Seen()
 
@@ -164,7 +164,7 @@ def test_a_queue_that_overflows_costs_no_line(follower: LogFollower, tmp_path: P
     assert last.until(lambda data: data == b"followed\nnot lost\n")
 
 
-def test_a_file_that_cannot_be_watched_is_read_at_the_end(
+def test_a_log_file_without_an_inotify_watch_is_polled(
     follower: LogFollower, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoWatches:
@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_watched_is_read_at_the_end(
     assert seen.all() == b"one\ntwo\n"
 
 
-def test_a_sink_that_blocks_is_not_waited_for_longer_than_said(log: Path) -> None:
+def test_a_log_follower_waits_for_a_blocked_sink_until_its_timeout(log: Path) -> None:
     follower = LogFollower()
     release = threading.Event()
     log.write_bytes(b"one\n")
@@ -194,7 +194,7 @@ def test_a_sink_that_blocks_is_not_waited_for_longer_than_said(log: Path) -> Non
     assert not follower._thread.is_alive()
 
 
-def test_no_descriptor_is_left_behind(log: Path) -> None:
+def test_a_log_follower_leaks_no_descriptor(log: Path) -> None:
     def open_ones() -> int:
         return len([*Path("/proc/self/fd").iterdir()])
 
@@ -206,7 +206,7 @@ def test_no_descriptor_is_left_behind(log: Path) -> None:
     assert open_ones() == before
 
 
-def test_more_files_than_descriptors_are_followed_to_their_end(tmp_path: Path) -> None:
+def test_a_log_follower_may_have_more_files_than_descriptors(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     follower, seen = LogFollower(), Seen()
     paths = [tmp_path / f"{number}.log" for number in range(100)]
@@ -226,7 +226,9 @@ def test_more_files_than_descriptors_are_followed_to_their_end(tmp_path: Path) -
     assert sorted(seen.all().splitlines()) == [b"one"] * 100 + [b"two"] * 100
 
 
-def test_a_prompt_is_passed_on_to_a_sink_that_takes_parts(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_passes_on_a_prompt_to_a_sink_that_takes_parts(
+    follower: LogFollower, log: Path
+) -> None:
     seen = Seen()
     follower.follow(log, seen, parts=True)
     with log.open("ab", buffering=0) as file:
@@ -237,7 +239,7 @@ def test_a_prompt_is_passed_on_to_a_sink_that_takes_parts(follower: LogFollower,
     assert seen.all() == b"name? cut o"
 
 
-def test_a_file_that_is_gone_is_told_of_at_the_end(follower: LogFollower, log: Path) -> None:
+def test_a_log_follower_reports_a_deleted_file_at_the_end(follower: LogFollower, log: Path) -> None:
     log.write_bytes(b"one\n")
     seen = Seen()
     follower.follow(log, seen)

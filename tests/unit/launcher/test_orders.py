@@ -1,4 +1,4 @@
-"""Who gets the stdin of the command, which spawner has to inherit it for that, and what spawners import."""
+"""The reader of stdin, the spawner that inherits it, and the imports of spawners."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def readers(which: Orders, role: str, count: int) -> list[int | None]:
     return [worker.request.stdin for worker in which.launch(order).workers]
 
 
-def test_the_only_worker_of_a_job_reads() -> None:
+def test_the_only_worker_of_a_job_reads_stdin() -> None:
     assert readers(orders(1), "actor", 1) == [STDIN]
 
 
-def test_of_several_nobody_reads_unless_one_is_named() -> None:
+def test_of_several_workers_only_the_named_one_reads_stdin() -> None:
     assert readers(orders(2), "actor", 2) == [None, None]
     assert readers(orders(1, 1), "actor", 1) == [None]
     named = orders(2, 2, stdin="critic:1")
@@ -47,7 +47,7 @@ def test_of_several_nobody_reads_unless_one_is_named() -> None:
 
 
 @pytest.mark.parametrize("named", ["actor:0", "critic:1"])
-def test_only_the_spawner_of_the_reader_inherits_it(named: str) -> None:
+def test_only_the_spawner_of_the_reader_inherits_stdin(named: str) -> None:
     made = orders(2, 2, stdin=named)
     role = named.partition(":")[0]
     inherited = {key: made.stdin_for(key) for key in made.spawners}
@@ -56,13 +56,13 @@ def test_only_the_spawner_of_the_reader_inherits_it(named: str) -> None:
     }
 
 
-def test_on_another_node_nobody_reads() -> None:
+def test_no_worker_on_another_node_reads_stdin() -> None:
     made = orders(1, given=None)
     assert readers(made, "actor", 1) == [None]
     assert all(made.stdin_for(key) == [] for key in made.spawners)
 
 
-def test_a_spawner_for_stores_alone_imports_torch_and_nothing_of_the_users() -> None:
+def test_a_spawner_for_stores_only_imports_torch_and_no_user_module() -> None:
     role = RoleSpec("actor", 1, Entry("workload", "pkg:Actor"), start_method="exec")
     other = replace(role, name="critic", start_method="fork", entry=Entry("script", "a.py"))
     for roles, expected in (((role,), PRELOAD), ((role, other), (*PRELOAD, "mine"))):
@@ -88,17 +88,17 @@ class TestARequest:
         (worker,) = Orders(JOB, task, env or {}).launch(order).workers
         return worker.request
 
-    def test_says_all_that_a_process_needs(self) -> None:
+    def test_a_spawn_request_has_all_that_a_process_needs(self) -> None:
         request = self.requested(StartWorker(3, 1, 2), env={"PATH": "/bin"})
         assert (request.id, request.title, request.kind, request.target) == (1, "actor:3", "script", "a.py")
         assert (request.cwd, request.fresh, request.cpus) == ("/where", False, None)
         assert (request.logs, request.folder) == ("/jobs/run-1/logs", "actor/3/2")
         assert request.env["PATH"] == "/bin"
 
-    def test_fills_in_the_local_rank(self) -> None:
+    def test_a_spawn_request_substitutes_the_local_rank(self) -> None:
         assert self.requested(StartWorker(3, 1, 2)).args == ("--rank", "1")
 
-    def test_takes_the_roles_own_directory_and_processors(self) -> None:
+    def test_a_spawn_request_has_the_roles_directory_and_processors(self) -> None:
         role = RoleSpec("actor", 1, Entry("program", "ls"), cwd="/own", start_method="exec")
         request = self.requested(StartWorker(0, 0, 0, cpus=(1, 2)), role)
         assert (request.cwd, request.fresh, request.cpus) == ("/own", True, (1, 2))

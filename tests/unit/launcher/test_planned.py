@@ -1,4 +1,4 @@
-"""A planned job is a value: it is the same after it was sent to another process as JSON."""
+"""A planned job is unchanged after encoding as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_planned_job_is_the_same_after_json(more: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"spec": 1, "inventory": {}, "placement": {}}'])
-def test_what_is_no_planned_job_is_refused(text: str) -> None:
+def test_invalid_json_of_a_planned_job_is_refused(text: str) -> None:
     with pytest.raises(FrameError):
         PlannedJob.from_json(text)
 

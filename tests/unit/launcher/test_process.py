@@ -1,4 +1,4 @@
-"""What Linux offers to keep processes together, tried on real ones."""
+"""Linux process control, tested on real processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOON = 20.0
 
 
 def run(code: str, *args: str) -> str:
-    """The output of a Python of its own: what it does to itself must not happen to the tests."""
+    """Output of a separate Python process, whose changes to itself must not affect the tests."""
     command = [
         sys.executable,
         "-c",
@@ -33,7 +33,7 @@ def ends(handle: int) -> bool:
 
 @pytest.mark.starts_processes
 def test_a_child_dies_with_its_parent() -> None:
-    """The child is watched by its handle, which outlives the parent."""
+    """The child is watched by its pidfd, as it outlives the parent."""
     code = """
 parent = os.getpid()
 child = os.fork()
@@ -69,7 +69,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.mark.starts_processes
-def test_a_process_may_have_as_many_descriptors_as_it_is_allowed() -> None:
+def test_spare_descriptors_raises_the_soft_limit_to_the_hard_one() -> None:
     code = """
 import resource
 from unirun.launcher.process import spare_descriptors
@@ -84,7 +84,7 @@ assert spare_descriptors() == hard
 
 
 @pytest.mark.starts_processes
-def test_orphans_are_adopted_and_killed_with_everything_below() -> None:
+def test_kill_children_kills_adopted_orphans_and_their_descendants() -> None:
     output = run("""
 import subprocess
 adopt_orphans()
@@ -100,19 +100,19 @@ print(children())
     assert output == "[]\n"
 
 
-def test_a_group_that_is_gone_is_no_error() -> None:
+def test_kill_group_ignores_a_missing_group() -> None:
     process.kill_group(1 << 22, signal.SIGTERM)
 
 
 @pytest.mark.starts_processes
-def test_a_title_is_cut_to_what_the_kernel_keeps() -> None:
+def test_set_title_is_cut_to_15_bytes() -> None:
     assert run("set_title('rollout-workers:123456'); print(open('/proc/self/comm').read())").strip() == (
         "rollout-workers"
     )
 
 
 @pytest.mark.starts_processes
-def test_the_environment_of_a_process_is_that_of_its_start() -> None:
+def test_environment_of_is_the_initial_environment() -> None:
     with subprocess.Popen(["sleep", "100"], env={"RANK": "3", "X": "a=b"}) as child:
         # A fork has its parent's environment until it has become the new program.
         while process.environment_of(child.pid).get("RANK") != "3":
@@ -122,7 +122,7 @@ def test_the_environment_of_a_process_is_that_of_its_start() -> None:
     assert process.environment_of(1 << 22) == {}
 
 
-def test_kills_for_want_of_memory_are_counted_where_the_kernel_tells() -> None:
+def test_out_of_memory_kills_are_read_from_the_kernel() -> None:
     told = "oom_kill " in Path("/proc/vmstat").read_text()
     assert process.out_of_memory_kills() >= 0
     assert told or process.out_of_memory_kills() == 0

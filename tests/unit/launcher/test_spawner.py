@@ -1,4 +1,4 @@
-"""A real spawner that imports nothing, spoken to as its agent does."""
+"""A real spawner without imports, controlled as by its agent."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from unirun.wire.spawning import (
 M = TypeVar("M")
 SOON = 20.0
 DESCRIPTORS = 250
-"""The limit that workers get."""
+"""The workers' limit of descriptors."""
 
 
 class Spawner:
-    """The agent's end."""
+    """The agent's end of the stream."""
 
     def __init__(self, folder: Path, *modules: str, pass_fds: tuple[int, ...] = ()) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class Spawner:
         return message
 
     def send(self, *messages: Message) -> None:
-        """All at once, so that they arrive together."""
+        """Send all at once, so that they arrive together."""
         self.stream.socket.sendall(b"".join(encode_frame(encode(message)) for message in messages))
 
     def program(self, number: int, *command: str, **more: object) -> Spawn:
@@ -128,7 +128,7 @@ def spawner(start: Callable[..., Spawner]) -> Spawner:
 
 
 def gone(pid: int) -> bool:
-    """Whether there is no such process, or a zombie, which may be reaped between two looks at it."""
+    """Whether the process does not exist or is a zombie, which may be reaped between two checks."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -136,7 +136,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.starts_processes
-def test_a_program_runs_and_its_end_is_told(spawner: Spawner) -> None:
+def test_a_spawner_runs_a_program_and_reports_its_exit(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "echo out; echo err >&2; exit 7"))
     assert spawner.next(Forked).id == 1
     end = spawner.next(Reaped)
@@ -146,7 +146,7 @@ def test_a_program_runs_and_its_end_is_told(spawner: Spawner) -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_program_has_the_limit_of_descriptors_that_the_agent_had(spawner: Spawner) -> None:
+def test_a_spawned_program_has_the_agents_original_limit_of_descriptors(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "ulimit -Sn; ulimit -Hn"))
     spawner.until(Reaped)
     soft, hard = (spawner.folder / "1" / "stdout.log").read_text().split()
@@ -155,7 +155,7 @@ def test_a_program_has_the_limit_of_descriptors_that_the_agent_had(spawner: Spaw
 
 
 @pytest.mark.starts_processes
-def test_a_worker_reads_the_descriptor_that_is_named_and_the_next_one_goes_on_there(
+def test_a_spawned_worker_reads_the_given_stdin_and_the_next_one_continues(
     start: Callable[..., Spawner],
 ) -> None:
     theirs, ours = os.pipe()
@@ -174,8 +174,8 @@ def test_a_worker_reads_the_descriptor_that_is_named_and_the_next_one_goes_on_th
 
 
 @pytest.mark.starts_processes
-def test_a_signal_that_comes_right_after_the_order_is_not_lost(spawner: Spawner) -> None:
-    """The child may have no group and no handlers of its own yet, and the spawner ignores SIGTERM."""
+def test_a_signal_right_after_a_spawn_request_is_not_lost(spawner: Spawner) -> None:
+    """The child may not have set its group and handlers yet, and the spawner ignores SIGTERM."""
     for number in range(1, 41):
         signum = int((signal.SIGTERM, signal.SIGKILL)[number % 2])
         spawner.send(spawner.program(number, "sleep", "100"), Kill(number, signum))
@@ -185,7 +185,7 @@ def test_a_signal_that_comes_right_after_the_order_is_not_lost(spawner: Spawner)
 
 
 @pytest.mark.starts_processes
-def test_a_child_finds_the_usual_signal_handlers(spawner: Spawner) -> None:
+def test_a_spawned_child_has_the_default_signal_handlers(spawner: Spawner) -> None:
     code = (
         "import signal; print([int(signal.getsignal(s)) for s in (1, 3, 15)], signal.pthread_sigmask(0, []))"
     )
@@ -196,7 +196,7 @@ def test_a_child_finds_the_usual_signal_handlers(spawner: Spawner) -> None:
 
 
 @pytest.mark.starts_processes
-def test_nothing_of_a_workers_group_is_left_when_its_end_is_told(spawner: Spawner) -> None:
+def test_a_spawner_kills_a_workers_group_before_it_reports_the_exit(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sh", "-c", "sleep 100 & echo $!; exit 0"))
     spawner.next(Forked)
     spawner.until(Reaped)
@@ -204,7 +204,7 @@ def test_nothing_of_a_workers_group_is_left_when_its_end_is_told(spawner: Spawne
 
 
 @pytest.mark.starts_processes
-def test_nothing_is_left_when_the_agent_is_gone(spawner: Spawner) -> None:
+def test_a_spawner_leaves_no_process_when_the_agent_is_gone(spawner: Spawner) -> None:
     spawner.send(spawner.program(1, "sleep", "100"), spawner.program(2, "setsid", "sleep", "100"))
     pids = [spawner.next(Forked).pid, spawner.next(Forked).pid]
     assert spawner.close() == 0
@@ -212,7 +212,7 @@ def test_nothing_is_left_when_the_agent_is_gone(spawner: Spawner) -> None:
 
 
 @pytest.mark.starts_processes
-def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything() -> None:
+def test_a_spawner_whose_agent_has_died_exits_before_it_imports() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         command = [sys.executable, "-u", BOOT, "spawner", str(theirs.fileno())]
@@ -228,7 +228,7 @@ def test_one_that_comes_after_its_agent_has_died_ends_before_it_imports_anything
 
 
 @pytest.mark.starts_processes
-def test_what_cannot_be_started_is_told(spawner: Spawner) -> None:
+def test_a_spawner_reports_a_process_that_cannot_be_started(spawner: Spawner) -> None:
     (spawner.folder / "blocked").touch()
     spawner.send(
         spawner.program(1, "true", folder="blocked/1"),
@@ -245,7 +245,7 @@ def test_what_cannot_be_started_is_told(spawner: Spawner) -> None:
 
 
 @pytest.mark.starts_processes
-def test_a_module_that_cannot_be_imported_is_named(start: Callable[..., Spawner]) -> None:
+def test_a_spawner_names_a_module_that_cannot_be_imported(start: Callable[..., Spawner]) -> None:
     spawner = start("json", "no_such_module")
     failed = spawner.next(SpawnFailed)
     assert failed.id == 0
@@ -256,10 +256,10 @@ def test_a_module_that_cannot_be_imported_is_named(start: Callable[..., Spawner]
 
 
 @pytest.mark.starts_processes
-def test_a_store_takes_the_place_of_the_one_before_it_and_its_end_is_told(
+def test_a_spawners_new_store_replaces_the_old_one_and_its_end_is_reported(
     start: Callable[..., Spawner], port: int
 ) -> None:
-    """What it would import is of no interest here: it is told of as soon as it is forked."""
+    """The store is reported as soon as it is forked, so its imports do not matter here."""
     spawner = start(pass_fds=(port,))
     spawner.next(Preloaded)
     spawner.send(ServeStore("actor", 3, port))
@@ -276,7 +276,7 @@ def test_a_store_takes_the_place_of_the_one_before_it_and_its_end_is_told(
 
 
 def files_of(pid: int) -> dict[int, str]:
-    """What the descriptors of a process are, without its standard streams."""
+    """The files behind the descriptors of a process, without its standard streams."""
     found = {}
     for handle in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -292,7 +292,7 @@ def eventually(true: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.starts_processes
-def test_workers_and_stores_have_no_descriptor_of_the_spawner_or_of_each_other(
+def test_spawned_processes_have_no_descriptor_of_the_spawner_or_each_other(
     start: Callable[..., Spawner], tmp_path: Path
 ) -> None:
     with (
@@ -328,7 +328,7 @@ def test_workers_and_stores_have_no_descriptor_of_the_spawner_or_of_each_other(
 
 
 @pytest.mark.starts_processes
-def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process(
+def test_a_spawner_kills_a_workers_group_before_its_pid_can_be_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], {}, setsid=True)
@@ -355,7 +355,7 @@ def test_the_group_of_a_worker_is_killed_while_its_pid_cannot_be_another_process
 
 
 @pytest.mark.starts_processes
-def test_a_module_that_has_started_threads_is_named_and_its_workers_are_not_forked(
+def test_a_spawner_does_not_fork_after_a_module_has_started_threads(
     start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "harmless.py").touch()
@@ -373,7 +373,7 @@ def test_a_module_that_has_started_threads_is_named_and_its_workers_are_not_fork
 
 
 @pytest.mark.starts_processes
-def test_a_worker_keeps_what_a_preloaded_module_has_open(
+def test_a_forked_worker_keeps_the_open_files_of_a_preloaded_module(
     start: Callable[..., Spawner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     entries = tmp_path / "entries"

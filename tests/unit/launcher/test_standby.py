@@ -1,4 +1,4 @@
-"""An agent's care that its job has a master: it finds who leads, and starts one when nobody does, not too often."""
+"""A standby finds the leader, and starts candidates when there is none, with growing delays."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 class Started:
-    """The masters that were started: each is a process that writes down with what, and sleeps."""
+    """The started masters: each is a process that records its arguments and sleeps."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.file = folder / "started"
@@ -47,23 +47,23 @@ class Started:
         monkeypatch.setattr(sys, "executable", str(self._program))
 
     def then(self, command: str) -> None:
-        """What those do that are started from now on, after writing that down."""
+        """Set a command that masters started from now on run after that."""
         self._program.write_text(f'#!/bin/sh\necho "$$ $*" >> {self.file}\n{command}\n')
         self._program.chmod(0o700)
 
     @property
     def lines(self) -> list[tuple[int, list[str]]]:
-        """The pid and the arguments of each."""
+        """Pid and arguments of each."""
         rows = [line.split() for line in self.file.read_text().splitlines()]
         return [(int(row[0]), row[1:]) for row in rows]
 
     @property
     def deposing(self) -> list[str]:
-        """The term that each was to end."""
+        """The term that each was to depose."""
         return [arguments[-1] for _, arguments in self.lines]
 
     async def until(self, count: int) -> None:
-        """Until so many were started."""
+        """Wait until that many were started."""
         async with asyncio.timeout(PATIENCE):
             while len(self.lines) < count:
                 await asyncio.sleep(0.005)
@@ -91,7 +91,7 @@ def run(place: Place, do: Callable[[Standby], Coroutine[Any, Any, T]]) -> T:
 
 
 def follow(place: Place, known: int = 0) -> int:
-    """The term of whoever is found, after a word on the stream to it."""
+    """The term of the found master, after a message on its stream."""
 
     async def go(watch: Standby) -> int:
         epoch, stream = await watch.next(known, PATIENCE)
@@ -103,13 +103,15 @@ def follow(place: Place, known: int = 0) -> int:
 
 
 class TestWhileSomebodyLeads:
-    def test_it_is_followed(self, place: Place, started: Started) -> None:
+    def test_a_standby_follows_the_leader(self, place: Place, started: Started) -> None:
         master = place.leader()
         assert follow(place) == 1
         assert master.heard.get(timeout=PATIENCE) == Attach()
         assert started.lines == []
 
-    def test_nobody_is_started(self, place: Place, started: Started) -> None:
+    def test_a_standby_starts_no_candidate_while_there_is_a_leader(
+        self, place: Place, started: Started
+    ) -> None:
         place.leader()
 
         async def wait(watch: Standby) -> None:
@@ -119,7 +121,7 @@ class TestWhileSomebodyLeads:
         run(place, wait)
         assert started.lines == []
 
-    def test_a_first_master_may_take_a_moment_to_appear(
+    def test_a_standby_waits_a_moment_for_the_first_master(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
@@ -135,7 +137,7 @@ class TestWhileSomebodyLeads:
         assert run(place, go) == 1
         assert started.lines == []
 
-    def test_that_there_is_another_is_told(self, place: Place, started: Started) -> None:
+    def test_a_standby_reports_another_leader(self, place: Place, started: Started) -> None:
         place.leader()
 
         async def go(watch: Standby) -> bool:
@@ -150,7 +152,9 @@ class TestWhileSomebodyLeads:
         assert started.lines == []
 
     @pytest.mark.starts_processes
-    def test_an_earlier_one_than_is_known_is_not_followed(self, place: Place, started: Started) -> None:
+    def test_a_standby_does_not_follow_a_leader_of_an_earlier_term(
+        self, place: Place, started: Started
+    ) -> None:
         place.leader()
 
         async def go(watch: Standby) -> None:
@@ -164,7 +168,7 @@ class TestWhileSomebodyLeads:
 
 class TestWhenTheLeaderIsDead:
     @pytest.mark.starts_processes
-    def test_a_master_is_started_at_once_that_deposes_it(
+    def test_a_standby_starts_a_candidate_at_once_when_the_leader_is_dead(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(standby, "PATIENCE", PATIENCE)
@@ -185,7 +189,7 @@ class TestWhenTheLeaderIsDead:
         assert pids == {pid}
 
     @pytest.mark.starts_processes
-    def test_the_master_has_the_jobs_lock_and_a_session_of_its_own(
+    def test_a_started_master_has_the_jobs_lock_and_its_own_session(
         self, place: Place, started: Started
     ) -> None:
         place.leader().die()
@@ -205,7 +209,7 @@ class TestWhenTheLeaderIsDead:
         assert not place.job.alive()
 
     @pytest.mark.starts_processes
-    def test_the_next_one_is_started_later_and_later(
+    def test_a_standby_starts_further_candidates_with_growing_delays(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(candidacy, "DELAY", 0.1)
@@ -228,7 +232,7 @@ class TestWhenTheLeaderIsDead:
         assert started.deposing == ["1"] * 5
 
     @pytest.mark.starts_processes
-    def test_no_other_is_started_while_one_comes_up(
+    def test_a_standby_starts_no_second_candidate_while_one_comes_up(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(candidacy, "DELAY", 0.01)
@@ -247,10 +251,10 @@ class TestWhenTheLeaderIsDead:
 
     @pytest.mark.starts_processes
     @pytest.mark.parametrize(("steady", "tries"), [(0.0, 1), (PATIENCE, 4)])
-    def test_who_has_found_a_master_that_led_for_long_starts_again_without_delay(
+    def test_a_standby_resets_its_delay_after_a_master_that_led_for_long(
         self, place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, steady: float, tries: int
     ) -> None:
-        """One that has led for a moment only may be ended by what will end the next one."""
+        """A master that has led only for a moment may have failed for a reason that also ends the next one."""
         monkeypatch.setattr(candidacy, "DELAY", 0.01)
         monkeypatch.setattr(candidacy, "SPREAD", 0.01)
         monkeypatch.setattr(standby, "STEADY", steady)
@@ -278,7 +282,9 @@ class TestWhenTheLeaderIsDead:
 
 class TestWhenNobodyLeads:
     @pytest.mark.starts_processes
-    def test_a_master_is_started_after_a_while(self, place: Place, started: Started) -> None:
+    def test_a_standby_starts_a_candidate_after_a_while_without_a_leader(
+        self, place: Place, started: Started
+    ) -> None:
         began = time.monotonic()
 
         async def go(watch: Standby) -> None:
@@ -290,7 +296,7 @@ class TestWhenNobodyLeads:
         assert time.monotonic() - began >= standby.PATIENCE
         assert started.deposing == ["0"]
 
-    def test_and_nobody_ever_did_it_is_given_up(self, place: Place, started: Started) -> None:
+    def test_a_standby_gives_up_when_there_was_never_a_leader(self, place: Place, started: Started) -> None:
         async def go(watch: Standby) -> None:
             await watch.next(0, 0.05)
 
@@ -298,7 +304,7 @@ class TestWhenNobodyLeads:
             run(place, go)
 
     @pytest.mark.starts_processes
-    def test_but_somebody_did_it_is_never_given_up(self, place: Place, started: Started) -> None:
+    def test_a_standby_never_gives_up_after_a_first_leader(self, place: Place, started: Started) -> None:
         async def go(watch: Standby) -> int:
             finding = asyncio.ensure_future(watch.next(1, 0.01))
             await started.until(1)
@@ -310,7 +316,7 @@ class TestWhenNobodyLeads:
         assert run(place, go) == 1
 
     @pytest.mark.starts_processes
-    def test_while_one_is_obeyed_that_does_not_keep_its_term_another_is_started(
+    def test_a_standby_starts_a_candidate_when_its_masters_lease_expires(
         self, place: Place, started: Started
     ) -> None:
         master = place.leader()
@@ -329,7 +335,7 @@ class TestWhenNobodyLeads:
 
 
 class TestAStoreThatIsAway:
-    def test_leaves_the_leader_alone(self, place: Place, started: Started) -> None:
+    def test_a_standby_keeps_the_leader_while_the_store_is_away(self, place: Place, started: Started) -> None:
         place.leader()
         file = place.job.path / "store.db"
 
@@ -344,7 +350,9 @@ class TestAStoreThatIsAway:
         run(place, go)
         assert started.lines == []
 
-    def test_is_the_reason_that_is_told(self, place: Place, started: Started) -> None:
+    def test_a_standby_that_gives_up_names_the_store_that_is_away(
+        self, place: Place, started: Started
+    ) -> None:
         async def go(watch: Standby) -> None:
             while not watch._masters.seat.known:
                 await watch._masters.news()
@@ -356,10 +364,10 @@ class TestAStoreThatIsAway:
         assert started.lines == []
 
 
-def test_a_leader_that_hangs_is_waited_for(
+def test_a_standby_waits_for_a_hanging_leader(
     place: Place, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease tells when it is not the leader any more."""
+    """Its lease shows when it is no longer the leader."""
     monkeypatch.setattr("unirun.rendezvous.masters.CONNECT", 0.05)
     hanging = place.master()
     hanging.lead(place.store)
@@ -380,10 +388,10 @@ def test_a_leader_that_hangs_is_waited_for(
 
 
 @pytest.mark.starts_processes
-def test_a_master_that_cannot_be_started_is_tried_again(
+def test_a_standby_retries_a_candidate_that_cannot_be_started(
     place: Place, started: Started, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """An agent that has no descriptor left for a moment must not end the workers that it keeps."""
+    """An agent without a free descriptor must not end its workers."""
     program = sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setattr(candidacy, "DELAY", 0.01)

@@ -1,4 +1,4 @@
-"""What an agent holds for a master that comes in another's place, and what it does while there is none."""
+"""The state that an agent holds for a new master, and its work without a master."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ def says(agent: Agent, number: int, *messages: Message) -> Agent:
 
 
 class TestAWorkerThatIsHeld:
-    def test_is_nobody_at_first(self) -> None:
+    def test_a_new_agent_holds_no_worker(self) -> None:
         assert holdings(Agent().state) == ((), ())
 
-    def test_is_held_from_its_order_on(self) -> None:
+    def test_a_worker_is_held_from_its_order_on(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1, incarnation=3))
         assert workers(agent) == (Held(WorkerId("actor", 0, 3)),)
         agent.spawner(Preloaded(1.0), Forked(1, 101))
         assert workers(agent) == (Held(WorkerId("actor", 0, 3), 101),)
 
-    def test_runs_in_the_generation_that_it_was_welcomed_with(self) -> None:
+    def test_a_held_worker_runs_in_the_generation_of_its_welcome(self) -> None:
         agent = Agent().on(launch(count=1), VIEW).spawner(Preloaded(1.0), Forked(1, 101))
         says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True))
         assert workers(agent) == (Held(WorkerId("actor", 0, 0), 101, True, 1),)
 
-    def test_is_in_the_latest_generation_that_it_has_formed(self) -> None:
+    def test_a_held_worker_has_the_latest_generation_that_it_formed(self) -> None:
         agent = Agent().alive(1)
         says(agent, 1, GroupFormed(4), GroupFormed(2))
         assert workers(agent)[0].generation == 4
 
-    def test_takes_calls_where_it_has_said(self) -> None:
+    def test_a_held_worker_has_the_addresses_that_it_reported(self) -> None:
         agent = Agent().alive(1)
         says(agent, 1, Serving({"socket": "a:1"}, True))
         (held,) = workers(agent)
         assert (held.addresses, held.recoverable) == ({"socket": "a:1"}, True)
 
-    def test_may_take_calls_nowhere_and_serve_all_the_same(self) -> None:
+    def test_a_held_worker_may_serve_without_addresses(self) -> None:
         agent = Agent().alive(1)
         assert workers(agent)[0].addresses is None
         says(agent, 1, Serving({}, False))
@@ -77,7 +77,7 @@ class TestAWorkerThatIsHeld:
 
 
 class TestAnEnd:
-    def test_is_remembered_until_a_master_has_kept_it(self) -> None:
+    def test_an_exit_is_kept_until_a_master_acknowledges_it(self) -> None:
         error = WorkerError("ValueError: x", "Traceback", 5.0)
         agent = says(Agent().alive(), 1, error).spawner(Reaped(1, 6.0, 1, None))
         told = agent.told(WorkerExited)
@@ -88,7 +88,7 @@ class TestAnEnd:
         assert workers(agent) == (alive,)
         assert agent.commands == []
 
-    def test_of_another_incarnation_is_another(self) -> None:
+    def test_an_acknowledged_exit_of_another_incarnation_is_distinct(self) -> None:
         agent = Agent().alive(1).spawner(Reaped(1, 6.0, 1, None))
         agent.on(launch(count=1, first=5, incarnation=1)).spawner(Forked(5, 105), Reaped(5, 7.0, 1, None))
         assert [held.worker.incarnation for held in workers(agent)] == [0, 1]
@@ -99,18 +99,18 @@ class TestAnEnd:
         )
         assert [held.worker.incarnation for held in workers(agent)] == [0]
 
-    def test_of_a_worker_without_a_process_is_remembered_too(self) -> None:
+    def test_the_exit_of_a_worker_without_a_process_is_kept(self) -> None:
         agent = Agent(spawners={TORCH: False}).on(launch(count=1), StopWorkers("actor", (0,), TERM, 5.0))
         assert [held.exit for held in workers(agent)] == agent.told(WorkerExited)
         agent = Agent().on(launch(count=1)).spawner(Preloaded(1.0), SpawnFailed(1, 7.0, "no memory"))
         assert [held.exit for held in workers(agent)] == agent.told(WorkerExited)
 
-    def test_does_not_keep_an_agent_from_leaving(self) -> None:
+    def test_an_unacknowledged_exit_does_not_keep_an_agent_from_leaving(self) -> None:
         agent = Agent().alive(1).spawner(Reaped(1, 6.0, 0, None))
         assert agent.on(Shutdown()).commands == [Leave()]
 
-    def test_of_a_worker_whose_master_is_gone_is_told_to_the_next(self) -> None:
-        """Whatever it sends is for whichever master there is; the next one hears it in what is held."""
+    def test_the_exit_of_a_worker_without_a_master_is_reported_to_the_next(self) -> None:
+        """A message is sent to any master; the next one gets it with the held state."""
         agent = Agent().alive(1).spawner(Reaped(1, 6.0, None, KILL)).on(Led(2))
         (held,) = workers(agent)
         assert held.exit is not None
@@ -118,7 +118,7 @@ class TestAnEnd:
 
 
 class TestAStore:
-    def test_is_held_with_how_far_it_is(self) -> None:
+    def test_a_store_is_held_with_its_progress(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(generation=2))
         assert stores(agent) == (HeldStore("actor", 2, False),)
         agent.spawner(StoreOpened("actor", 1))
@@ -129,7 +129,7 @@ class TestAStore:
         agent.spawner(gone)
         assert stores(agent) == (HeldStore("actor", 2, True, gone),)
 
-    def test_that_is_ordered_again_is_not_served_again_but_told_of(self) -> None:
+    def test_a_store_that_is_ordered_again_is_reported_but_not_reopened(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), store())
         assert agent.sent(ServeStore) == [ServeStore("actor", 0, 9)]
         assert agent.on(store()).commands == []
@@ -138,7 +138,7 @@ class TestAStore:
         gone = StoreEnded("actor", 0, 5.0, "killed")
         assert agent.spawner(gone).on(store()).commands == [ToMaster(gone)]
 
-    def test_of_a_later_generation_replaces_it(self) -> None:
+    def test_a_store_of_a_later_generation_replaces_the_held_one(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(store(), store(generation=1))
         assert stores(agent) == (HeldStore("actor", 1, False),)
         assert agent.on(store()).sent(ServeStore) == []
@@ -146,7 +146,7 @@ class TestAStore:
 
 
 class TestAMasterOfAnEarlierTerm:
-    def test_is_not_obeyed(self) -> None:
+    def test_an_order_of_an_earlier_term_is_ignored(self) -> None:
         agent = Agent().alive().on(Led(3))
         state = agent.state
         orders = [
@@ -160,20 +160,20 @@ class TestAMasterOfAnEarlierTerm:
         assert agent.on(*(Order(2, what) for what in orders)).commands == []
         assert agent.state == state
 
-    def test_does_not_become_the_latest_again(self) -> None:
+    def test_a_master_of_an_earlier_term_does_not_lower_the_epoch(self) -> None:
         agent = Agent().on(Led(3), Led(2))
         assert agent.state.epoch == 3
         assert agent.commands == []
 
-    def test_leaves_its_orders_to_those_that_come_later(self) -> None:
+    def test_orders_of_the_present_and_a_later_term_are_carried_out(self) -> None:
         agent = Agent(spawners={TORCH: True}).on(Led(3), Order(3, launch(count=1)))
         assert len(agent.sent(Spawn)) == 1
         assert agent.on(Order(4, launch("rollout", 1, first=9))).has(ToSpawner)
 
 
 class TestWithoutAMaster:
-    def test_everything_goes_on(self) -> None:
-        """A dead master is no event for the core: workers start, say what they say, and end."""
+    def test_an_agent_without_a_master_keeps_running_its_workers(self) -> None:
+        """The loss of a master is no event for the core: workers start, report and end."""
         agent = Agent().on(store(), launch(), VIEW).spawner(Preloaded(1.0), Forked(1, 101), Forked(2, 102))
         assert len(agent.told(WorkerStarted)) == 2
         says(agent, 1, Hello(WorkerId("actor", 0, 0), 101, True), Metrics({"loss": 1.0}, 1.0), GroupFormed(1))
@@ -183,7 +183,7 @@ class TestWithoutAMaster:
             (1, False, True),
         }
 
-    def test_what_was_ordered_and_done_is_not_done_again(self) -> None:
+    def test_an_order_repeated_by_the_next_master_is_not_carried_out_twice(self) -> None:
         agent = Agent().alive().spawner(Reaped(1, 9.0, 1, None))
         again = launch(first=11)
         assert agent.on(Led(2), Order(2, store()), Order(2, again)).sent(Spawn) == []
@@ -191,7 +191,7 @@ class TestWithoutAMaster:
         agent.on(ExitAck(WorkerId("actor", 0, 0)), Order(2, again))
         assert agent.sent(Spawn) == [], "nor when the end is forgotten"
 
-    def test_an_agent_that_must_leave_still_holds_how_its_workers_end(self) -> None:
+    def test_an_agent_that_leaves_without_a_master_keeps_the_exits(self) -> None:
         agent = Agent().alive(1).on(Abandon("the command is gone"))
         agent.spawner(Reaped(1, 9.0, None, TERM))
         (held,) = workers(agent)

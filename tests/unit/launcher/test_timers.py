@@ -1,4 +1,4 @@
-"""torch's timers: whoever does not release one in time is told of, once, with the signal that it has chosen."""
+"""torch's timers: each one that is not released in time is reported once, with its signal."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def running(*requests: Request) -> Timers:
 
 
 class TestTimers:
-    def test_expire_when_their_time_is_over(self) -> None:
+    def test_timers_expire_at_their_time(self) -> None:
         timers = running(request("a", 10.0), request("b", 20.0, pid=8))
         assert timers.until(4.0) == 6.0
         assert timers.expired(9.9) == []
         assert timers.expired(10.0) == [Expiry(7, ("a",), KILL)]
         assert timers.until(10.0) == 10.0
 
-    def test_that_are_released_do_not(self) -> None:
+    def test_released_timers_do_not_expire(self) -> None:
         timers = running(request("a", 10.0), request("b", 10.0), request("a", -1.0, signum=0))
         assert timers.expired(11.0) == [Expiry(7, ("b",), KILL)]
         assert timers.until(11.0) is None
 
-    def test_that_are_started_again_have_their_new_time(self) -> None:
+    def test_restarted_timers_have_their_new_time(self) -> None:
         timers = running(request("a", 10.0), request("a", 30.0))
         assert timers.expired(29.0) == []
 
-    def test_of_one_process_are_over_together_and_the_first_one_chooses_the_signal(self) -> None:
+    def test_timers_of_one_process_end_together_with_the_signal_of_the_first(self) -> None:
         timers = running(
             request("late", 12.0, signum=TERM),
             request("none", 9.0, signum=0),
@@ -59,25 +59,25 @@ class TestTimers:
         assert timers.expired(20.0) == [Expiry(7, ("none", "first", "late"), KILL)]
         assert timers.until(20.0) is None
 
-    def test_without_a_signal_have_no_consequence(self) -> None:
+    def test_timers_without_a_signal_have_no_consequence(self) -> None:
         wrong = (request(str(signum), 1.0, signum=signum) for signum in (0, -1, 65, 1 << 40))
         assert running(*wrong).expired(2.0) == []
 
-    def test_of_what_is_no_process_are_not_taken(self) -> None:
+    def test_timers_with_an_invalid_pid_are_ignored(self) -> None:
         assert running(*(request("a", 1.0, pid=pid) for pid in (0, -1, 1 << 40))).expired(2.0) == []
 
-    def test_that_nobody_releases_are_bounded(self) -> None:
+    def test_the_number_of_timers_is_bounded(self) -> None:
         timers = running(*(request(str(number), 1.0) for number in range(MANY + 10)))
         (expiry,) = timers.expired(2.0)
         assert len(expiry.scopes) == MANY
 
 
-def test_torchs_requests_are_understood() -> None:
+def test_torchs_timer_requests_are_parsed() -> None:
     asked = FileTimerRequest(worker_pid=7, scope_id="batch", expiration_time=12.5, signal=signal.SIGTERM)
     assert from_json(Request, asked.to_json()) == request("batch", 12.5, signum=TERM)
 
 
-def test_a_pipe_takes_requests_of_torchs_client_between_lines_that_are_none(tmp_path: Path) -> None:
+def test_a_timer_pipe_takes_requests_of_torchs_client_and_ignores_other_lines(tmp_path: Path) -> None:
     path = tmp_path / "timer"
     path.write_text("left by an agent before")
 
@@ -100,7 +100,7 @@ def test_a_pipe_takes_requests_of_torchs_client_between_lines_that_are_none(tmp_
 
 
 class TestAWorkerThatIsLate:
-    def test_gets_the_signal_and_its_end_says_why(self) -> None:
+    def test_a_worker_with_an_expired_timer_gets_the_signal_and_a_note(self) -> None:
         agent = Agent().alive().on(TimerExpired(101, 101, ("batch",), KILL))
         assert Signal(101, KILL) in agent.commands
         (notice,) = agent.told(Notice)
@@ -111,18 +111,18 @@ class TestAWorkerThatIsLate:
         (end,) = agent.spawner(Reaped(1, 2.0, None, KILL)).told(WorkerExited)
         assert (end.cause, end.sent, end.note) == ("own", None, "its timer 'batch' has expired")
 
-    def test_and_ends_well_all_the_same_has_no_note(self) -> None:
+    def test_a_worker_with_an_expired_timer_that_succeeds_has_no_note(self) -> None:
         agent = Agent().alive().on(TimerExpired(101, 101, ("batch",), TERM))
         (end,) = agent.spawner(Reaped(1, 2.0, 0, None)).told(WorkerExited)
         assert end.note == ""
 
-    def test_may_be_a_process_that_a_worker_has_started(self) -> None:
+    def test_an_expired_timer_may_be_that_of_a_workers_child_process(self) -> None:
         agent = Agent().alive().on(TimerExpired(555, 102, ("load",), TERM))
         assert Signal(555, TERM) in agent.commands
         assert agent.told(Notice)[0].source == "actor:1"
 
-    def test_that_is_no_worker_is_left_alone(self) -> None:
+    def test_an_expired_timer_of_a_stranger_sends_no_signal(self) -> None:
         for session in (0, 77):
             agent = Agent().alive().on(TimerExpired(555, session, ("load",), KILL))
             assert not agent.has(Signal)
-            assert "process 555, which is no worker's here" in agent.told(Notice)[0].text
+            assert "process 555, which belongs to no worker of this node" in agent.told(Notice)[0].text

@@ -1,4 +1,4 @@
-"""What a worker does at its end, before its interpreter ends."""
+"""A worker at exit, before its interpreter ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORK = 50_000
 
 
 class TestTheEnd:
-    def test_waits_for_a_thread_that_works_and_then_takes_the_gil(self) -> None:
+    def test_a_worker_waits_at_exit_for_a_working_thread_that_takes_the_gil(self) -> None:
         import torch  # noqa: F401 - threads of others are not waited for
 
         done: list[bytes] = []
@@ -34,7 +34,7 @@ class TestTheEnd:
         thread.join()
         assert ended
 
-    def test_waits_for_no_thread_that_sleeps(self) -> None:
+    def test_a_worker_does_not_wait_at_exit_for_a_sleeping_thread(self) -> None:
         import torch  # noqa: F401
 
         leave = threading.Event()
@@ -46,7 +46,7 @@ class TestTheEnd:
         thread.join()
 
     @pytest.mark.starts_processes
-    def test_does_not_wait_without_torch(self) -> None:
+    def test_a_worker_without_torch_does_not_wait_at_exit(self) -> None:
         code = (
             "import threading; from unirun.launcher.worker import wait_for_threads\n"
             "threading.Thread(target=lambda: [_ for _ in iter(int, 1)], daemon=True).start()\n"

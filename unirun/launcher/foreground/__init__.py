@@ -1,1 +1,1 @@
-"""A job in the foreground: what a person sees of it, and how signals reach it."""
+"""A job in the foreground: its output on the terminal, and signals to it."""

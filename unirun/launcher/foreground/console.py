@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: workers' lines with their prefix, a live line, short notes."""
+"""Terminal output while a job runs: workers' lines with a prefix, a live line, notes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unirun.launcher.foreground.terminal import (
 from unirun.spec import JobSpec, LogSpec
 
 COLOURS = (36, 33, 35, 32, 34, 31, 96, 93, 95, 92, 94, 91)
-"""The codes of a terminal's colours, for roles in their order."""
+"""ANSI colour codes, for roles in their order."""
 
 
 def shown(log: LogSpec, local_rank: int, stream: int) -> bool:
@@ -42,7 +42,7 @@ def _bits(text: str, local_rank: int) -> int:
 
 
 class Prefixer:
-    """Gives each worker the prefix of its lines: ``[actor:2]`` in the colour of its role."""
+    """Makes the prefix of a worker's lines: ``[actor:2]`` in the colour of its role."""
 
     def __init__(self, spec: JobSpec, colour: bool, template: str | None) -> None:
         self._roles = {role.name: n for n, role in enumerate(spec.roles)}
@@ -51,7 +51,7 @@ class Prefixer:
         self._template = template
 
     def __call__(self, role: str, rank: int, local_rank: int) -> bytes:
-        """The prefix; empty when the job has one worker only."""
+        """The prefix of a worker; empty when the job has only one worker."""
         if self._alone:
             return b""
         text = f"[{role}:{rank}] "
@@ -64,15 +64,15 @@ class Prefixer:
 
 
 class Console:
-    """Writes to stdout and stderr from several threads; keeps the live line below what is written.
+    """Writes to stdout and stderr, from any thread, and keeps the live line below the output.
 
-    Where a stream cannot be written any more, what would go there is dropped; `when_lost` tells of stdout. A reader
-    that does not read (a pager, a stopped terminal) holds up `lines` and `close` alone: what `note`, `error` and `live`
-    say is written by a thread.
+    When a stream cannot be written any more, output to it is dropped; `when_lost` sets a callback for stdout. A reader
+    that does not read (a pager, a stopped terminal) blocks only `lines` and `close`: `note`, `error` and `live` write
+    in a thread.
     """
 
     def __init__(self, *, quiet: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:
-        """Of `out` and `err`, by default stdout and stderr."""
+        """Write to `out` and `err`, by default stdout and stderr."""
         self._quiet = quiet
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._screen = is_screen(self._err)
@@ -90,7 +90,7 @@ class Console:
         self.colour = in_colour(self._out)
 
     def lines(self, stream: int, prefix: bytes, data: bytes) -> None:
-        """Whole lines of one worker; without a prefix, whatever it has written."""
+        """Write whole lines of one worker to `stream` (1 stdout, 2 stderr); without a prefix any bytes."""
         if prefix:
             if not data.endswith((b"\n", b"\r")):
                 data += b"\n"
@@ -105,26 +105,26 @@ class Console:
             tell(error)
 
     def when_lost(self, tell: Callable[[OSError], None]) -> None:
-        """Call `tell` once with the reason when stdout cannot take what a worker has written, in the thread that calls
-        `lines`."""
+        """Set a callback that is called once with the error when a worker's output cannot be written to stdout, in the
+        thread that calls `lines`."""
         self._tell_lost = tell
 
     def note(self, text: str) -> None:
-        """A line of unirun's own, left out when quiet."""
+        """Write a message of unirun, unless quiet."""
         if not self._quiet:
             self.error(text)
 
     def error(self, text: str) -> None:
-        """Lines of unirun's own that are always shown; what they quote may come from anywhere."""
+        """Write messages of unirun, also when quiet. Unprintable characters are escaped."""
         self._said.put(("".join(f"unirun: {line}\n" for line in printable_lines(text)), None))
 
     def live(self, text: str) -> None:
-        """Replace the live line; shown on a terminal only."""
+        """Replace the live line, which is shown on a terminal only."""
         if self._live_possible:
             self._said.put(("", printable(text)))
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait until everything that was said is written, or for `timeout` seconds."""
+        """Wait until everything is written, for at most `timeout` seconds."""
         self._said.put(None)
         self._thread.join(timeout)
 
@@ -139,7 +139,7 @@ class Console:
                 self._draw(self._live.replace(live, self._width()))
 
     def _write(self, file: BinaryIO, data: bytes, *, own_row: bool = False) -> OSError | None:
-        """Write `data`, with `own_row` on a row of its own. Returns why `file` cannot be written (any more)."""
+        """Write `data`, with `own_row` on a new row. Returns the error when `file` cannot be written (any more)."""
         seen = self._screen and file.isatty()
         with self._lock:
             if not seen:
@@ -157,7 +157,7 @@ class Console:
             self._raw(self._err.buffer, what.encode(self._err.encoding, "backslashreplace"))
 
     def _width(self) -> int:
-        """How wide the live line may be now."""
+        """Present width for the live line; 0 when it may not be drawn."""
         number = self._err.fileno()
         return columns(number) if self._live_possible and in_foreground(number) else 0
 
@@ -170,7 +170,7 @@ class Console:
             try:
                 view = view[os.write(number, view) :]
             except BlockingIOError:
-                # Whoever shares the terminal or the pipe has made it non-blocking.
+                # Another process that shares the terminal or the pipe has made it non-blocking.
                 _await_writable(number)
             except OSError as error:
                 self._closed[number] = error

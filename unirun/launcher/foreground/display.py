@@ -1,4 +1,4 @@
-"""What a person sees of a job in the foreground: output of its workers, the live line, notes, and how it ended."""
+"""Show a job in the foreground: output of its workers, the live line, notes, and its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unirun.wire.reports import Notice
 
 
 class Display:
-    """Shows one job on a console. `roles` is the latest that a master has said of each role."""
+    """Shows one job on a console. `roles` has the latest `RoleChanged` of each role."""
 
     def __init__(self, job: JobDir, spec: JobSpec, console: Console) -> None:
         self._job, self._spec, self._console = job, spec, console
@@ -32,13 +32,13 @@ class Display:
         self.roles: dict[str, RoleChanged] = {}
 
     def begin(self) -> None:
-        """Say which job it is, and follow its event log if that is wanted."""
+        """Print the job's id and log directory, and follow its event log with ``event_log=console``."""
         self._console.note(f"job {self._spec.run_id}, logs in {self._job.logs.resolve()}")
         if self._spec.event_log == "console":
             self._follower.follow(self._job.events, lambda data: self._console.lines(2, b"", data))
 
     def show(self, message: Message) -> None:
-        """Show what the master has said."""
+        """Show a message of the master."""
         match message:
             case WorkerOutput():
                 self._follow(message)
@@ -58,11 +58,11 @@ class Display:
             await asyncio.sleep(0.2)
 
     def finish(self, timeout: float | None = None) -> None:
-        """Show what is left of the workers' output, for at most `timeout` seconds."""
+        """Show the rest of the workers' output, for at most `timeout` seconds."""
         self._follower.finish(timeout)
 
     def tell_end(self, ended: Ended) -> None:
-        """Say how the job has ended."""
+        """Print how the job has ended."""
         seconds = time.monotonic() - self._began
         if ended.code == 0:
             self._console.note(f"job {self._spec.run_id} succeeded after {seconds:.1f} s")
@@ -90,7 +90,7 @@ class Display:
                 )
 
     def _draw(self) -> None:
-        """The live line while roles come up; it goes away once all ranks run."""
+        """Draw the live line until all ranks run, then remove it."""
         up = len(self.roles) == len(self._spec.roles) and all(
             role.running == role.total for role in self.roles.values()
         )
@@ -111,19 +111,19 @@ class Display:
             ]
             joined = any(role.phase != "waiting" for role in self.roles.values())
             seconds = time.monotonic() - self._began
-            # What matters most first: a terminal may be too narrow for all of it.
+            # The most important first, as a narrow terminal cuts the rest.
             words = [f"{seconds:.1f} s", *parts, self._spawner if joined else "waiting for the nodes"]
             self._console.live("  ".join(words))
 
 
 def pass_on_error(ended: Ended, path: str | None) -> None:
-    """Write the root cause to the error file that whoever started `unirun` has asked for, as torchrun does."""
+    """Write the root cause to the error file `path` of the caller of `unirun`, as torchrun does."""
     if path is None:
         return
     try:
         error = json.loads(Path(ended.error_file).read_text())
     except (OSError, ValueError):
-        # A signal leaves no error file; the report says what there is to say.
+        # A worker killed by a signal has no error file; use the report.
         extra = {"py_callstack": ended.report, "timestamp": str(int(time.time()))}
         error = {"message": {"message": ended.report.splitlines()[0], "extraInfo": extra}}
     if isinstance(error.get("message"), dict):

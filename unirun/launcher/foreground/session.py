@@ -1,4 +1,4 @@
-"""A job in the foreground: this process follows its masters, passes signals on, and waits for the end."""
+"""Follow a job in the foreground: show its output, forward signals, and wait for its end."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from unirun.wire.aio import Stream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 
 LOOK_AGAIN = 0.03
-"""Seconds between two attempts to reach a master, as long as there is none."""
+"""Seconds between two attempts to reach a master while there is none."""
 
 CHECK = 1.0
-"""Seconds of silence after which it is looked whether any agent is left, when the user has asked twice for the end."""
+"""Seconds of silence after which the agents are checked, once the user has sent a second signal."""
 
 PATIENCE = 2.0
-"""Seconds that a master has when the user has asked twice for the end. Then the agents here are told to end, and killed
-when they do not within `FAREWELL`."""
+"""Seconds that the master has after the second signal. Then the agents on this host are told to end, and killed after
+another `FAREWELL` seconds."""
 
 _NO_READER = 128 + signal.SIGPIPE
-"""The exit code when whoever read stdout has gone, as a shell gives it for a program that SIGPIPE has ended."""
+"""The exit code when the reader of stdout is gone: a shell's code for a program ended by SIGPIPE."""
 
 HURRY = 0.5
-"""Seconds for what is left to be shown after a signal that came at the end of the job."""
+"""Seconds to show the rest of the output after a signal at the end of the job."""
 
 QUIET = 3.0
-"""Seconds without a master after which it is told why."""
+"""Seconds without a master after which the reason is shown."""
 
 _STOPS = frozenset((RolePhase.STOPPING, *ROLE_ENDS))
 
 
 class StopRequests:
-    """The stops that the user has asked for. They are kept, as a master may die before it has written one.
+    """The user's requests to stop. They are kept for the next master, as one may die before it has written them.
 
-    The first ends the job with its grace period, the second at once.
+    The first stops the job with its grace period, the second at once.
     """
 
     def __init__(self) -> None:
@@ -58,22 +58,22 @@ class StopRequests:
 
     @property
     def first(self) -> Stop | None:
-        """The first request; None without one."""
+        """The first request, or None."""
         return self._asked[0] if self._asked else None
 
     @property
     def urgent(self) -> bool:
-        """Whether the job shall end at once."""
+        """Whether the job should end at once."""
         return len(self._asked) > 1
 
     def add(self, stop: Stop, *, told: bool) -> None:
-        """Add a request; `told`: the master that leads is told at once."""
+        """Add a request; `told`: it is also sent to the present master."""
         self._asked.append(stop)
         if told:
             self._told = len(self._asked)
 
     def answer(self, name: str, grace: float) -> str:
-        """What to tell the user who has just asked by the signal called `name`; `grace` is in seconds."""
+        """The message to the user after the signal `name`; `grace` is in seconds."""
         if self.urgent:
             return f"{name}: killing the workers now"
         return f"{name}: stopping; SIGKILL follows after {grace:g} s, or at once when it comes again"
@@ -81,8 +81,8 @@ class StopRequests:
     def for_next(self, phases: Iterable[str]) -> list[Stop]:
         """The requests to send to the next master, whose roles are in `phases`.
 
-        When all roles stop already and a master was told the first request, it is known; sent again, it would count as
-        the second.
+        When all roles are stopping and a master was sent the first request, the next one knows it: sent again, it would
+        count as the second.
         """
         known = self._told > 0 and all(phase in _STOPS for phase in phases)
         self._told = len(self._asked)
@@ -90,12 +90,12 @@ class StopRequests:
 
 
 def follow(running: RunningJob, *, quiet: bool) -> int:
-    """Follow a job that this process has launched to its end. Returns its exit code."""
+    """Follow a job that this process has launched until it ends. Returns its exit code."""
     return asyncio.run(Session(running, Console(quiet=quiet)).run())
 
 
 class Session:
-    """Follows one job, whichever master leads it."""
+    """Follows one job through all its masters."""
 
     def __init__(self, running: RunningJob, console: Console) -> None:
         self._job, self._spec, self._processes = running.job, running.spec, running.processes
@@ -113,7 +113,7 @@ class Session:
         self._unwritten: OSError | None = None
 
     async def run(self) -> int:
-        """Follow the job to its end. Returns its exit code."""
+        """Follow the job until it ends. Returns its exit code."""
         self._catch_signals()
         loop = asyncio.get_running_loop()
         self._console.when_lost(lambda error: _soon(loop, self._output_lost, error))
@@ -136,7 +136,7 @@ class Session:
         return ended.code or self._code_of_output()
 
     async def _follow_to_end(self) -> Ended | None:
-        """Follow one master after another. None when there is no other, and none has left an end."""
+        """Follow one master after another. Returns None when there is no other and the store has no end of the job."""
         while True:
             seat = self._masters.seat
             self._trouble = seat.trouble or self._trouble
@@ -152,7 +152,7 @@ class Session:
             await self._masters.news(LOOK_AGAIN)
 
     async def _follow_master(self, leader: Leader) -> Ended:
-        """Follow one master to the job's end. Raises `WireError` when it is gone before."""
+        """Follow one master until the job ends. Raises `WireError` when the master is gone before that."""
         master = await self._masters.reach(leader)
         if leader.epoch > 1 and not self._led:
             self._console.note("the job's first master has died; another leads")
@@ -167,7 +167,7 @@ class Session:
             while not isinstance(message := await self._hear(master), Ended):
                 self._display.show(message)
                 if self._master is None and isinstance(message, RoleChanged):
-                    # It begins with how every role stands, which tells which requests it knows.
+                    # A master first sends the state of every role, which shows the requests that it knows.
                     phases[message.role] = message.phase
                     if len(phases) == len(self._spec.roles):
                         for stop in self._requests.for_next(phases.values()):
@@ -181,13 +181,13 @@ class Session:
             await master.close()
 
     async def _leave_when_replaced(self, master: Stream, leader: Leader) -> None:
-        """End the stream when there is a later term: a master that hangs does not end it."""
+        """Close the stream when there is a later term, as a hanging master does not."""
         while self._masters.seat.epoch <= leader.epoch:
             await self._masters.news(eager=False)
         await master.close()
 
     async def _hear(self, master: Stream) -> Message:
-        """The next message of `master`. Raises `WireError` when it is gone, or is not to be waited for any more."""
+        """Receive from `master`. Raises `WireError` when it is gone, or when the wait is given up."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK):
@@ -196,7 +196,7 @@ class Session:
                 raise WireError("the master does not end a job that has no agent any more")
 
     def _tell_why(self) -> None:
-        """As long as nobody leads: say what the latest master has said before it ended."""
+        """While there is no master, show the last message of the latest one."""
         if time.monotonic() < self._alone_since + QUIET:
             return
         self._alone_since = time.monotonic()
@@ -206,14 +206,14 @@ class Session:
             self._console.note(f"nobody leads the job: {words}")
 
     async def _force(self) -> None:
-        """End the job on this host, whoever leads it or does not."""
+        """End the job on this host without its master."""
         await asyncio.sleep(PATIENCE)
         self._processes.stop_agents()
         await asyncio.sleep(FAREWELL)
         self._processes.kill_agents()
 
     def _end_in_store(self) -> Ended | None:
-        """The end that a master has written and could not tell any more."""
+        """Read the end of the job from the store, where a master has written it before it died."""
         try:
             store = open_store(self._job.store_url)
             try:
@@ -237,12 +237,12 @@ class Session:
                 self._forcing = loop.create_task(self._force())
             self._console.note(self._requests.answer(signum.name, self._spec.shutdown_timeout))
 
-        # An agent that is gone while the job goes on leaves no zombie.
+        # Reap agents that end before the job does.
         loop.add_signal_handler(signal.SIGCHLD, self._processes.reap)
         self._processes.reap()
         for name in self._spec.signals:
             signum = signal.Signals[name]
-            # What nohup or a shell's & has set to be ignored stays ignored.
+            # Signals ignored by nohup or a shell's & stay ignored.
             if signal.getsignal(signum) != signal.SIG_IGN:
                 loop.add_signal_handler(signum, passed_on, signum)
 
@@ -252,8 +252,8 @@ class Session:
             self._master.send(stop)
 
     def _output_lost(self, error: OSError) -> None:
-        """Stdout takes nothing any more. A reader that went away wants no more of the job, as ``| head``; a full disk
-        is no reason to end it, as all output is in the logs."""
+        """Stdout cannot be written. Stop the job when its reader is gone (``| head``), but not on a full disk, as all
+        output is in the logs."""
         self._unwritten = error
         if not isinstance(error, ConnectionError):
             where = self._job.logs.resolve()
@@ -265,19 +265,19 @@ class Session:
             self._stop(Stop(int(signal.SIGTERM), "the reader of its output is gone", code=_NO_READER))
 
     def _code_of_output(self) -> int:
-        """The exit code of the command when the job has succeeded."""
+        """The exit code of the command after a successful job."""
         if self._unwritten is None:
             return 0
         return _NO_READER if isinstance(self._unwritten, ConnectionError) else EXIT_FAILURE
 
     def _lost(self) -> int:
-        """There is no master and there will be none: see that nothing is left, and say what is known."""
+        """There will be no more master: end the remaining processes and report what is known."""
         refused = self._processes.refusal(self._led)
         code = self._processes.end(self._led, 0.0 if self._requests.urgent else FAREWELL)
         self._display.finish(FAREWELL)
         words = first_words(self._job)
         if refused is not None and words:
-            # The first master could not lead: what it says is all there is to say.
+            # The first master could not lead, and has logged why.
             self._console.error(words)
         elif (request := self._requests.first) is not None:
             self._console.error(f"job {self._spec.run_id} was stopped without its master: {self._trouble}")
@@ -290,7 +290,7 @@ class Session:
         return code or EXIT_FAILURE
 
     async def _show_rest(self, ended: Ended, signalled: asyncio.Event) -> None:
-        """Show what is left and how the job ended. After a signal, a reader that does not read is not waited for."""
+        """Show the rest of the output and the end of the job. After a signal, do not wait for a reader that blocks."""
         if ended.phase == "failed":
             pass_on_error(ended, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         loop, shown = asyncio.get_running_loop(), asyncio.Event()
@@ -305,12 +305,12 @@ class Session:
         events = [asyncio.create_task(event.wait()) for event in (shown, signalled)]
         await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         with contextlib.suppress(TimeoutError):
-            # The signal may have come before anything was shown.
+            # The signal may have come before anything was shown, so wait a little.
             async with asyncio.timeout(HURRY):
                 await shown.wait()
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
-    """Call in the thread of `loop`, unless it has ended."""
+    """Call in the thread of `loop`, unless the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)

@@ -1,7 +1,7 @@
-"""What is printed for people, and what may be written to a terminal.
+"""Print messages safely, and inspect terminals.
 
-Text that workers, stores and other users' jobs have written is made printable here, and all that the commands say goes
-through here. Output of workers alone is shown as it is, with its colours, as torchrun does.
+All messages of the commands are printed by this module, which escapes unprintable characters, as texts may come from
+workers, stores and other users' jobs. Only the output of workers is shown unchanged, with its colours, as by torchrun.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def warn(text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take every character, whatever their encoding is.
+    """Make stdout and stderr escape characters that their encoding lacks.
 
-    A standard stream that is closed (``>&-``) becomes ``/dev/null``: else the next file that is opened gets its number.
+    A closed standard stream (``>&-``) becomes ``/dev/null``: otherwise the next opened file would get its descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if not _is_open(number):
@@ -44,17 +44,17 @@ def prepare_streams() -> None:
 
 
 def drop_output() -> None:
-    """Drop what stdout still holds: nobody can take it, and the interpreter would try again at its end."""
+    """Discard buffered output that cannot be written, so that the interpreter does not try again at exit."""
     _to_null(sys.stdout.fileno())
 
 
 def may_read() -> bool:
-    """Whether a worker may read this process's stdin: in the background it would take what is typed at the shell."""
+    """Whether a worker may read this process's stdin: a background job must not take the shell's input."""
     return not os.isatty(0) or in_foreground(0)
 
 
 def drop_input() -> None:
-    """Leave stdin to the worker that has it: who writes to it shall notice that worker's end, not this process's."""
+    """Close this process's copy of stdin, so that its writer notices the end of the worker that reads it."""
     _to_null(0)
 
 
@@ -67,7 +67,7 @@ def _is_open(number: int) -> bool:
 
 
 def _to_null(number: int) -> None:
-    """Make the descriptor `number` one of ``/dev/null``."""
+    """Point the descriptor `number` to ``/dev/null``."""
     null = os.open(os.devnull, os.O_RDWR)
     if null == number:
         os.set_inheritable(number, True)
@@ -77,17 +77,17 @@ def _to_null(number: int) -> None:
 
 
 def is_screen(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that knows escape sequences."""
+    """Whether `stream` is a terminal that supports escape sequences."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in _DUMB
 
 
 def in_colour(stream: TextIO) -> bool:
-    """Whether to colour what is written to `stream`; NO_COLOR says no (https://no-color.org)."""
+    """Whether to colour output to `stream`; not with NO_COLOR (https://no-color.org)."""
     return is_screen(stream) and not os.environ.get("NO_COLOR")
 
 
 def is_pipe(stream: TextIO) -> bool:
-    """Whether another program reads `stream`; it may well write to the same terminal, as ``| tee log`` does."""
+    """Whether another program reads `stream`, which may write to the same terminal, as ``| tee log`` does."""
     try:
         mode = os.fstat(stream.fileno()).st_mode
     except (OSError, ValueError):
@@ -96,7 +96,7 @@ def is_pipe(stream: TextIO) -> bool:
 
 
 def one_file(one: TextIO, other: TextIO) -> bool:
-    """Whether what is written to both comes to one place, as with ``2>&1``."""
+    """Whether both streams are the same file, as with ``2>&1``."""
     try:
         return os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))
     except (OSError, ValueError):
@@ -104,7 +104,7 @@ def one_file(one: TextIO, other: TextIO) -> bool:
 
 
 def in_foreground(number: int) -> bool:
-    """Whether this process may draw on the terminal with this descriptor; a shell's background jobs may not."""
+    """Whether this process is in the foreground of the terminal with this descriptor, and so may draw on it."""
     try:
         return os.tcgetpgrp(number) == os.getpgrp()
     except OSError:
@@ -113,7 +113,7 @@ def in_foreground(number: int) -> bool:
 
 
 def columns(number: int) -> int:
-    """How wide the terminal with this descriptor is now."""
+    """Present width of the terminal with this descriptor, by default 80."""
     try:
         return os.get_terminal_size(number).columns or 80
     except OSError:
@@ -121,10 +121,10 @@ def columns(number: int) -> int:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """`text` on one line: each character that is neither visible nor a blank as Python escapes it (``\\x1b``).
+    """Escape each unprintable character of `text`, except those in `keep`, as Python does (``\\x1b``).
 
-    For text that workers, stores and other users' jobs have written. A terminal obeys control characters; others
-    change the direction of writing; half of a surrogate pair cannot be written at all. Those in `keep` stay.
+    For text from workers, stores and other users' jobs: terminals obey control characters, others change the writing
+    direction, and lone surrogates cannot be written at all.
     """
     if text.isprintable():
         return text
@@ -132,7 +132,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def printable_lines(text: str) -> list[str]:
-    """The lines of `text`, each of them printable; tabs stay."""
+    """The lines of `text`, escaped by `printable`; tabs are kept."""
     return [printable(line, keep="\t") for line in text.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""The side of the jobs: which warm processes there are, whether one fits, and to borrow a spawner from it."""
+"""The side of the jobs: find a warm process that fits, start one, and borrow a spawner."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ from unirun.wire.codec import from_json
 from unirun.wire.spawning import Borrow, Declined
 
 LOG = "log"
-"""The output of a warm process, in its folder; it holds a lock of it as long as it lives."""
+"""The output of a warm process, in its folder, which the process keeps locked while it lives."""
 
 VARIABLE = "UNIRUN_WARM"
-"""1: the first job leaves a warm process behind for the next ones; 0: jobs start cold."""
+"""1: the first job leaves a warm process for the next ones; 0: jobs start cold."""
 
 PATIENCE = 2.0
-"""Seconds that a job waits for the answer; it takes some hundredths."""
+"""Seconds that a job waits for the answer, which normally takes some hundredths."""
 
 PADDING = "-" * 200
-"""An argument that makes room for the command lines that workers show in ``ps``."""
+"""An argument that reserves room for the command lines that workers show in ``ps``."""
 
 
 class Warm(Value):
-    """A warm process of this user's."""
+    """A warm process of this user."""
 
     folder: Path
     description: Description
 
 
 def run_root() -> Path:
-    """Where warm processes of this user are; it need not be there. Raises `JobError` when another user controls it."""
+    """The directory of this user's warm processes, which need not exist. Raises `JobError` when it is not safe."""
     given = os.environ.get("UNIRUN_RUN_DIR")
     base = os.environ.get("XDG_RUNTIME_DIR")
     shared = Path(tempfile.gettempdir(), f"unirun-{os.getuid()}")
@@ -75,7 +75,7 @@ def run_root() -> Path:
 
 
 def running() -> list[Warm]:
-    """Those that are ready, the longest first; what dead ones have left is removed. Raises `JobError`."""
+    """The warm processes that are ready, the oldest first. Removes the folders of dead ones. Raises `JobError`."""
     found = []
     for folder in _folders():
         with contextlib.suppress(OSError, UnirunError):
@@ -84,13 +84,13 @@ def running() -> list[Warm]:
 
 
 def some_start() -> bool:
-    """Whether one is about to be ready. Raises `JobError`."""
+    """Whether a warm process is starting. Raises `JobError`."""
     return not all((folder / DESCRIPTION).exists() for folder in _folders())
 
 
 def abandon_starting() -> int:
-    """Let those that are not ready yet end when they have imported: they find that their folder is gone. Returns how
-    many there are. Raises `JobError`."""
+    """Remove the folders of warm processes that are starting, so that they exit after their imports. Returns their
+    number. Raises `JobError`."""
     starting = [folder for folder in _folders() if not (folder / DESCRIPTION).exists()]
     for folder in starting:
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,9 +98,9 @@ def abandon_starting() -> int:
 
 
 def _folders() -> list[Path]:
-    """Of those that live."""
+    """Folders of live warm processes. Removes those of dead ones."""
     root, alive = run_root(), []
-    # `start` gives a folder its name when it is locked.
+    # `start` renames a folder from its hidden name once it is locked.
     for folder in root.glob("[!.]*") if root.is_dir() else ():
         if is_alive(folder):
             alive.append(folder)
@@ -110,14 +110,14 @@ def _folders() -> list[Path]:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a warm process has this folder, or is about to."""
+    """Whether a warm process holds the lock of this folder."""
     try:
         with (folder / LOG).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        # It has just been removed.
+        # The folder has just been removed.
         return False
     return False
 
@@ -129,7 +129,7 @@ def wish(
     descriptors: int = 0,
     inherited: Sequence[int] = (),
 ) -> Borrow:
-    """A spawner as this process would start it."""
+    """The parameters of a spawner as this process would start it."""
     umask = next(
         line.split()[1]
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -149,7 +149,7 @@ def wish(
 
 
 class Choice(Value):
-    """The warm process that fits what a job wants, or why the nearest does not, in words."""
+    """The warm process that fits `want`, or the reasons `against` the nearest one."""
 
     want: Borrow
     warm: Warm | None
@@ -157,7 +157,7 @@ class Choice(Value):
 
 
 def choose(want: Borrow) -> Choice:
-    """Of those that fit, the one with the most of the modules. None with ``UNIRUN_WARM=0``."""
+    """Choose the warm process that fits and has the most modules. None with ``UNIRUN_WARM=0``."""
     if os.environ.get(VARIABLE) == "0":
         return Choice(want, None, (f"{VARIABLE}=0",))
     try:
@@ -177,10 +177,10 @@ def choose(want: Borrow) -> Choice:
 
 
 def reasons_against(warm: Warm, want: Borrow) -> list[str]:
-    """Why it cannot lend that, as far as it can be seen from here."""
+    """Why `warm` cannot lend `want`, as far as this process can see."""
     try:
         there = state_of(warm.description.pid)
-        # What Yama hides is left to the other side.
+        # State that Yama hides is compared by the warm process.
         here = {name: value for name, value in state_of().items() if name in there}
     except OSError as error:
         return [f"it cannot be looked at: {error.strerror}"]
@@ -188,7 +188,7 @@ def reasons_against(warm: Warm, want: Borrow) -> list[str]:
 
 
 class Borrowed:
-    """A spawner that is no child of this process. As `subprocess.Popen`, as far as an agent needs it."""
+    """A spawner that is not a child of this process, with the part of `subprocess.Popen` that an agent uses."""
 
     def __init__(self, stream: socket.socket, handle: int, told: int) -> None:
         self.socket, self._handle, self._told = stream, handle, told
@@ -199,12 +199,12 @@ class Borrowed:
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, negative for a signal, as its guard tells it when nothing is left of it. Raises
+        """Wait for the exit code, negative for a signal, which the guard sends after clean-up. Raises
         `subprocess.TimeoutExpired`."""
-        # Without its guard, the spawner's own end is all that there is to see.
+        # If the guard has died, wait for the spawner itself.
         deadline = None if timeout is None else time.monotonic() + timeout
         for waited in (self._told, self._handle):
-            # Not `select`: an agent has more descriptors than that takes.
+            # Not select(), which is limited to descriptors below 1024.
             poll = select.poll()
             poll.register(waited, select.POLLIN)
             if not poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000):
@@ -214,13 +214,13 @@ class Borrowed:
         return -signal.SIGKILL
 
     def close(self) -> None:
-        """Close what it is known by."""
+        """Close the handles."""
         os.close(self._handle)
         os.close(self._told)
 
 
 def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
-    """A spawner with the output and the `inherited` descriptors of this process; else why not, in words."""
+    """Borrow a spawner with the output and the `inherited` descriptors of this process. Returns it or the reason."""
     told, tells = os.pipe()
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -248,13 +248,13 @@ def borrow(warm: Warm, want: Borrow) -> Borrowed | str:
 
 
 def start(env: Mapping[str, str], modules: Sequence[str], idle: float, until: int = 0) -> Path:
-    """Start a warm process that is no child of this one; returns its folder, which has a description when it is ready.
+    """Start a warm process that is not a child of this one. It ends after `idle` seconds, or with the process `until`.
 
-    Raises `JobError`.
+    Returns its folder, which has a description when it is ready. Raises `JobError`.
     """
     root = run_root()
     folder = root / secrets.token_hex(4)
-    # Not seen by others until it is locked.
+    # Hidden until it is locked.
     draft = folder.with_name(f".{folder.name}")
     try:
         make_private(draft)
@@ -263,7 +263,7 @@ def start(env: Mapping[str, str], modules: Sequence[str], idle: float, until: in
         draft.rename(folder)
     except OSError as error:
         raise JobError(f"{folder} cannot be made: {error.strerror}", "set UNIRUN_RUN_DIR") from error
-    # Made by another user in the meantime?
+    # Check again: another user may have created it in the meantime.
     run_root()
     command = [sys.executable, "-u", BOOT, "warm", str(folder), str(idle), str(until), PADDING, *modules]
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""The files behind what a process has imported: whether a new interpreter would load the same."""
+"""Check whether a new interpreter would load the same files as this process has loaded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from unirun.launcher.warm.searchpath import AT_START
 
 _Mark = tuple[int, int, int, int]
-"""Inode, size, time of the last change of the content and of the inode. The content of files is not read."""
+"""Inode, size, mtime and ctime. File contents are not read."""
 
 _TICK = 0.02
-"""Seconds by which the clock of file systems is behind, at most."""
+"""Maximum delay of file system timestamps in seconds."""
 
 
 class LoadedFiles:
-    """Make it when all imports are done."""
+    """The files that this process has loaded. Create it after all imports."""
 
     def __init__(self) -> None:
         paths: set[str | None] = {sys.executable}
@@ -32,12 +32,12 @@ class LoadedFiles:
         self._origins = {name: _origin(name) for name in (*imported(), *AT_START)}
 
     def changed_since(self, start: float) -> str:
-        """A file that has changed since `start`, in seconds since the epoch: perhaps after it was loaded."""
+        """A file that has changed since `start` (seconds since the epoch), perhaps after it was loaded; empty: none."""
         first = (start - _TICK) * 1e9
         return next((path for path, mark in self._files.items() if mark is not None and mark[3] > first), "")
 
     def replaced(self) -> str:
-        """A file that is not as it was loaded, or a module that would now come from another; empty: none."""
+        """A file that has changed since it was loaded, or a module that is now found elsewhere; empty: none."""
         for path, mark in self._files.items():
             if _mark(path) != mark:
                 return path
@@ -45,14 +45,14 @@ class LoadedFiles:
             return ""
         if hooks := sorted(path for path, _ in _hooks().items() ^ self._hooks.items()):
             return hooks[0]
-        # Python takes a directory that it has not found for one that is not there.
+        # Python caches directories that did not exist.
         importlib.invalidate_caches()
         moved = (name for name, origin in self._origins.items() if _origin(name) != origin)
         return str(next(moved, ""))
 
 
 def imported() -> dict[str, str]:
-    """This process's modules without those of packages, each with its file, which is empty for what has none."""
+    """This process's top-level modules, each with its file or an empty text."""
     names = {name.partition(".")[0] for name in sys.modules} - {"__main__", "__mp_main__"}
     return {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in sorted(names)}
 
@@ -66,10 +66,10 @@ def _mark(path: str) -> _Mark | None:
 
 
 def _libraries() -> set[str]:
-    """Files of which code is mapped; data that a module has mapped may change."""
+    """Files mapped as executable code; files mapped as data may change."""
     rows = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
     mapped = {row[5] for row in rows if len(row) == 6 and "x" in row[1] and row[5].startswith("/")}
-    # One that was replaced since it was mapped.
+    # The kernel marks files that were replaced since they were mapped.
     return {path.removesuffix(" (deleted)") for path in mapped}
 
 
@@ -82,14 +82,14 @@ def _origin(name: str) -> str | None:
 
 
 def _hooks() -> dict[str, _Mark | None]:
-    """Files of site directories that run code or change the search path at the start of an interpreter, and the
-    distributions there: torch imports those that name themselves as its backends."""
+    """Files in site directories that run code or change the search path when an interpreter starts, and the metadata of
+    distributions: torch imports those that register as its backends."""
     user = site.getusersitepackages()
     folders = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     patterns = ("*.pth", "*.dist-info", "*.egg-info")
     found = {str(Path(sys.prefix, "pyvenv.cfg"))}
     found |= {str(path) for folder in folders for pattern in patterns for path in Path(folder).glob(pattern)}
     if site.ENABLE_USER_SITE and user not in sys.path:
-        # It is on the search path from the moment on that it is there.
+        # Python adds it to the search path once it exists.
         found.add(user)
     return {path: _mark(path) for path in found}

@@ -1,7 +1,7 @@
-"""A fork of the warm process: sees whether it fits, and becomes a job's spawner and that spawner's guard.
+"""A fork of the warm process: checks whether it fits, then becomes a job's spawner and its guard.
 
-The spawner's parent cannot be the job's agent. So the guard is what the agent is to other spawners: it adopts what a
-spawner leaves behind when that is killed, and kills it, and tells the agent how the spawner has ended.
+The job's agent cannot be the spawner's parent. So the guard does what an agent does for other spawners: it adopts and
+kills the descendants of a killed spawner, and reports its exit code to the agent.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.spawning import Borrow, Declined
 
 STALE = 3
-"""The exit code of a fork that has seen that the files of the warm process were replaced."""
+"""Exit code of a fork that found loaded files replaced."""
 
 PATIENCE = 5.0
-"""Seconds in which the agent that has connected says what it wants."""
+"""Seconds to wait for the request of an agent that has connected."""
 
 MAX_HANDLES = 250
-"""Descriptors that one message may carry; the kernel takes 253."""
+"""Maximum number of descriptors in one message; the kernel's limit is 253."""
 
 
 def lend(
     connection: socket.socket, description: Description, files: LoadedFiles, modules: PreloadedModules
 ) -> None:
-    """In the fork: returns only in a worker, whose end it is."""
+    """Run the fork. Returns only in a worker, at its end."""
     os.setsid()
     adopt_orphans()
     set_title("unirun-guard")
@@ -53,12 +53,12 @@ def lend(
             connection.sendall(b"n")
             stream.send(Declined(why))
     except (OSError, UnirunError):
-        # The agent has gone, or waits no longer.
+        # The agent is gone or has stopped waiting.
         os._exit(1)
     if why:
         os._exit(STALE if files.replaced() else 0)
     output, told, *inherited = handles
-    # The fork must not keep the log of the warm process open: that would keep its lock.
+    # Close the log of the warm process, as it carries the lock.
     for number in (1, 2):
         os.dup2(output, number)
     os.close(output)
@@ -74,7 +74,7 @@ def lend(
         _become(wanted, description)
         socket.send_fds(connection, [b"y"], [handle := os.pidfd_open(os.getpid())])
     except OSError:
-        # No such directory, or the agent has started another one meanwhile.
+        # No such directory, or the agent has started another spawner meanwhile.
         os._exit(1)
     os.close(handle)
     numbers = dict(zip(wanted.inherited, inherited, strict=True))
@@ -88,20 +88,20 @@ def _why_not(description: Description, files: LoadedFiles, wanted: Borrow) -> st
 
 
 def _become(wanted: Borrow, description: Description) -> None:
-    """Take over what a spawner has from its start. Raises OSError."""
+    """Set what a new spawner would have from its start: directory, umask, environment. Raises OSError."""
     leave_files()
     os.chdir(wanted.cwd)
     os.umask(wanted.umask)
     os.environ.clear()
     os.environ.update(wanted.env)
     take_over(description.path, folders_of(wanted.env.get(VARIABLE), wanted.cwd))
-    # `logging` tells times from its import on.
+    # `logging` measures relative times from its import.
     now: Any = logging
     now._startTime = time.time_ns() if sys.version_info >= (3, 13) else time.time()
 
 
 def _guard(spawner: int, told: int) -> NoReturn:
-    """Wait for the spawner, kill what it has left, and tell how it has ended."""
+    """Wait for the spawner, kill its remaining descendants, and report its exit code."""
     _, status = os.waitpid(spawner, 0)
     kill_children()
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What a process has from its start and cannot take over afterwards; and whether two processes agree in it.
+"""Compare the properties of two processes that are inherited at start and cannot be changed in a fork.
 
-The umask, the working directory, the environment and the session of a fork are set after it, so they are not here. Nor
-are the session keyring and the audit session, which tell nothing about what a program does.
+The umask, the working directory, the environment and the session are set in the fork, so they are not compared. Nor are
+the session keyring and the audit session, which do not affect a program.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _FILES = (
     *("cgroup", "oom_score_adj", "personality", "coredump_filter", "timerslack_ns"),
     *("attr/current", "loginuid"),
 )
-"""Files of ``/proc/PID``. A kernel may lack the last two, and Yama hides some of another process's."""
+"""Files of ``/proc/PID``. A kernel may lack the last two, and Yama hides some of other processes."""
 
 _IOPRIO_GET = {"x86_64": 252, "aarch64": 31, "riscv64": 31, "ppc64le": 274, "s390x": 283}
-"""The number of the system call, for which libc has no function."""
+"""Number of the system call, for which libc has no function."""
 
 _IN_C = (
     "GFORTRAN_",
@@ -53,26 +53,26 @@ _IN_C = (
     "OMPI_",
     "ACC_DEVICE_",
 )
-"""Variables that the libraries of torch and numpy ask for in C when they are loaded, besides `counts_at_import`."""
+"""Prefixes of variables that libraries of torch and numpy read in C when loaded, besides `counts_at_import`."""
 
 _OWN_SIGNALS = sum(1 << (number - 1) for number in (1, 2, 3, 13, 15, 25))
-"""HUP, INT, QUIT, PIPE, TERM, XFSZ: which of these are ignored is decided by unirun and Python."""
+"""HUP, INT, QUIT, PIPE, TERM, XFSZ: unirun and Python decide whether these are ignored."""
 
 _STAT = {"priority": 15, "nice": 16, "scheduling policy": 38}
-"""Fields of ``/proc/PID/stat``, counted from that after the name."""
+"""Fields of ``/proc/PID/stat``, counted from the one after the name."""
 
 DESCRIPTION, SOCKET = "warm.json", "socket"
-"""In the folder of a warm process."""
+"""Files in the folder of a warm process."""
 
 _libc = ctypes.CDLL(None)
 
 State = dict[str, str]
-"""By name, in words for people."""
+"""Properties by name, as text for users."""
 
 
 def state_of(pid: int | str = "self") -> State:
-    """What the kernel has of process `pid`, as far as this process may see it: of itself, all. Raises OSError when it
-    is gone, or another user's."""
+    """Read the state of process `pid` from the kernel, as far as this process may see it. Raises OSError when the
+    process is gone or belongs to another user."""
     place = Path(f"/proc/{pid}")
     state = {f"namespace {each.name}": os.readlink(each) for each in sorted((place / "ns").iterdir())}
     state["root directory"] = os.readlink(place / "root")
@@ -89,7 +89,7 @@ def state_of(pid: int | str = "self") -> State:
             if not place.exists():
                 raise
     with contextlib.suppress(OSError), (place / "numa_maps").open(buffering=256) as maps:
-        # As numactl sets it. The mapping of the executable has no policy of its own.
+        # The process's policy, as numactl sets it: the first mapping, the executable's, has no other policy.
         state["memory policy"] = maps.readline().split()[1]
     if number := _IOPRIO_GET.get(os.uname().machine):
         state["I/O priority"] = str(_libc.syscall(number, 1, 0 if pid == "self" else pid))
@@ -97,20 +97,20 @@ def state_of(pid: int | str = "self") -> State:
     state |= {name: fields[index] for name, index in _STAT.items()}
     for line in (place / "limits").read_text().splitlines()[1:]:
         name, soft, hard = line[:26].strip(), *line[26:].split()[:2]
-        # Agents raise the soft limit of descriptors as far as they may; workers get it back.
+        # Agents raise the soft limit of descriptors; workers get the old one back.
         state[f"limit {name}"] = hard if name == "Max open files" else f"{soft} {hard}"
     return state
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, or that listens there, and its user."""
+    """Pid and user id of the process at the other end of a socket."""
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, uid
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """What is not the same, in words; `there` is the warm process."""
+    """Describe the differences; `there` is the warm process."""
     return [
         f"{name} is {_shown(here, name)}, there {_shown(there, name)}"
         for name in sorted({*here, *there})
@@ -123,11 +123,11 @@ def _shown(values: Mapping[str, str], name: str) -> str:
 
 
 class Description(Value):
-    """What a warm process tells of itself in a file beside its socket.
+    """The description of a warm process in a file beside its socket.
 
-    `unirun`: where this package is. `path`: the folders of its PYTHONPATH. `imported`: its modules, without those of
-    packages, and their files. `variables`: those that its imports have asked for or that count when libraries are
-    loaded, None for one that was not set; with `every_variable`, something has looked at all of them.
+    `unirun`: location of this package. `path`: the folders of its PYTHONPATH. `imported`: its top-level modules and
+    their files. `variables`: those that its imports have read or that are read when libraries are loaded, None when
+    unset; with `every_variable`, some import has read all of them.
     """
 
     pid: int
@@ -143,12 +143,12 @@ class Description(Value):
 
 
 def counts_in_warm(name: str) -> bool:
-    """Whether a fork would differ from a new process when the variable does."""
+    """Whether a variable must be equal for a fork to be like a new process."""
     return counts_at_import(name) or name.startswith(_IN_C)
 
 
 def unlike(there: Description, wanted: Borrow) -> list[str]:
-    """Why a fork of that process would not be the spawner that is wanted, in words; empty when it would."""
+    """Describe why a fork of that process cannot be the wanted spawner; empty when it can."""
     reasons = []
     if wanted.executable != there.executable:
         reasons.append(f"Python is {wanted.executable}, there {there.executable}")

@@ -1,8 +1,8 @@
-"""The warm process: imports, computes nothing, and forks for each job that asks.
+"""The warm process: imports modules, computes nothing, and forks for each job that connects.
 
-Run by `boot` with ``FOLDER IDLE UNTIL PADDING [MODULE…]``: FOLDER is its own. It ends after IDLE
-seconds without a connection and without a job, and when the process UNTIL ends (0: none). It reads nothing of a job:
-the fork (`lending`) does, which keeps the connection.
+Run by `boot` with ``FOLDER IDLE UNTIL PADDING [MODULE…]``: FOLDER is its own. It ends after IDLE seconds without a
+connection or a job, and when the process UNTIL ends (0: none). It reads nothing from a connection: its fork does
+(`lending`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from unirun.launcher.warm.searchpath import folders_of
 from unirun.wire.address import unix_address
 
 LOOK = 60.0
-"""Seconds after which it looks again whether its files are as they were."""
-
+"""Seconds between two checks of the loaded files."""
 
 _DONTNEED = 4
 """``MADV_DONTNEED`` of ``madvise``."""
@@ -43,7 +42,7 @@ _libc = ctypes.CDLL(None)
 
 
 class _Noting(os._Environ):  # type: ignore[type-arg]
-    """Notes which variables are asked for. To look at all of them is noted as that."""
+    """Records which variables are read, and whether all of them are (`every`)."""
 
     names: ClassVar[set[str]] = set()
     every: ClassVar[bool] = False
@@ -54,7 +53,7 @@ class _Noting(os._Environ):  # type: ignore[type-arg]
         return value
 
     def __iter__(self) -> Iterator[str]:
-        # Also for keys(), values() and copies.
+        # Also called by keys(), values() and copies.
         type(self).every = True
         return super().__iter__()
 
@@ -63,7 +62,7 @@ class _Noting(os._Environ):  # type: ignore[type-arg]
 
 
 class WarmProcess:
-    """What listens. `serve` returns in each fork, with the connection of its job, and never in this process."""
+    """Listens for jobs. `serve` returns in each fork, with the connection of its job, and never in this process."""
 
     def __init__(self, folder: Path, idle: float, until: int, files: LoadedFiles) -> None:
         self._folder, self._idle, self._files = folder, idle, files
@@ -81,7 +80,7 @@ class WarmProcess:
         signal.signal(signal.SIGTERM, lambda *_: self._end())
 
     def serve(self) -> socket.socket:
-        """Fork for each connection of this user's."""
+        """Fork for each connection of this user. Returns the connection, in the fork."""
         asked = time.monotonic()
         while True:
             left = LOOK if self._guards else asked + self._idle - time.monotonic()
@@ -111,7 +110,7 @@ class WarmProcess:
             try:
                 pid = os.fork()
             except OSError:
-                # The job starts cold.
+                # The job then starts cold.
                 return None
             if pid == 0:
                 self._forget()
@@ -122,7 +121,7 @@ class WarmProcess:
         return None
 
     def _forget(self) -> None:
-        """In a fork: it has nothing of this process but what is imported."""
+        """In a fork: close all descriptors of the warm process."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._selector.close()
         self._listener.close()
@@ -138,14 +137,14 @@ class WarmProcess:
             self._end()
 
     def _end(self) -> NoReturn:
-        """Jobs that have a fork do not notice."""
+        """Remove the folder and exit. Jobs that have a fork are not affected."""
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 
 
 def leave_code() -> None:
-    """Unmap the pages of executable code, a third of this process's memory. They stay in the page cache and are mapped
-    again when they run. Code that was written to (text relocations) has anonymous pages and is left alone."""
+    """Unmap the pages of executable code, a third of this process's memory. They stay in the page cache, and are mapped
+    again when they run. Code with text relocations has anonymous pages and is left mapped."""
     begin = end = 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)
@@ -157,7 +156,7 @@ def leave_code() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Import, say so in the folder, serve; in a fork, become what a job wants."""
+    """Import, write the description, serve; in a fork, lend it to a job."""
     began = time.time()
     modules = PreloadedModules()
     folder, idle, until = Path(argv[0]), float(argv[1]), int(argv[2])
@@ -168,20 +167,20 @@ def main(argv: list[str]) -> None:
     env: Any = os.environ
     before = for_workers(env)
     env.__class__ = _Noting
-    # These have run before anybody could note what they ask for.
+    # These have run before their reads of variables could be recorded.
     every = "sitecustomize" in sys.modules or "usercustomize" in sys.modules
     for name in argv[4:]:
         try:
             modules.load(name)
         except ModuleNotFoundError as error:
             raise SystemExit(f"{name} cannot be imported: {error}") from None
-        # torch's tqdm looks for TQDM_*, which count in any case.
+        # torch's tqdm iterates over all variables for TQDM_*, which are compared in any case.
         every |= _Noting.every and name.partition(".")[0] not in ("torch", "unirun")
         _Noting.every = False
     env.__class__ = os._Environ
     if modules.threads:
         raise SystemExit(f"unirun: {', '.join(modules.threads)} starts threads, which a fork would lack")
-    # Of a copy each variable was asked for.
+    # A copy of the environment reads each variable.
     asked = (_Noting.names | set(before)) - OF_SHELLS if every else _Noting.names
     names = {"HOME", *asked, *filter(counts_in_warm, before)}
     description = Description(
@@ -200,7 +199,7 @@ def main(argv: list[str]) -> None:
     files = LoadedFiles()
     if path := files.changed_since(began):
         raise SystemExit(f"unirun: {path} has changed while it was loaded")
-    # Workers must not find what only this process needs.
+    # Workers must not have modules that only this process uses.
     for name in [name for name in sys.modules if name.startswith("unirun.launcher.warm")]:
         del sys.modules[name]
     modules.freeze()

@@ -1,7 +1,7 @@
-"""PYTHONPATH in a fork: of the variables that count when an interpreter starts, the one that can be taken over later.
+"""Apply another PYTHONPATH in a fork, if the modules that are imported already would be found in the same files.
 
-That is so when what is imported already would be found where it was found. Programs that submit jobs have a PYTHONPATH
-of their own, as their workers import what is in their folder.
+It is the only variable read at the start of an interpreter for which this is possible. Programs that submit jobs have
+their own PYTHONPATH, so that workers can import from their folder.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from pathlib import Path
 VARIABLE = "PYTHONPATH"
 
 AT_START = ("sitecustomize", "usercustomize")
-"""Modules that an interpreter imports when they are there."""
+"""Optional modules that an interpreter imports at start."""
 
 _HARMLESS = {"console_scripts", "gui_scripts", "torchrun.handlers"}
-"""Groups of entry points that no import looks at; torch imports those of ``torch.backends``."""
+"""Groups of entry points that are not read during imports; torch imports those of ``torch.backends``."""
 
 
 def folders_of(value: str | None, cwd: str) -> tuple[str, ...]:
-    """The folders of a PYTHONPATH as ``sys.path`` of an interpreter that is started in `cwd` has them."""
+    """The folders of a PYTHONPATH as in ``sys.path`` of an interpreter started in `cwd`."""
     parts = value.split(os.pathsep) if value else []
     return tuple(dict.fromkeys(os.path.normpath(os.path.join(cwd, part)) for part in parts))
 
 
 def found_elsewhere(there: Sequence[str], wanted: Sequence[str], imported: Mapping[str, str]) -> str:
-    """Why a process with the folders `there`, which has `imported` modules from files, cannot take over `wanted`; empty
-    when it can."""
+    """Describe why a process with the folders `there` and the modules `imported` (with their files) cannot use the
+    folders `wanted` instead; empty when it can."""
     if [folder for folder in wanted if folder in there] != [*there]:
         return f"{VARIABLE} is {os.pathsep.join(wanted)!r:.80}, there {os.pathsep.join(there)!r:.80}"
     for folder in wanted:
@@ -47,7 +47,7 @@ def found_elsewhere(there: Sequence[str], wanted: Sequence[str], imported: Mappi
 
 
 def _groups(file: Path) -> set[str]:
-    """The groups of entry points in `file`; one that cannot be read may have any."""
+    """The groups of entry points in `file`; the error as a group when it cannot be read."""
     try:
         return {*re.findall(r"^\[(.+)\]", file.read_text(errors="replace"), re.MULTILINE)}
     except OSError as error:
@@ -59,6 +59,6 @@ def _same(one: str | None, other: str | None) -> bool:
 
 
 def take_over(there: Sequence[str], wanted: Sequence[str]) -> None:
-    """Let this process look for modules in the folders `wanted` where it has looked in `there`."""
+    """Replace the folders `there` by `wanted` in this process's ``sys.path``."""
     rest = [folder for folder in sys.path if folder not in there]
     sys.path[:] = dict.fromkeys([*wanted, *rest])

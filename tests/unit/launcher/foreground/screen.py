@@ -1,4 +1,4 @@
-"""A terminal as far as unirun uses one. A sequence that it does not know fails the test."""
+"""A terminal emulator for the sequences that unirun uses. Any other fails the test."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SEQUENCE = re.compile(r"\x1b\[(\??)(\d*)([A-Za-z])")
 class _Row:
     cells: list[str] = field(default_factory=list)
     wrapped: bool = False
-    """Goes on in the next row, as the line was too long."""
+    """A line that is continued in the next row."""
 
 
 class Screen:
-    """`width` × `height`, with everything that has scrolled away.
+    """A screen of `width` × `height`, with its scroll-back.
 
     `reflow`: a new width wraps all lines anew and the cursor stays at its character, as in most terminals. Otherwise
     rows are cut off, as in xterm.
@@ -31,7 +31,7 @@ class Screen:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def feed(self, data: bytes) -> None:
-        """Show what a program has written."""
+        """Show the output of a program."""
         text = self._decode(data)
         at = 0
         while at < len(text):
@@ -45,7 +45,7 @@ class Screen:
             at += 1
 
     def lines(self) -> list[str]:
-        """Everything that was ever shown, lines as they were written, without what is empty at the end."""
+        """Everything that was ever shown, in lines as written, without empty ones at the end."""
         lines, line = [], ""
         for row in self._rows:
             line += "".join(row.cells)
@@ -58,7 +58,7 @@ class Screen:
         return lines
 
     def resize(self, width: int, height: int) -> None:
-        """The window gets another size."""
+        """Resize the window."""
         if self.reflow:
             self._reflow(width)
         else:

@@ -1,4 +1,4 @@
-"""What is shown, and how a line looks."""
+"""Which output is shown, and its form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec
         (LogSpec(local_ranks_filter=()), 1, False, False),
     ],
 )
-def test_a_stream_is_shown_as_redirects_tee_and_filter_say(
+def test_a_worker_stream_is_shown_by_redirects_tee_and_filter(
     log: LogSpec, local_rank: int, stdout: bool, stderr: bool
 ) -> None:
     assert (shown(log, local_rank, 1), shown(log, local_rank, 2)) == (stdout, stderr)
@@ -45,26 +45,26 @@ def spec(*counts: int) -> JobSpec:
 
 
 class TestAPrefix:
-    def test_names_role_and_rank(self) -> None:
+    def test_a_prefix_names_role_and_rank(self) -> None:
         assert Prefixer(spec(2, 1), False, None)("actor", 1, 0) == b"[actor:1] "
 
-    def test_is_left_out_when_there_is_one_worker(self) -> None:
+    def test_a_prefix_is_omitted_for_a_single_worker(self) -> None:
         assert Prefixer(spec(1), True, None)("actor", 0, 0) == b""
         assert Prefixer(spec(1, 1), False, None)("actor", 0, 0) == b"[actor:0] "
 
-    def test_has_the_colour_of_its_role(self) -> None:
+    def test_a_prefix_has_the_colour_of_its_role(self) -> None:
         prefix = Prefixer(spec(2, 2), True, None)
         assert prefix("actor", 0, 0)[:5] == prefix("actor", 1, 1)[:5] != prefix("rollout", 0, 0)[:5]
         assert prefix("actor", 0, 0).endswith(b"\x1b[0m")
 
-    def test_follows_torchruns_template(self) -> None:
+    def test_a_prefix_follows_torchruns_template(self) -> None:
         prefix = Prefixer(spec(1), False, "${role_name}/$rank/$local_rank/$other|")
         assert prefix("actor", 3, 1) == b"actor/3/1/$other|"
 
 
 @contextmanager
 def console(*, quiet: bool = False) -> Iterator[Console]:
-    """Of stdout and stderr as they are captured now."""
+    """A console on the captured stdout and stderr."""
     made = Console(quiet=quiet)
     try:
         yield made
@@ -84,25 +84,31 @@ class TestTheConsole:
             (b"\x1b[31mred\x1b[0m\n", b"[a] \x1b[31mred\x1b[0m\n"),
         ],
     )
-    def test_puts_the_prefix_before_each_line(
+    def test_the_console_puts_the_prefix_before_each_line(
         self, capfdbinary: pytest.CaptureFixture[bytes], data: bytes, written: bytes
     ) -> None:
         with console() as shown:
             shown.lines(1, b"[a] ", data)
         assert capfdbinary.readouterr() == (written, b"")
 
-    def test_leaves_a_single_workers_output_as_it_is(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def test_the_console_leaves_a_single_workers_output_unchanged(
+        self, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
         with console() as shown:
             shown.lines(2, b"", b"10%\r20%\rdone\n")
         assert capfdbinary.readouterr() == (b"", b"10%\r20%\rdone\n")
 
-    def test_shows_what_a_single_worker_has_begun(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def test_the_console_shows_a_single_workers_incomplete_line(
+        self, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
         with console() as shown:
             shown.lines(1, b"", b"name? ")
         assert capfdbinary.readouterr() == (b"name? ", b"")
 
     @pytest.mark.parametrize("together", [True, False])
-    def test_says_nothing_on_a_row_that_a_worker_has_begun(self, tmp_path: Path, together: bool) -> None:
+    def test_the_console_does_not_write_on_a_row_that_a_worker_has_begun(
+        self, tmp_path: Path, together: bool
+    ) -> None:
         path = tmp_path / "both"
         with path.open("a") as err, (path if together else tmp_path / "out").open("a") as out:
             shown = Console(quiet=False, out=out, err=err)
@@ -111,19 +117,21 @@ class TestTheConsole:
             shown.close(20.0)
         assert path.read_bytes() == (b"half\n" if together else b"") + b"unirun: a note\n"
 
-    def test_says_its_own_lines_on_stderr(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def test_the_console_writes_its_own_lines_to_stderr(
+        self, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
         with console() as shown:
             shown.note("a\nb")
             shown.live("not on a pipe")
         assert capfdbinary.readouterr() == (b"", b"unirun: a\nunirun: b\n")
 
-    def test_is_quiet_but_for_errors(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def test_a_quiet_console_shows_errors_only(self, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
         with console(quiet=True) as shown:
             shown.note("hidden")
             shown.error("shown")
         assert capfdbinary.readouterr().err == b"unirun: shown\n"
 
-    def test_tells_once_that_nobody_reads_any_more(self) -> None:
+    def test_the_console_reports_a_lost_reader_once(self) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         told: list[OSError] = []
@@ -137,7 +145,9 @@ class TestTheConsole:
         assert isinstance(error, BrokenPipeError)
 
     @pytest.mark.parametrize("together", [True, False])
-    def test_tells_of_stderr_only_where_it_is_stdout(self, tmp_path: Path, together: bool) -> None:
+    def test_the_console_reports_lost_stderr_only_when_it_is_stdout(
+        self, tmp_path: Path, together: bool
+    ) -> None:
         told: list[OSError] = []
         with open("/dev/full", "w") as err, open("/dev/full" if together else tmp_path / "out", "w") as out:
             shown = Console(quiet=False, out=out, err=err)
@@ -150,14 +160,14 @@ class TestTheConsole:
 
 
 class TestATable:
-    def test_is_aligned_and_never_cut(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_table_is_aligned_and_never_cut(self, capsys: pytest.CaptureFixture[str]) -> None:
         print_table(["A", "LONG"], [["x" * 200, "1"], ["y", ""]])
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "A" + " " * 201 + "LONG"
         assert lines[1] == "x" * 200 + "  1"
         assert lines[2] == "y"
 
-    def test_may_be_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_table_may_be_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
         print_table(["A", "B"], [])
         assert capsys.readouterr().out == "A  B\n"
 
@@ -173,9 +183,9 @@ class TestATable:
         (60, "1 min 0 s"),
     ],
 )
-def test_a_duration_reads_as_people_say_it(seconds: float, text: str) -> None:
+def test_a_duration_is_formatted_for_reading(seconds: float, text: str) -> None:
     assert age(seconds) == text
 
 
-def test_memory_reads_in_megabytes() -> None:
+def test_memory_is_formatted_in_megabytes() -> None:
     assert (megabytes(None), megabytes(34_600_000)) == ("", "35 MB")

@@ -1,4 +1,4 @@
-"""The live line never leaves a trace, and never takes anything with it."""
+"""The live line leaves no trace and erases nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Shown:
     def __init__(self, width: int, height: int, *, reflow: bool = True) -> None:
         self.screen, self.live = Screen(width, height, reflow=reflow), LiveLine()
         self.told = width
-        """What the program takes for the width, which may be late."""
+        """The width that the program knows, which may be outdated."""
 
     def replace(self, text: str) -> None:
         self.screen.feed(self.live.replace(text, self.told).encode())
@@ -46,7 +46,7 @@ class Shown:
 
 class TestALiveLine:
     @SIZES
-    def test_is_one_row_however_long_its_text_is(self, width: int, height: int) -> None:
+    def test_a_live_line_is_one_row_however_long_its_text(self, width: int, height: int) -> None:
         shown = Shown(width, height)
         for second in range(16):
             shown.replace(f"{second} {TEXT}")
@@ -57,7 +57,7 @@ class TestALiveLine:
         assert shown.screen.lines() == []
 
     @SIZES
-    def test_stands_below_what_workers_write(self, width: int, height: int) -> None:
+    def test_a_live_line_stays_below_workers_output(self, width: int, height: int) -> None:
         shown = Shown(width, height)
         long = "x" * 100
         for text in ("one\n", f"{long}\n", "two\nthree\n"):
@@ -67,7 +67,7 @@ class TestALiveLine:
         shown.replace("")
         assert shown.screen.lines() == ["one", long, "two", "three"]
 
-    def test_leaves_its_row_to_a_progress_bar(self) -> None:
+    def test_a_live_line_leaves_its_row_to_a_progress_bar(self) -> None:
         shown = Shown(80, 24)
         shown.replace(TEXT)
         shown.write("10%\r")
@@ -77,7 +77,7 @@ class TestALiveLine:
         assert shown.screen.lines()[0] == "20%"
         assert shown.screen.lines()[1].startswith("4 3.6 s")
 
-    def test_leaves_its_row_to_a_prompt(self) -> None:
+    def test_a_live_line_leaves_its_row_to_a_prompt(self) -> None:
         shown = Shown(40, 10)
         shown.replace("1 s")
         shown.write("name? ")
@@ -86,14 +86,14 @@ class TestALiveLine:
         shown.write("bob\n")
         assert shown.screen.lines() == ["name? bob", "2 s"]
 
-    def test_and_notes_do_not_begin_on_a_progress_bar(self) -> None:
+    def test_a_live_line_and_notes_do_not_begin_on_a_progress_bar(self) -> None:
         shown = Shown(80, 24)
         shown.write("a long bar of a worker ####\r")
         shown.write("unirun: short\n", own_row=True)
         assert shown.screen.lines() == ["a long bar of a worker ####", "unirun: short"]
 
     @pytest.mark.parametrize("reflow", [True, False])
-    def test_leaves_no_copy_when_the_window_is_resized(self, reflow: bool) -> None:
+    def test_a_live_line_leaves_no_copy_when_the_window_is_resized(self, reflow: bool) -> None:
         shown = Shown(80, 24, reflow=reflow)
         shown.write("above\n")
         for width in (60, 40, 30, 100, 20, 80):
@@ -104,7 +104,7 @@ class TestALiveLine:
         shown.replace("")
         assert shown.screen.lines() == ["above"]
 
-    def test_leaves_no_copy_when_the_terminal_is_narrower_than_it_has_told(self) -> None:
+    def test_a_live_line_leaves_no_copy_on_a_terminal_narrower_than_reported(self) -> None:
         shown = Shown(80, 24)
         shown.write("above\n")
         shown.screen.resize(30, 10)
@@ -115,7 +115,7 @@ class TestALiveLine:
         shown.replace("")
         assert shown.screen.lines() == ["above", "below"]
 
-    def test_is_not_drawn_where_it_has_no_room_or_may_not(self) -> None:
+    def test_a_live_line_is_not_drawn_without_room_or_permission(self) -> None:
         shown = Shown(80, 24)
         shown.told = 0
         shown.replace(TEXT)
@@ -132,7 +132,9 @@ class TestALiveLine:
             max_size=30,
         )
     )
-    def test_leaves_of_any_history_what_workers_wrote(self, history: list[tuple[str, str | int]]) -> None:
+    def test_a_live_line_leaves_only_workers_output_after_any_history(
+        self, history: list[tuple[str, str | int]]
+    ) -> None:
         shown = Shown(80, 24)
         written = ["start"]
         shown.write("start\n")
@@ -151,7 +153,7 @@ class TestALiveLine:
 
 
 class Window:
-    """A terminal with a program's stdout and stderr on it."""
+    """A terminal with a program's stdout and stderr."""
 
     def __init__(self, width: int, height: int) -> None:
         self.screen = Screen(width, height)
@@ -169,7 +171,7 @@ class Window:
             fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def await_lines(self, look: Callable[[list[str]], bool]) -> list[str]:
-        """What is shown when `look` says that it is there."""
+        """Wait until `look` accepts what is shown, and return it."""
         end = time.monotonic() + 20.0
         with self._changed:
             while not look(lines := self.screen.lines()):
@@ -205,14 +207,16 @@ def window(monkeypatch: pytest.MonkeyPatch) -> Iterator[Window]:
 
 @pytest.fixture
 def console(window: Window) -> Iterator[Console]:
-    """A console on it."""
+    """A console on that terminal."""
     made = Console(quiet=False, out=window.stream, err=window.stream)
     yield made
     made.close(20.0)
 
 
 class TestTheConsoleOnATerminal:
-    def test_keeps_the_live_line_below_lines_and_notes(self, window: Window, console: Console) -> None:
+    def test_the_console_keeps_the_live_line_below_lines_and_notes(
+        self, window: Window, console: Console
+    ) -> None:
         assert console.colour
         console.live(TEXT)
         window.await_lines(lambda lines: lines != [])
@@ -228,7 +232,7 @@ class TestTheConsoleOnATerminal:
         console.live("")
         assert window.await_lines(lambda lines: len(lines) == 5) == expected
 
-    def test_has_no_live_line_when_quiet(self, window: Window) -> None:
+    def test_a_quiet_console_has_no_live_line(self, window: Window) -> None:
         console = Console(quiet=True, out=window.stream, err=window.stream)
         console.live(TEXT)
         console.error("bad")
@@ -236,7 +240,9 @@ class TestTheConsoleOnATerminal:
         assert window.await_lines(bool) == ["unirun: bad"]
         assert b"\x1b" not in window.raw
 
-    def test_is_plain_on_a_dumb_one(self, window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_console_is_plain_on_a_dumb_terminal(
+        self, window: Window, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("TERM", "dumb")
         console = Console(quiet=False, out=window.stream, err=window.stream)
         assert not console.colour
@@ -246,7 +252,7 @@ class TestTheConsoleOnATerminal:
         assert window.await_lines(bool) == ["unirun: note"]
         assert b"\x1b" not in window.raw
 
-    def test_has_a_live_line_without_colours_with_no_color(
+    def test_the_console_has_a_live_line_without_colours_with_no_color(
         self, window: Window, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("NO_COLOR", "1")
@@ -258,7 +264,7 @@ class TestTheConsoleOnATerminal:
         window.await_lines(lambda lines: not lines)
         console.close(20.0)
 
-    def test_has_none_when_another_program_reads_its_output(self, window: Window) -> None:
+    def test_the_console_has_no_live_line_when_another_program_reads_its_output(self, window: Window) -> None:
         reader, writer = os.pipe()
         with os.fdopen(writer, "w") as pipe:
             console = Console(quiet=False, out=pipe, err=window.stream)
@@ -268,7 +274,9 @@ class TestTheConsoleOnATerminal:
         os.close(reader)
         assert window.await_lines(bool) == ["unirun: note"]
 
-    def test_shows_what_workers_quote_as_text(self, window: Window, console: Console) -> None:
+    def test_the_console_escapes_control_characters_in_reports(
+        self, window: Window, console: Console
+    ) -> None:
         console.error("ValueError: \x1b[2J\x1b]0;title\x07 \ud800\n\tat\x9b31m")
         shown = window.await_lines(lambda lines: len(lines) == 2)
         assert shown == [

@@ -1,4 +1,4 @@
-"""Ctrl-C reaches whichever master hears it, once: told twice, it would kill the workers at once."""
+"""Ctrl-C reaches the present master once: sent twice, it would kill the workers at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNNING, STOPPING = ("running", "succeeded"), ("stopping", "succeeded")
 
 
 class TestStopRequests:
-    def test_that_nobody_has_heard_are_told(self) -> None:
+    def test_stop_requests_that_no_master_got_are_sent(self) -> None:
         requests = StopRequests()
         assert requests.for_next(RUNNING) == []
         assert requests.first is None
@@ -36,7 +36,7 @@ class TestStopRequests:
         assert requests.for_next(RUNNING) == [FIRST]
 
     @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST]), (STOPPING, [])])
-    def test_are_told_again_when_they_have_died_with_a_master(
+    def test_stop_requests_that_died_with_a_master_are_sent_again(
         self, phases: tuple[str, ...], again: list[Stop]
     ) -> None:
         requests = StopRequests()
@@ -44,14 +44,14 @@ class TestStopRequests:
         assert requests.for_next(phases) == again
 
     @pytest.mark.parametrize("phase", ["waiting", "starting", "running", "restarting", "reforming"])
-    def test_are_told_again_as_long_as_one_role_does_not_stop(self, phase: str) -> None:
+    def test_stop_requests_are_sent_again_while_one_role_is_not_stopping(self, phase: str) -> None:
         requests = StopRequests()
         requests.add(FIRST, told=True)
         assert requests.for_next(["stopping", phase, "failed"]) == [FIRST]
 
     @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST, SECOND]), (STOPPING, [SECOND])])
     @pytest.mark.parametrize("told", [True, False])
-    def test_for_the_end_at_once_are_not_taken_for_the_first(
+    def test_a_second_stop_request_is_not_sent_as_the_first(
         self, phases: tuple[str, ...], again: list[Stop], told: bool
     ) -> None:
         requests = StopRequests()
@@ -60,7 +60,7 @@ class TestStopRequests:
         assert requests.urgent
         assert requests.for_next(phases) == again
 
-    def test_are_answered_with_what_follows(self) -> None:
+    def test_stop_requests_are_answered_with_what_follows(self) -> None:
         requests = StopRequests()
         requests.add(FIRST, told=True)
         assert requests.answer("SIGINT", 30.0) == (
@@ -70,12 +70,12 @@ class TestStopRequests:
             requests.add(SECOND, told=True)
             assert requests.answer("SIGTERM", 30.0) == "SIGTERM: killing the workers now"
 
-    def test_that_nobody_has_heard_are_told_to_a_job_that_stops_by_itself(self) -> None:
+    def test_stop_requests_that_no_master_got_are_sent_to_a_stopping_job(self) -> None:
         requests = StopRequests()
         requests.add(FIRST, told=False)
         assert requests.for_next(STOPPING) == [FIRST]
 
-    def test_after_the_second_say_nothing_new(self) -> None:
+    def test_stop_requests_after_the_second_are_not_sent(self) -> None:
         requests = StopRequests()
         for stop in (FIRST, SECOND, THIRD):
             requests.add(stop, told=True)
@@ -90,7 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 def tells(**phases: str) -> Callable[[BlockingStream], None]:
-    """What a master says to who attaches: how its roles stand."""
+    """The first messages of a master to a command: the state of its roles."""
 
     def script(stream: BlockingStream) -> None:
         assert stream.receive() == Attach(owner=True)
@@ -101,7 +101,7 @@ def tells(**phases: str) -> Callable[[BlockingStream], None]:
 
 
 def session(place: Place, *, quiet: bool = True) -> Session:
-    """The command in the foreground; its processes are none of this process's children."""
+    """The command in the foreground; its processes are not children of this process."""
     roles = tuple(RoleSpec(name, 1, Entry("script", "a.py")) for name in ("actor", "rollout"))
     spec = JobSpec("job", place.job.run_id, roles, ("actor",), signals=("SIGINT",))
     running = RunningJob(place.job, spec, Processes(os.getppid(), [os.getppid()]))
@@ -113,14 +113,14 @@ async def heard(queue: Queue[Message]) -> Message:
 
 
 async def shown(following: Session, roles: int) -> None:
-    """Wait until a master has said how its roles stand."""
+    """Wait until a master has sent the state of its roles."""
     async with asyncio.timeout(PATIENCE):
         while len(following._display.roles) < roles or following._master is None:
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(("written", "again"), [(False, True), (True, False)])
-def test_ctrl_c_that_was_sent_to_a_master_which_died_is_sent_again_unless_the_job_stops(
+def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_unless_the_job_stops(
     place: Place, written: bool, again: bool
 ) -> None:
     interrupt = Stop(int(signal.SIGINT), "got SIGINT")
@@ -172,10 +172,10 @@ def test_ctrl_c_while_there_is_no_master_waits_for_one(place: Place) -> None:
     asyncio.run(follow())
 
 
-def test_a_master_that_hangs_is_left_for_the_one_that_leads(
+def test_a_session_leaves_a_hanging_master_for_the_new_leader(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its stream does not end."""
+    """The stream of a hanging master does not end."""
     monkeypatch.setattr(seat, "CALM", 0.05)
     ended = Ended(0, "succeeded", "")
 
@@ -198,7 +198,7 @@ def test_a_master_that_hangs_is_left_for_the_one_that_leads(
     asyncio.run(follow())
 
 
-def test_why_nobody_leads_is_told_once(
+def test_a_session_shows_once_why_there_is_no_master(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(session_module, "QUIET", 0.05)

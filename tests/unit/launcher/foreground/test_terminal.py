@@ -1,4 +1,4 @@
-"""Text of others is printable."""
+"""Text from other processes is made printable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unirun.launcher.foreground.terminal import printable, printable_lines
 
 class TestPrintable:
     @given(st.text(st.characters()))
-    def test_text_is_one_line_of_visible_characters_and_blanks(self, text: str) -> None:
+    def test_printable_text_is_one_line_of_visible_characters_and_blanks(self, text: str) -> None:
         shown = printable(text)
         assert all(c.isprintable() or category(c) == "Zs" for c in shown)
         shown.encode()
@@ -21,10 +21,10 @@ class TestPrintable:
             assert printable(line.replace("\t", "")) == line.replace("\t", "")
 
     @pytest.mark.parametrize("text", ["", "plain", "größer 训练 🚀", "5\u202f000 \u00a0%", "\\x1b"])
-    def test_text_that_is_so_already_stays(self, text: str) -> None:
+    def test_printable_text_is_unchanged(self, text: str) -> None:
         assert printable(text) == text
 
-    def test_everything_else_is_escaped_as_python_does(self) -> None:
+    def test_unprintable_characters_are_escaped_as_python_does(self) -> None:
         assert printable("\x1b[31m\n\t\x9b\u202e\ud800\u2028") == (
             "\\x1b[31m\\n\\t\\x9b\\u202e\\ud800\\u2028"
         )

@@ -1,4 +1,4 @@
-"""Which warm processes there are, and what a job does with one that does not do what it should."""
+"""Finding warm processes, and borrowing from one that fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WANT = wish({"HOME": "/h"}, ("torch",), "/")
 
 
 def described(**other: object) -> Description:
-    """Of this process itself, which fits `WANT`."""
+    """The description of this process, which fits `WANT`."""
     return replace(
         Description(
             pid=os.getpid(),
@@ -52,7 +52,7 @@ def described(**other: object) -> Description:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the warm processes."""
+    """The directory of warm processes."""
     monkeypatch.setenv("UNIRUN_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.delenv("UNIRUN_WARM", raising=False)
     (tmp_path / "run" / "warm").mkdir(0o700, parents=True)
@@ -62,7 +62,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def lives(root: Path) -> Iterator[Callable[..., Path]]:
-    """Makes the folder of a warm process that lives."""
+    """Creates the folder of a live warm process."""
     with contextlib.ExitStack() as stack:
 
         def live(name: str, description: Description | None) -> Path:
@@ -78,13 +78,15 @@ def lives(root: Path) -> Iterator[Callable[..., Path]]:
 
 
 class TestTheDirectory:
-    def test_is_in_that_of_the_login_session(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_warm_directory_is_in_that_of_the_login_session(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("UNIRUN_RUN_DIR", raising=False)
         tmp_path.chmod(0o700)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         assert run_root() == tmp_path / "unirun" / "warm"
 
-    def test_is_refused_when_others_may_write_it(self, root: Path) -> None:
+    def test_a_warm_directory_that_others_may_write_is_refused(self, root: Path) -> None:
         root.parent.chmod(0o777)
         with pytest.raises(JobError, match="may be written by all users"):
             run_root()
@@ -92,7 +94,7 @@ class TestTheDirectory:
         assert "not safe" in choose(WANT).against[0]
 
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may give a directory away")
-    def test_is_refused_when_it_is_another_users(self, root: Path) -> None:
+    def test_a_warm_directory_of_another_user_is_refused(self, root: Path) -> None:
         os.chown(root.parent, NOBODY, NOBODY)
         with pytest.raises(JobError, match="belongs to user"):
             run_root()
@@ -100,8 +102,8 @@ class TestTheDirectory:
 
     @pytest.mark.starts_processes
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-    def test_is_refused_when_it_cannot_be_looked_into(self, root: Path) -> None:
-        """By a process that may not even look at itself, as it has another user than it was started with."""
+    def test_an_unreadable_warm_directory_is_refused(self, root: Path) -> None:
+        """For a process that cannot read its own state, as it has changed its user."""
         script = "import os; from unirun.launcher.warm.borrowing import *; "
         script += "os.setresuid(65534, 65534, 65534); print(choose(wish({}, (), '/')).against)"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -109,20 +111,18 @@ class TestTheDirectory:
 
 
 class TestThoseThatRun:
-    def test_are_told_the_longest_first(self, lives: Callable[..., Path]) -> None:
+    def test_warm_processes_are_listed_the_oldest_first(self, lives: Callable[..., Path]) -> None:
         young, old = lives("a", described(began=2.0)), lives("b", described(began=1.0))
         assert [warm.folder for warm in running()] == [old, young]
         assert not some_start()
 
-    def test_are_without_those_that_are_not_ready_yet(self, lives: Callable[..., Path]) -> None:
+    def test_warm_processes_that_are_not_ready_are_not_listed(self, lives: Callable[..., Path]) -> None:
         folder = lives("a", None)
         assert running() == []
         assert some_start()
         assert folder.exists()
 
-    def test_are_without_what_a_dead_one_has_left_which_is_removed(
-        self, root: Path, lives: Callable[..., Path]
-    ) -> None:
+    def test_folders_of_dead_warm_processes_are_removed(self, root: Path, lives: Callable[..., Path]) -> None:
         alive = lives("a", described())
         for name, files in {
             "dead": (DESCRIPTION, "log"),
@@ -135,13 +135,13 @@ class TestThoseThatRun:
         assert [warm.folder for warm in running()] == [alive]
         assert [*root.iterdir()] == [alive]
 
-    def test_do_not_list_a_folder_that_is_still_being_made_and_do_not_remove_it(self, root: Path) -> None:
+    def test_a_warm_folder_that_is_being_created_is_neither_listed_nor_removed(self, root: Path) -> None:
         """Folders of dead processes are removed; this one has no process yet."""
         (root / ".draft").mkdir()
         assert (running(), some_start()) == ([], False)
         assert (root / ".draft").exists()
 
-    def test_are_without_one_of_another_version_that_says_other_things(
+    def test_a_warm_process_with_an_unknown_description_is_not_listed(
         self, lives: Callable[..., Path]
     ) -> None:
         (lives("a", None) / DESCRIPTION).write_text('{"version": 7}')
@@ -151,7 +151,9 @@ class TestThoseThatRun:
 
 
 class TestOfSeveral:
-    def test_the_one_with_the_most_modules_is_taken(self, lives: Callable[..., Path]) -> None:
+    def test_of_fitting_warm_processes_the_one_with_the_most_modules_is_chosen(
+        self, lives: Callable[..., Path]
+    ) -> None:
         lives("a", described())
         most = lives("b", described(modules=("torch", "journal")))
         want = replace(WANT, modules=("torch", "journal"))
@@ -160,12 +162,14 @@ class TestOfSeveral:
         assert choice.warm.folder == most
         assert choose(WANT).warm is not None
 
-    def test_the_nearest_tells_its_difference(self, lives: Callable[..., Path]) -> None:
+    def test_without_a_fitting_warm_process_the_difference_of_the_nearest_is_given(
+        self, lives: Callable[..., Path]
+    ) -> None:
         lives("a", described(variables={"HOME": "/h", "X": "1", "Y": "1"}))
         lives("b", described(variables={"HOME": "/h", "X": "1"}))
         assert choose(WANT).against == (f"process {os.getpid()} differs: X is not set, there '1'",)
 
-    def test_none_is_taken_when_the_user_says_so(
+    def test_no_warm_process_is_chosen_with_unirun_warm_0(
         self, lives: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lives("a", described())
@@ -173,7 +177,7 @@ class TestOfSeveral:
         assert choose(WANT).against == ("UNIRUN_WARM=0",)
 
     @pytest.mark.starts_processes
-    def test_one_is_not_taken_whose_process_is_gone(self, lives: Callable[..., Path]) -> None:
+    def test_a_dead_warm_process_is_not_chosen(self, lives: Callable[..., Path]) -> None:
         gone = subprocess.Popen(["true"])
         gone.wait()
         lives("a", described(pid=gone.pid))
@@ -188,7 +192,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, list[int], object]:
 
 @pytest.fixture
 def listener(lives: Callable[..., Path]) -> Iterator[tuple[Warm, socket.socket]]:
-    """A warm process that does nothing by itself."""
+    """A warm process that does not respond."""
     folder = lives("stub", described())
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(folder / SOCKET))
@@ -201,7 +205,7 @@ class TestAJobThatBorrows:
     def little_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(borrowing, "PATIENCE", 0.3)
 
-    def test_hears_why_it_gets_nothing(self, listener: tuple[Warm, socket.socket]) -> None:
+    def test_a_declined_borrower_gets_the_reason(self, listener: tuple[Warm, socket.socket]) -> None:
         warm, sock = listener
 
         def decline() -> None:
@@ -220,7 +224,9 @@ class TestAJobThatBorrows:
         thread.join()
 
     @pytest.mark.parametrize("after", ["accept", "request", "half an answer"])
-    def test_starts_cold_when_the_other_ends(self, listener: tuple[Warm, socket.socket], after: str) -> None:
+    def test_a_borrower_starts_cold_when_the_warm_process_ends(
+        self, listener: tuple[Warm, socket.socket], after: str
+    ) -> None:
         warm, sock = listener
 
         def end() -> None:
@@ -240,7 +246,7 @@ class TestAJobThatBorrows:
         thread.join()
 
     @pytest.mark.parametrize("answer", [b"", b"n", b"nonsense"])
-    def test_waits_no_longer_than_it_has_patience(
+    def test_a_borrower_waits_until_its_timeout(
         self, listener: tuple[Warm, socket.socket], answer: bytes
     ) -> None:
         warm, sock = listener
@@ -261,8 +267,10 @@ class TestAJobThatBorrows:
         thread.join()
         assert isinstance(told, str)
 
-    def test_starts_cold_when_nobody_accepts(self, listener: tuple[Warm, socket.socket]) -> None:
-        """As a stopped process; then also when its queue is full."""
+    def test_a_borrower_starts_cold_when_the_warm_process_does_not_accept(
+        self, listener: tuple[Warm, socket.socket]
+    ) -> None:
+        """As a stopped process does; then also with a full queue."""
         warm, _ = listener
         with contextlib.ExitStack() as stack:
             for _ in range(3):
@@ -272,10 +280,12 @@ class TestAJobThatBorrows:
                 with contextlib.suppress(BlockingIOError):
                     waiting.connect(str(warm.folder / SOCKET))
 
-    def test_starts_cold_when_nobody_listens(self, lives: Callable[..., Path]) -> None:
+    def test_a_borrower_starts_cold_when_the_warm_process_does_not_listen(
+        self, lives: Callable[..., Path]
+    ) -> None:
         assert "it does not answer" in str(borrow(Warm(lives("a", None), described()), WANT))
 
-    def test_gives_nothing_to_another_process_at_the_socket(
+    def test_a_borrower_sends_nothing_to_another_process_at_the_socket(
         self, listener: tuple[Warm, socket.socket]
     ) -> None:
         warm, sock = listener
@@ -285,7 +295,7 @@ class TestAJobThatBorrows:
         with connection:
             assert connection.recv(1) == b""
 
-    def test_leaves_no_descriptor_open(self, listener: tuple[Warm, socket.socket]) -> None:
+    def test_a_borrower_leaks_no_descriptor(self, listener: tuple[Warm, socket.socket]) -> None:
         warm, _ = listener
         before = len(os.listdir("/proc/self/fd"))
         borrow(warm, WANT)
@@ -301,7 +311,7 @@ class TestABorrowedSpawner:
 
     @pytest.fixture
     def tells(self, spawner: subprocess.Popen[bytes]) -> Iterator[tuple[Borrowed, int]]:
-        """It, and the descriptor of its guard."""
+        """The spawner, and the descriptor of its guard."""
         told, tells = os.pipe()
         ours, theirs = socket.socketpair()
         borrowed = Borrowed(ours, os.pidfd_open(spawner.pid), told)
@@ -310,7 +320,9 @@ class TestABorrowedSpawner:
         borrowed.close()
 
     @pytest.mark.starts_processes
-    def test_ends_when_its_guard_says_so(self, tells: tuple[Borrowed, int]) -> None:
+    def test_a_borrowed_spawner_has_ended_when_its_guard_reports_it(
+        self, tells: tuple[Borrowed, int]
+    ) -> None:
         borrowed, guard = tells
         os.write(guard, b"7")
         os.close(guard)
@@ -318,13 +330,15 @@ class TestABorrowedSpawner:
 
     @pytest.mark.starts_processes
     @pytest.mark.parametrize("code", [0, -9, 255])
-    def test_tells_its_exit_code(self, tells: tuple[Borrowed, int], code: int) -> None:
+    def test_a_borrowed_spawner_has_the_reported_exit_code(
+        self, tells: tuple[Borrowed, int], code: int
+    ) -> None:
         borrowed, guard = tells
         threading.Timer(0.05, lambda: (os.write(guard, str(code).encode()), os.close(guard))).start()
         assert borrowed.wait() == code
 
     @pytest.mark.starts_processes
-    def test_is_waited_for_without_its_guard(
+    def test_a_borrowed_spawner_is_waited_for_without_its_guard(
         self, tells: tuple[Borrowed, int], spawner: subprocess.Popen[bytes]
     ) -> None:
         borrowed, guard = tells
@@ -337,7 +351,7 @@ class TestABorrowedSpawner:
         borrowed.kill()
 
     @pytest.mark.starts_processes
-    def test_is_waited_for_no_longer_than_asked(self, tells: tuple[Borrowed, int]) -> None:
+    def test_waiting_for_a_borrowed_spawner_times_out(self, tells: tuple[Borrowed, int]) -> None:
         borrowed, guard = tells
         began = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired):
@@ -346,8 +360,10 @@ class TestABorrowedSpawner:
         os.close(guard)
 
     @pytest.mark.starts_processes
-    def test_may_have_a_descriptor_of_any_number(self, spawner: subprocess.Popen[bytes]) -> None:
-        """`select` takes those below 1024; the agent of a large job has more."""
+    def test_a_borrowed_spawner_may_have_a_descriptor_above_1024(
+        self, spawner: subprocess.Popen[bytes]
+    ) -> None:
+        """`select` is limited to descriptors below 1024; the agent of a large job has more."""
         told, tells = os.pipe()
         high = fcntl.fcntl(told, fcntl.F_DUPFD_CLOEXEC, 1500)
         os.close(told)

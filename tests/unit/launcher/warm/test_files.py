@@ -1,4 +1,4 @@
-"""Whether a new interpreter would load what this one has loaded."""
+"""`LoadedFiles` detects whether a new interpreter would load the same files."""
 
 from __future__ import annotations
 
@@ -93,25 +93,25 @@ def replaced(root: Path, change: str, python: str = sys.executable, **env: str) 
 class TestItIsSeen:
     @pytest.mark.starts_processes
     @pytest.mark.parametrize("what", CHANGES)
-    def test_that_there_is(self, root: Path, what: str) -> None:
+    def test_loaded_files_detect_each_change(self, root: Path, what: str) -> None:
         change, told = CHANGES[what]
         assert replaced(root, change) == told.format(root=root)
 
     @pytest.mark.starts_processes
-    def test_that_the_interpreter_is_another_one(self, root: Path) -> None:
+    def test_loaded_files_detect_another_interpreter(self, root: Path) -> None:
         python = root / "python"
         python.symlink_to(os.path.realpath(sys.executable))
         change = "os.replace(root / 'python', root / 'old'); (root / 'python').symlink_to('/bin/true')"
         assert replaced(root, change, str(python)) == str(python)
 
     @pytest.mark.starts_processes
-    def test_that_the_user_has_a_directory_of_packages_now(self, root: Path) -> None:
+    def test_loaded_files_detect_a_new_user_site_directory(self, root: Path) -> None:
         python = os.path.realpath(sys.executable)
         change = "import site; Path(site.getusersitepackages()).mkdir(parents=True)"
         told = replaced(root, change, python, PYTHONUSERBASE=str(root / "user"))
         assert told.startswith(f"{root}/user/")
 
     @pytest.mark.starts_processes
-    def test_that_a_file_has_changed_while_it_was_loaded(self, root: Path) -> None:
+    def test_loaded_files_detect_a_file_changed_while_it_was_loaded(self, root: Path) -> None:
         change = "print(Path(files.changed_since(began)).name, files.changed_since(time.time() + 60))"
         assert replaced(root, change) == "library.so"

@@ -1,4 +1,4 @@
-"""When a fork of a warm process would be what a new process would be, and which difference there is else."""
+"""Whether a fork of a warm process would be like a new process, and the differences otherwise."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def with_env(**env: str) -> Borrow:
 
 
 class TestAForkFits:
-    def test_when_nothing_differs_that_counts(self) -> None:
+    def test_a_fork_fits_when_nothing_relevant_differs(self) -> None:
         assert unlike(THERE, WANTED) == []
 
     @pytest.mark.parametrize("name", ["MINE", "TORCH_NCCL_TRACE", "TORCH_DISTRIBUTED_DEBUG", "UNIRUN_HOME"])
-    def test_whatever_variables_say_that_are_read_later(self, name: str) -> None:
+    def test_a_fork_fits_whatever_the_variables_that_are_read_later(self, name: str) -> None:
         assert unlike(THERE, with_env(**{name: "another"})) == []
 
     @pytest.mark.parametrize(
         "what", [{"umask": 0o77}, {"cwd": "/tmp"}, {"descriptors": 9}, {"inherited": (4, 5)}]
     )
-    def test_whatever_it_takes_over_afterwards(self, what: dict[str, object]) -> None:
+    def test_a_fork_fits_whatever_it_takes_over_afterwards(self, what: dict[str, object]) -> None:
         assert unlike(THERE, replace(WANTED, **what)) == []  # type: ignore[arg-type]
 
-    def test_in_another_shell(self) -> None:
+    def test_a_fork_fits_in_another_shell(self) -> None:
         there = replace(THERE, every_variable=True, variables={**WANTED.env})
         assert unlike(there, with_env(**dict.fromkeys(OF_SHELLS, "another"))) == []
 
@@ -110,14 +110,16 @@ class TestAForkDoesNotFit:
             ),
         ],
     )
-    def test_and_says_why(self, there: Description, wanted: Borrow, reason: str) -> None:
+    def test_a_fork_that_does_not_fit_gives_the_reason(
+        self, there: Description, wanted: Borrow, reason: str
+    ) -> None:
         assert unlike(there, wanted) == [reason]
 
-    def test_when_a_variable_is_not_set_that_was(self) -> None:
+    def test_a_fork_does_not_fit_when_a_variable_is_unset(self) -> None:
         env = {name: value for name, value in WANTED.env.items() if name != "OMP_NUM_THREADS"}
         assert unlike(THERE, replace(WANTED, env=env)) == ["OMP_NUM_THREADS is not set, there '1'"]
 
-    def test_in_few_words_when_a_value_is_long(self) -> None:
+    def test_the_reason_that_a_fork_does_not_fit_cuts_a_long_value(self) -> None:
         (reason,) = unlike(THERE, with_env(ASKED="x" * 10_000))
         assert len(reason) < 200
 
@@ -127,10 +129,10 @@ ENVS = st.dictionaries(NAMES, st.sampled_from(("", "1", "2")))
 
 
 @given(started=ENVS, asked=st.frozensets(NAMES), env=ENVS, every=st.booleans())
-def test_exactly_the_variables_that_count_must_be_the_same(
+def test_a_fork_fits_exactly_when_the_relevant_variables_are_equal(
     started: dict[str, str], asked: frozenset[str], env: dict[str, str], every: bool
 ) -> None:
-    """As the warm process describes itself: what was asked for, what counts at import; or all."""
+    """By the description of a warm process: variables read by imports, those read at import; or all."""
     told = {"HOME", *asked, *filter(counts_in_warm, started), *(set(started) - OF_SHELLS if every else ())}
     there = replace(
         THERE, path=(), every_variable=every, variables={name: started.get(name) for name in told}
@@ -142,9 +144,7 @@ def test_exactly_the_variables_that_count_must_be_the_same(
 
 
 @given(here=ENVS, there=ENVS)
-def test_the_differences_name_each_key_that_is_not_the_same(
-    here: dict[str, str], there: dict[str, str]
-) -> None:
+def test_differences_name_each_unequal_key(here: dict[str, str], there: dict[str, str]) -> None:
     named = [text.partition(" is ")[0] for text in differences(here, there)]
     assert named == sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
 
@@ -171,7 +171,7 @@ CHANGES = {
         libc.prctl(22, 2, struct.pack("HxxxxxxP", 1, ctypes.addressof(allow)), 0, 0)
         """,
 }
-"""What one process changes of itself."""
+"""Changes that a process makes to itself."""
 
 OF_ROOT = {
     "Uid": "os.setresuid(65534, 65534, 65534); libc.prctl(4, 1, 0, 0, 0)",
@@ -201,7 +201,7 @@ ChangedBy = Callable[[str], list[str]]
 
 @pytest.fixture(scope="module")
 def changed_by() -> Iterator[ChangedBy]:
-    """What is seen of a change that a process makes of itself: each in a fork of one process."""
+    """The differences that are seen after each change, made in a fork."""
     looker = subprocess.Popen(
         [sys.executable, "-c", LOOK], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -221,7 +221,7 @@ def changed_by() -> Iterator[ChangedBy]:
 class TestTheStateOfAProcess:
     @pytest.mark.starts_processes
     @pytest.mark.parametrize("name", CHANGES)
-    def test_shows_what_a_fork_cannot_undo(self, name: str, changed_by: ChangedBy) -> None:
+    def test_process_state_has_all_that_a_fork_cannot_undo(self, name: str, changed_by: ChangedBy) -> None:
         if name == "memory policy" and not Path("/proc/self/numa_maps").exists():
             pytest.skip("this kernel knows one node")
         assert name in changed_by(CHANGES[name])
@@ -229,12 +229,12 @@ class TestTheStateOfAProcess:
     @pytest.mark.starts_processes
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may")
     @pytest.mark.parametrize("name", OF_ROOT)
-    def test_shows_what_only_root_may_change(self, name: str, changed_by: ChangedBy) -> None:
+    def test_process_state_has_what_only_root_may_change(self, name: str, changed_by: ChangedBy) -> None:
         assert name in changed_by(OF_ROOT[name])
 
     @pytest.mark.starts_processes
     @pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="there is one processor")
-    def test_shows_on_which_processors_it_runs(self, changed_by: ChangedBy) -> None:
+    def test_process_state_has_the_cpu_affinity(self, changed_by: ChangedBy) -> None:
         assert "Cpus_allowed_list" in changed_by("os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
 
     @pytest.mark.starts_processes
@@ -250,11 +250,11 @@ class TestTheStateOfAProcess:
             "",
         ],
     )
-    def test_does_not_show_what_is_set_afterwards(self, change: str, changed_by: ChangedBy) -> None:
+    def test_process_state_omits_what_a_fork_sets_itself(self, change: str, changed_by: ChangedBy) -> None:
         assert changed_by(change) == []
 
     @pytest.mark.starts_processes
-    def test_is_seen_from_without_as_far_as_it_may_be(self) -> None:
+    def test_process_state_of_another_process_is_read_as_far_as_permitted(self) -> None:
         child = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", "print(flush=True); input()"],
             stdin=subprocess.PIPE,
@@ -270,8 +270,8 @@ class TestTheStateOfAProcess:
 
     @pytest.mark.starts_processes
     @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-    def test_is_compared_without_what_the_kernel_hides_from_other_processes(self) -> None:
-        """Slack of timers, without CAP_SYS_NICE; with Yama also the personality."""
+    def test_process_states_are_compared_without_what_the_kernel_hides(self) -> None:
+        """Timer slack, without CAP_SYS_NICE; with Yama also the personality."""
         look = "import sys; from unirun.launcher.warm.likeness import state_of; print(*state_of(sys.argv[1]), sep='\\n')"
         done = subprocess.run(
             ["setpriv", "--bounding-set=-sys_nice", "--", sys.executable, "-c", look, str(os.getpid())],
@@ -312,8 +312,8 @@ ASKED_IN_VAIN = {
 
 @pytest.mark.starts_processes
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
-def test_every_variable_counts_that_libraries_ask_for_when_torch_is_imported(tmp_path: Path) -> None:
-    """Those that Python code asks for are noted in the warm process."""
+def test_every_variable_that_libraries_read_when_torch_is_imported_is_compared(tmp_path: Path) -> None:
+    """Variables read by Python code are recorded in the warm process."""
     (tmp_path / "hook.c").write_text(HOOK)
     command = ["gcc", "-shared", "-fPIC", f'-DOUT="{tmp_path}/out"', "-o", "hook.so", "hook.c", "-ldl"]
     subprocess.run(command, cwd=tmp_path, check=True)

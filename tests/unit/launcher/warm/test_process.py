@@ -1,4 +1,4 @@
-"""What a warm process does with itself before it waits."""
+"""Memory of a warm process before it waits for jobs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from unirun.launcher.warm.process import leave_code
 
 
 def of_files() -> int:
-    """How many kB of this process's memory are pages of files."""
+    """File-backed resident memory of this process in kB."""
     rows = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     sizes = {row[0]: int(row[1]) for row in rows}
     return sizes["Rss:"] - sizes["Anonymous:"]
 
 
-def test_code_that_was_written_to_stays_as_it_is(tmp_path: Path) -> None:
-    """As a library with text relocations has it."""
+def test_leave_code_keeps_code_with_text_relocations(tmp_path: Path) -> None:
+    """As in a library with text relocations."""
     (tmp_path / "code").write_bytes(b"\0" * mmap.PAGESIZE)
     with (tmp_path / "code").open("r+b") as file:
         code = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -31,7 +31,7 @@ def test_code_that_was_written_to_stays_as_it_is(tmp_path: Path) -> None:
     assert code[:5] == b"moved"
 
 
-def test_the_code_that_imports_have_run_is_given_back_and_comes_back_when_it_is_run() -> None:
+def test_leave_code_unmaps_code_that_is_mapped_again_when_it_runs() -> None:
     before = of_files()
     leave_code()
     assert of_files() < before

@@ -1,4 +1,4 @@
-"""When a fork can look for modules where a new process would."""
+"""Whether a fork can use another PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ IMPORTED = {"torch": "/venv/torch/__init__.py", "random": "/usr/lib/random.py", 
 
 
 def why_not(folder: Path) -> str:
-    """For a job with one more folder than the warm process."""
+    """Compare for a job with one more folder than the warm process."""
     return found_elsewhere(("/lib",), (str(folder), "/lib"), IMPORTED)
 
 
 class TestAnotherFolder:
-    def test_fits_when_it_has_what_is_not_imported_yet(self, tmp_path: Path) -> None:
+    def test_another_folder_with_modules_not_imported_yet_fits(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").touch()
         assert why_not(tmp_path) == ""
 
-    def test_fits_when_what_is_imported_is_from_there(self, tmp_path: Path) -> None:
+    def test_another_folder_with_the_imported_modules_fits(self, tmp_path: Path) -> None:
         (tmp_path / "random.py").touch()
         (tmp_path / "link").symlink_to(tmp_path)
         imported = {"random": str(tmp_path / "random.py")}
         assert found_elsewhere((), (str(tmp_path / "link"),), imported) == ""
 
-    def test_fits_when_it_is_not_there(self, tmp_path: Path) -> None:
+    def test_another_folder_that_does_not_exist_fits(self, tmp_path: Path) -> None:
         assert why_not(tmp_path / "nowhere") == ""
 
-    def test_fits_with_a_folder_of_data_that_is_called_as_a_module(self, tmp_path: Path) -> None:
+    def test_another_folder_with_a_data_folder_named_as_a_module_fits(self, tmp_path: Path) -> None:
         (tmp_path / "random").mkdir()
         assert why_not(tmp_path) == ""
 
     @pytest.mark.parametrize("file", ["random.py", "torch/__init__.py", "sitecustomize.py"])
-    def test_does_not_fit_when_an_interpreter_would_find_there_what_is_imported(
+    def test_another_folder_with_another_version_of_an_imported_module_does_not_fit(
         self, tmp_path: Path, file: str
     ) -> None:
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -46,7 +46,7 @@ class TestAnotherFolder:
         assert why_not(tmp_path) == f"PYTHONPATH has {tmp_path}, where there is another {name}"
 
     @pytest.mark.parametrize(("group", "fits"), [("torch.backends", False), ("console_scripts", True)])
-    def test_does_not_fit_with_a_distribution_that_imports_look_for(
+    def test_another_folder_with_a_distribution_that_imports_look_for_does_not_fit(
         self, tmp_path: Path, group: str, fits: bool
     ) -> None:
         info = tmp_path / "mine.egg-info"
@@ -54,24 +54,24 @@ class TestAnotherFolder:
         (info / "entry_points.txt").write_text(f"[{group}]\nmine = mine:main\n")
         assert (why_not(tmp_path) == "") == fits
 
-    def test_does_not_fit_with_a_distribution_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_another_folder_with_an_unreadable_distribution_does_not_fit(self, tmp_path: Path) -> None:
         (tmp_path / "mine.egg-info" / "entry_points.txt").mkdir(parents=True)
         assert "mine.egg-info may be for what is imported" in why_not(tmp_path)
 
 
 class TestTheSameFolders:
-    def test_fit_whatever_is_in_them(self, tmp_path: Path) -> None:
+    def test_the_same_folders_fit_whatever_their_contents(self, tmp_path: Path) -> None:
         (tmp_path / "random.py").touch()
         assert found_elsewhere((str(tmp_path),), (str(tmp_path),), IMPORTED) == ""
 
     @pytest.mark.parametrize("wanted", [(), ("/a",), ("/b", "/a")])
-    def test_must_all_be_there_in_their_order(self, wanted: tuple[str, ...]) -> None:
+    def test_all_folders_of_the_warm_process_must_be_present_in_order(self, wanted: tuple[str, ...]) -> None:
         assert found_elsewhere(("/a", "/b"), wanted, {}).startswith("PYTHONPATH is ")
 
 
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("value", ["", "lib", "lib:", "/a:lib:/a:/b/../c", ":/a"])
-def test_a_process_that_takes_folders_over_looks_where_a_new_one_does(
+def test_take_over_gives_the_search_path_of_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     def path_of(value: str) -> list[str]:
