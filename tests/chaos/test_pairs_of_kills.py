@@ -18,16 +18,16 @@ from tests.integration.kills import ENVIRON, SCRIPTS, WORKLOADS, kill_pairs, scr
 __all__ = ["script", "unirun", "warm"]
 
 PAIRS = int(os.environ.get("UNIRUN_CHAOS_PAIRS", "50"))
-"""Of each kind of job; there are ten kinds."""
+"""Number of pairs for each of the ten kinds of job."""
 SEED = int(os.environ.get("UNIRUN_CHAOS_SEED", "0"))
 UP_AGAIN = 3.0
-"""Seconds in which all ranks are up again."""
+"""Seconds within which all ranks must be up again."""
 
 pytestmark = pytest.mark.timeout(60 + PAIRS * 20)
 
 
 def judge(what: str, seconds: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """Show what was measured, and hold it to the bar."""
+    """Print the measurements, and check them against the limit."""
     with capsys.disabled():
         median, worst = statistics.median(seconds), max(seconds)
         print(

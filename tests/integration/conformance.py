@@ -1,4 +1,4 @@
-"""Runs `scripts/probe.py` under each launcher, and tells the differences to plain python."""
+"""Runs `scripts/probe.py` under each launcher, and compares the results with plain python."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from .harness import SCRIPTS, START, TORCHRUN, Result, Unirun
 
 ENV = {"OMP_NUM_THREADS": "1"}
-"""Unirun sets it for jobs of several workers, as torchrun does."""
+"""Set by unirun for jobs of several workers, as by torchrun."""
 
 Report = dict[str, Any]
-"""What the probe says: a value for each property."""
+"""The output of the probe: a value for each property."""
 
 VARIANTS = ("script", "module", "directory", "zip")
-"""How a program can be given to python; also the names of the roles that run it."""
+"""The forms of a program for python; also the names of the roles that run it."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A script of `scripts/` in a folder of its own, in each of the forms that python runs."""
+    """A script of `scripts/` in its own folder, in each of the forms that python runs."""
 
     folder: Path
     name: str
@@ -49,12 +49,12 @@ class Program:
         return cls(folder, name)
 
     def form(self, variant: str) -> tuple[str, ...]:
-        """What follows ``python -u``, or a launcher's own options."""
+        """The arguments after ``python -u``, or after a launcher's options."""
         forms = {"module": ("-m", f"pack.{self.name}"), "directory": ("tree",), "zip": ("tree.zip",)}
         return forms.get(variant, (f"{self.name}.py",))
 
     def entry(self, variant: str) -> dict[str, str]:
-        """The same in a job file."""
+        """The same for a job file."""
         kind = "module" if variant == "module" else "script"
         return {kind: self.form(variant)[-1]}
 
@@ -65,12 +65,12 @@ def probe_in(folder: Path) -> Program:
 
 
 def reports_under_python(unirun: Unirun, program: Program, variants: Iterable[str]) -> dict[str, Report]:
-    """One process after another: ``python -u script.py``."""
+    """Run one process after another: ``python -u script.py``."""
     return {each: _alone(unirun, program, [sys.executable, "-u"], each) for each in variants}
 
 
 def reports_under_torchrun(unirun: Unirun, program: Program, variants: Iterable[str]) -> dict[str, Report]:
-    """One torchrun after another."""
+    """Run one torchrun after another."""
     torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "1"]
     return {each: _alone(unirun, program, torchrun, each) for each in variants}
 
@@ -108,7 +108,7 @@ def reports_under_unirun(
 
 
 def run_job(unirun: Unirun, program: Program, roles: Mapping[str, Mapping[str, object]]) -> Result:
-    """A job of these roles, which work in the folder of the program. The command is called in another."""
+    """A job of these roles, which run in the folder of the program; the command runs in another."""
     path = unirun.root / "job.json"
     there = {name: {**role, "cwd": str(program.folder)} for name, role in roles.items()}
     path.write_text(json.dumps({"name": program.name, "roles": there}))
@@ -116,11 +116,11 @@ def run_job(unirun: Unirun, program: Program, roles: Mapping[str, Mapping[str, o
 
 
 BETWEEN = ("random numbers", "hash of a text", "key of multiprocessing")
-"""Properties that must differ between two processes: lists of numbers."""
+"""Properties that must differ between any two processes: lists of numbers."""
 
 
 def faults(expected: Mapping[str, Report], found: Mapping[str, Report]) -> dict[str, set[str]]:
-    """The differences of the processes of a launcher, by variant, to those of plain python, by property."""
+    """The differences between a launcher's processes and plain python's, by variant and property."""
     differ: dict[str, set[str]] = {}
     for variant, report in found.items():
         for name, value in report.items():
@@ -134,14 +134,14 @@ def faults(expected: Mapping[str, Report], found: Mapping[str, Report]) -> dict[
 
 
 def report_in(text: str) -> Report:
-    """The only line of JSON in what a process has written."""
+    """The only line of JSON in a process's output."""
     (line,) = (line for line in text.splitlines() if line.startswith("{"))
     found: Report = json.loads(line)
     return found
 
 
 def differences(expected: object, found: object) -> set[str]:
-    """What `found` has more (``+name``), less (``-name``) or otherwise (``name: this instead of that``)."""
+    """Describe names that `found` has in addition (``+name``), lacks (``-name``) or has with another value."""
     if isinstance(expected, Mapping) and isinstance(found, Mapping):
         return {
             *(f"-{name}" for name in expected.keys() - found.keys()),

@@ -1,4 +1,4 @@
-"""Runs `scripts/ends.py` under each launcher: what is left of processes that end in many ways."""
+"""Runs `scripts/ends.py` under each launcher, and records the remains of processes that end in many ways."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CASES = {
         f"end: uncaught exception, {each}": (each, NAMES.index("uncaught exception")) for each in VARIANTS[1:]
     },
 }
-"""What the program is started as, and the number of the way to end, by the name of the property."""
+"""The kind of entry and the number of the way to end, by the name of the property."""
 
 
 @dataclass(frozen=True)
 class End:
-    """What is left of a process: how it ended, what it has written to its streams and its files."""
+    """The remains of a process: its exit, and the contents of its streams and files."""
 
     exit: str
     stdout: str
@@ -70,7 +70,7 @@ def ends_under_python(unirun: Unirun, program: Program) -> dict[str, End]:
 
 
 def ends_under_unirun(unirun: Unirun, program: Program, method: str) -> dict[str, End]:
-    """The same as ranks of one job; none begins before all are there."""
+    """Run the cases as ranks of one job; none begins before all have started."""
     folder = unirun.root / method
     folder.mkdir()
     common = {"args": [str(folder), str(len(CASES))], "start_method": method}
@@ -94,7 +94,7 @@ _SEED = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
 
 
 def _end(how: str, stdout: bytes, stderr: bytes, folder: Path) -> End:
-    """Without the addresses of objects, which differ from one process to the next."""
+    """Replace addresses of objects, which differ between processes."""
     out, err = (re.sub(r"0x[0-9a-f]+", "0x…", text.decode()) for text in (stdout, stderr))
     paths = [*folder.rglob("*")]
     files = {path.name: path.read_bytes() for path in paths if path.is_file()}
@@ -102,6 +102,6 @@ def _end(how: str, stdout: bytes, stderr: bytes, folder: Path) -> End:
 
 
 def faults_of_ends(expected: Mapping[str, End], found: Mapping[str, End]) -> dict[str, set[str]]:
-    """The differences in what is left of processes, by the name of the case."""
+    """The differences in the remains of processes, by the name of the case."""
     differ = {name: differences(asdict(expected[name]), asdict(found[name])) for name in CASES}
     return {name: each for name, each in differ.items() if each}

@@ -1,4 +1,4 @@
-"""Fixtures of the integration tests: real processes, a home of their own, nothing left behind."""
+"""Fixtures of the integration tests: real processes and a separate home; checks that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .warm import Warm, WarmUnirun, warm_in
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Warm processes, so that not every job imports torch: for one rank, and for several."""
+    """Warm processes for jobs of one rank and of several, so that not every job imports torch."""
     with warm_in(tmp_path_factory.mktemp("warm")) as processes:
         yield processes
 
@@ -58,7 +58,7 @@ def running(unirun: Unirun, script: Script) -> Running:
 
 @pytest.fixture(scope="session")
 def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """An etcd of one member, for tests that leave it running. Each has a prefix of its own."""
+    """An etcd of one member for tests that do not stop it. Each test has its own prefix."""
     servers = Servers(tmp_path_factory.mktemp("etcd"))
     yield servers
     servers.stop()

@@ -26,41 +26,41 @@ from unirun.cli import status
 T = TypeVar("T")
 
 CHAOS = "UNIRUN_CHAOS" in os.environ
-"""Whether tests of random or of all moments take all of them, however long that takes: `make chaos`."""
+"""Whether tests of random or of all moments try all of them, for any time: `make chaos`."""
 
 START = 60.0
-"""Seconds in which everything that needs a torch import on a busy machine must have happened."""
+"""Deadline in seconds for everything that imports torch on a busy machine."""
 
 SOON = 20.0
-"""Seconds in which everything else must have happened."""
+"""Deadline in seconds for everything else."""
 
 UNIRUN = str(Path(sys.executable).with_name("unirun"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRON = SCRIPTS / "environ.py"
-"""A worker that prints what it finds around it."""
+"""A worker that prints its environment."""
 
 EXEC = ("--start-method", "exec")
-"""Each worker is an interpreter of its own: who needs no torch does not wait for its import."""
+"""Each worker is a new interpreter: tests that do not need torch do not wait for its import."""
 
 SHORT_TERM = {
     "unirun.master.lead.TERM_TTL": 3.0,
     "unirun.rendezvous.seat.CALM": 0.3,
     "unirun.observe.following.CHECK": 0.3,
 }
-"""Constants with which a first master that hangs loses its term after three seconds, and others notice at once."""
+"""Constants by which a hanging first master loses its term after three seconds, and others notice it at once."""
 
 EVEN_DELAY = {"unirun.launcher.candidacy.MAX_DELAY": 1.0}
-"""Constants with which agents start one master after another without ever longer pauses."""
+"""Constants by which agents start one master after another without growing delays."""
 
 IMPATIENT = {
     "unirun.launcher.foreground.session.PATIENCE": 0.5,
     "unirun.launcher.foreground.session.FAREWELL": 2.0,
 }
-"""Constants with which a command that was interrupted twice kills soon what does not end."""
+"""Constants by which a command that was interrupted twice soon kills remaining processes."""
 
 Script = Callable[..., Path]
-"""The fixture `script`: it writes a worker's script and tells where it is."""
+"""The fixture `script`: it writes a worker's script and returns its path."""
 
 
 def eventually(look: Callable[[], T], what: str, within: float = SOON) -> T:
@@ -76,7 +76,7 @@ def eventually(look: Callable[[], T], what: str, within: float = SOON) -> T:
 
 
 def gone(pid: int, within: float) -> bool:
-    """Whether process `pid` ends within `within` seconds, told by its handle."""
+    """Whether process `pid` ends within `within` seconds, watched by its pidfd."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -88,7 +88,7 @@ def gone(pid: int, within: float) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a process that runs (a zombie does not)."""
+    """Whether `pid` is a running process, not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -96,7 +96,7 @@ def alive(pid: int) -> bool:
 
 
 def processes_of(home: Path) -> dict[int, str]:
-    """Every living process, with its title, that has `home` in the environment it was started with."""
+    """Every live process that has `home` in its initial environment, with its title."""
     mark = f"UNIRUN_HOME={home}".encode()
     found = {}
     for name in os.listdir("/proc"):
@@ -109,7 +109,7 @@ def processes_of(home: Path) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int
     out: str
@@ -123,13 +123,13 @@ class Result:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The JSON objects that workers printed, in the order of role and rank where they tell."""
+        """The JSON objects that workers printed, in order of role and rank if they have them."""
         rows = [json.loads(line) for line in self.lines if line.startswith("{")]
         return sorted(rows, key=lambda row: (str(row.get("role")), int(row.get("rank", 0))))
 
 
 class _Reader(threading.Thread):
-    """Collects the lines of a pipe and tells who waits for one."""
+    """Collects the lines of a pipe, and wakes up those that wait for one."""
 
     def __init__(self, pipe: Any, changed: threading.Condition) -> None:
         super().__init__(daemon=True)
@@ -150,7 +150,7 @@ class _Reader(threading.Thread):
 
 
 class Running:
-    """A `unirun` that was started."""
+    """A started `unirun`."""
 
     def __init__(self, command: Unirun, popen: subprocess.Popen[bytes], *, read: bool) -> None:
         self.command, self.popen, self.pid = command, popen, popen.pid
@@ -162,7 +162,7 @@ class Running:
 
     @property
     def text(self) -> str:
-        """What it has written so far, stdout first."""
+        """Its output so far, stdout first."""
         return "\n".join(reader.text for reader in self._readers)
 
     def lines(self, pattern: str, count: int = 1, within: float = START) -> list[str]:
@@ -184,7 +184,7 @@ class Running:
         self.popen.send_signal(signum)
 
     def end(self, within: float = START) -> Result:
-        """Wait for its end."""
+        """Wait for the end."""
         assert gone(self.pid, within), f"unirun did not end within {within:g} s:\n{self.text[-3000:]}"
         code = self.popen.wait()
         for reader in self._readers:
@@ -194,7 +194,7 @@ class Running:
 
 
 class Unirun:
-    """The command, with a home of its own."""
+    """The command, with its own home."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.home = root, root / "home"
@@ -244,7 +244,7 @@ class Unirun:
         read: bool = True,
         **popen: Any,
     ) -> Running:
-        """Start another program that has this home, likewise."""
+        """Start another program with this home, in the same way."""
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen(
             command,
@@ -257,11 +257,11 @@ class Unirun:
         return self.started[-1]
 
     def __call__(self, *args: object, within: float = START, **how: Any) -> Result:
-        """Run it to its end."""
+        """Run the command until it ends."""
         return self.start(*args, **how).end(within)
 
     def status(self) -> dict[str, Any]:
-        """What ``unirun status --json`` says of the newest job, without a process of its own: it is asked often."""
+        """``unirun status --json`` of the newest job, without a process, as it is called often."""
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.setenv("UNIRUN_HOME", str(self.home))
             assert status.main(["--json"]) == 0
@@ -289,12 +289,12 @@ class Unirun:
         return [row["text"] for row in map(json.loads, lines) if row["kind"] == kind]
 
     def log(self, role: str, rank: int, incarnation: int = 0, stream: str = "stdout") -> bytes:
-        """What one worker wrote."""
+        """The output of one worker."""
         path = self.job_dir() / "logs" / role / str(rank) / str(incarnation) / f"{stream}.log"
         return path.read_bytes()
 
     def processes(self) -> dict[int, str]:
-        """The living processes of every job of this home, the commands included: pid → title."""
+        """The live processes of every job of this home, commands included: pid → title."""
         return processes_of(self.home)
 
     def pid_of(self, title: str) -> int:
@@ -310,14 +310,14 @@ class Unirun:
         return eventually(only, f"one process is called {title}")
 
     def assert_nothing_left(self, within: float = 15.0) -> None:
-        """No process of any job is there, or within `within` seconds none will be."""
+        """Fail unless all processes of all jobs are gone within `within` seconds."""
         deadline = time.monotonic() + within
         while (left := self.processes()) and time.monotonic() < deadline:
             gone(next(iter(left)), deadline - time.monotonic())
         assert not left, f"left behind: {left}"
 
     def clean_up(self) -> dict[int, str]:
-        """Kill what is there; returns it."""
+        """Kill the remaining processes, and return them."""
         left = self.processes()
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -330,14 +330,14 @@ class Unirun:
 
 @contextlib.contextmanager
 def command_in(root: Path) -> Iterator[Unirun]:
-    """A `Unirun` whose jobs must have left no process when the context ends; they start cold."""
+    """A `Unirun` with cold starts, whose jobs must leave no process when the context ends."""
     with swept(Unirun(root)) as command:
         yield command
 
 
 @contextlib.contextmanager
 def swept(command: Unirun) -> Iterator[Unirun]:
-    """The jobs of `command` must have left no process when the context ends."""
+    """Fail when a job of `command` has left a process at the end of the context."""
     failed = True
     try:
         yield command

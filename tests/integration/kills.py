@@ -1,4 +1,4 @@
-"""Two ranks of a job are killed within a moment, again and again; each time all ranks must be up again soon."""
+"""Two ranks of a job are killed within a moment, repeatedly; each time all ranks must soon be up again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from .harness import START, Running, Unirun
 
 GAP = 0.2
-"""Seconds between the two kills of a pair, at most."""
+"""Maximum seconds between the two kills of a pair."""
 
 LATE = 2.0
 """Seconds after a pair after which the state of the job is printed."""
@@ -24,7 +24,7 @@ LATE = 2.0
 ENVIRON = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 Pids = Mapping[str, int]
-"""Of all workers, by ``role:rank``."""
+"""All workers, by ``role:rank``."""
 
 WORKLOADS = """
     import torch.distributed as dist, unirun
@@ -109,7 +109,7 @@ def _await(job: Running, up: Callable[[], Pids | None], dead: frozenset[int], wh
 
 
 def _state(job: Running) -> str:
-    """How the job stands, and its latest events."""
+    """The job's state and its latest events."""
     try:
         folder = job.command.job_dir()
         events = (folder / "events.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""The masters of a job, one after another, and a job that calls its workloads all the while."""
+"""The masters of a job in sequence, and a job whose trainer makes calls all the time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .harness import SCRIPTS, SOON, START, Result, Running, Unirun, alive, event
 
 
 class _Over(Exception):
-    """The job has ended; there will be no other master."""
+    """The job has ended; there is no further master."""
 
 
 class Masters:
-    """Who leads the only job of a home. `times` are the seconds from each kill until another has led."""
+    """The leaders of the only job in a home. `times` are the seconds from each kill until there is another leader."""
 
     def __init__(self, unirun: Unirun, within: float = START) -> None:
         self._unirun, self._killed = unirun, 0.0
@@ -40,7 +40,7 @@ class Masters:
         return any((path / "state.json").exists() for path in (self._unirun.home / "jobs").iterdir())
 
     def leader(self) -> Leader | None:
-        """Who leads, lives, and has said so in the job's status."""
+        """The present live leader, once the job's status names it."""
         with contextlib.suppress(StoreError):
             leader = leader_of(self._store, job_prefix(self.job.run_id))
             if (
@@ -52,11 +52,11 @@ class Masters:
         return None
 
     def next(self, within: float = START) -> Leader:
-        """Wait for one that has not been here before."""
+        """Wait for the next leader."""
         return self._await(None, within)
 
     def kill(self, unless_over: Running | None = None) -> None:
-        """Kill the one that leads, now or in a moment, unless that job is over."""
+        """Kill the present or next leader, unless that job is over."""
         with contextlib.suppress(_Over):
             leader = self._await(unless_over, START) if self._killed or not self.epoch else self.known
             self._killed = time.monotonic()
@@ -77,11 +77,11 @@ class Masters:
         return leader
 
     def status(self) -> dict[str, Any]:
-        """The job's status as its file has it."""
+        """The job's status, from its file."""
         return self.job.read_json("state.json")
 
     def restarts(self) -> dict[str, int]:
-        """How many restarts each role has spent."""
+        """Restarts spent by each role."""
         return {role["name"]: role["restarts"] for role in self.status()["roles"]}
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Masters:
 
 
 class Steady:
-    """A job of a trainer that adds up the results of its calls, until it is told that it is enough."""
+    """A job whose trainer sums up the results of its calls until it is told to finish."""
 
     def __init__(self, unirun: Unirun, *args: object, constants: Mapping[str, float] | None = None) -> None:
         self._folder = unirun.root
@@ -101,13 +101,13 @@ class Steady:
         self.job = unirun.start(*argv, constants=constants)
 
     def pids(self) -> list[int]:
-        """The trainer's and the workloads' pids, when calls go to and fro."""
+        """Pids of the trainer and the workloads, once calls are being made."""
         (line,) = self.job.lines(r"pids ([\d ]+)$")
         return [int(pid) for pid in line.split()]
 
     @property
     def rounds(self) -> int:
-        """How many rounds have been done."""
+        """Number of rounds of calls done."""
         with contextlib.suppress(OSError, ValueError):
             return int(Path(self._folder, "rounds").read_text())
         return 0
@@ -118,17 +118,17 @@ class Steady:
         eventually(lambda: self.rounds > before + 3, "calls go on", within)
 
     def finish(self) -> None:
-        """It is enough."""
+        """Tell the trainer to finish."""
         Path(self._folder, "enough").touch()
 
     def end(self, within: float = START) -> dict[str, Any]:
-        """Let it end, if that has not been done. Returns what the trainer has said."""
+        """Finish, if not done yet, and wait for the end. Returns the trainer's output."""
         self.finish()
         return said(self.job.end(within))
 
 
 def said(result: Result) -> dict[str, Any]:
-    """What the trainer of a `Steady` job has said; its sums are right."""
+    """The output of the trainer of a `Steady` job; its sums are correct."""
     assert result.code == 0, result.err
     (line,) = (line for line in result.lines if line.startswith("{"))
     row: dict[str, Any] = json.loads(line)
@@ -138,5 +138,5 @@ def said(result: Result) -> dict[str, Any]:
 
 
 def calm(row: dict[str, Any]) -> bool:
-    """Whether every worker is the one that it was, and was never another."""
+    """Whether no worker was restarted."""
     return not row["lost"] and row["before"] == row["after"] and all(inc == 0 for _, inc in row["after"])

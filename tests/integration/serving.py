@@ -8,7 +8,7 @@ import signal
 from .harness import Running, Unirun
 
 QUICK = 5.0
-"""Seconds in which a subcommand answers on a busy machine; the bench measures what it takes on a quiet one."""
+"""Deadline for a subcommand's answer on a busy machine; the benchmark measures it on a quiet one."""
 
 SERVE = """
     import os, signal, sys

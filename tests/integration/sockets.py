@@ -1,4 +1,4 @@
-"""Where the processes of a job listen, as the kernel has it."""
+"""Listening sockets of a job's processes, read from the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Listener:
 
 
 def listeners_of(pids: Collection[int]) -> list[Listener]:
-    """Everything on which these processes listen."""
+    """All sockets on which these processes listen."""
     owners = _owners(pids)
     found = []
     for kind in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6", "packet"):
@@ -53,7 +53,7 @@ def _lines(kind: str) -> list[str]:
 
 
 def _owners(pids: Collection[int]) -> dict[str, frozenset[int]]:
-    """By inode, who has a socket open."""
+    """The process that has each socket open, by inode."""
     found: dict[str, set[int]] = {}
     for pid in pids:
         with contextlib.suppress(OSError):

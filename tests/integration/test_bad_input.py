@@ -1,4 +1,4 @@
-"""What a user may get wrong: each has a message that says what to do, and the right exit code."""
+"""Mistakes of users: each has a message with a remedy, and the right exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .harness import EXEC, SOON, Script, Unirun, alive, gone
 
 
 class TestACommandLine:
-    """`tests/unit/cli/test_refusals.py` has all that may be wrong with one, or with a job file."""
+    """`tests/unit/cli/test_refusals.py` has all invalid command lines and job files."""
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -27,7 +27,7 @@ class TestACommandLine:
             (("--config", "job.yaml"), "max_restart: unknown key; did you mean 'max_restarts'?"),
         ],
     )
-    def test_that_cannot_be_meant_is_refused_in_one_line(
+    def test_an_invalid_command_line_is_refused_in_one_line(
         self, unirun: Unirun, script: Script, arguments: tuple[str, ...], message: str
     ) -> None:
         script("print('never')")
@@ -42,7 +42,7 @@ class TestACommandLine:
 
 class TestAnAddress:
     @pytest.mark.parametrize("address", ["203.0.113.7", "no.such.host.invalid"])
-    def test_that_is_not_of_this_host_ends_the_command_with_4(
+    def test_a_master_addr_of_another_host_ends_the_command_with_4(
         self, unirun: Unirun, script: Script, address: str
     ) -> None:
         result = unirun("--master-addr", address, script("print('never')"))
@@ -51,7 +51,7 @@ class TestAnAddress:
         assert address in line
         assert "see --master-addr" in line
 
-    def test_that_is_taken_ends_the_command_with_4(self, unirun: Unirun, script: Script) -> None:
+    def test_a_taken_master_port_ends_the_command_with_4(self, unirun: Unirun, script: Script) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -67,7 +67,7 @@ class TestAnAddress:
 
 
 class TestAnId:
-    def test_of_a_job_that_runs_is_refused(self, unirun: Unirun, script: Script) -> None:
+    def test_the_id_of_a_running_job_is_refused(self, unirun: Unirun, script: Script) -> None:
         train = script("import signal; print('up'); signal.pause()")
         job = unirun.start(*EXEC, "--rdzv-id", "mine", train)
         job.lines("up$")
@@ -79,20 +79,20 @@ class TestAnId:
         job.signal(signal.SIGTERM)
         assert job.end(SOON).code == 143
 
-    def test_that_is_empty_is_made(self, unirun: Unirun, script: Script) -> None:
+    def test_an_empty_job_id_is_replaced_by_a_generated_one(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "--rdzv-id=", script("print('ran')"))
         assert result.code == 0, result.err
         assert unirun.job_dir().name.startswith("train-")
 
 
 class TestAHome:
-    def test_that_cannot_be_written_is_told(self, unirun: Unirun, script: Script) -> None:
+    def test_an_unwritable_unirun_home_is_an_error(self, unirun: Unirun, script: Script) -> None:
         (unirun.root / "file").write_text("")
         result = unirun(script(""), env={"UNIRUN_HOME": str(unirun.root / "file")})
         (line,) = result.err.splitlines()
         assert (result.code, "set UNIRUN_HOME to a directory that you may write" in line) == (2, True), line
 
-    def test_with_a_very_long_path_works(self, unirun: Unirun, script: Script) -> None:
+    def test_a_unirun_home_with_a_very_long_path_works(self, unirun: Unirun, script: Script) -> None:
         home = unirun.root.joinpath(*["d" * 100] * 3)
         result = unirun(
             *EXEC, script("import unirun; print(unirun.init().rank)"), env={"UNIRUN_HOME": str(home)}
@@ -110,7 +110,7 @@ class TestAScriptThatFailsAtOnce:
             ("\n   x = 1", "IndentationError: unexpected indent", True),
         ],
     )
-    def test_is_reported_like_python_does(
+    def test_a_script_that_fails_at_once_is_reported_like_python_does(
         self, unirun: Unirun, script: Script, text: str, message: str, ours: bool, method: str
     ) -> None:
         path = script("")
@@ -124,14 +124,14 @@ class TestAScriptThatFailsAtOnce:
         assert "unirun/launcher" not in result.err
         assert ("Traceback" in report) != ours
 
-    def test_because_the_module_is_not_there_says_so(self, unirun: Unirun) -> None:
+    def test_a_missing_module_of_a_role_is_named(self, unirun: Unirun) -> None:
         result = unirun(*EXEC, "--max-restarts", 3, "-m", "no_such_package.job")
         assert (result.code, "No module named 'no_such_package'" in result.err) == (1, True), result.err
         assert "unirun/launcher" not in result.err
 
 
 class TestAWorkloadThatCannotStart:
-    """It is not started again: nothing would be different the next time."""
+    """It is not restarted, as it would fail in the same way."""
 
     @pytest.mark.parametrize(
         ("name", "message"),
@@ -140,7 +140,7 @@ class TestAWorkloadThatCannotStart:
             ("Bare", "Bare.__init__() takes 1 positional argument but 3 were given"),
         ],
     )
-    def test_ends_the_job_with_its_own_code_and_one_report(
+    def test_a_workload_that_cannot_start_ends_the_job_with_its_code_and_one_report(
         self, unirun: Unirun, script: Script, name: str, message: str
     ) -> None:
         script(
@@ -168,7 +168,7 @@ class TestAWorkloadThatCannotStart:
 
 class TestASpawner:
     @pytest.mark.parametrize("restarts", [0, 1])
-    def test_that_cannot_import_ends_the_job_and_names_the_module(
+    def test_a_spawner_that_cannot_import_a_module_ends_the_job_and_names_it(
         self, unirun: Unirun, script: Script, restarts: int
     ) -> None:
         result = unirun("--preload", "no_such_module", "--max-restarts", restarts, script("print('never')"))
@@ -177,7 +177,9 @@ class TestASpawner:
         assert "no_such_module" in result.err
         assert "No module named 'no_such_module'" in result.err
 
-    def test_whose_import_crashes_ends_the_job_with_a_reason(self, unirun: Unirun, script: Script) -> None:
+    def test_a_spawner_that_crashes_in_an_import_ends_the_job_with_a_reason(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         script("import os; os.kill(os.getpid(), 11)", "crash.py")
         result = unirun("--preload", "crash", script(""), env={"PYTHONPATH": str(unirun.root)})
         assert result.code != 0
@@ -186,7 +188,9 @@ class TestASpawner:
 
 class TestAWorkerThatClosesItsLink:
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_runs_on_and_the_user_is_told(self, unirun: Unirun, script: Script, method: str) -> None:
+    def test_a_worker_that_closes_its_link_continues_and_is_reported(
+        self, unirun: Unirun, script: Script, method: str
+    ) -> None:
         train = script(
             """
             import os, signal, sys
@@ -204,7 +208,7 @@ class TestAWorkerThatClosesItsLink:
         assert job.end().code == 3
 
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_after_init_runs_on_too_even_when_its_descriptors_are_used_again(
+    def test_a_worker_that_closes_its_link_after_init_continues_when_descriptors_are_reused(
         self, unirun: Unirun, script: Script, method: str
     ) -> None:
         train = script(
@@ -232,11 +236,13 @@ class TestAWorkerThatClosesItsLink:
         os.kill(int(ours), signal.SIGUSR1)
         assert job.end().code == 3
 
-    def test_still_has_its_words_in_the_report(self, unirun: Unirun, script: Script) -> None:
+    def test_a_worker_that_closed_its_link_still_has_its_error_in_the_report(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         result = unirun("-q", "-r", 3, script("import os; os.closerange(3, 4096); raise ValueError('words')"))
         assert (result.code, "ValueError: words" in result.err) == (1, True), result.err
 
-    def test_ends_with_the_agent_all_the_same(self, unirun: Unirun, script: Script) -> None:
+    def test_a_worker_that_closed_its_link_ends_with_the_agent(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(
             script("import os, signal; os.closerange(3, 4096); print('up', os.getpid()); signal.pause()")
         )
@@ -247,7 +253,7 @@ class TestAWorkerThatClosesItsLink:
 
 
 class TestAWorkerThatTalksNonsense:
-    def test_on_the_agents_socket_is_refused_and_does_not_end_the_job(
+    def test_garbage_on_the_agents_socket_is_refused_and_does_not_end_the_job(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -276,7 +282,7 @@ class TestMemoryThatRunsOut:
 
     @pytest.fixture
     def small_memory(self) -> Iterator[Path | None]:
-        """A control group with little memory where one can be made, else None."""
+        """A control group with little memory, None where it cannot be created."""
         for root, name in (
             (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
             (Path("/sys/fs/cgroup"), "memory.max"),
@@ -297,7 +303,9 @@ class TestMemoryThatRunsOut:
                     group.rmdir()
         yield None
 
-    def test_is_named_as_the_cause(self, unirun: Unirun, script: Script, small_memory: Path | None) -> None:
+    def test_out_of_memory_is_named_as_the_cause(
+        self, unirun: Unirun, script: Script, small_memory: Path | None
+    ) -> None:
         enter = (
             f"open({str(small_memory / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
             if small_memory
@@ -322,6 +330,6 @@ class TestMemoryThatRunsOut:
         assert "killed by SIGKILL" in report
         assert "the kernel killed it: out of memory" in report
 
-    def test_is_not_said_of_any_other_sigkill(self, unirun: Unirun, script: Script) -> None:
+    def test_out_of_memory_is_not_reported_for_another_sigkill(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, script("import os; os.kill(os.getpid(), 9)"))
         assert (result.code, "out of memory" in result.err) == (137, False)

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.harness import SCRIPTS, Result, Unirun, command_in
 
 Played = tuple[Unirun, dict[str, Any]]
-"""The command and what the trainer of its job has said."""
+"""The finished command, and the output of the job's trainer."""
 
 both = pytest.mark.parametrize("transport", ["torch", "socket"])
 
@@ -23,7 +23,7 @@ def run(
 
 
 def told(result: Result) -> dict[str, Any]:
-    """What the trainer said, all rows as one."""
+    """The trainer's output, all rows merged."""
     assert result.code == 0, result.err
     rows = (json.loads(line) for line in result.lines if line.startswith("{"))
     return {key: value for row in rows for key, value in row.items()}
@@ -31,7 +31,7 @@ def told(result: Result) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["torch", "socket"])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
-    """One job in which nothing goes wrong, over each transport."""
+    """One job without failures, over each transport."""
     with command_in(tmp_path_factory.mktemp("plain")) as command:
         result = run(command, "Plain", "--transport", request.param, "--env", "actor:FLAVOUR=sour")
         yield command, told(result)
@@ -60,7 +60,7 @@ def test_a_trainer_calls_its_workloads_and_gets_results_in_rank_order(plain: Pla
     assert said["info"]["roles"]["rollout"]["world_size"] == 2
 
 
-def test_a_job_file_starts_the_same_job_and_its_config_reaches_everyone(unirun: Unirun) -> None:
+def test_a_job_file_starts_the_same_job_and_its_config_reaches_every_worker(unirun: Unirun) -> None:
     job = unirun.root / "job.yaml"
     job.write_text(
         "roles:\n  actor: {count: 2, workload: 'crew:Actor'}\n  rollout: {count: 2, workload: 'crew:Rollout'}\n"
@@ -71,7 +71,7 @@ def test_a_job_file_starts_the_same_job_and_its_config_reaches_everyone(unirun: 
     assert said["who"][1]["config"] == {"rate": 0.5}
 
 
-def test_figures_that_a_workload_reports_are_kept(plain: Played) -> None:
+def test_metrics_that_a_workload_reports_are_kept(plain: Played) -> None:
     command, _ = plain
     (line,) = (command.job_dir() / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line)
@@ -102,7 +102,7 @@ def test_raw_torch_rpc_reaches_a_workload_by_its_name(unirun: Unirun, transport:
 
 
 @both
-def test_a_workload_that_dies_comes_back_alone_and_the_others_keep_their_memory(
+def test_a_workload_that_dies_restarts_alone_and_the_others_keep_their_memory(
     unirun: Unirun, transport: str
 ) -> None:
     said = told(run(unirun, "Killer", "--transport", transport))
@@ -119,7 +119,7 @@ def test_a_workload_that_dies_comes_back_alone_and_the_others_keep_their_memory(
     assert "actor:1 alone" in decision
 
 
-def test_a_death_that_nobody_has_waited_for_is_told_by_the_next_call(unirun: Unirun) -> None:
+def test_the_next_call_reports_a_workload_that_died_meanwhile(unirun: Unirun) -> None:
     said = told(run(unirun, "Silent"))
     assert said["lost"] == "actor:1"
     assert said["counts"] == [1, 1], "the call was not made in any worker"
@@ -136,7 +136,7 @@ def test_a_death_in_a_collective_repeats_an_idempotent_call(unirun: Unirun, tran
     assert said["after"][0]["generations"] == [0, 1]
 
 
-def test_twenty_deaths_leave_the_calls_of_others_alone(unirun: Unirun) -> None:
+def test_twenty_deaths_of_a_workload_do_not_affect_calls_of_others(unirun: Unirun) -> None:
     job = unirun.root / "job.yaml"
     job.write_text("config: {deaths: 20, seconds: 4}\n")
     roles = "actor=1@crew:Actor,rollout=2@crew:Rollout"
@@ -146,7 +146,7 @@ def test_twenty_deaths_leave_the_calls_of_others_alone(unirun: Unirun) -> None:
     assert said["last"] == [20]
 
 
-def test_a_recoverable_trainer_comes_back_with_its_state_and_finds_the_workloads_as_they_were(
+def test_a_recoverable_trainer_restarts_with_its_state_and_finds_the_workloads_unchanged(
     unirun: Unirun,
 ) -> None:
     said = told(run(unirun, "Phoenix"))
@@ -174,7 +174,7 @@ def test_a_workload_that_cannot_be_set_up_uses_up_its_restarts(unirun: Unirun) -
     assert "no such model" in result.err
 
 
-def test_a_script_serves_an_object_and_ends_when_nobody_can_call_it_any_more(unirun: Unirun) -> None:
+def test_a_script_that_serves_an_object_ends_when_no_caller_is_left(unirun: Unirun) -> None:
     result = unirun("--roles", "actor=1,rollout=2", SCRIPTS / "crew.py")
     assert result.code == 0, result.err
     actor, *rollouts = result.rows
@@ -184,6 +184,6 @@ def test_a_script_serves_an_object_and_ends_when_nobody_can_call_it_any_more(uni
 
 
 @pytest.mark.parametrize("plain", ["socket"], indirect=True)
-def test_files_of_a_job_are_for_its_user_only(plain: Played) -> None:
+def test_files_of_a_job_with_calls_are_private(plain: Played) -> None:
     command, _ = plain
     assert (command.job_dir() / "calls").stat().st_mode & 0o077 == 0

@@ -1,4 +1,4 @@
-"""``status``, ``ls``, ``stop`` and ``gc`` of jobs that are seen by their store."""
+"""``status``, ``ls``, ``stop`` and ``gc`` of jobs that are found by their store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestByTheStore:
         root.mkdir()
         return Unirun(root)
 
-    def test_a_job_is_seen_through_the_death_of_its_master(
+    def test_status_by_the_store_survives_the_death_of_the_master(
         self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
     ) -> None:
         job = unirun.start(*EXEC, "--store", url, "--rdzv-id", "mine", "--role", "a", script(SERVE))
@@ -55,7 +55,7 @@ class TestByTheStore:
         ended = seen()
         assert (ended["phase"], ended["code"], ended["leader"]) == ("succeeded", 0, None)
 
-    def test_a_job_is_cleared_when_it_is_over_and_not_before(
+    def test_gc_by_the_store_clears_only_a_finished_job(
         self, unirun: Unirun, elsewhere: Unirun, script: Script, url: str
     ) -> None:
         job = unirun.start(
@@ -77,7 +77,7 @@ class TestByTheStore:
         assert "1 job removed" in elsewhere("gc", "--store", url, "--older-than", "0s").out
         assert len(elsewhere("ls", "--store", url).out.splitlines()) == 1
 
-    def test_a_relative_path_means_the_same_file_in_every_directory(
+    def test_a_relative_store_path_is_the_same_file_in_every_directory(
         self, unirun: Unirun, script: Script
     ) -> None:
         started = unirun("-d", *EXEC, "--store", "sqlite:relative.db", script(SERVE))

@@ -31,7 +31,7 @@ LOOKS = [
     for file in ("probe.py", "probe_process.py")
     for name in re.findall(r"^@look\ndef (\w+)", (SCRIPTS / file).read_text(), re.MULTILINE)
 ] + ["pool by fork", "pool by spawn", "pool by forkserver", "state of torch"]
-"""The properties that the probe looks at."""
+"""The properties that the probe reads."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ ALLOWED = (
 
 
 def judge(method: str, found: dict[str, set[str]], among: list[str]) -> None:
-    """Fail with each difference that nothing allows, and where one is allowed that is none any more."""
+    """Fail with each difference that is not allowed, and for each allowed one that does not occur."""
     allowed = {each.property: each.pattern for each in ALLOWED if method in each.methods}
     left = {
         name: {each for each in every if not re.fullmatch(allowed.get(name, "(?!)"), each, re.DOTALL)}
@@ -107,11 +107,11 @@ WARM = pytest.param("fork", (*VARIANTS, "torch"), id="warm")
 
 
 class TestTheTableOfDifferences:
-    def test_names_properties_that_there_are(self) -> None:
+    def test_the_table_of_differences_names_existing_properties(self) -> None:
         names = {*LOOKS, *CASES}
         assert {each.property for each in ALLOWED} <= names
 
-    def test_is_that_of_the_documentation(self) -> None:
+    def test_the_table_of_differences_is_that_of_the_documentation(self) -> None:
         page = text_of("docs/torchrun.md").partition("## Where a forked worker differs")[2]
         rows = [
             [cell.strip() for cell in line.split("|")[1:-1]]
@@ -125,15 +125,15 @@ class TestTheTableOfDifferences:
 
 class TestAWorkerIsLikeAFreshProcess:
     @pytest.mark.parametrize(("method", "variants"), [COLD, WARM, ("exec", VARIANTS)])
-    def test_whatever_it_is_started_as(
+    def test_a_worker_is_like_a_fresh_process_for_each_kind_of_entry(
         self, unirun: Unirun, tmp_path: Path, method: str, variants: tuple[str, ...]
     ) -> None:
         program = probe_in(tmp_path / "program")
         plain = reports_under_python(unirun, program, variants)
         judge(method, faults(plain, reports_under_unirun(unirun, program, method, variants)), LOOKS)
 
-    def test_as_torchruns_workers_are(self, unirun: Unirun, tmp_path: Path) -> None:
-        """So what workers are compared with is what users know: torchrun adds variables, and nothing else."""
+    def test_torchruns_workers_are_like_fresh_processes(self, unirun: Unirun, tmp_path: Path) -> None:
+        """Justifies the comparison with plain python: torchrun adds variables, and nothing else."""
         program = probe_in(tmp_path / "program")
         plain = reports_under_python(unirun, program, ["module"])
         differ = faults(plain, reports_under_torchrun(unirun, program, ["module"]))
@@ -142,7 +142,9 @@ class TestAWorkerIsLikeAFreshProcess:
 
 
 class TestAWorkerEndsLikeAFreshProcess:
-    def test_in_every_way_by_fork_and_by_exec(self, unirun: Unirun, tmp_path: Path) -> None:
+    def test_a_worker_ends_like_a_fresh_process_by_fork_and_by_exec(
+        self, unirun: Unirun, tmp_path: Path
+    ) -> None:
         program = ends_in(tmp_path / "program")
         expected = ends_under_python(unirun, program)
         for method in BOTH:

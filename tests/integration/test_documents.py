@@ -1,4 +1,4 @@
-"""Every console block of the documents is run, in the order of the page, and prints what is shown."""
+"""Every console block of the documents is run in order, and prints what is shown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.documents import PAGES, Step, blocks, numbers_in, pattern, steps, wri
 from .harness import SOON, START, Unirun
 
 LOOKS = ("unirun status", "unirun logs", "unirun graph", "unirun ls")
-"""Commands that only look: what they show may take a moment to come about, as it does for a reader."""
+"""Read-only commands: they are repeated, as their output may take a moment to appear."""
 
 STARTS_ITS_OWN = "docs/warm.md"
-"""Whose warm processes are not those of the tests."""
+"""The page that starts its own warm process."""
 
 CONSOLES = [
     pytest.param(page, marks=pytest.mark.cold if page == STARTS_ITS_OWN else ())
@@ -29,7 +29,7 @@ CONSOLES = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", CONSOLES)
-def test_a_page_shows_what_happens(page: str, unirun: Unirun) -> None:
+def test_console_blocks_of_a_page_show_the_real_output(page: str, unirun: Unirun) -> None:
     write(page, unirun.root)
     numbers: dict[str, str] = {}
     consoles = [block for block in blocks(page) if block.language == "console"]
@@ -49,7 +49,7 @@ def test_a_page_shows_what_happens(page: str, unirun: Unirun) -> None:
 
 
 def substituted(command: str, numbers: dict[str, str], unirun: Unirun) -> str:
-    """`command` with the real numbers in place of those that were shown. It kills processes of this page's jobs alone."""
+    """`command` with real numbers in place of those shown. It kills processes of this page's jobs only."""
     real = re.sub(r"\b\d{4,}\b", lambda shown: numbers.get(shown[0], shown[0]), command)
     if "kill" in command:
         pid = re.fullmatch(r"kill -9 (\d+)", real)
@@ -59,7 +59,7 @@ def substituted(command: str, numbers: dict[str, str], unirun: Unirun) -> str:
 
 
 def run(command: str, unirun: Unirun) -> str:
-    """What a command prints to either stream. It succeeds."""
+    """The output of a command on both streams. It succeeds."""
     environment = unirun.environment({"COLUMNS": "120"})
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     done = subprocess.run(
@@ -79,7 +79,7 @@ def run(command: str, unirun: Unirun) -> str:
 
 
 def compare(step: Step, printed: str) -> tuple[str, dict[str, str]]:
-    """The first line of those shown that was not printed, and what the numbers that are shown really are."""
+    """The first shown line that was not printed, and the real values of the numbers shown."""
     real = [line.strip() for line in printed.splitlines()]
     numbers: dict[str, str] = {}
     for shown in step.shown:

@@ -1,4 +1,4 @@
-"""Masters that end by an error of their own, again and again: the job ends with the error, and never goes on for ever."""
+"""Masters that fail by an internal error again and again: the job ends with the error, and does not loop."""
 
 from __future__ import annotations
 
@@ -42,7 +42,15 @@ def planted(function: str, way: str = "raise") -> dict[str, str]:
 
 
 class TestAnEventThatNoMasterCanHandle:
-    def test_ends_the_job_with_the_event_and_the_traceback(self, unirun: Unirun, script: Script) -> None:
+    def test_an_event_that_no_master_can_handle_ends_the_job_with_the_traceback(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. Two workers run; every master raises when it handles a worker's exit.
+        2. A worker fails: three masters, one after another, end with a traceback.
+        3. The command ends with 1 and names the event, the error and the log of the masters; the status has it
+           too.
+        """
         argv = ("--roles", "a=2", "--max-restarts", 3, *EXEC, script(MORTAL))
         job = unirun.start(*argv, env=planted("exited"), constants=EVEN_DELAY)
         job.lines("up$", 2)
@@ -67,7 +75,7 @@ class TestAnEventThatNoMasterCanHandle:
         assert len(traces) == 3
         assert "planted" in traces[0]
 
-    def test_ends_a_job_in_the_background_too_even_if_it_is_the_first_event(
+    def test_an_event_that_no_master_can_handle_ends_a_detached_job(
         self, unirun: Unirun, script: Script
     ) -> None:
         assert unirun("-d", *EXEC, script(MORTAL), env=planted("_join"), constants=EVEN_DELAY).code == 0
@@ -80,7 +88,7 @@ def events(unirun: Unirun) -> list[dict[str, Any]]:
 
 
 class TestCtrlCTwice:
-    """Ends the job on this host, whoever leads it."""
+    """Ctrl-C twice ends the job on this host without its master."""
 
     def twice(self, job: Running) -> None:
         for answer in ("stopping", "killing"):
@@ -89,7 +97,14 @@ class TestCtrlCTwice:
         end = job.end(SOON)
         assert end.code == 130, end.err
 
-    def test_while_masters_die_one_after_another(self, unirun: Unirun, script: Script) -> None:
+    def test_ctrl_c_twice_ends_the_job_while_masters_die_one_after_another(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. A worker fails, and every master exits when it handles that.
+        2. From the third term on, Ctrl-C is sent twice.
+        3. The command ends with 130.
+        """
         argv = ("--roles", "a=2", "--max-restarts", 3, *EXEC, script(MORTAL))
         job = unirun.start(*argv, env=planted("exited", "exit"), constants=EVEN_DELAY)
         job.lines("up$", 2)
@@ -97,14 +112,14 @@ class TestCtrlCTwice:
         eventually(lambda: epoch(unirun) > 2, "masters follow one another", START)
         self.twice(job)
 
-    def test_while_the_master_hangs(self, unirun: Unirun, script: Script) -> None:
+    def test_ctrl_c_twice_ends_the_job_while_the_master_hangs(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
         job.lines("up$", 2)
         master = Masters(unirun).next()
         os.kill(master.pid, signal.SIGSTOP)
         self.twice(job)
 
-    def test_while_the_agent_hangs(self, unirun: Unirun, script: Script) -> None:
+    def test_ctrl_c_twice_ends_the_job_while_the_agent_hangs(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
         job.lines("up$", 2)
         os.kill(unirun.pid_of("unirun-agent"), signal.SIGSTOP)
@@ -122,9 +137,16 @@ def epoch(unirun: Unirun) -> int:
 
 
 class TestAMasterThatHangsForGood:
-    """Another leads when its lease is over; whoever follows the job follows that one, though the stream stays open."""
+    """Another master leads when the lease expires; followers switch to it, though the old stream stays open."""
 
-    def test_is_left_by_the_command_and_by_stop(self, unirun: Unirun, script: Script) -> None:
+    def test_a_master_that_hangs_for_good_is_left_by_the_command_and_by_stop(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. The master is suspended, and ``unirun stop`` waits for it.
+        2. Its lease expires, and the next master leads.
+        3. ``unirun stop`` and the command both switch to the new master: the job ends with 143.
+        """
         job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=SHORT_TERM)
         job.lines("up$", 2)
         masters = Masters(unirun)

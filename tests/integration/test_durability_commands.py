@@ -1,4 +1,4 @@
-"""Detached jobs, and the commands that look at them, while masters come and go."""
+"""Detached jobs, and commands about them, through deaths of masters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TELLING = """
 
 
 class Detached:
-    """A job in the background that writes lines until it is enough."""
+    """A detached job that writes lines until it is told to finish."""
 
     def __init__(self, unirun: Unirun, script: Path) -> None:
         self._unirun = unirun
@@ -40,7 +40,7 @@ class Detached:
         eventually(lambda: self.pids(), "both workers write", START)
 
     def pids(self) -> list[int]:
-        """Of both workers, once they have written."""
+        """Pids of both workers, once they have written."""
         try:
             heads = [self._unirun.log("a", rank).split(b"\n")[0].split() for rank in range(2)]
         except OSError:
@@ -61,6 +61,11 @@ def detached(unirun: Unirun, script: Script) -> Detached:
 
 
 def test_a_job_in_the_background_survives_its_masters(unirun: Unirun, detached: Detached) -> None:
+    """
+    1. The master of a detached job is killed three times.
+    2. The workers keep their processes, and the status shows them running.
+    3. The workers end, and the job succeeds.
+    """
     pids = detached.pids()
     for _ in range(3):
         detached.lose_its_master()
@@ -74,7 +79,7 @@ def test_a_job_in_the_background_survives_its_masters(unirun: Unirun, detached: 
     assert unirun.status()["code"] == 0
 
 
-def test_status_tells_of_it_though_there_is_no_master(unirun: Unirun, detached: Detached) -> None:
+def test_status_shows_a_detached_job_without_a_master(unirun: Unirun, detached: Detached) -> None:
     eventually(lambda: unirun.workers()["a:1"]["phase"] == "running", "the master knows of its workers")
     detached.lose_its_master()
     status = unirun.status()
@@ -95,7 +100,12 @@ def test_stop_reaches_the_next_master(unirun: Unirun, detached: Detached, now: t
     unirun.assert_nothing_left()
 
 
-def test_stop_that_has_been_heard_outlives_the_master_that_heard_it(unirun: Unirun, script: Script) -> None:
+def test_a_stop_outlives_the_master_that_received_it(unirun: Unirun, script: Script) -> None:
+    """
+    1. ``unirun stop`` with a long grace period reaches the master, and the workers get SIGTERM.
+    2. The master is killed; the next one does not send SIGTERM again, which would kill the workers.
+    3. The workers end, and ``unirun stop`` returns.
+    """
     stubborn = script(
         """
         import os, pathlib, signal, sys, time
@@ -124,7 +134,12 @@ def test_stop_that_has_been_heard_outlives_the_master_that_heard_it(unirun: Unir
     assert unirun.status()["phase"] == "stopped"
 
 
-def test_logs_are_followed_to_the_end_whoever_leads(unirun: Unirun, detached: Detached) -> None:
+def test_logs_are_followed_to_the_end_through_masters(unirun: Unirun, detached: Detached) -> None:
+    """
+    1. ``unirun logs -f`` follows the workers of a detached job.
+    2. The master is killed, and lines keep coming under the next one.
+    3. That master is killed too, the workers end, and the last line of each is shown.
+    """
     follow = unirun.start("logs", "-f")
     follow.lines(r"^\[a:1\] line", 3)
     detached.lose_its_master()

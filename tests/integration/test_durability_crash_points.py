@@ -1,4 +1,4 @@
-"""A failover in which the master dies before, or after, each of its writes: it ends as it would have ended."""
+"""A failover in which the master dies before or after each of its writes: the outcome is the same."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .harness import CHAOS, SCRIPTS, Unirun, command_in
 pytestmark = pytest.mark.timeout(300)
 
 AT_ONCE = 3
-"""Jobs at a time."""
+"""Number of jobs at a time."""
 
 SOME = 7
-"""One of so many writes is tried, without `make chaos`; the simulation crashes masters at all of them."""
+"""One of so many writes is tried without `make chaos`; the simulation crashes masters at all of them."""
 
 MORTAL = """
     touch "up $RANK"
@@ -32,12 +32,12 @@ MORTAL = """
         exec sleep 600
     fi
 """
-"""For a shell, which starts sooner than Python."""
+"""For a shell, which starts faster than Python."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What must not hang on when a master dies."""
+    """The part of a job's outcome that must not depend on the death of a master."""
 
     code: int
     phase: str
@@ -81,7 +81,7 @@ def outcome_of(unirun: Unirun, code: int, status: dict[str, Any]) -> Outcome:
 
 
 def failures_of(job: JobDir) -> list[tuple[str, str]]:
-    """What the store has kept of who has failed."""
+    """The failures that the store has kept."""
     store = open_store(job.store_url)
     try:
         state = load(store, job.run_id)
@@ -91,7 +91,7 @@ def failures_of(job: JobDir) -> list[tuple[str, str]]:
     return [(str(failure.worker), str(failure.exit)) for failure in state.failures]
 
 
-def test_every_write_may_be_a_masters_last_before_it_and_after_it(tmp_path: Path) -> None:
+def test_a_master_may_crash_before_and_after_each_of_its_writes(tmp_path: Path) -> None:
     expected, writes, epoch = run(tmp_path / "undisturbed")
     assert (expected.code, expected.phase, expected.restarts, epoch) == (0, "succeeded", 1, 1)
     assert [incarnation for incarnation, _, _ in expected.workers] == [1, 1]

@@ -1,4 +1,4 @@
-"""An etcd whose members die or hang, one or all, while a job runs: nothing restarts, and what is due is done later."""
+"""etcd members that die or hang, one or all, while a job runs: nothing restarts, and decisions are made later."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .masters import Masters, Steady, calm
 pytestmark = pytest.mark.timeout(300)
 
 AWAY = 3 * SHORT_TERM["unirun.master.lead.TERM_TTL"]
-"""Seconds that a cluster is away: three times as long as a master's lease."""
+"""Seconds of an outage: three times a master's lease."""
 
 Cluster = Callable[..., Servers]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Starts a cluster, of three members if nothing else is said, for one test."""
+    """Starts a cluster for one test, by default of three members."""
     with ExitStack() as stack:
         count = 0
 
@@ -47,7 +47,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def settle(servers: Servers) -> None:
-    """Wait until writes are quick: new members fill their logs first, for seconds on a busy disk."""
+    """Wait until writes are fast: new members first fill their logs, for seconds on a busy disk."""
     store = open_store(servers.url(prefix="/settle/"))
     try:
         quick = 0
@@ -62,7 +62,7 @@ def settle(servers: Servers) -> None:
 
 
 def url(servers: Servers, timeout: float = 5) -> str:
-    """With the timeout that a user has who asks for none, unless something else is said."""
+    """The URL of the store, by default with the default timeout."""
     return servers.url(timeout=timeout)
 
 
@@ -88,7 +88,15 @@ def start(servers: Servers) -> None:
         servers.start(member)
 
 
-def test_a_member_and_then_the_leader_of_the_members_may_die(unirun: Unirun, cluster: Cluster) -> None:
+def test_a_job_survives_the_death_of_an_etcd_member_and_of_the_etcd_leader(
+    unirun: Unirun, cluster: Cluster
+) -> None:
+    """
+    1. An etcd follower and the master are killed: the next master leads, and the job continues.
+    2. The follower is started again.
+    3. The etcd leader and the master are killed: the next master leads, and the job continues.
+    4. The job ends without a restart.
+    """
     servers = cluster()
     steady = Steady(unirun, "--store", url(servers))
     steady.pids()
@@ -119,17 +127,23 @@ class Stage:
     masters: Masters
 
     def trouble(self) -> str:
-        """What ``unirun status`` says of the store."""
+        """The trouble in ``unirun status``."""
         text: str = self.unirun.status()["trouble"]
         return text
 
     def has_restarted(self) -> bool:
-        """Whether the thinker was started again."""
+        """Whether the thinker was restarted."""
         return (self.unirun.job_dir() / "logs" / "thinker" / "0" / "1").exists()
 
 
-def test_the_whole_cluster_may_hang_or_die_for_a_while(tmp_path: Path, cluster: Cluster) -> None:
-    """Two jobs at once, so that the waiting is done once."""
+def test_a_job_survives_an_outage_of_the_whole_etcd_cluster(tmp_path: Path, cluster: Cluster) -> None:
+    """
+    Two jobs at once, to wait only once: the cluster of one hangs, that of the other is killed.
+    1. The clusters go away: the status reports it, and calls continue.
+    2. A workload is killed: nothing restarts while the outage lasts, for longer than the master's lease.
+    3. The clusters come back: the workload restarts, and the status is clear.
+    4. The jobs end with one restart each; all other processes are the same.
+    """
     ways = {"hang": (freeze, thaw), "die": (kill, start)}
     with ExitStack() as stack:
         stages: dict[str, Stage] = {}
@@ -169,7 +183,7 @@ def test_the_whole_cluster_may_hang_or_die_for_a_while(tmp_path: Path, cluster: 
 
 class TestCtrlCWhileTheStoreIsAway:
     @pytest.mark.parametrize("gone", [kill, freeze])
-    def test_ends_the_job_all_the_same(
+    def test_ctrl_c_while_the_store_is_away_ends_the_job(
         self, unirun: Unirun, cluster: Cluster, gone: Callable[[Servers], None]
     ) -> None:
         servers = cluster(members=1)
@@ -181,9 +195,13 @@ class TestCtrlCWhileTheStoreIsAway:
         assert end.code == 130, end.err
         assert unirun.status()["phase"] == "stopped"
 
-    def test_ends_it_when_it_comes_twice_and_there_is_no_master_either(
+    def test_ctrl_c_twice_without_store_and_master_ends_the_job(
         self, unirun: Unirun, cluster: Cluster
     ) -> None:
+        """
+        1. etcd is killed, then the master.
+        2. Ctrl-C twice: the command stops the agent itself, and ends with 130.
+        """
         servers = cluster(members=1)
         steady = Steady(unirun, "--store", url(servers, timeout=2), constants=IMPATIENT)
         steady.pids()

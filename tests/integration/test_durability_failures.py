@@ -1,4 +1,4 @@
-"""Workers that fail while there is no master: the next one sees to it, once."""
+"""Workers that fail while there is no master: the next master handles each failure once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def kill(*pids: int) -> None:
 
 
 class TestAWorkerThatDiesWhileThereIsNoMaster:
-    def test_comes_back_alone_when_it_is_a_workload(self, unirun: Unirun) -> None:
+    def test_a_workload_that_dies_without_a_master_restarts_alone(self, unirun: Unirun) -> None:
+        """
+        1. The master is killed, then a workload.
+        2. The next master restarts that rank alone, and counts one restart.
+        3. The trainer's calls continue; all other processes are the same at the end.
+        """
         steady = Steady(unirun, "--max-restarts", 3)
         _, victim, other, thinker = steady.pids()
         masters = Masters(unirun)
@@ -48,7 +53,14 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
         assert len(decisions) == 1, decisions
         assert "adder:0 alone" in decisions[0]
 
-    def test_takes_its_role_along_when_it_runs_a_script(self, unirun: Unirun, script: Script) -> None:
+    def test_a_script_worker_that_dies_without_a_master_restarts_its_role(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. The master is killed, then a worker of a role of scripts.
+        2. The next master restarts both ranks of the role; the worker of the other role keeps its process.
+        3. The workers end, and the command ends with 0.
+        """
         job = unirun.start("--roles", "a=2,b=1", "--max-restarts", 3, script(WAITING))
         other = pid_of(job, "b", 0)
         pid_of(job, "a", 1)
@@ -63,7 +75,14 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
         (unirun.root / "enough").touch()
         assert job.end().code == 0
 
-    def test_may_be_one_of_two_roles_at_once(self, unirun: Unirun, script: Script) -> None:
+    def test_workers_of_two_roles_that_die_without_a_master_restart_both_roles(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. The master is killed, then a worker of each of two roles.
+        2. The next master restarts both roles; the third role keeps its process.
+        3. The workers end, and the command ends with 0.
+        """
         job = unirun.start("--roles", "a=2,b=2,c=1", "--max-restarts", 3, script(WAITING))
         victims = [pid_of(job, "a", 0), pid_of(job, "b", 1)]
         other = pid_of(job, "c", 0)
@@ -79,7 +98,14 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
         (unirun.root / "enough").touch()
         assert job.end().code == 0
 
-    def test_may_use_up_the_budget(self, unirun: Unirun, script: Script) -> None:
+    def test_a_worker_that_dies_without_a_master_may_use_up_the_budget(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. A worker is killed: the role restarts, which uses up its budget of one.
+        2. The master is killed, then another worker of the role.
+        3. The next master ends the job with 5, and reports the second death as the root cause, once.
+        """
         job = unirun.start("--roles", "a=2,b=1", "--max-restarts", 1, script(WAITING))
         kill(pid_of(job, "a", 1))
         victim = pid_of(job, "a", 0, 1)
@@ -96,9 +122,11 @@ class TestAWorkerThatDiesWhileThereIsNoMaster:
         assert len([text for text in unirun.events("decision") if "restart" in text]) == 2
 
 
-def test_a_worker_that_ends_well_while_there_is_no_master_has_ended_well(
-    unirun: Unirun, script: Script
-) -> None:
+def test_a_worker_that_succeeds_without_a_master_counts_as_succeeded(unirun: Unirun, script: Script) -> None:
+    """
+    1. The master is killed, and both workers end with 0.
+    2. The next master ends the job as succeeded.
+    """
     job = unirun.start("--roles", "a=2", script(WAITING))
     pid_of(job, "a", 0)
     pid_of(job, "a", 1)

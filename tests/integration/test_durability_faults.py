@@ -1,4 +1,4 @@
-"""Stores that cannot be used: the cause is what the command says first, soon, with what to do about it."""
+"""Unusable stores: the command soon reports the cause first, with a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unirun.rendezvous.store.url import open_store
 from .harness import EXEC, SOON, Result, Unirun, eventually
 
 WITHIN = 12.0
-"""Seconds, on a busy machine, until the cause is told, besides what the store's timeout takes."""
+"""Deadline on a busy machine until the cause is reported, in addition to the store's timeout."""
 
 
 def refused(
@@ -31,7 +31,7 @@ def refused(
     env: dict[str, str] | None = None,
     ways: tuple[tuple[str, ...], ...] = ((), ("-d",)),
 ) -> Result:
-    """Run a job with this store, in the foreground and in the background: both say the same, and nothing else."""
+    """Run a job with this store, in the foreground and detached: both print the same, and nothing else."""
     script = unirun.root / "never.py"
     script.write_text("print('never')")
     for detach in ways:
@@ -52,7 +52,7 @@ def refused(
 class TestAUrl:
     """`tests/unit/cli/test_refusals.py` has others."""
 
-    def test_that_is_none_is_refused_before_anything_is_made(self, unirun: Unirun) -> None:
+    def test_an_invalid_store_url_is_refused_before_anything_is_created(self, unirun: Unirun) -> None:
         refused(
             unirun, "store.db", 2, "begins with sqlite: or etcd://", "write sqlite:PATH or etcd://HOST:PORT"
         )
@@ -60,18 +60,20 @@ class TestAUrl:
 
 
 class TestAFile:
-    def test_that_is_no_database(self, unirun: Unirun) -> None:
+    def test_a_store_file_that_is_no_database_is_reported(self, unirun: Unirun) -> None:
         path = unirun.root / "notes.txt"
         path.write_text("Dear diary, " * 1000)
         refused(unirun, f"sqlite:{path}", 4, f"{path} is no SQLite database", "name a new file")
         assert path.read_text().startswith("Dear diary"), "it is left as it was"
 
-    def test_whose_directory_is_not_there(self, unirun: Unirun) -> None:
+    def test_a_missing_directory_of_the_store_is_reported(self, unirun: Unirun) -> None:
         refused(
             unirun, "sqlite:nowhere/store.db", 4, "there is no directory", "make it, or name another file"
         )
 
-    def test_in_a_directory_that_cannot_be_written(self, unirun: Unirun, read_only: Path | None) -> None:
+    def test_an_unwritable_directory_of_the_store_is_reported(
+        self, unirun: Unirun, read_only: Path | None
+    ) -> None:
         if read_only is None:
             pytest.skip("nothing can be mounted here")
         refused(
@@ -82,7 +84,7 @@ class TestAFile:
             "name another file",
         )
 
-    def test_on_a_disk_that_is_full(self, unirun: Unirun, full: Path | None) -> None:
+    def test_a_full_disk_of_the_store_is_reported(self, unirun: Unirun, full: Path | None) -> None:
         if full is None:
             pytest.skip("nothing can be mounted here")
         refused(unirun, f"sqlite:{full / 'store.db'}", 4, "full", "free some space")
@@ -103,7 +105,7 @@ class TestAFile:
 
 @contextlib.contextmanager
 def mounted(where: Path, options: str) -> Iterator[Path | None]:
-    """A file system of its own, where one can be mounted, else None."""
+    """A separate file system, None where it cannot be mounted."""
     where.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "none", str(where)]
     done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
@@ -115,11 +117,11 @@ def mounted(where: Path, options: str) -> Iterator[Path | None]:
 
 
 class TestAnEtcd:
-    def test_that_is_not_there(self, unirun: Unirun) -> None:
+    def test_an_unreachable_etcd_is_reported(self, unirun: Unirun) -> None:
         url = "etcd://127.0.0.1:1?timeout=1"
         refused(unirun, url, 4, "etcd at 127.0.0.1:1 has not answered for 1 s", "etcdctl endpoint health")
 
-    def test_whose_prefix_belongs_to_something_else(self, unirun: Unirun, etcd: Servers) -> None:
+    def test_a_foreign_prefix_in_etcd_is_reported(self, unirun: Unirun, etcd: Servers) -> None:
         store = open_store(etcd.url(prefix="/other/"))
         store.txn([], [Put(f"{job_prefix('mine')}lead/epoch", "tomorrow")])
         store.close()
@@ -130,7 +132,7 @@ class TestAnEtcd:
         assert "epoch holds 'tomorrow', which no unirun has written" in result.err
         assert "choose another one" in result.err
 
-    def test_that_refuses_the_certificate(self, unirun: Unirun, tmp_path: Path) -> None:
+    def test_an_etcd_that_refuses_the_certificate_is_reported(self, unirun: Unirun, tmp_path: Path) -> None:
         authority = Authority(tmp_path)
         cert, key = authority.sign("server")
         flags = ("--client-cert-auth", "--cert-file", str(cert), "--key-file", str(key))
@@ -145,7 +147,7 @@ class TestAnEtcd:
         finally:
             servers.stop()
 
-    def test_that_does_not_know_the_password(self, unirun: Unirun, tmp_path: Path) -> None:
+    def test_an_etcd_that_refuses_the_password_is_reported(self, unirun: Unirun, tmp_path: Path) -> None:
         servers = Servers(tmp_path)
         try:
             open_store(servers.url()).close()
@@ -177,11 +179,11 @@ def is_over(cert: Path) -> bool:
 class TestAnotherJobOfTheSameId:
     @pytest.fixture
     def other(self, unirun: Unirun) -> Unirun:
-        """Another user, with a home of their own."""
+        """Another user, with their own home."""
         (unirun.root / "other").mkdir()
         return Unirun(unirun.root / "other")
 
-    def test_on_the_same_store_is_let_run(self, unirun: Unirun, other: Unirun) -> None:
+    def test_a_second_job_on_the_same_store_runs(self, unirun: Unirun, other: Unirun) -> None:
         script = unirun.root / "wait.py"
         script.write_text("import signal; print('up', flush=True); signal.pause()")
         options = (*EXEC, "--rdzv-id", "mine", "--store", f"sqlite:{unirun.root / 'shared.db'}")

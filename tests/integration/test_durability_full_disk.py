@@ -1,4 +1,4 @@
-"""The disk of a job's directory is full for a while: nobody ends of that, and what was decided is done when there is room."""
+"""A job whose disk is full for a while continues, and its decisions are carried out when there is space."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def small(unirun: Unirun) -> Iterator[Path]:
 
 
 def fill(where: Path) -> Path:
-    """Leave no room."""
+    """Fill the file system."""
     ballast = where / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -33,9 +33,15 @@ def fill(where: Path) -> Path:
     return ballast
 
 
-def test_what_is_decided_meanwhile_is_done_when_there_is_room(
+def test_decisions_during_a_full_disk_are_carried_out_when_there_is_space(
     unirun: Unirun, small: Path, script: Script
 ) -> None:
+    """
+    1. Two workers run, and the disk of the job's directory is filled.
+    2. A worker is killed: the command reports the full disk, and nothing restarts.
+    3. The disk has space again: the role restarts, under the same master.
+    4. SIGTERM ends the job.
+    """
     train = script(
         "import os, signal; print('up', os.environ['UNIRUN_INCARNATION'], flush=True); signal.pause()"
     )

@@ -1,4 +1,4 @@
-"""A master that hangs is replaced; when it goes on, it finds itself deposed, does nothing and ends."""
+"""A hanging master is replaced; when it continues, it finds that its term is over, and exits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ pytestmark = pytest.mark.timeout(240)
 def test_a_master_that_hangs_longer_than_its_lease_is_replaced_and_does_no_harm(
     unirun: Unirun, store: list[object]
 ) -> None:
+    """
+    1. The master is suspended, and a workload is killed.
+    2. The lease expires: the next master restarts the workload.
+    3. The first master continues, finds that its term is over, and exits without a decision.
+    4. The job ends with one restart; all other processes are the same.
+    """
     steady = Steady(unirun, *store, "--max-restarts", 3, constants=SHORT_TERM)
     victim = steady.pids()[1]
     masters = Masters(unirun)
@@ -38,7 +44,7 @@ def test_a_master_that_hangs_longer_than_its_lease_is_replaced_and_does_no_harm(
     assert "adder:0 alone" in decision
 
 
-def test_a_master_that_hangs_for_a_moment_goes_on_leading(unirun: Unirun) -> None:
+def test_a_master_that_hangs_for_a_moment_keeps_leading(unirun: Unirun) -> None:
     steady = Steady(unirun)
     steady.pids()
     masters = Masters(unirun)

@@ -1,4 +1,4 @@
-"""Masters that are killed again and again, at random moments: nobody else notices."""
+"""Masters that are killed repeatedly at random moments: nothing else is affected."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ pytestmark = pytest.mark.timeout(300)
 KILLS = 50 if CHAOS else 8
 WHILE_IT_STARTS, WHILE_IT_ENDS = 3, 2
 MOMENT = 0.3
-"""Seconds that a master leads before it is killed, at most."""
+"""Maximum seconds that a master leads before it is killed."""
 
 
 @pytest.fixture
 def chance() -> random.Random:
-    """Random moments; the seed is shown when the test fails."""
+    """A random generator; its seed is printed when the test fails."""
     seed = random.randrange(1_000_000)
     print("seed", seed)
     return random.Random(seed)
 
 
-def test_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
+def test_repeated_deaths_of_the_master_cost_no_worker_call_or_result(
     unirun: Unirun, store: list[object], chance: random.Random
 ) -> None:
+    """
+    1. Masters are killed at random moments while the job starts.
+    2. Masters are killed at random moments while the trainer makes calls.
+    3. Masters are killed while the job ends.
+    4. The job has succeeded: no restart, no lost call, no decision, and no open socket in its directory.
+    """
     steady = Steady(unirun, *store, constants=EVEN_DELAY)
     masters = Masters(unirun)
     for _ in range(WHILE_IT_STARTS):
@@ -58,6 +64,6 @@ def test_deaths_of_the_master_cost_no_worker_no_call_and_no_result(
 
 
 def in_use(folder: Path) -> list[str]:
-    """The sockets in `folder` that some process has open."""
+    """The open sockets in `folder`."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return [line for line in lines if line.partition("/")[2].startswith(str(folder)[1:])]

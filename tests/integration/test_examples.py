@@ -23,7 +23,9 @@ def result_of(unirun: Unirun) -> Any:
 class TestPPO:
     CLASSES = "actor=2@unified:Actor,rollout=2@unified:Rollout,critic=1@unified:Critic"
 
-    def test_learns_to_balance_the_pole_whoever_dies(self, unirun: Unirun, tmp_path: Path) -> None:
+    def test_ppo_example_learns_to_balance_the_pole_despite_deaths(
+        self, unirun: Unirun, tmp_path: Path
+    ) -> None:
         out = tmp_path / "reward.png"
         short = ("config.solved=150", "config.bar=150", f"config.out={out}", "config.seeds=[0,1]")
         running = unirun.start("--config", "job.yaml", *short, cwd=EXAMPLES / "ppo_cartpole")
@@ -39,7 +41,7 @@ class TestPPO:
         assert f"2 of 2 seeds reached 150; learning curves in {out}" in done.lines
         assert out.stat().st_size > 1000
 
-    def test_can_be_described_on_the_command_line(self, unirun: Unirun) -> None:
+    def test_ppo_example_can_be_described_on_the_command_line(self, unirun: Unirun) -> None:
         job = ("plan", "--roles", self.CLASSES, "--trainer", "unified:PPOTrainer")
         done = unirun(*job, cwd=EXAMPLES / "ppo_cartpole")
         assert done.code == 0, done.err
@@ -47,7 +49,7 @@ class TestPPO:
 
 
 class TestFineTuning:
-    def test_learns_the_new_and_keeps_the_old_when_it_rehearses(self, unirun: Unirun) -> None:
+    def test_fine_tuning_example_keeps_old_tasks_by_rehearsal(self, unirun: Unirun) -> None:
         command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "15"]
         done = unirun.start_program(command).end()
         assert done.code == 0, done.err
@@ -70,7 +72,9 @@ class TestOnlineLearning:
         learner, frozen = (sum(result_of(unirun)[name][end]) / 5 for name in ("learner", "frozen"))
         return learner, frozen
 
-    def test_follows_each_drift_whoever_dies(self, unirun: Unirun, tmp_path: Path) -> None:
+    def test_online_learning_example_follows_each_drift_despite_deaths(
+        self, unirun: Unirun, tmp_path: Path
+    ) -> None:
         out = tmp_path / "drift.png"
         job = ("--config", "job.yaml", f"config.phase={self.PHASE}", f"config.out={out}")
         running = unirun.start(*job, cwd=EXAMPLES / "online_learning")
@@ -89,7 +93,7 @@ class TestOnlineLearning:
 
 
 class TestMultimodal:
-    def test_both_modalities_are_better_than_either_whoever_dies(self, unirun: Unirun) -> None:
+    def test_multimodal_example_beats_single_modalities_despite_deaths(self, unirun: Unirun) -> None:
         job = ("--config", "job.yaml", "config.epochs=4")
         running = unirun.start(*job, cwd=EXAMPLES / "multimodal")
         running.lines("image +accuracy")

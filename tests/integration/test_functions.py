@@ -27,7 +27,7 @@ roles:
 
 
 def test_each_rank_calls_its_roles_function(unirun: Unirun, tmp_path: Path) -> None:
-    """One takes the context, the other one nothing; what a function returns is no exit code."""
+    """A function may take the context or nothing; its return value is not an exit code."""
     (tmp_path / "steps.py").write_text(MODULE)
     (tmp_path / "job.yaml").write_text(JOB)
     result = unirun("--cwd", tmp_path, "--config", tmp_path / "job.yaml")
@@ -46,7 +46,7 @@ def test_a_role_may_run_a_function_from_the_command_line(unirun: Unirun, tmp_pat
         assert line in said
 
 
-def test_a_function_that_is_not_there_is_told_before_anything_starts(unirun: Unirun, tmp_path: Path) -> None:
+def test_a_missing_function_is_refused_before_anything_starts(unirun: Unirun, tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(MODULE)
     (tmp_path / "job.yaml").write_text(JOB.replace("steps:main", "steps:mian"))
     result = unirun("--cwd", tmp_path, "--config", tmp_path / "job.yaml")

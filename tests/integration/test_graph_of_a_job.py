@@ -1,4 +1,4 @@
-"""The graph that a real job has shown."""
+"""The graph of a real job."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def options(unirun: Unirun, script: Callable[..., Path]) -> tuple[object, ...]:
 
 
 def drawn(text: str) -> str:
-    """The picture without its sizes, which depend on how arguments are written."""
+    """The picture without sizes, which depend on the encoding of arguments."""
     return re.sub(r"[\d.]+ (k?B)", r"… \1", text)
 
 
-def test_the_graph_of_a_job_is_there_while_it_runs_and_when_it_is_over(
+def test_the_graph_of_a_job_is_shown_while_it_runs_and_after_its_end(
     unirun: Unirun, options: tuple[object, ...]
 ) -> None:
     """1. A trainer calls all actors, one of them, and all rollouts.

@@ -73,7 +73,7 @@ SURVIVING = """
 
 
 class TestAGroup:
-    def test_has_the_ranks_of_its_roles_in_order(self, unirun: Unirun, script: Script) -> None:
+    def test_a_group_across_roles_has_their_ranks_in_order(self, unirun: Unirun, script: Script) -> None:
         result = unirun("--roles", "actor=2,rollout=3", script(COLLECTIVES))
         assert result.code == 0, result.err
         rollouts = "rollout:0,rollout:1,rollout:2"
@@ -85,7 +85,7 @@ class TestAGroup:
             f"rollout 2 4/5 11111 3 -1  3 {rollouts}",
         ]
 
-    def test_works_with_new_interpreters_too_and_without_a_default_group(
+    def test_a_group_across_roles_works_with_exec_and_without_a_default_group(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -104,7 +104,7 @@ class TestAGroup:
             ["a 0 2 111 False", "b 0 0 111 False", "b 1 1 111 False"],
         ), result.err
 
-    def test_is_not_waited_for_when_a_role_has_ended(self, unirun: Unirun, script: Script) -> None:
+    def test_forming_a_group_with_an_ended_role_fails_at_once(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import unirun
@@ -118,7 +118,9 @@ class TestAGroup:
         words = "role rollout has ended with exit code 0, and is waited for; every member must call ctx.group"
         assert f"GroupError: group actor+rollout cannot be formed: {words}" in result.err
 
-    def test_that_was_formed_is_not_waited_for_either(self, unirun: Unirun, script: Script) -> None:
+    def test_forming_a_group_again_with_an_ended_role_fails_at_once(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import torch.distributed as dist, unirun
@@ -136,7 +138,7 @@ class TestAGroup:
         assert result.code == 1, result.err
         assert "role rollout has ended with exit code 0, and is waited for" in result.err
 
-    def test_may_overlap_with_others(self, unirun: Unirun, script: Script) -> None:
+    def test_groups_across_roles_may_overlap(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import torch, torch.distributed as dist, unirun
@@ -153,7 +155,9 @@ class TestAGroup:
         result = unirun("--roles", "a=1,b=2,c=1", train)
         assert (result.code, result.lines) == (0, ["a 3 4 2", "b 3 3 4", "b 3 3 4", "c 3 4 2"]), result.err
 
-    def test_that_cannot_be_formed_says_why(self, unirun: Unirun, script: Script) -> None:
+    def test_a_group_across_roles_that_cannot_be_formed_gives_the_reason(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         wrong = {
             "ctx.group('actor', 'rolout')": "this job has no role 'rolout'; it has actor, rollout",
             "ctx.group('rollout')": "group('rollout') is called by actor:0; name each role once",
@@ -183,9 +187,15 @@ class TestAGroup:
             assert message in line
 
     @pytest.mark.parametrize("default", ["default", "none"])
-    def test_fails_in_the_survivors_when_a_role_restarts_and_forms_again(
+    def test_a_group_across_roles_fails_in_survivors_of_a_restart_and_forms_again(
         self, unirun: Unirun, script: Script, default: str
     ) -> None:
+        """
+        1. Two actors and two rollouts form a group across their roles.
+        2. A rollout is killed, and the rollouts restart: the operation fails in the actors.
+        3. All four form the group again; the actors are the same processes.
+        4. Steps 2 and 3 once more; the command ends with 0.
+        """
         job = unirun.start(
             "--roles", "actor=2,rollout=2", "--max-restarts", "rollout=2", script(SURVIVING), default
         )
@@ -201,7 +211,14 @@ class TestAGroup:
         assert len(re.findall(r"broken actor", result.out)) == 4
         assert len(re.findall(r"formed \w+ \d \d+ sum 4 generations 0 2", result.out)) == 4
 
-    def test_breaks_at_once(self, unirun: Unirun, script: Script) -> None:
+    def test_a_group_across_roles_breaks_at_once_when_a_member_dies(
+        self, unirun: Unirun, script: Script
+    ) -> None:
+        """
+        1. Three actors and a rollout form a group; the actors wait for each other.
+        2. The rollout is killed: the wait of every actor fails at once, although none waits for the rollout.
+        3. All form the group again, and the command ends with 0.
+        """
         job = unirun.start(
             "--roles",
             "actor=3,rollout=1",
@@ -262,7 +279,7 @@ class TestWithoutUnirun:
         ],
         ids=["python", "torchrun"],
     )
-    def test_the_same_script_runs(
+    def test_a_script_with_a_group_runs_without_unirun(
         self, unirun: Unirun, script: Script, launcher: list[str], expected: list[str]
     ) -> None:
         train = script(self.ALONE)
@@ -272,7 +289,7 @@ class TestWithoutUnirun:
         ours = unirun("--nproc-per-node", len(expected), train)
         assert (ours.code, ours.lines) == (0, expected), ours.err
 
-    def test_a_group_with_a_role_that_is_not_there_is_refused(self, unirun: Unirun, script: Script) -> None:
+    def test_a_group_with_an_unknown_role_is_refused(self, unirun: Unirun, script: Script) -> None:
         train = script("import unirun; unirun.init().group('default', 'rollout')")
         done = unirun.start_program([sys.executable, str(train)]).end()
         assert (done.code, "this job has no role 'rollout'; it has default" in done.err) == (1, True)

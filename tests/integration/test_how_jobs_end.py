@@ -12,7 +12,7 @@ from .harness import SOON, Script, Unirun
 
 
 class TestTheExitCode:
-    """`test_conformance.py` has all the ways in which a worker may end; here is what the command makes of some."""
+    """`test_conformance.py` has all the ways in which a worker may end; these are the command's exit codes for some."""
 
     @pytest.mark.parametrize(
         ("method", "code", "expected"),
@@ -25,7 +25,7 @@ class TestTheExitCode:
             ("exec", "import atexit, os; atexit.register(os._exit, 8)", 8),
         ],
     )
-    def test_is_the_workers_own(
+    def test_the_exit_code_is_that_of_the_worker(
         self, unirun: Unirun, script: Script, method: str, code: str, expected: int
     ) -> None:
         result = unirun("--start-method", method, script(code))
@@ -37,7 +37,9 @@ class TestTheExitCode:
         ("program", "expected"),
         [(["/bin/sh", "-c", "kill -9 $$"], 137), (["./garbage"], 126)],
     )
-    def test_is_the_programs_own(self, unirun: Unirun, program: list[str], expected: int) -> None:
+    def test_the_exit_code_is_that_of_the_program(
+        self, unirun: Unirun, program: list[str], expected: int
+    ) -> None:
         garbage = unirun.root / "garbage"
         garbage.write_bytes(b"\x7fELF, almost")
         garbage.chmod(0o755)
@@ -55,7 +57,7 @@ def root_cause(err: str) -> list[str]:
 
 
 class TestTheRootCause:
-    def test_is_the_first_failure_in_time(self, unirun: Unirun, script: Script) -> None:
+    def test_the_root_cause_is_the_first_failure_in_time(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, signal, sys
@@ -80,7 +82,7 @@ class TestTheRootCause:
         assert cause[-2] == f"log: {unirun.job_dir()}/logs/actor/1/0/stderr.log"
         assert cause[-1].endswith(" failed, exit code 1")
 
-    def test_is_the_killed_worker_and_not_the_peers_that_lost_it(
+    def test_the_root_cause_is_the_killed_worker_and_not_its_peers(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -101,7 +103,7 @@ class TestTheRootCause:
 
     @pytest.mark.parametrize("method", ["fork", "exec"])
     @pytest.mark.parametrize("recorded", [True, False], ids=["record", "uncaught"])
-    def test_has_the_traceback_with_record_and_without(
+    def test_the_root_cause_has_the_traceback_with_and_without_record(
         self, unirun: Unirun, script: Script, recorded: bool, method: str
     ) -> None:
         head = (
@@ -123,7 +125,7 @@ class TestTheRootCause:
         log = unirun.log("default", 0, stream="stderr").decode()
         assert log.count("KeyError: 'words in the error'") >= 1
 
-    def test_shows_the_end_of_stderr_when_a_signal_left_no_traceback(
+    def test_the_root_cause_shows_the_end_of_stderr_after_a_signal(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -140,18 +142,20 @@ class TestTheRootCause:
         assert "last words 99" in cause
         assert "last words 50" not in cause
 
-    def test_shows_where_a_segmentation_fault_was(self, unirun: Unirun, script: Script) -> None:
+    def test_the_root_cause_shows_the_stack_of_a_segmentation_fault(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         result = unirun(script("def deep():\n    import ctypes\n    ctypes.string_at(0)\ndeep()\n"))
         cause = root_cause(result.err)
         assert "killed by SIGSEGV" in cause[0]
         assert any("train.py" in line and "in deep" in line for line in cause), result.err
 
-    def test_of_one_worker_says_so(self, unirun: Unirun, script: Script) -> None:
+    def test_the_root_cause_of_a_single_worker_says_so(self, unirun: Unirun, script: Script) -> None:
         result = unirun("--start-method", "exec", script("raise ValueError('x')"))
         assert "(the only failure)" in result.err
         assert "other failures" not in result.err
 
-    def test_is_in_the_status_too(self, unirun: Unirun, script: Script) -> None:
+    def test_the_root_cause_is_in_the_status(self, unirun: Unirun, script: Script) -> None:
         unirun("--start-method", "exec", script("raise ValueError('x')"))
         status = unirun.status()
         assert (
@@ -162,7 +166,9 @@ class TestTheRootCause:
 
 
 class TestAWorkerThatIgnoresSigterm:
-    def test_is_killed_when_another_has_failed(self, unirun: Unirun, script: Script) -> None:
+    def test_a_worker_that_ignores_sigterm_is_killed_when_another_has_failed(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import os, signal, sys
@@ -184,7 +190,9 @@ class TestAWorkerThatIgnoresSigterm:
 
 
 class TestAWorkerWhoseExitHandlersTakeLong:
-    def test_after_it_has_failed_is_waited_for(self, unirun: Unirun, script: Script) -> None:
+    def test_long_exit_handlers_of_a_failed_worker_are_waited_for(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import atexit, os, time
@@ -203,7 +211,7 @@ class TestAWorkerWhoseExitHandlersTakeLong:
         assert (result.code, result.lines) == (1, ["uploaded"]), result.err
         assert "killed" not in root_cause(result.err)[0]
 
-    def test_has_its_grace_period_when_the_job_is_stopped(self, unirun: Unirun, script: Script) -> None:
+    def test_long_exit_handlers_have_the_grace_period_of_a_stop(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import atexit, signal

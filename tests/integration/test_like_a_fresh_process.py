@@ -152,13 +152,13 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 class TestAScript:
-    def test_may_fork_and_its_child_may_fail(self, ran: Ran) -> None:
+    def test_a_script_may_fork_and_its_child_may_fail(self, ran: Ran) -> None:
         assert ran.out("child") == ["[]"]
         assert "ValueError: of a child" in ran.err("child")
         assert not (ran.unirun.job_dir() / "logs" / "child" / "0" / "0" / "error.json").exists()
         assert ran.unirun.status()["failures"] == []
 
-    def test_leaves_its_objects_to_the_end_of_the_interpreter(self, ran: Ran) -> None:
+    def test_objects_of_a_script_are_finalised_at_the_interpreters_end(self, ran: Ran) -> None:
         root = ran.unirun.root
         with zipfile.ZipFile(root / "archive.zip") as archive:
             assert archive.read("a") == b"b"
@@ -171,23 +171,23 @@ class TestAScript:
             *("deleted one 2", "deleted two 2"),
         ]
 
-    def test_has_unbuffered_streams_of_c(self, ran: Ran) -> None:
+    def test_a_script_has_unbuffered_c_streams(self, ran: Ran) -> None:
         assert ran.out("native") == ["of C"]
 
-    def test_gets_objects_of_its_classes_from_processes_that_it_starts(self, ran: Ran) -> None:
+    def test_a_script_gets_objects_of_its_classes_from_its_child_processes(self, ran: Ran) -> None:
         assert ran.out("pools") == ["spawn 7", "forkserver 7", "fork 7"]
 
     @pytest.mark.parametrize("role", ["closed", "replaced"])
-    def test_may_close_its_stdout(self, ran: Ran, role: str) -> None:
+    def test_a_script_may_close_its_stdout(self, ran: Ran, role: str) -> None:
         assert (ran.out(role), ran.err(role)) == ([], "")
 
-    def test_may_execute_itself_again(self, ran: Ran) -> None:
+    def test_a_script_may_execute_itself_again(self, ran: Ran) -> None:
         assert ran.out("again") == ["[]"]
 
-    def test_may_close_descriptors_that_it_has_not_opened(self, ran: Ran) -> None:
+    def test_a_script_may_close_descriptors_that_it_has_not_opened(self, ran: Ran) -> None:
         assert ran.out("closing") == ["None"]
 
-    def test_shares_no_descriptor_with_a_module_that_was_preloaded(self, ran: Ran) -> None:
+    def test_a_script_shares_no_descriptor_with_a_preloaded_module(self, ran: Ran) -> None:
         root = ran.unirun.root
         assert ran.out("preloaded") == ["False"]
         assert ((root / "journal").read_text(), (root / "mine").read_text()) == (
@@ -195,19 +195,19 @@ class TestAScript:
             "of the script",
         )
 
-    def test_may_set_variables_before_it_imports_torch(self, ran: Ran) -> None:
+    def test_a_script_may_set_variables_before_it_imports_torch(self, ran: Ran) -> None:
         forked = ran.method == "fork"
         assert ran.out("variables")[:3] == ["False", f"1 DETAIL {forked}", "torch"]
         told = [line for line in ran.err("variables").splitlines() if line.startswith("unirun: ")]
         assert [line.partition(" set ")[0] for line in told] == ["unirun: PYTORCH_JIT:"] * forked
 
-    def test_obeys_the_variables_of_the_interpreter(self, ran: Ran) -> None:
+    def test_a_script_obeys_the_interpreters_variables(self, ran: Ran) -> None:
         assert ran.out("options") == ["iso8859-1 replace iso8859-1", "True 1"]
 
-    def test_has_the_buffers_of_cpp_written_at_its_end(self, ran: Ran) -> None:
+    def test_cpp_buffers_of_a_script_are_flushed_at_its_end(self, ran: Ran) -> None:
         assert ran.out("variables")[3:] == ["of C++"]
 
-    def test_may_be_compiled_an_archive_or_a_directory(self, ran: Ran) -> None:
+    def test_a_script_may_be_compiled_an_archive_or_a_directory(self, ran: Ran) -> None:
         root = ran.unirun.root
         assert ran.out("compiled") == [f"{root}/compiled.pyc {root}"]
         assert ran.out("archive") == [f"{root}/an archive/__main__.py {root}/an archive"]

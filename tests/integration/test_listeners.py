@@ -1,4 +1,4 @@
-"""A job listens where it has to and nowhere else; and who disturbs torch's ports is told by name."""
+"""A job listens only where it has to, and a process that disturbs torch's ports is named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def start(unirun: Unirun, script: Script, transport: str) -> tuple[Running, Path
 
 
 def owned_by(found: list[Listener], unirun: Unirun, who: str) -> list[Listener]:
-    """Those of `found` that the process of one rank has."""
+    """The sockets in `found` that the process of one rank has."""
     pid = eventually(lambda: unirun.workers()[who]["pid"], f"the status knows the process of {who}")
     return [each for each in found if pid in each.owners]
 
@@ -83,15 +83,13 @@ def test_a_job_listens_on_loopback_and_in_its_own_directory_only(
 
 
 def disturb(unirun: Unirun, who: str, said: bytes) -> None:
-    """Do what a port scanner does to the only port of a rank."""
+    """Connect to the only port of a rank as a port scanner does."""
     (port,) = [each for each in owned_by(listeners_of(unirun.processes()), unirun, who) if each.kind == "tcp"]
     with socket.create_connection((port.address, port.port)) as stranger:
         stranger.sendall(said)
 
 
-def test_a_worker_of_which_tensorpipe_has_closed_the_port_fails_and_comes_back(
-    unirun: Unirun, script: Script
-) -> None:
+def test_a_worker_whose_tensorpipe_port_was_closed_fails_and_restarts(unirun: Unirun, script: Script) -> None:
     job, flag = start(unirun, script, "torch")
     disturb(unirun, "rollout:0", b"\0")
     # Seen before the trainer needs it.
@@ -106,7 +104,7 @@ def test_a_worker_of_which_tensorpipe_has_closed_the_port_fails_and_comes_back(
     assert "again ['rollout:0']" in result.out
 
 
-def test_a_script_that_serves_beside_its_own_work_fails_too(unirun: Unirun, script: Script) -> None:
+def test_a_serving_script_whose_tensorpipe_port_was_closed_fails(unirun: Unirun, script: Script) -> None:
     serving = """
         import time, unirun
         unirun.serve(object(), block=False)

@@ -92,7 +92,7 @@ def up(job: Running, incarnation: int, count: int) -> list[tuple[str, str, str, 
 
 
 def one_lost(unirun: Unirun, path: Path, first: str, second: str) -> tuple[Running, int]:
-    """A job on two of four nodes that has lost the node `first` and goes on; with the agent of `second`."""
+    """A job on two of four nodes that has lost the node `first` and continues; with the agent of `second`."""
     job = unirun.start(*job_file(unirun, path, nodes=4, spares=2))
     up(job, 0, 4)
     lost, other = agents(unirun, first, second)
@@ -107,7 +107,9 @@ def enough(unirun: Unirun) -> None:
 
 
 class TestANodeOfSeveral:
-    def test_has_the_ranks_and_the_masks_of_its_devices(self, unirun: Unirun, script: Script) -> None:
+    def test_a_node_of_several_has_the_ranks_and_masks_of_its_devices(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         job = unirun.start(*job_file(unirun, script(WAITING), nodes=2, spares=0))
         assert up(job, 0, 4) == [(str(rank), f"node{rank // 2}", "0,1", "4") for rank in range(4)], (
             "two devices on each of two nodes"
@@ -118,9 +120,16 @@ class TestANodeOfSeveral:
     @pytest.mark.parametrize(
         ("signum", "spares"), [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (signal.SIGKILL, 0)]
     )
-    def test_that_is_lost_gives_its_ranks_to_one_that_is_free(
+    def test_ranks_of_a_lost_node_restart_on_a_free_one(
         self, unirun: Unirun, script: Script, signum: int, spares: int
     ) -> None:
+        """
+        1. Four ranks run on two of three nodes.
+        2. The agent of the second node gets a signal: its ranks restart on the third node, with the same
+           device mask.
+        3. The status shows the lost node and the new placement; the agent leaves no zombie.
+        4. The workers end, and the command ends with 0 and has reported the move.
+        """
         job = unirun.start(*job_file(unirun, script(WAITING), spares=spares))
         up(job, 0, 4)
         (agent,) = agents(unirun, "node1")
@@ -143,14 +152,19 @@ class TestANodeOfSeveral:
         assert "the agent of node node1 is gone" in end.err
         assert "restart 1 of 2 of role actor, with actor:2-3 elsewhere" in end.err
 
-    def test_may_be_lost_one_after_the_other(self, unirun: Unirun, script: Script) -> None:
+    def test_nodes_may_be_lost_one_after_the_other(self, unirun: Unirun, script: Script) -> None:
+        """
+        1. A job on two of four nodes loses one, and continues on a spare.
+        2. It loses that spare, and continues on the other one.
+        3. The workers end, and the command ends with 0.
+        """
         job, second = one_lost(unirun, script(WAITING), "node0", "node2")
         os.kill(second, signal.SIGKILL)
         assert {node for _, node, _, _ in up(job, 2, 4)} == {"node1", "node3"}
         enough(unirun)
         assert job.end().code == 0
 
-    def test_that_nobody_uses_may_be_lost(self, unirun: Unirun, script: Script) -> None:
+    def test_an_unused_node_may_be_lost(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(*job_file(unirun, script(WAITING)))
         up(job, 0, 4)
         (agent,) = agents(unirun, "node2")
@@ -160,7 +174,7 @@ class TestANodeOfSeveral:
         assert job.end().code == 0
         assert unirun.status()["roles"][0]["restarts"] == 0
 
-    def test_without_another_place_ends_the_job_with_what_is_short(
+    def test_a_lost_node_without_a_replacement_ends_the_job_with_the_shortage(
         self, unirun: Unirun, script: Script
     ) -> None:
         job = unirun.start(*job_file(unirun, script(WAITING), nodes=2, spares=0))
@@ -171,9 +185,12 @@ class TestANodeOfSeveral:
         assert end.code == 3, end.err
         assert "its ranks fit nowhere else: actor needs room for 4 ranks" in end.err
 
-    def test_leaves_a_role_that_may_be_smaller_the_room_there_is(
-        self, unirun: Unirun, script: Script
-    ) -> None:
+    def test_a_lost_node_shrinks_a_role_with_a_minimum_count(self, unirun: Unirun, script: Script) -> None:
+        """
+        1. A role of two to four ranks runs with four on two nodes.
+        2. One node is lost: the role restarts with two ranks on the other.
+        3. The workers end, and the command ends with 0.
+        """
         options = job_file(unirun, script(WAITING), nodes=2, spares=0, actor='count: "2:4"')
         job = unirun.start(*options)
         up(job, 0, 4)
@@ -186,7 +203,13 @@ class TestANodeOfSeveral:
         assert end.code == 0, end.err
         assert "actor has room for 2 of 4 ranks" in end.err
 
-    def test_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:
+    def test_a_lost_node_stays_lost_for_the_next_master(self, unirun: Unirun, script: Script) -> None:
+        """
+        1. A job on two of four nodes loses one, and continues on a spare.
+        2. The master is killed, and all agents join the next one.
+        3. The spare is lost: the ranks move to the last free node, not to the first lost one.
+        4. The workers end, and the command ends with 0.
+        """
         job, second = one_lost(unirun, script(WAITING), "node1", "node2")
         masters = Masters(unirun)
         masters.kill()
@@ -202,7 +225,7 @@ class TestANodeOfSeveral:
 
 class TestWorkloads:
     def start(self, unirun: Unirun) -> tuple[Running, list[list[list[int]]]]:
-        """A trainer calls four actors on two nodes and two critics on another; what they answer."""
+        """A trainer calls four actors on two nodes and two critics on another; returns the first results."""
         unirun.root.joinpath("steps.py").write_text(
             "\n".join(line[4:] for line in CLASSES.splitlines()) + "\n"
         )
@@ -216,7 +239,14 @@ class TestWorkloads:
         (line,) = job.lines("rows (.*)$")
         return job, json.loads(line)
 
-    def test_on_other_nodes_keep_their_memory_and_meet_those_who_come(self, unirun: Unirun) -> None:
+    def test_workloads_on_other_nodes_keep_their_memory_and_meet_the_new_ones(self, unirun: Unirun) -> None:
+        """
+        1. A trainer calls four actors on two nodes and two critics on a third.
+        2. The node of actor rank 0, and of the actors' rendezvous store, is lost.
+        3. Its actors restart on the spare node and form a group with the other two, which keep process and
+           memory.
+        4. The critics are untouched, and the event log names the trainer as waiting.
+        """
         job, (actors, critics) = self.start(unirun)
         assert [node for node, *_ in actors] == ["node0", "node0", "node1", "node1"]
         # Where rank 0 is, and with it the store in which they meet.
@@ -236,7 +266,7 @@ class TestWorkloads:
         generations = {role["name"]: role["generation"] for role in unirun.status()["roles"]}
         assert generations == {"trainer": 0, "actor": 1, "critic": 0}
 
-    def test_cannot_go_on_without_a_trainer_that_is_not_recoverable(self, unirun: Unirun) -> None:
+    def test_losing_the_node_of_an_unrecoverable_trainer_ends_the_job(self, unirun: Unirun) -> None:
         job, _ = self.start(unirun)
         (agent,) = agents(unirun, unirun.workers()["trainer:0"]["node"])
         os.kill(agent, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The inventory beside ``nvidia-smi``, where there is one that works."""
+"""The inventory compared with ``nvidia-smi``, where it works."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unirun.collocation.devices import nvml_devices
 
 
 def smi(*fields: str) -> list[list[str]]:
-    """A row for each device, as far as ``nvidia-smi`` works here."""
+    """One row per device; empty where ``nvidia-smi`` does not work."""
     if shutil.which("nvidia-smi") is None:
         pytest.skip("no nvidia-smi")
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]

@@ -18,7 +18,7 @@ class TestOneRoleIsTorchrun:
         result = unirun("--role", "learner", "--no-python", "/bin/sh", "-c", "echo $ROLE_NAME")
         assert (result.code, result.out) == (0, "learner\n"), result.err
 
-    def test_the_same_script_finds_the_same_and_gives_the_same_result_under_torchrun(
+    def test_a_script_has_the_same_environment_and_result_as_under_torchrun(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -50,14 +50,14 @@ class TestOneRoleIsTorchrun:
         assert theirs.code == 0, theirs.err
         assert ours.lines == [line for line in theirs.lines if line.startswith("result")]
 
-    def test_variables_of_torchrun_are_taken(self, unirun: Unirun) -> None:
+    def test_torchruns_variables_are_accepted_as_options(self, unirun: Unirun) -> None:
         result = unirun(
             *("--start-method", "exec", ENVIRON), env={"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "2"}
         )
         assert (result.code, len(result.rows)) == (0, 3), result.err
         assert {row["env"]["TORCHELASTIC_MAX_RESTARTS"] for row in result.rows} == {"2"}
 
-    def test_the_port_and_the_id_can_be_chosen(self, unirun: Unirun) -> None:
+    def test_master_port_and_job_id_can_be_chosen(self, unirun: Unirun) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -66,7 +66,7 @@ class TestOneRoleIsTorchrun:
         env = result.rows[0]["env"]
         assert (env["MASTER_PORT"], env["TORCHELASTIC_RUN_ID"]) == (str(port), "mine")
 
-    def test_a_timer_of_torch_that_expires_ends_its_worker_which_comes_back(
+    def test_an_expired_torch_timer_kills_its_worker_which_restarts(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(

@@ -1,4 +1,4 @@
-"""Whatever part of a job is killed, no worker and no child of a worker outlives it by more than a second."""
+"""When any part of a job is killed, no worker and no child of a worker outlives it by more than a second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from .harness import SOON, Running, Script, Unirun, alive, eventually, gone
 
 pytestmark = pytest.mark.cold
-"""`starting_warm` has these cases with jobs that are warm."""
+"""`starting_warm` has these cases for warm jobs."""
 
 LIMIT = 1.0
-"""Seconds that a worker may outlive the part that was killed."""
+"""Seconds that a worker may outlive the killed part."""
 
 ENDS = {
     "unirun": ("stopped", "the unirun command was killed"),
@@ -22,7 +22,7 @@ ENDS = {
     "unirun-agent": ("failed", "the agent of node"),
     "unirun-spawner": ("failed", "killed by SIGKILL"),
 }
-"""What the status says of a job of which a part was killed, by part: the phase, and words of the reason."""
+"""The phase and the reason in the status, by the killed part."""
 
 WITH_CHILDREN = """
     import os, signal, subprocess, sys
@@ -44,7 +44,7 @@ WITH_CHILDREN = """
 
 
 def pids_of(job: Running, count: int) -> list[int]:
-    """The pids of all workers and of their children."""
+    """Pids of all workers and their children."""
     return [int(pid) for line in job.lines(r"pids ([\d ]+)$", count) for pid in line.split()]
 
 
@@ -65,7 +65,7 @@ def all_gone_in_time(pids: list[int]) -> bool:
 @pytest.mark.parametrize("method", ["fork", "exec"])
 @pytest.mark.parametrize("part", ENDS)
 class TestNobodySurvivesTheKillOf:
-    def test_a_part_of_the_job_and_the_status_says_what_happened(
+    def test_no_process_survives_the_kill_of_a_part_and_the_status_names_it(
         self, unirun: Unirun, script: Script, part: str, method: str
     ) -> None:
         job = unirun.start("--roles", "a=2,b=1", "--start-method", method, script(WITH_CHILDREN), method)
@@ -84,10 +84,12 @@ class TestNobodySurvivesTheKillOf:
 
 
 class TestEarly:
-    """The parts can also be killed before a worker exists, when torch is being imported."""
+    """Parts are killed before any worker exists, while torch is being imported."""
 
     @pytest.mark.parametrize("part", ["unirun", "unirun-agent", "unirun-spawner"])
-    def test_a_kill_during_the_start_leaves_nothing(self, unirun: Unirun, script: Script, part: str) -> None:
+    def test_no_process_survives_a_kill_during_the_start(
+        self, unirun: Unirun, script: Script, part: str
+    ) -> None:
         job = unirun.start("--roles", "a=2", script("import signal; signal.pause()"))
         if part == "unirun":
             eventually(lambda: "unirun-agent" in unirun.processes().values(), "the agent is there")
@@ -106,7 +108,7 @@ class TestADetachedJob:
 
     @pytest.fixture
     def detached(self, unirun: Unirun, script: Script) -> list[int]:
-        """The pids of the workers of a detached job and of their children."""
+        """Pids of the workers of a detached job, and of their children."""
         started = unirun(
             "-d", "--roles", "a=2", "--start-method", self.METHOD, script(WITH_CHILDREN), self.METHOD
         )
@@ -126,7 +128,9 @@ class TestADetachedJob:
 
         return eventually(look, "both workers are up", 60.0)
 
-    def test_goes_on_after_the_command_has_returned(self, unirun: Unirun, detached: list[int]) -> None:
+    def test_a_detached_job_continues_after_the_command_has_returned(
+        self, unirun: Unirun, detached: list[int]
+    ) -> None:
         assert "unirun" not in unirun.processes().values()
         assert all(map(alive, detached))
         eventually(lambda: unirun.status()["phase"] == "running", "the status has it", SOON)
@@ -142,7 +146,7 @@ class TestADetachedJob:
             ("unirun-spawner", "failed"),
         ],
     )
-    def test_leaves_nobody_when_a_part_of_it_is_killed(
+    def test_no_process_of_a_detached_job_survives_the_kill_of_a_part(
         self, unirun: Unirun, detached: list[int], part: str, phase: str
     ) -> None:
         for victim in victims(unirun.started[0], part):

@@ -1,4 +1,4 @@
-"""What workers write is kept, shown, and never lost; whoever reads it cannot hold them up."""
+"""Output of workers is kept and shown completely, and slow readers do not block them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from .harness import EXEC, SOON, START, Script, Unirun, eventually, gone
 
 class TestLogFiles:
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_hold_each_stream_of_each_rank(self, unirun: Unirun, script: Script, method: str) -> None:
+    def test_log_files_have_each_stream_of_each_rank(
+        self, unirun: Unirun, script: Script, method: str
+    ) -> None:
         train = script(
             "import os, sys; r = os.environ['RANK']; print('out', r); print('err', r, file=sys.stderr);"
             "os.system('echo child')"
@@ -36,7 +38,7 @@ class TestLogFiles:
         assert "[a:0] err 0" in result.err
 
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_and_console_keep_what_a_worker_wrote_before_it_was_killed_in_mid_line(
+    def test_log_and_console_have_the_last_incomplete_line_of_a_killed_worker(
         self, unirun: Unirun, script: Script, method: str
     ) -> None:
         train = script("import os; print('whole'); print('half', end=''); os.kill(os.getpid(), 9)")
@@ -45,7 +47,7 @@ class TestLogFiles:
         assert unirun.log("a", 0) == b"whole\nhalf"
         assert result.out == "whole\nhalf"
 
-    def test_hold_ten_megabytes_on_one_line(self, unirun: Unirun, script: Script) -> None:
+    def test_log_files_may_have_a_line_of_ten_megabytes(self, unirun: Unirun, script: Script) -> None:
         size = 10_000_000
         result = unirun("--roles", "a=2", script(f"print('x' * {size})"))
         assert result.code == 0
@@ -53,14 +55,14 @@ class TestLogFiles:
             assert unirun.log("a", rank) == b"x" * size + b"\n"
         assert result.out.count("x") == 2 * size
 
-    def test_and_console_hold_bytes_that_are_no_utf8(self, unirun: Unirun, script: Script) -> None:
+    def test_log_and_console_have_bytes_that_are_not_utf8(self, unirun: Unirun, script: Script) -> None:
         data = b"\xff\xfe\x00 bad \xc3(\r\nnext \xf0\x9f\n"
         result = unirun(*EXEC, script(f"import sys; sys.stdout.buffer.write({data!r})"))
         assert result.code == 0
         assert unirun.log("default", 0) == data
         assert result.out == data.decode(errors="backslashreplace")
 
-    def test_go_where_log_dir_says(self, unirun: Unirun, script: Script) -> None:
+    def test_log_files_are_below_log_dir(self, unirun: Unirun, script: Script) -> None:
         where = unirun.root / "deep" / "er"
         result = unirun(*EXEC, "--log-dir", where, "--rdzv-id", "mine", "--role", "a", script("print('x')"))
         assert result.code == 0, result.err
@@ -68,12 +70,14 @@ class TestLogFiles:
         assert str(where / "mine") in result.err
         assert unirun.status()["logs"] == str(where / "mine")
 
-    def test_are_written_anew_by_a_second_job_of_the_same_id(self, unirun: Unirun, script: Script) -> None:
+    def test_log_files_are_replaced_by_a_second_job_of_the_same_id(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         for word in ("first", "second"):
             assert unirun(*EXEC, "--rdzv-id", "mine", "--role", "a", script(f"print({word!r})")).code == 0
         assert unirun.log("a", 0) == b"second\n"
 
-    def test_of_lines_with_a_word_are_copied(self, unirun: Unirun, script: Script) -> None:
+    def test_lines_with_a_filter_word_are_copied_to_a_log_file(self, unirun: Unirun, script: Script) -> None:
         train = script("for word in ('loss 1', 'noise', 'acc 2'): print(word)")
         result = unirun(*EXEC, "--nproc-per-node", 2, "--duplicate-stdout-filters", "loss,acc", train)
         assert result.code == 0, result.err
@@ -91,10 +95,10 @@ class TestTheConsole:
             (("-r", "1:3", "--local-ranks-filter", "0,1"), ["o0"], ["e0"]),
         ],
     )
-    def test_shows_the_streams_that_were_asked_for(
+    def test_the_console_shows_the_requested_streams(
         self, unirun: Unirun, script: Script, options: tuple[str, ...], out: list[str], err: list[str]
     ) -> None:
-        """`tests/unit/cli/test_console.py` has all that may be asked for."""
+        """`tests/unit/cli/test_console.py` has all options."""
         train = script(
             "import os, sys; r = os.environ['RANK']; print('o' + r); print('e' + r, file=sys.stderr)"
         )
@@ -105,21 +109,21 @@ class TestTheConsole:
         assert [unirun.log("default", rank) for rank in range(2)] == [b"o0\n", b"o1\n"]
         assert [unirun.log("default", rank, stream="stderr") for rank in range(2)] == [b"e0\n", b"e1\n"]
 
-    def test_is_plain_without_a_terminal(self, unirun: Unirun, script: Script) -> None:
+    def test_the_console_is_plain_without_a_terminal(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "--nproc-per-node", 2, script("print('x')"))
         assert "\x1b" not in result.out + result.err
         assert "\r" not in result.out + result.err
 
-    def test_shows_only_the_workers_when_quiet(self, unirun: Unirun, script: Script) -> None:
+    def test_a_quiet_console_shows_only_the_workers(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "-q", script("print('x')"))
         assert (result.code, result.out, result.err) == (0, "x\n", "")
 
-    def test_takes_torchruns_template_for_the_prefix(self, unirun: Unirun, script: Script) -> None:
+    def test_the_console_uses_torchruns_template_for_the_prefix(self, unirun: Unirun, script: Script) -> None:
         template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${role_name}/${local_rank}> "}
         result = unirun(*EXEC, "--role", "a", "--nproc-per-node", 2, script("print('x')"), env=template)
         assert sorted(result.out.splitlines()) == ["<a/0> x", "<a/1> x"]
 
-    def test_is_coloured_with_a_live_line_that_leaves_no_trace_on_a_terminal(
+    def test_the_console_on_a_terminal_has_colours_and_a_live_line_without_a_trace(
         self, unirun: Unirun, script: Script
     ) -> None:
         width, height = 40, 10
@@ -159,7 +163,7 @@ class TestTheConsole:
             "unirun: job mine succeeded after ",
         ]
 
-    def test_shows_the_events_with_torchruns_handler(self, unirun: Unirun, script: Script) -> None:
+    def test_the_console_shows_events_with_torchruns_handler(self, unirun: Unirun, script: Script) -> None:
         result = unirun(*EXEC, "-q", "--event-log-handler", "console", script("print('x')"))
         events = [json.loads(line) for line in result.err.splitlines()]
         assert (result.code, result.out) == (0, "x\n")
@@ -168,9 +172,7 @@ class TestTheConsole:
         assert kinds[-1] == "end"
         assert len(kinds) == len((unirun.job_dir() / "events.jsonl").read_text().splitlines())
 
-    def test_that_is_gone_with_the_events_on_it_does_not_end_the_job(
-        self, unirun: Unirun, script: Script
-    ) -> None:
+    def test_a_lost_console_with_events_does_not_end_the_job(self, unirun: Unirun, script: Script) -> None:
         ours, theirs = os.pipe()
         os.close(ours)
         job = unirun.start(*EXEC, "--event-log-handler", "console", script("print('x')"), stderr=theirs)
@@ -186,7 +188,9 @@ class TestAReaderThatFallsBehind:
         pathlib.Path("done" + os.environ["RANK"]).touch()
     """
 
-    def test_never_blocks_a_worker_and_gets_everything(self, unirun: Unirun, script: Script) -> None:
+    def test_a_slow_reader_never_blocks_a_worker_and_gets_everything(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         job = unirun.start(
             *EXEC, "--nproc-per-node", 2, script(self.MEGABYTES), read=False, stderr=subprocess.DEVNULL
         )
@@ -200,7 +204,9 @@ class TestAReaderThatFallsBehind:
             assert [line.split()[2] for line in mine] == [b"%06d" % n for n in range(20_000)]
         assert job.end().code == 0
 
-    def test_does_not_keep_a_signal_from_the_workers(self, unirun: Unirun, script: Script) -> None:
+    def test_a_slow_reader_does_not_delay_a_signal_to_the_workers(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(self.MEGABYTES + "\n        import signal; signal.pause()\n")
         job = unirun.start(*EXEC, "--nproc-per-node", 2, train, read=False)
         for rank in range(2):
@@ -212,7 +218,7 @@ class TestAReaderThatFallsBehind:
         assert out.count(b"\n") == 40_000
         assert job.end().code == 143
 
-    def test_does_not_keep_a_signal_from_the_workers_after_a_restart(
+    def test_a_slow_reader_does_not_delay_a_signal_after_a_restart(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -239,7 +245,7 @@ class TestAReaderThatFallsBehind:
         assert out.count(b"\n") == 40_000
         assert job.end().code == 143
 
-    def test_keeps_the_command_after_the_job_only_until_a_signal(
+    def test_a_slow_reader_delays_the_commands_end_only_until_a_signal(
         self, unirun: Unirun, script: Script
     ) -> None:
         job = unirun.start(*EXEC, script(self.MEGABYTES + "\n        raise SystemExit(3)\n"), read=False)
@@ -251,7 +257,7 @@ class TestAReaderThatFallsBehind:
         eventually(lambda: job.signal(signal.SIGINT) or gone(job.pid, 5.0), "a signal ends it")
         assert job.end(SOON).code == 3
 
-    def test_may_share_a_pipe_that_does_not_block(self, unirun: Unirun, script: Script) -> None:
+    def test_a_slow_reader_may_have_a_non_blocking_pipe(self, unirun: Unirun, script: Script) -> None:
         ours, theirs = os.pipe()
         os.set_blocking(theirs, False)
         job = unirun.start(
@@ -264,7 +270,7 @@ class TestAReaderThatFallsBehind:
         assert job.end().code == 0
 
     @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-    def test_that_goes_away_ends_the_job_as_a_signal_does(
+    def test_a_reader_that_goes_away_ends_the_job_as_a_signal_does(
         self, unirun: Unirun, script: Script, stream: str
     ) -> None:
         """As ``| head`` and ``2>&1 | head``."""
@@ -287,7 +293,7 @@ class TestAReaderThatFallsBehind:
         assert (status["phase"], status["code"]) == ("stopped", 141)
         assert unirun.events("stop") == ["the reader of its output is gone"]
 
-    def test_of_stderr_alone_ends_nothing_when_it_goes_away(self, unirun: Unirun, script: Script) -> None:
+    def test_a_reader_of_stderr_that_goes_away_ends_nothing(self, unirun: Unirun, script: Script) -> None:
         train = script("import sys\nfor _ in range(10_000): print('x' * 100, file=sys.stderr)")
         ours, theirs = os.pipe()
         os.close(ours)
@@ -295,7 +301,9 @@ class TestAReaderThatFallsBehind:
         os.close(theirs)
         assert job.end().code == 0
 
-    def test_after_the_job_is_told_by_the_exit_code(self, unirun: Unirun, script: Script) -> None:
+    def test_a_reader_that_goes_away_after_the_job_sets_the_exit_code(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         job = unirun.start(*EXEC, "-q", script(self.MEGABYTES), read=False)
         eventually((unirun.root / "done0").exists, "the worker has written all of it", START)
         eventually(lambda: unirun.status()["phase"] == "succeeded", "the job is over", START)
@@ -306,8 +314,8 @@ class TestAReaderThatFallsBehind:
 
 
 class TestALot:
-    def test_of_lines_of_eight_ranks_loses_none(self, unirun: Unirun, script: Script) -> None:
-        """At 100 000 lines a second in sum; on a machine that is slower than that, as fast as it goes."""
+    def test_many_lines_of_eight_ranks_are_all_shown(self, unirun: Unirun, script: Script) -> None:
+        """At 100 000 lines a second in total, or as fast as the machine can."""
         train = script(
             """
             import os, sys, time

@@ -1,4 +1,4 @@
-"""A stdout, a disk or a log directory that takes nothing more: told with its reason, and no job hangs."""
+"""An unwritable stdout, disk or log directory is reported with its reason, and no job hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from .harness import EXEC, SOON, Script, Unirun
 
 
 class TestAStdoutThatCannotBeWritten:
-    def test_does_not_end_the_job_and_is_the_commands_failure(self, unirun: Unirun, script: Script) -> None:
+    def test_an_unwritable_stdout_does_not_end_the_job_but_fails_the_command(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         with open("/dev/full", "wb") as full:
             result = unirun("-q", *EXEC, script("for n in range(3): print(n)"), stdout=full)
         assert result.code == 1
@@ -27,7 +29,7 @@ class TestAStdoutThatCannotBeWritten:
 class TestADiskThatIsFull:
     @pytest.fixture
     def small_disk(self, tmp_path: Path) -> Iterator[Path | None]:
-        """A file system of 256 KiB where one can be mounted, else None."""
+        """A file system of 256 KiB, None where it cannot be mounted."""
         where = tmp_path / "small"
         where.mkdir()
         mounted = subprocess.run(
@@ -43,7 +45,7 @@ class TestADiskThatIsFull:
                     subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=SOON)
 
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_while_logging_is_the_workers_error_and_says_so(
+    def test_a_full_disk_of_the_logs_is_the_workers_error(
         self, unirun: Unirun, script: Script, small_disk: Path | None, method: str
     ) -> None:
         limit, words = "", "No space left on device"
@@ -67,7 +69,7 @@ class TestADiskThatIsFull:
         assert result.code == 1, result.err
         assert f"OSError: [Errno {28 if small_disk else 27}] {words}" in result.err
 
-    def test_for_one_worker_only_a_limit_on_files_is_told_too(self, unirun: Unirun, script: Script) -> None:
+    def test_a_limit_on_the_file_size_of_one_worker_is_reported(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import resource
@@ -78,7 +80,7 @@ class TestADiskThatIsFull:
         result = unirun("-q", "-r", 3, train)
         assert (result.code, "File too large" in result.err) == (1, True), result.err
 
-    def test_for_the_job_directory_does_not_end_a_job_that_can_go_on(
+    def test_a_full_disk_of_the_job_directory_does_not_end_the_job(
         self, unirun: Unirun, script: Script, small_disk: Path | None
     ) -> None:
         if small_disk is None:
@@ -102,7 +104,9 @@ class TestADiskThatIsFull:
 
 class TestALogDirectory:
     @pytest.mark.parametrize("where", ["file/below", "/proc/nope"])
-    def test_that_cannot_be_written_is_told_at_once(self, unirun: Unirun, script: Script, where: str) -> None:
+    def test_an_unwritable_log_directory_is_reported_at_once(
+        self, unirun: Unirun, script: Script, where: str
+    ) -> None:
         (unirun.root / "file").write_text("no directory")
         result = unirun("--log-dir", where, script("print('never')"))
         assert (result.code, result.out) == (2, "")
@@ -110,7 +114,7 @@ class TestALogDirectory:
         assert line.startswith(f"unirun: logs cannot be written to {where}: ")
         assert line.endswith("choose another --log-dir")
 
-    def test_that_is_lost_while_the_job_runs_fails_the_restart_with_the_reason(
+    def test_a_log_directory_lost_while_the_job_runs_fails_the_restart(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(

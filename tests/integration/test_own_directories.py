@@ -1,4 +1,4 @@
-"""The agents of a job need no directory in common: each has its own, with the token and the address of the store."""
+"""The agents of a job share no directory: each has its own, with the token and the URL of the store."""
 
 from __future__ import annotations
 

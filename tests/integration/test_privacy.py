@@ -1,4 +1,4 @@
-"""What a job leaves on the disk is for nobody else to read, whatever the umask of its user is."""
+"""The files of a job are private, whatever the umask."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_logs_below_log_dir(unirun: Unirun, script: Script) -> None:
+def test_logs_below_log_dir_are_private(unirun: Unirun, script: Script) -> None:
     where = unirun.root / "logs"
     where.mkdir(mode=0o755)
     train = script("print('loss 1'); raise ValueError('failed')")

@@ -1,4 +1,4 @@
-"""Whole process groups end with their worker."""
+"""A worker's whole process group ends with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ print("up\\n", end="", flush=True)
 
 class TestWholeProcessGroups:
     @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-    def test_end_with_their_worker(self, unirun: Unirun, script: Script, end: str, code: int) -> None:
+    def test_a_process_group_ends_with_its_worker(
+        self, unirun: Unirun, script: Script, end: str, code: int
+    ) -> None:
         job = unirun.start("--roles", "a=2", "--start-method", "exec", script(CHILDREN + end))
         result = job.end()
         assert result.code == code, result.err
@@ -42,7 +44,9 @@ class TestWholeProcessGroups:
         assert not any(map(alive, pids))
 
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_end_when_the_job_is_stopped(self, unirun: Unirun, script: Script, method: str) -> None:
+    def test_process_groups_end_when_the_job_is_stopped(
+        self, unirun: Unirun, script: Script, method: str
+    ) -> None:
         job = unirun.start("--roles", "a=2", "--start-method", method, script(CHILDREN + "signal.pause()"))
         job.lines("up$", 2)
         pids = [int(pid) for pid in job.lines(r"child (\d+)", 6)]
@@ -50,7 +54,9 @@ class TestWholeProcessGroups:
         assert job.end(SOON).code == 143
         assert not any(map(alive, pids))
 
-    def test_end_when_a_child_has_no_environment(self, unirun: Unirun, script: Script) -> None:
+    def test_a_process_group_ends_also_when_a_child_has_no_environment(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import subprocess
@@ -62,7 +68,7 @@ class TestWholeProcessGroups:
         pids = [int(line.split()[1]) for line in result.lines]
         assert (result.code, len(pids), any(map(alive, pids))) == (0, 2, False), result.err
 
-    def test_leave_the_other_workers_alone(self, unirun: Unirun, script: Script) -> None:
+    def test_the_end_of_a_process_group_spares_other_workers(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, signal, subprocess, sys

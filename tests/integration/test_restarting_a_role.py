@@ -1,4 +1,4 @@
-"""A role whose worker fails restarts as a role while its budget lasts; the others go on untouched."""
+"""A role whose worker fails restarts while its budget lasts; other roles are unaffected."""
 
 from __future__ import annotations
 
@@ -36,9 +36,15 @@ def restarted(unirun: Unirun, times: int) -> dict[str, dict[str, Any]]:
 
 class TestARestart:
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_starts_every_rank_of_the_role_again_and_leaves_the_other_roles_alone(
+    def test_a_restart_starts_every_rank_of_the_role_and_spares_other_roles(
         self, unirun: Unirun, script: Script, method: str
     ) -> None:
+        """
+        1. Two actors and two rollouts run.
+        2. A rollout is killed: both rollouts restart in generation 1; the actors keep their processes.
+        3. The other rollout fails: both restart in generation 2, as a restart resets nothing.
+        4. The workers end, and the command ends with 0.
+        """
         job = unirun.start(
             *("--roles", "actor=2,rollout=2", "--max-restarts", "rollout=2", "--start-method", method),
             script(WAITING),
@@ -80,7 +86,7 @@ class TestARestart:
         (rollout,) = (role for role in unirun.status()["roles"] if role["name"] == "rollout")
         assert (rollout["generation"], rollout["restarts"], rollout["max_restarts"]) == (2, 2, 2)
 
-    def test_is_told_with_its_reason_on_the_console_and_in_the_events(
+    def test_a_restart_is_reported_with_its_reason_on_the_console_and_in_events(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script("import os, sys; sys.exit(3 if os.environ['UNIRUN_INCARNATION'] == '0' else 0)")
@@ -96,7 +102,7 @@ class TestARestart:
         depths = [len(line) - len(line.lstrip()) for line in chain]
         assert depths == sorted(set(depths)), "each follows from the one before"
 
-    def test_gives_a_group_that_works_again_in_a_loop_of_five(self, unirun: Unirun, script: Script) -> None:
+    def test_five_restarts_each_give_a_working_group(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, pathlib, signal, time, torch, torch.distributed as dist
@@ -122,7 +128,9 @@ class TestARestart:
             f"sum {generation} 3" for generation in range(6) for _ in range(3)
         ]
 
-    def test_never_reads_a_key_of_an_earlier_generation(self, unirun: Unirun, script: Script) -> None:
+    def test_a_restarted_role_never_reads_a_key_of_an_earlier_generation(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script(
             """
             import datetime, os, sys
@@ -140,7 +148,7 @@ class TestARestart:
         assert all(line.startswith("stale False") for line in result.lines)
         assert len({line.split()[-1] for line in result.lines}) == 1, "the address of a role does not change"
 
-    def test_keeps_the_output_of_every_incarnation(self, unirun: Unirun, script: Script) -> None:
+    def test_a_restart_keeps_the_output_of_every_incarnation(self, unirun: Unirun, script: Script) -> None:
         train = script(
             "import os, sys; n = os.environ['UNIRUN_INCARNATION']; print('I am', n); sys.exit(n != '2')"
         )
@@ -148,7 +156,7 @@ class TestARestart:
         assert (result.code, result.lines) == (0, ["I am 0", "I am 1", "I am 2"]), result.err
         assert [unirun.log("default", 0, n) for n in range(3)] == [b"I am 0\n", b"I am 1\n", b"I am 2\n"]
 
-    def test_kills_a_worker_that_ignores_sigterm_after_the_grace_period(
+    def test_a_restart_kills_a_worker_that_ignores_sigterm_after_the_grace_period(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -176,7 +184,7 @@ class TestARestart:
         assert "actor:1: did not end in its grace period and is killed" in result.err
         assert not alive(workers["actor:1"]["pid"])
 
-    def test_leaves_no_child_of_the_earlier_workers(self, unirun: Unirun, script: Script) -> None:
+    def test_a_restart_leaves_no_child_of_earlier_workers(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, subprocess, sys
@@ -195,7 +203,12 @@ class TestARestart:
         assert pids
         assert not any(map(alive, pids))
 
-    def test_works_when_the_spawner_was_killed(self, unirun: Unirun, script: Script) -> None:
+    def test_a_role_restarts_when_the_spawner_was_killed(self, unirun: Unirun, script: Script) -> None:
+        """
+        1. The spawner is killed, and its workers with it.
+        2. The agent starts another spawner, and the role restarts.
+        3. The workers end, and the command ends with 0.
+        """
         job = unirun.start("--roles", "actor=2", "--max-restarts", 1, script(WAITING))
         job.lines(r"up actor \d 0 0 0 ", 2)
         spawner = unirun.pid_of("unirun-spawner")
@@ -209,7 +222,9 @@ class TestARestart:
 
 class TestABudget:
     @pytest.mark.parametrize(("limit", "code"), [(0, 3), (3, 5)])
-    def test_that_is_spent_ends_the_job(self, unirun: Unirun, script: Script, limit: int, code: int) -> None:
+    def test_a_spent_restart_budget_ends_the_job(
+        self, unirun: Unirun, script: Script, limit: int, code: int
+    ) -> None:
         train = script("import os, sys; print('try', os.environ['UNIRUN_INCARNATION']); sys.exit(3)")
         result = unirun("--max-restarts", limit, "--start-method", "exec", train)
         assert result.code == code, result.err
@@ -219,7 +234,7 @@ class TestABudget:
         assert "root cause: default:0" in result.err
         assert f"log: {unirun.job_dir()}/logs/default/0/{limit}/stderr.log" in result.err
 
-    def test_belongs_to_its_role(self, unirun: Unirun, script: Script) -> None:
+    def test_a_restart_budget_belongs_to_its_role(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, signal, sys
@@ -238,7 +253,12 @@ class TestABudget:
 
 
 class TestSeveralRolesThatFail:
-    def test_at_once_restart_each_on_its_own(self, unirun: Unirun, script: Script) -> None:
+    def test_roles_that_fail_at_once_restart_each_on_its_own(self, unirun: Unirun, script: Script) -> None:
+        """
+        1. All workers of two roles are killed.
+        2. Each role restarts once, and both run again.
+        3. The workers end, and the command ends with 0.
+        """
         job = unirun.start("--roles", "a=2,b=2", "--max-restarts", 1, script(WAITING))
         job.lines(r"up \w \d 0 0 0 ", 4)
         for worker in unirun.workers().values():

@@ -1,4 +1,4 @@
-"""The main path: two roles, their groups and their environment; and when a job is over."""
+"""The main path: two roles, their groups and environment, and the end of a job."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class TestTwoRoles:
         assert [row["rank"] for row in actors] == [0, 1]
         assert [row["rank"] for row in rollouts] == [0, 1, 2]
 
-    def test_each_role_is_a_process_group_of_its_own(self, actors: Any, rollouts: Any) -> None:
+    def test_each_role_is_its_own_process_group(self, actors: Any, rollouts: Any) -> None:
         assert [(row["sum"], row["world"]) for row in actors] == [(3, 2)] * 2
         assert [(row["sum"], row["world"]) for row in rollouts] == [(6, 3)] * 3
 
-    def test_the_default_group_of_each_role_has_a_port_of_its_own(self, actors: Any, rollouts: Any) -> None:
+    def test_the_default_group_of_each_role_has_its_own_port(self, actors: Any, rollouts: Any) -> None:
         ports = [{row["env"]["MASTER_PORT"] for row in rows} for rows in (actors, rollouts)]
         assert [len(each) for each in ports] == [1, 1]
         assert ports[0] != ports[1]
@@ -84,7 +84,7 @@ class TestTwoRoles:
             ("UNIRUN_SOCKET", "{job}/agent.{node}.sock", "{job}/agent.{node}.sock"),
         ],
     )
-    def test_a_worker_finds(
+    def test_a_worker_has_the_documented_environment(
         self, two_roles: tuple[Unirun, Result], variable: str, actor: str, rollout: str
     ) -> None:
         command, result = two_roles
@@ -99,12 +99,10 @@ class TestTwoRoles:
             row["env"].get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES") for row in actors
         )
 
-    def test_the_script_is_main_and_torch_is_there_already(self, actors: Any) -> None:
+    def test_a_script_runs_as_main_with_torch_already_loaded(self, actors: Any) -> None:
         assert all(row["main"] == "__main__" and row["preloaded"] for row in actors)
 
-    def test_lines_on_the_console_have_the_role_and_rank_before_them(
-        self, two_roles: tuple[Unirun, Result]
-    ) -> None:
+    def test_console_lines_are_prefixed_with_role_and_rank(self, two_roles: tuple[Unirun, Result]) -> None:
         heads = sorted(line.split(" ")[0] for line in two_roles[1].out.splitlines())
         assert heads == ["[actor:0]", "[actor:1]", "[rollout:0]", "[rollout:1]", "[rollout:2]"]
 
@@ -120,13 +118,13 @@ class TestTwoRoles:
         assert others
         assert [path for path in others if token.encode() in path.read_bytes()] == []
 
-    def test_the_sockets_are_private(self, two_roles: tuple[Unirun, Result]) -> None:
+    def test_the_sockets_of_a_job_are_private(self, two_roles: tuple[Unirun, Result]) -> None:
         modes = {stat.S_IMODE(path.stat().st_mode) for path in two_roles[0].job_dir().glob("*.sock")}
         assert modes <= {0o600}
 
 
 class TestPrimaryRoles:
-    def test_the_job_ends_well_when_the_primary_roles_do(self, unirun: Unirun, script: Script) -> None:
+    def test_a_job_succeeds_when_its_primary_roles_do(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, signal
@@ -139,7 +137,7 @@ class TestPrimaryRoles:
         roles = {role["name"]: role["phase"] for role in unirun.status()["roles"]}
         assert roles == {"trainer": "succeeded", "server": "stopped"}
 
-    def test_without_the_option_all_roles_are_awaited(self, unirun: Unirun, script: Script) -> None:
+    def test_without_primary_roles_all_roles_are_awaited(self, unirun: Unirun, script: Script) -> None:
         train = script(
             """
             import os, pathlib, time

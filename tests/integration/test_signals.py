@@ -25,7 +25,7 @@ class TestASignalToTheCommand:
     @pytest.mark.parametrize(
         ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
     )
-    def test_stops_the_workers_and_is_the_exit_code(
+    def test_a_signal_stops_the_workers_and_sets_the_exit_code(
         self, unirun: Unirun, script: Script, signum: signal.Signals, code: int
     ) -> None:
         train = script(
@@ -49,7 +49,7 @@ class TestASignalToTheCommand:
         assert (unirun.status()["phase"], unirun.status()["code"]) == ("stopped", code)
         assert "root cause" not in result.err
 
-    def test_ends_a_worker_that_raises_keyboard_interrupt_without_a_report(
+    def test_sigint_ends_a_worker_that_raises_keyboard_interrupt_without_a_report(
         self, unirun: Unirun, script: Script
     ) -> None:
         job = unirun.start("--roles", "a=2", script(PAUSE))
@@ -59,7 +59,9 @@ class TestASignalToTheCommand:
         assert (result.code, unirun.status()["phase"]) == (130, "stopped"), result.err
         assert "root cause" not in result.err
 
-    def test_is_followed_by_sigkill_after_the_grace_period(self, unirun: Unirun, script: Script) -> None:
+    def test_a_signal_is_followed_by_sigkill_after_the_grace_period(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         job = unirun.start(
             "--roles", "a=2", "--shutdown-timeout", 0.5, "--start-method", "exec", script(STUBBORN)
         )
@@ -69,7 +71,7 @@ class TestASignalToTheCommand:
         assert result.code == 143
         assert result.err.count("did not end in its grace period and is killed") == 2
 
-    def test_that_comes_twice_kills_at_once(self, unirun: Unirun, script: Script) -> None:
+    def test_a_second_signal_kills_at_once(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(
             "--roles", "a=2", "--shutdown-timeout", 600, "--start-method", "exec", script(STUBBORN)
         )
@@ -81,7 +83,9 @@ class TestASignalToTheCommand:
         assert result.code == 130
         assert (result.err.count("SIGINT: stopping"), result.err.count("SIGINT: killing")) == (1, 1)
 
-    def test_while_the_job_ends_by_itself_is_the_first_of_two(self, unirun: Unirun, script: Script) -> None:
+    def test_a_signal_while_the_job_ends_by_itself_counts_as_the_first(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         slow = """
             import os, signal, sys, time
             def stop(*_):
@@ -114,14 +118,14 @@ class TestASignalToTheCommand:
         assert end.code == 0
         assert "cleaned up" in end.out
 
-    def test_before_the_workers_are_there_ends_the_job(self, unirun: Unirun, script: Script) -> None:
+    def test_a_signal_before_the_workers_start_ends_the_job(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start("--roles", "a=2", script(PAUSE))
         job.lines("logs in")
         job.signal(signal.SIGINT)
         result = job.end(SOON)
         assert (result.code, unirun.status()["phase"]) == (130, "stopped"), result.err
 
-    def test_that_nohup_ignores_is_ignored(self, unirun: Unirun, script: Script) -> None:
+    def test_a_signal_ignored_by_nohup_is_ignored(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(
             *("--start-method", "exec", script(PAUSE)),
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
@@ -131,7 +135,7 @@ class TestASignalToTheCommand:
         job.signal(signal.SIGTERM)
         assert job.end(SOON).code == 143
 
-    def test_can_be_chosen(self, unirun: Unirun, script: Script) -> None:
+    def test_handled_signals_can_be_chosen(self, unirun: Unirun, script: Script) -> None:
         train = script(
             "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('saved')));"
             "print('up', flush=True); signal.pause()"

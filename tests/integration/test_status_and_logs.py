@@ -11,7 +11,7 @@ from .serving import QUICK, SERVE, end_well
 
 
 class TestStatus:
-    def test_shows_every_worker_of_a_running_job(self, unirun: Unirun, running: Running) -> None:
+    def test_status_shows_every_worker_of_a_running_job(self, unirun: Unirun, running: Running) -> None:
         result = unirun("status", "mine", within=QUICK)
         assert result.code == 0
         assert result.out.startswith("job mine: running, ")
@@ -23,7 +23,7 @@ class TestStatus:
         assert all(alive(worker["pid"]) for worker in workers.values())
         end_well(unirun, running)
 
-    def test_tells_of_restarts(self, unirun: Unirun, running: Running) -> None:
+    def test_status_shows_restarts(self, unirun: Unirun, running: Running) -> None:
         os.kill(unirun.workers()["actor:0"]["pid"], signal.SIGUSR2)
         running.lines("line actor", 4)
         row = re.compile(r"^actor:0 .* 1 .*generation 1, 1/1 restarts", re.M)
@@ -32,7 +32,7 @@ class TestStatus:
         running.signal(signal.SIGTERM)
         assert running.end().code == 143
 
-    def test_has_the_history_of_failures(self, unirun: Unirun, script: Script) -> None:
+    def test_status_shows_the_history_of_failures(self, unirun: Unirun, script: Script) -> None:
         train = script(
             "import os\nif os.environ['UNIRUN_INCARNATION'] == '0': raise ValueError('first\\nsecond')"
         )
@@ -46,14 +46,14 @@ class TestStatus:
         row = r"default:0  0 +\d+ s ago  exit code 1  restart 1 of 2 of role default  ValueError: first$"
         assert re.search(row, text), text
 
-    def test_of_a_finished_job_says_how_it_ended(self, unirun: Unirun, script: Script) -> None:
+    def test_status_of_a_finished_job_shows_how_it_ended(self, unirun: Unirun, script: Script) -> None:
         unirun(*EXEC, "--rdzv-id", "bad", script("raise SystemExit(3)"))
         result = unirun("status", "bad", within=QUICK)
         assert result.code == 0
         assert result.out.startswith("job bad: failed, exit code 3")
         assert "reason: default:0 ended with exit code 3" in result.out
 
-    def test_shows_memory_and_processor_time(self, unirun: Unirun, script: Script) -> None:
+    def test_status_shows_memory_and_processor_time(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start(*EXEC, "--monitor-interval", 0.05, "--role", "a", script(SERVE))
         job.lines("line")
         sampled = eventually(
@@ -65,7 +65,7 @@ class TestStatus:
 
 
 class TestLogs:
-    def test_prints_what_was_written_with_prefixes(self, unirun: Unirun, running: Running) -> None:
+    def test_logs_prints_lines_with_prefixes(self, unirun: Unirun, running: Running) -> None:
         result = unirun("logs", "mine", within=QUICK)
         assert sorted(result.out.splitlines()) == [
             "[actor:0] error 0",
@@ -80,7 +80,7 @@ class TestLogs:
         assert unirun("logs", "mine", "actor", "-n", 0).out == ""
         end_well(unirun, running)
 
-    def test_follows_a_job_to_its_end_through_restarts(self, unirun: Unirun, running: Running) -> None:
+    def test_logs_follows_a_job_to_its_end_through_restarts(self, unirun: Unirun, running: Running) -> None:
         follower = unirun.start("logs", "-f", "mine")
         follower.lines("line", 3)
         os.kill(unirun.workers()["actor:0"]["pid"], signal.SIGUSR2)
@@ -91,7 +91,7 @@ class TestLogs:
         assert result.code == 0, result.err
         assert len(re.findall("line actor", result.out)) == 4
 
-    def test_has_earlier_incarnations_on_demand(self, unirun: Unirun, script: Script) -> None:
+    def test_logs_prints_earlier_incarnations_on_demand(self, unirun: Unirun, script: Script) -> None:
         train = script(
             "import os, sys; n = os.environ['UNIRUN_INCARNATION']; print('I', n); sys.exit(n == '0')"
         )
@@ -100,7 +100,7 @@ class TestLogs:
         job = unirun.job_dir().name
         assert unirun("logs", job, "--all").out.splitlines() == ["[default:0] I 0", "[default:0] I 1"]
 
-    def test_of_who_is_not_there_is_refused(self, unirun: Unirun, running: Running) -> None:
+    def test_logs_of_an_unknown_worker_is_refused(self, unirun: Unirun, running: Running) -> None:
         for who, message in (
             ("critic", "job mine has no role 'critic'; it has actor, rollout"),
             ("actor:9", "no logs of actor:9"),

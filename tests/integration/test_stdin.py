@@ -1,4 +1,4 @@
-"""The only worker of a job has the stdin of the command, as if it had been started by itself; of several, who is named."""
+"""The command's stdin is that of the only worker, or of the named one of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pipe = Callable[[bytes], int]
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """Makes a pipe's end to read from, with some data in it, to which nobody writes any more."""
+    """Makes the read end of a pipe that has some data and no writer."""
     made: list[int] = []
 
     def make(data: bytes) -> int:
@@ -39,27 +39,27 @@ def pipe() -> Iterator[Pipe]:
 
 class TestAPipe:
     @pytest.mark.parametrize("method", ["fork", "exec"])
-    def test_is_read_by_the_only_worker(
+    def test_a_piped_stdin_is_read_by_the_only_worker(
         self, unirun: Unirun, script: Script, method: str, pipe: Pipe
     ) -> None:
         result = unirun("-q", "--start-method", method, script(READ), stdin=pipe(b"one\ntwo"))
         assert (result.code, result.out) == (0, "'one\\ntwo'\n"), result.err
 
-    def test_may_be_the_script_itself(self, unirun: Unirun, pipe: Pipe) -> None:
+    def test_a_piped_stdin_may_be_the_script_itself(self, unirun: Unirun, pipe: Pipe) -> None:
         result = unirun("-q", *EXEC, "/dev/stdin", stdin=pipe(b"print(__name__)"))
         assert (result.code, result.out) == (0, "__main__\n"), result.err
 
-    def test_is_read_by_a_program(self, unirun: Unirun, pipe: Pipe) -> None:
+    def test_a_piped_stdin_is_read_by_a_program(self, unirun: Unirun, pipe: Pipe) -> None:
         result = unirun("-q", "--no-python", "cat", stdin=pipe(b"\xff\x00half"))
         assert (result.code, result.out.encode()) == (0, b"\\xff\x00half")
 
-    def test_is_read_on_by_a_worker_that_was_started_again(self, unirun: Unirun, pipe: Pipe) -> None:
-        """A shell reads no byte behind the line that it wants."""
+    def test_a_piped_stdin_is_read_on_by_a_restarted_worker(self, unirun: Unirun, pipe: Pipe) -> None:
+        """A shell reads no byte beyond the line that it needs."""
         line = "read line; echo $line; exit $((1 - UNIRUN_INCARNATION))"
         result = unirun("-q", "--max-restarts", 1, "--no-python", "sh", "-c", line, stdin=pipe(b"one\ntwo\n"))
         assert (result.code, result.out.split()) == (0, ["one", "two"]), result.err
 
-    def test_is_left_alone_by_a_script_that_does_not_read(
+    def test_a_piped_stdin_is_untouched_by_a_script_that_does_not_read(
         self, unirun: Unirun, script: Script, pipe: Pipe
     ) -> None:
         theirs, ours = os.pipe()
@@ -71,12 +71,14 @@ class TestAPipe:
             os.write(ours, b"nobody of the job has it any more")
         os.close(ours)
 
-    def test_is_read_by_the_one_of_several_that_is_named(self, unirun: Unirun, pipe: Pipe) -> None:
+    def test_a_piped_stdin_is_read_by_the_named_one_of_several_workers(
+        self, unirun: Unirun, pipe: Pipe
+    ) -> None:
         argv = ("-q", "--roles", "a=2,b=1", "--no-python", "sh", "-c", "echo $ROLE_NAME $RANK $(cat)")
         assert unirun(*argv, stdin=pipe(b"x")).lines == ["a 0", "a 1", "b 0"]
         assert unirun("--stdin", "a:1", *argv, stdin=pipe(b"x")).lines == ["a 0", "a 1 x", "b 0"]
 
-    def test_that_no_worker_has_is_broken_for_its_writer(self, unirun: Unirun) -> None:
+    def test_a_piped_stdin_without_a_reader_is_broken_for_its_writer(self, unirun: Unirun) -> None:
         theirs, ours = os.pipe()
         job = unirun.start("--nproc-per-node", 2, "--no-python", "sleep", "100", stdin=theirs)
         os.close(theirs)
@@ -87,7 +89,7 @@ class TestAPipe:
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
 
-    def test_is_not_for_a_job_that_is_detached(self, unirun: Unirun, pipe: Pipe) -> None:
+    def test_a_detached_job_does_not_read_a_piped_stdin(self, unirun: Unirun, pipe: Pipe) -> None:
         line = ("-d", "--no-python", "cat")
         assert unirun(*line, stdin=pipe(b"x")).code == 0
         eventually(lambda: unirun.status()["phase"] == "succeeded", "the job has ended", START)
@@ -98,13 +100,13 @@ class TestAPipe:
             "unirun: --stdin: a detached job has no stdin; leave out one of --stdin and --detach\n",
         )
 
-    def test_that_is_closed_is_empty(self, unirun: Unirun) -> None:
+    def test_a_closed_stdin_is_empty(self, unirun: Unirun) -> None:
         result = unirun("-q", "--no-python", "cat", stdin=None, preexec_fn=lambda: os.close(0))
         assert (result.code, result.out) == (0, ""), result.err
 
 
 class Terminal:
-    """A terminal, with a session of which it is the terminal."""
+    """A terminal with its own session."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = os.openpty()
@@ -122,7 +124,7 @@ class Terminal:
         )
 
     def until(self, words: bytes) -> None:
-        """Wait until `words` are shown that were not asked for before."""
+        """Wait until `words` are shown, after the last ones waited for."""
         deadline = time.monotonic() + START
         while words not in self.text:
             assert select.select([self.ours], [], [], max(deadline - time.monotonic(), 0))[0], self.text
@@ -143,7 +145,7 @@ def terminal() -> Iterator[Terminal]:
 
 
 class TestATerminal:
-    def test_asks_and_answers_the_only_worker(
+    def test_the_only_worker_reads_from_the_terminal(
         self, unirun: Unirun, script: Script, terminal: Terminal
     ) -> None:
         train = script(
@@ -165,7 +167,7 @@ class TestATerminal:
         terminal.until(b"succeeded after")
         assert job.end().code == 0
 
-    def test_interrupts_the_job_while_its_worker_reads(
+    def test_ctrl_c_on_the_terminal_interrupts_a_worker_that_reads(
         self, unirun: Unirun, script: Script, terminal: Terminal
     ) -> None:
         job = terminal.start(unirun, UNIRUN, *EXEC, script("input('name? ')"))
@@ -174,7 +176,7 @@ class TestATerminal:
         terminal.until(b"unirun: SIGINT: stopping")
         assert job.end().code == 130
 
-    def test_is_not_read_by_a_job_in_the_background(
+    def test_a_background_job_does_not_read_from_the_terminal(
         self, unirun: Unirun, script: Script, terminal: Terminal
     ) -> None:
         train = script(READ)

@@ -26,7 +26,7 @@ from .harness import START, TORCHRUN, Running, Unirun, alive, eventually, gone
 pytestmark = [pytest.mark.timeout(240), pytest.mark.cold]
 
 LONG = 150.0
-"""Seconds for what imports torch several times, one after the other, on a busy machine."""
+"""Deadline in seconds for several imports of torch in sequence on a busy machine."""
 
 QUICK = {"last_call_timeout": "1", "keep_alive_interval": "0.5", "keep_alive_max_attempt": "6"}
 
@@ -64,11 +64,11 @@ WAITING = """
         time.sleep(0.01)
     print(f"finished {rank}/{world}.", flush=True)
 """
-"""Says what `TRAINING` says, for tests of what happens between nodes and etcd: it does without torch."""
+"""Prints what `TRAINING` prints, without torch, for tests of nodes and etcd."""
 
 
 def be_torchrun(argv: list[str], env: dict[str, str], cwd: Path, streams: list[Connection]) -> None:
-    """Be the program `torchrun`, in a process that was forked."""
+    """Run the program `torchrun` in a forked process."""
     os.setsid()
     os.chdir(cwd)
     for number, stream in enumerate(streams, 1):
@@ -83,7 +83,7 @@ def be_torchrun(argv: list[str], env: dict[str, str], cwd: Path, streams: list[C
 
 
 class Forked:
-    """A torchrun that was forked, with what `Running` asks of a `subprocess.Popen`."""
+    """A forked torchrun, with the part of `subprocess.Popen` that `Running` uses."""
 
     def __init__(self, argv: list[str], env: dict[str, str], cwd: Path) -> None:
         pipes = [FORKS.Pipe(duplex=False) for _ in range(2)]
@@ -96,7 +96,7 @@ class Forked:
             each.close()
 
     def send_signal(self, signum: int) -> None:
-        """Send it to this process alone."""
+        """Send a signal to this process alone."""
         os.kill(self.pid, signum)
 
     def wait(self, within: float = START) -> int:
@@ -110,7 +110,7 @@ Node = Callable[..., Running]
 
 @pytest.fixture
 def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: Path) -> Iterator[Node]:
-    """Starts one node of a run, forked or as the program; the `unirun` fixture looks for workers that are left."""
+    """Starts one node of a run, forked or as the program; the `unirun` fixture checks for remaining workers."""
     scripts = {text: script(text, f"{name}.py") for name, text in (("train", TRAINING), ("wait", WAITING))}
     forks: list[Forked] = []
 
@@ -145,17 +145,17 @@ def node(unirun: Unirun, etcd: Servers, script: Callable[..., Path], tmp_path: P
 
 
 def keys(etcd: Servers, run: str) -> list[str]:
-    """What is in etcd below one run."""
+    """The keys of one run in etcd."""
     return etcd.ctl("get", "--prefix", "--keys-only", f"/torchrun/{run}/").split()
 
 
 def beats(etcd: Servers, run: str, nodes: int) -> bool:
-    """Whether the leases of so many nodes have been kept, or granted, again."""
+    """Whether the leases of so many nodes have been renewed or granted again."""
     return sum("/nodes/" in key for key in keys(etcd, run)) == nodes
 
 
 def healthy(etcd: Servers, *options: str) -> bool:
-    """Whether etcdctl gets an answer."""
+    """Whether etcdctl gets a response."""
     try:
         return bool(etcd.ctl(*options, "get", "nothing", "--write-out=json"))
     except AssertionError:
@@ -168,11 +168,11 @@ def stop(tmp_path: Path, world: int) -> None:
 
 
 def pids(running: Running, world: int, within: float = LONG) -> int:
-    """Wait until this node's worker trains in a group of so many; its pid."""
+    """Wait until this node's worker trains in a group of `world`. Returns its pid."""
     return int(running.lines(rf"training \d+/{world} .* pid (\d+)\.", within=within)[0])
 
 
-def test_two_nodes_train_meet_again_when_a_worker_is_killed_and_leave_nothing_in_etcd(
+def test_two_nodes_meet_again_after_the_kill_of_a_worker_and_leave_no_key_in_etcd(
     node: Node, etcd: Servers, tmp_path: Path
 ) -> None:
     # One of the workers dies of the other's death, or is ended first, which costs no restart.
@@ -185,7 +185,7 @@ def test_two_nodes_train_meet_again_when_a_worker_is_killed_and_leave_nothing_in
     assert keys(etcd, tmp_path.name) == []
 
 
-def test_a_job_whose_worker_is_killed_again_and_again_restarts_and_finishes(
+def test_a_torchrun_job_whose_worker_is_killed_repeatedly_restarts_and_finishes(
     node: Node, tmp_path: Path
 ) -> None:
     running = node(restarts=2)
@@ -197,16 +197,20 @@ def test_a_job_whose_worker_is_killed_again_and_again_restarts_and_finishes(
     assert (result.code, result.out.count("finished")) == (0, 1), result.err
 
 
-def test_the_same_run_can_be_started_again_at_once(node: Node) -> None:
+def test_a_torchrun_run_can_be_restarted_with_its_id_at_once(node: Node) -> None:
     for program in (TORCHRUN, None):
         result = node("short", program=program).end(LONG)
         assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["that has the workers' store", "that has it not"])
-def test_a_node_that_comes_later_joins_and_when_one_is_killed_the_other_goes_on_alone(
-    node: Node, tmp_path: Path, rank: int
-) -> None:
+def test_a_late_node_joins_and_survives_the_kill_of_the_other(node: Node, tmp_path: Path, rank: int) -> None:
+    """
+    1. A torchrun trains alone, in a run of one or two nodes.
+    2. A second one joins: both train in a group of two.
+    3. The torchrun of rank 0 or 1 is killed; torch leaves its worker running.
+    4. The other trains alone again, and ends with 0.
+    """
     first = node(nodes="1:2")
     pids(first, 1)
     later = node(nodes="1:2")
@@ -222,9 +226,15 @@ def test_a_node_that_comes_later_joins_and_when_one_is_killed_the_other_goes_on_
     assert gone(orphans[killed], LONG)
 
 
-def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
+def test_an_outage_of_etcd_longer_than_the_heartbeats_stops_nothing(
     node: Node, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """
+    1. Two torchruns train together.
+    2. etcd is killed until three heartbeats of each have failed.
+    3. etcd is started again, and both nodes write to it.
+    4. The workers end without a restart.
+    """
     servers = Servers(tmp_path_factory.mktemp("restarted"))
     conf = {"last_call_timeout": "10", "heartbeat_timeout": "1", "keep_alive_max_attempt": "2"}
     try:
@@ -246,7 +256,12 @@ def test_an_etcd_that_is_away_for_longer_than_the_heartbeats_stops_nothing(
         servers.stop()
 
 
-def test_what_killed_nodes_leave_in_etcd_goes_by_itself(node: Node, etcd: Servers, tmp_path: Path) -> None:
+def test_keys_of_killed_nodes_in_etcd_expire(node: Node, etcd: Servers, tmp_path: Path) -> None:
+    """
+    1. Two torchruns train together.
+    2. Both and their workers are killed.
+    3. The keys of the run in etcd expire.
+    """
     nodes = [node(nodes="2", keep_alive_max_attempt="3") for _ in range(2)]
     workers = [pids(running, 2) for running in nodes]
     assert keys(etcd, tmp_path.name)
@@ -256,7 +271,7 @@ def test_what_killed_nodes_leave_in_etcd_goes_by_itself(node: Node, etcd: Server
     eventually(lambda: not keys(etcd, tmp_path.name), "the leases end", LONG)
 
 
-def test_etcd_may_ask_for_a_certificate_and_for_a_password(
+def test_torchrun_uses_an_etcd_with_certificates_and_a_password(
     node: Node, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("secured")
@@ -295,7 +310,7 @@ def test_etcd_may_ask_for_a_certificate_and_for_a_password(
         servers.stop()
 
 
-def test_a_key_of_the_configuration_that_there_is_not_is_named(node: Node) -> None:
+def test_an_unknown_rdzv_conf_key_is_named_by_torchrun(node: Node) -> None:
     result = node(ssl_cert="x").end(LONG)
     assert result.code != 0
     assert "--rdzv-conf has no key 'ssl_cert' for etcd-v3; there are join_timeout" in result.err

@@ -10,7 +10,9 @@ from .kills import ENVIRON, SCRIPTS, WORKLOADS, kill_pairs, scripts_up, workload
 
 
 class TestTwoDeathsInAMoment:
-    def test_hold_up_no_workload(self, unirun: Unirun, script: Script) -> None:
+    def test_workloads_are_up_again_after_two_deaths_in_a_moment(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         folder = script(WORKLOADS, "chaotic.py").parent
         roles = ("--roles", "w=4@chaotic:Worker", "--max-restarts", 50)
         job = unirun.start(*roles, "--cwd", folder, env=ENVIRON)
@@ -18,7 +20,7 @@ class TestTwoDeathsInAMoment:
         job.signal(signal.SIGTERM)
         assert job.end(SOON).code == 143
 
-    def test_hold_up_no_group_of_scripts(self, unirun: Unirun, script: Script) -> None:
+    def test_scripts_meet_again_after_two_deaths_in_a_moment(self, unirun: Unirun, script: Script) -> None:
         train = script(SCRIPTS)
         job = unirun.start("--roles", "v=1,w=2", "--max-restarts", 50, train, cwd=train.parent, env=ENVIRON)
         kill_pairs(job, lambda: scripts_up(train.parent, ["v:0", "w:0", "w:1"]), 2, random.Random(0))

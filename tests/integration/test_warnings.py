@@ -1,4 +1,4 @@
-"""A job runs where every warning of Python is an error."""
+"""A job runs with all Python warnings as errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from .harness import EXEC, SCRIPTS, START, Script, Unirun, eventually
 
 STRICT = {"PYTHONWARNINGS": "error", "PYTHONPATH": str(SCRIPTS / "threaded")}
-"""Warnings are errors, and of these there are some that later versions of Python have."""
+"""All warnings are errors; some emulate those of later Python versions."""
 
 
 def assert_no_process_warned(unirun: Unirun) -> None:
@@ -21,7 +21,7 @@ def assert_no_process_warned(unirun: Unirun) -> None:
     assert [path for path, text in logs.items() if "Warning" in text or "Traceback" in text] == []
 
 
-def test_forked_workers_meet_and_are_started_again(unirun: Unirun, script: Script) -> None:
+def test_forked_workers_meet_and_restart_with_warnings_as_errors(unirun: Unirun, script: Script) -> None:
     train = script(
         """
         import os, sys, warnings
@@ -46,7 +46,7 @@ def test_forked_workers_meet_and_are_started_again(unirun: Unirun, script: Scrip
     assert_no_process_warned(unirun)
 
 
-def test_the_next_master_leads(unirun: Unirun, script: Script) -> None:
+def test_the_next_master_leads_with_warnings_as_errors(unirun: Unirun, script: Script) -> None:
     train = script("import os, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.01)")
     job = unirun.start(*EXEC, train, env=STRICT)
     job.lines("up after")
@@ -59,7 +59,9 @@ def test_the_next_master_leads(unirun: Unirun, script: Script) -> None:
 
 
 @pytest.mark.parametrize("how", [{"PYTHONWARNINGS": "error"}, {}], ids=["variable", "option"])
-def test_the_commands_answer(unirun: Unirun, script: Script, how: Mapping[str, str]) -> None:
+def test_commands_work_with_warnings_as_errors(
+    unirun: Unirun, script: Script, how: Mapping[str, str]
+) -> None:
     command = [sys.executable, *([] if how else ["-W", "error"]), "-m", "unirun"]
     for arguments, out in {
         f"-q {' '.join(EXEC)} {script('print(1)')}": "1\n",

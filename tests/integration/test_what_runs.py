@@ -1,4 +1,4 @@
-"""Scripts, modules and programs, with which arguments, environment and directory; by flags or by a file."""
+"""Scripts, modules and programs, their arguments, environment and directory; by flags or by a job file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestWhatRuns:
         result = unirun("--nproc-per-node", 2, "-m", "pkg.job", "a", "--b")
         assert (result.code, result.lines) == (0, ["pkg __main__ a --b"] * 2), result.err
 
-    def test_a_program_runs_as_it_is_with_the_workers_environment(self, unirun: Unirun) -> None:
+    def test_a_program_runs_with_the_workers_environment(self, unirun: Unirun) -> None:
         result = unirun(
             "--nproc-per-node", 2, "--no-python", "/bin/sh", "-c", 'echo "$ROLE_NAME $RANK $0 $1"', "x", "y"
         )
@@ -68,9 +68,7 @@ class TestWhatRuns:
         result = unirun("--config", "job.yaml", "start_method=exec", "--", "key=value", "--x")
         assert (result.code, result.rows[0]["argv"]) == (0, ["key=value", "--x"]), result.err
 
-    def test_the_environment_of_the_command_is_below_the_jobs_and_that_below_the_roles(
-        self, unirun: Unirun
-    ) -> None:
+    def test_environment_precedence_is_command_then_job_then_role(self, unirun: Unirun) -> None:
         result = unirun(
             *(
                 "--start-method",
@@ -91,7 +89,7 @@ class TestWhatRuns:
         found = [[row["env"][name] for name in ("X", "Y", "Z", "OMP_NUM_THREADS")] for row in result.rows]
         assert found == [["job", "job", "shell", "3"], ["role", "job", "shell", "3"]]
 
-    def test_variables_that_count_at_import_reach_a_forked_worker_by_a_spawner_of_its_own(
+    def test_variables_read_at_import_reach_a_forked_worker_by_its_own_spawner(
         self, unirun: Unirun, script: Script
     ) -> None:
         train = script(
@@ -137,7 +135,9 @@ class TestAJobFile:
         assert result.code == 0, result.err
         return json.loads(result.out)
 
-    def test_with_overrides_is_the_same_job_as_the_flags(self, unirun: Unirun, script: Script) -> None:
+    def test_a_job_file_with_overrides_is_the_same_job_as_the_flags(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         train = script("")
         job = script(self.YAML.format(script=train), "job.yaml")
         override = ("roles.actor=4", "config.n=1", "roles.rollout.max_restarts=5")
@@ -161,7 +161,7 @@ class TestAJobFile:
         assert by_flags["spec"].pop("config") == {}
         assert by_file["spec"] == by_flags["spec"]
 
-    def test_a_flag_wins_over_the_file(self, unirun: Unirun, script: Script) -> None:
+    def test_a_flag_has_precedence_over_the_job_file(self, unirun: Unirun, script: Script) -> None:
         job = script(self.YAML.format(script=script("")), "job.yaml")
         plan = self.plan(
             unirun, "--max-restarts", 7, "--roles", "actor=1", "--env", "K=flag", "--config", job
@@ -172,7 +172,7 @@ class TestAJobFile:
         ]
         assert plan["spec"]["env"] == {"K": "flag"}
 
-    def test_gives_its_config_to_the_workers(self, unirun: Unirun, script: Script) -> None:
+    def test_a_job_files_config_reaches_the_workers(self, unirun: Unirun, script: Script) -> None:
         train = script(
             "import json, sys, unirun; print(json.dumps([dict(unirun.init().config), sys.argv[1:]]))"
         )
@@ -185,7 +185,9 @@ class TestAJobFile:
 
 class TestTheStoresPassword:
     @pytest.mark.parametrize("how", [(), EXEC], ids=["fork", "exec"])
-    def test_is_nowhere_in_a_worker(self, unirun: Unirun, script: Script, how: tuple[str, ...]) -> None:
+    def test_the_stores_password_is_nowhere_in_a_worker(
+        self, unirun: Unirun, script: Script, how: tuple[str, ...]
+    ) -> None:
         look = script(
             """
             import os, pathlib

@@ -16,7 +16,7 @@ from .harness import START, Running, Unirun, eventually, gone, processes_of
 TITLE = "unirun-warm"
 
 ONE = {"OMP_NUM_THREADS": "1"}
-"""With it there is one warm process, for jobs of one rank and of several."""
+"""With these modules, one warm process serves jobs of one rank and of several."""
 
 COLD = {**ONE, "UNIRUN_WARM": "0"}
 
@@ -30,22 +30,22 @@ class Warm:
         self.command = WarmUnirun(root, self)
 
     def start(self, *options: object, **how: Any) -> None:
-        """As `unirun warm` does."""
+        """Start one, as `unirun warm` does."""
         result = self.command("warm", "start", *options, **how)
         assert result.code == 0, result.err
 
     @property
     def pids(self) -> list[int]:
-        """Of the warm processes that run."""
+        """Descriptions of the running warm processes."""
         return [pid for pid, title in processes_of(self.command.home).items() if title == TITLE]
 
     @property
     def forks(self) -> dict[int, str]:
-        """What the warm processes have lent, with all that has been forked from it and never executed: pid → title."""
+        """Forks of the warm processes that were never executed: pid → title."""
         return {pid: title for pid, title in processes_of(self.command.home).items() if title != TITLE}
 
     def close(self) -> None:
-        """End them. Fails when something they have lent is left."""
+        """End them. Fails when a fork of them is left."""
         left = self.forks
         for pid in self.command.processes():
             with contextlib.suppress(ProcessLookupError):
@@ -55,26 +55,26 @@ class Warm:
 
 
 class WarmUnirun(Unirun):
-    """The command, with a home of its own and the warm processes of others."""
+    """The command, with its own home and the given warm processes."""
 
     def __init__(self, root: Path, warm: Warm) -> None:
         super().__init__(root)
         self.warm = warm
 
     def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """With the directory of the warm processes."""
+        """The environment, with the directory of the warm processes."""
         return super().environment({"UNIRUN_RUN_DIR": str(self.warm.run), **(extra or {})})
 
     def processes(self) -> dict[int, str]:
-        """Forks show the environment of the warm process that they were forked from."""
+        """Forks are added, as they show the environment of the warm process."""
         return super().processes() | self.warm.forks
 
 
 class Borrowing(WarmUnirun):
-    """The same, for jobs that say how their spawners start."""
+    """A warm command that prints how spawners start."""
 
     def start(self, *args: object, **how: Any) -> Running:
-        """With ``-v`` for a job."""
+        """Add ``-v`` for a job."""
         return super().start(*(["-v", *args] if str(args[0]).startswith("-") else args), **how)
 
 
@@ -90,13 +90,13 @@ def warm_in(root: Path, *options: object, **how: Any) -> Iterator[Warm]:
 
 
 def ready(env: dict[str, str], idle: float = START, until: int = 0, modules: tuple[str, ...] = ()) -> Any:
-    """A warm process that imports nothing else."""
+    """A warm process without further imports."""
     folder = start(env, modules, idle, until)
     return eventually(lambda: next((w for w in running() if w.folder == folder), None), "it is ready")
 
 
 def end(borrowed: Borrowed) -> None:
-    """As an agent ends its spawner."""
+    """End a spawner as an agent does."""
     borrowed.socket.close()
     try:
         assert borrowed.wait(START) in (0, -signal.SIGKILL)

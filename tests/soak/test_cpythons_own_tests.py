@@ -41,7 +41,7 @@ WITHOUT = {"WithThreadsTestPool.test_terminate": "hangs now and then under plain
 """Tests that are not run, by the end of their id, with the reason."""
 
 DIFFERENT: dict[str, str] = {}
-"""Why a test ends otherwise in a worker, by the end of its id."""
+"""Reasons for a different outcome in a worker, by the end of the test's id."""
 
 pytestmark = [
     pytest.mark.timeout(4 * LIMIT),
@@ -58,7 +58,7 @@ class Runs:
         self._unirun, self._module = unirun, module
 
     def outcomes(self, method: str, only: list[str]) -> dict[str, str]:
-        """How each test has ended, by its id; `method` is ``python``, ``fork`` or ``exec``."""
+        """The outcome of each test by its id; `method` is ``python``, ``fork`` or ``exec``."""
         file = self._unirun.root / f"{method}.json"
         file.unlink(missing_ok=True)
         without = [f"-{name}" for name in WITHOUT]
@@ -87,7 +87,7 @@ class Runs:
             )
 
     def differences(self, only: list[str]) -> dict[str, str]:
-        """The tests that end otherwise in a worker, by id, with the start method."""
+        """The tests with a different outcome in a worker, by id, with the start method."""
         expected = self.outcomes("python", only)
         differ = {}
         for method in ("fork", "exec"):
@@ -99,7 +99,7 @@ class Runs:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_ends_in_a_worker_as_in_a_fresh_process(unirun: Unirun, module: str) -> None:
+def test_cpythons_tests_end_in_a_worker_as_in_a_fresh_process(unirun: Unirun, module: str) -> None:
     runs = Runs(unirun, module)
     differ = runs.differences([])
     if differ:

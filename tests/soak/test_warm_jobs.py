@@ -19,10 +19,10 @@ from tests.integration.warm import WarmUnirun, warm_in
 JOBS = int(os.environ.get("UNIRUN_SOAK_JOBS", "1000"))
 
 FIRST = 10
-"""Jobs after which the process has all that it needs."""
+"""Number of jobs after which the process has reached its steady state."""
 
 GROWTH = 1024
-"""KiB that it may have more at the end."""
+"""Allowed growth in KiB at the end."""
 
 ENV = {"OMP_NUM_THREADS": "1"}
 
@@ -41,7 +41,7 @@ class Held:
 
 
 def held(pid: int, run: Path) -> Held:
-    """Of the warm process, when no job runs."""
+    """Usage of the warm process while no job runs."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     eventually(lambda: not children.read_text(), "the guards have ended")
     rows = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])

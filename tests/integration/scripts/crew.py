@@ -1,4 +1,4 @@
-"""Workloads and trainers for the tests of calls. What a trainer prints is what its test reads."""
+"""Workloads and trainers for the tests of calls, which read the trainers' output."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from unirun import BaseTrainer, BaseWorkload, WorkerLost, trainer_invocation
 
 
 def ports():
-    """On how many TCP ports this process listens."""
+    """Number of TCP ports on which this process listens."""
     return sum(each.status == psutil.CONN_LISTEN for each in psutil.Process().net_connections("tcp"))
 
 
@@ -25,7 +25,7 @@ def say(**row):
 
 
 class Actor(BaseWorkload):
-    """Has a process group, and a counter that must survive the deaths of others."""
+    """Has a process group, and a counter that must survive the deaths of other workers."""
 
     def setup(self):
         dist.init_process_group("gloo")
@@ -123,7 +123,7 @@ class Plain(BaseTrainer):
 
 
 class Raw(BaseTrainer):
-    """torch.distributed.rpc beside the calls."""
+    """Uses torch.distributed.rpc beside calls."""
 
     def init(self):
         pass
@@ -150,7 +150,7 @@ class Raw(BaseTrainer):
 
 
 class Killer(BaseTrainer):
-    """Lets an actor die and goes on with it."""
+    """Lets an actor die, and continues with its successor."""
 
     def init(self):
         pass
@@ -167,7 +167,7 @@ class Killer(BaseTrainer):
 
 
 class Silent(BaseTrainer):
-    """An actor dies while nobody calls it; the trainer must not take its successor for it."""
+    """An actor dies while it is not called; the trainer must not mistake its successor for it."""
 
     def init(self):
         pass
@@ -197,7 +197,7 @@ class InCollective(BaseTrainer):
 
 
 class TwentyDeaths(BaseTrainer):
-    """One rollout dies again and again while the calls of the other go on."""
+    """One rollout dies repeatedly while calls of the other continue."""
 
     def init(self):
         pass
@@ -216,7 +216,7 @@ class TwentyDeaths(BaseTrainer):
 
 
 class Phoenix(BaseTrainer):
-    """Dies half-way, and is started again."""
+    """Dies half-way and is restarted."""
 
     def is_recoverable(self):
         return True
@@ -237,7 +237,7 @@ class Phoenix(BaseTrainer):
 
 
 class Mortal(Phoenix):
-    """The same, but it may not be started again."""
+    """The same, but it may not be restarted."""
 
     def is_recoverable(self):
         return False

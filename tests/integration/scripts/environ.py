@@ -1,4 +1,4 @@
-"""Prints what a worker finds: its environment, arguments, directory and sum of ranks over its group."""
+"""Prints a worker's environment, arguments, directory, and the sum of ranks over its group."""
 
 import json
 import os

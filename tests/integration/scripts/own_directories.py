@@ -20,7 +20,7 @@ HOSTS = Path(sys.argv[1])
 
 
 class Elsewhere(Agent):
-    """An agent with a directory of its own."""
+    """An agent with its own directory."""
 
     def __init__(self, job: JobDir, task: AgentTask, *rest: Any) -> None:
         own = HOSTS / task.node / job.run_id

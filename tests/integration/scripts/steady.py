@@ -1,4 +1,4 @@
-"""A trainer that calls its workloads all the time, and counts what comes back."""
+"""A trainer that calls its workloads all the time, and counts the results."""
 
 import json
 import os

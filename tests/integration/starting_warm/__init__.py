@@ -1,1 +1,1 @@
-"""Jobs that borrow their spawners from a warm process are as those that start cold, whatever happens to that process."""
+"""Jobs that borrow spawners from a warm process behave as cold ones, whatever happens to that process."""

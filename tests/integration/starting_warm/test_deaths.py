@@ -1,4 +1,4 @@
-"""Deaths of a warm process, of a guard, and of parts of a job that is warm."""
+"""Deaths of a warm process, of a guard, and of parts of a warm job."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ MOMENTS = 8
 
 
 class TestAtEachMomentOfAStart:
-    """The process is stopped, or killed, after so many milliseconds; the job has a spawner that works, or starts cold."""
+    """Suspended or killed after so many milliseconds; the job gets a working spawner, or starts cold."""
 
     @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-    def test_the_warm_process_may_be_killed(self, light: dict[str, str], signum: int) -> None:
+    def test_the_warm_process_may_be_killed_at_each_moment_of_a_start(
+        self, light: dict[str, str], signum: int
+    ) -> None:
         rng = random.Random(SEED)
         lent = 0
         for _ in range(MOMENTS):
@@ -56,8 +58,10 @@ class TestAtEachMomentOfAStart:
             assert gone(pid, START)
         print(f"{lent} of {MOMENTS} were lent")
 
-    def test_a_guard_may_be_killed(self, light: dict[str, str], tmp_path: Path) -> None:
-        """When that was lent already, its spawner goes on, and ends with the job."""
+    def test_a_guard_may_be_killed_at_each_moment_of_a_start(
+        self, light: dict[str, str], tmp_path: Path
+    ) -> None:
+        """When the guard was lent already, its spawner continues, and ends with the job."""
         rng = random.Random(SEED)
         warm = ready(light)
         code = """if True:
@@ -79,8 +83,8 @@ class TestAtEachMomentOfAStart:
             eventually(lambda: not Path(children).read_text(), "it was reaped")
         os.kill(warm.description.pid, signal.SIGTERM)
 
-    def test_a_job_may_go_away(self, light: dict[str, str]) -> None:
-        """The fork notices, says nothing and ends."""
+    def test_a_job_may_go_away_at_each_moment_of_a_warm_start(self, light: dict[str, str]) -> None:
+        """The fork notices it, and exits without output."""
         rng = random.Random(SEED)
         warm = ready(light)
         code = "import sys; from unirun.launcher.warm.borrowing import borrow, running, wish; import os; "
@@ -102,7 +106,9 @@ class TestAtEachMomentOfAStart:
         assert (warm.folder / "log").read_text() == ""
         os.kill(warm.description.pid, signal.SIGTERM)
 
-    def test_the_warm_process_may_be_stopped(self, own: Warm, tmp_path: Path, script: Script) -> None:
+    def test_the_warm_process_may_be_suspended_at_each_moment_of_a_start(
+        self, own: Warm, tmp_path: Path, script: Script
+    ) -> None:
         unirun = WarmUnirun(tmp_path, own)
         path = script("print('done')")
         (pid,) = own.pids
@@ -128,12 +134,12 @@ class TestNobodySurvivesTheKillOf:
     @pytest.mark.parametrize(
         ("part", "method"), [*((part, "fork") for part in test_orphans.ENDS), ("unirun-spawner", "exec")]
     )
-    def test_a_part_of_the_job_and_the_status_says_what_happened(
+    def test_no_process_of_a_warm_job_survives_the_kill_of_a_part_and_the_status_names_it(
         self, unirun: Unirun, script: Script, part: str, method: str
     ) -> None:
         """As when it starts cold."""
         cold = test_orphans.TestNobodySurvivesTheKillOf()
-        cold.test_a_part_of_the_job_and_the_status_says_what_happened(unirun, script, part, method)
+        cold.test_no_process_survives_the_kill_of_a_part_and_the_status_names_it(unirun, script, part, method)
 
 
 class TestADetachedJob(test_orphans.TestADetachedJob):
@@ -144,10 +150,10 @@ class TestADetachedJob(test_orphans.TestADetachedJob):
 
 class TestAPartOfAJob:
     @pytest.mark.parametrize("part", ["unirun", "unirun-agent", "unirun-guard", "unirun-spawner"])
-    def test_may_be_killed_while_the_job_starts(
+    def test_a_part_of_a_warm_job_may_be_killed_while_it_starts(
         self, unirun: Unirun, warm: Warm, script: Script, part: str
     ) -> None:
-        """A spawner that had nothing to do yet is borrowed anew, so the job may go on."""
+        """A spawner that had nothing to do yet is borrowed again, so the job may continue."""
         job = unirun.start("--roles", "a=2", script("print('done')"))
         if part == "unirun":
             eventually(lambda: "unirun-agent" in unirun.processes().values(), "the agent is there")
@@ -169,7 +175,7 @@ class TestAPartOfAJob:
 
 
 class TestTheGuardOfASpawner:
-    def test_may_be_killed_and_nothing_is_left_at_the_end(
+    def test_a_killed_guard_leaves_no_process_at_the_jobs_end(
         self, unirun: Unirun, warm: Warm, script: Script
     ) -> None:
         job = unirun.start("--roles", "a=2", script(WITH_CHILDREN), "fork")
@@ -179,7 +185,7 @@ class TestTheGuardOfASpawner:
         job.end()
         assert all_gone_in_time(pids)
 
-    def test_and_the_warm_process_may_be_killed_together(
+    def test_guard_and_warm_process_may_be_killed_together(
         self, own: Warm, tmp_path: Path, script: Script
     ) -> None:
         unirun = WarmUnirun(tmp_path, own)

@@ -29,7 +29,7 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root may")
 
 @contextlib.contextmanager
 def a_cgroup() -> Iterator[str]:
-    """A shell's words that move it into another control group."""
+    """Shell commands that move the shell into another control group."""
     for top in ("/sys/fs/cgroup", "/sys/fs/cgroup/freezer"):
         folder = Path(top, f"unirun-test-{os.getpid()}")
         with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ OTHER_USER = "setpriv --reuid=65534 --clear-groups --inh-caps=+dac_override --am
 
 
 class TestAJobStartsColdWhen:
-    """`unirun plan` and ``-v`` tell why."""
+    """`unirun plan` and ``-v`` give the reason."""
 
     def planned(
         self, unirun: Unirun, script: Script, before: str, env: Mapping[str, str] | None = None
@@ -85,7 +85,9 @@ class TestAJobStartsColdWhen:
         (line,) = re.findall(r"start: .*", result.out)
         return str(line)
 
-    def test_a_variable_differs_that_counts_at_import(self, unirun: Unirun, script: Script) -> None:
+    def test_a_job_starts_cold_when_a_variable_read_at_import_differs(
+        self, unirun: Unirun, script: Script
+    ) -> None:
         assert self.planned(unirun, script, ":").startswith("start: warm")
         for env, reason in (
             (
@@ -100,13 +102,15 @@ class TestAJobStartsColdWhen:
             assert re.fullmatch(f"start: cold: {reason}", self.planned(unirun, script, ":", env))
 
     @pytest.mark.parametrize("name", [*SHELL, *WRAPPED])
-    def test_the_process_differs(self, unirun: Unirun, script: Script, name: str) -> None:
+    def test_a_job_starts_cold_when_the_process_state_differs(
+        self, unirun: Unirun, script: Script, name: str
+    ) -> None:
         told = self.planned(unirun, script, SHELL.get(name) or WRAPPED[name])
         assert re.match(rf"start: cold: process \d+ differs: .*{name} is ", told), told
 
     @AS_ROOT
     @pytest.mark.parametrize("name", WRAPPED_BY_ROOT)
-    def test_the_process_differs_in_what_root_may_change(
+    def test_a_job_starts_cold_when_process_state_set_by_root_differs(
         self, unirun: Unirun, script: Script, name: str
     ) -> None:
         told = self.planned(unirun, script, WRAPPED_BY_ROOT[name])
@@ -116,13 +120,13 @@ class TestAJobStartsColdWhen:
         )
 
     @AS_ROOT
-    def test_the_control_group_differs(self, unirun: Unirun, script: Script) -> None:
+    def test_a_job_starts_cold_when_the_control_group_differs(self, unirun: Unirun, script: Script) -> None:
         with a_cgroup() as move:
             assert "differs: cgroup is " in self.planned(unirun, script, move)
 
     @AS_ROOT
-    def test_the_job_is_another_users(self, warm: Warm, tmp_path: Path) -> None:
-        """Who may read the files of root, but not look at its processes."""
+    def test_a_job_of_another_user_starts_cold(self, warm: Warm, tmp_path: Path) -> None:
+        """A user who may read root's files, but not inspect its processes."""
         with tempfile.TemporaryDirectory() as name:
             unirun, path = WarmUnirun(Path(name), warm), Path(name, "train.py")
             path.write_text("import os; print('user', os.getuid())")
@@ -136,7 +140,9 @@ class TestAJobStartsColdWhen:
             )
             unirun.assert_nothing_left()
 
-    def test_its_limits_do_and_the_job_succeeds(self, warm: Warm, tmp_path: Path, script: Script) -> None:
+    def test_a_job_starts_cold_when_its_limits_differ_and_succeeds(
+        self, warm: Warm, tmp_path: Path, script: Script
+    ) -> None:
         path = script("import resource; print(resource.getrlimit(resource.RLIMIT_STACK)[0])")
         unirun = WarmUnirun(tmp_path, warm)
         result = unirun.start_program(
@@ -160,7 +166,7 @@ class TestModulesOfTheUsers:
     def journal(
         self, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[tuple[Warm, Path, dict[str, str]]]:
-        """A warm process that has a module of the user's, where that is, and the variables of its jobs."""
+        """A warm process with a user module, the module's folder, and the variables of its jobs."""
         root = tmp_path_factory.mktemp("journal")
         module = root / "journal.py"
         module.write_text(textwrap.dedent(JOURNAL))
@@ -169,7 +175,7 @@ class TestModulesOfTheUsers:
         with warm_in(root / "warm", "--preload", "journal", env=env) as warm:
             yield warm, module, env
 
-    def test_are_kept_while_their_files_are_as_they_were(
+    def test_user_modules_stay_warm_while_their_files_are_unchanged(
         self, journal: tuple[Warm, Path, dict[str, str]], tmp_path: Path, script: Script
     ) -> None:
         warm, module, env = journal
@@ -203,7 +209,7 @@ class TestModulesOfTheUsers:
 
 
 class TestAnOldUnirun:
-    def test_lends_nothing_when_a_file_of_its_own_was_replaced(
+    def test_a_warm_process_with_a_replaced_unirun_file_lends_nothing(
         self, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, script: Script
     ) -> None:
         root = tmp_path_factory.mktemp("old")

@@ -58,7 +58,7 @@ print(job.build().submit().result)
 
 
 class TestEveryJobThatFits:
-    def test_is_warm_also_with_several_at_once(self, unirun: Unirun, script: Script) -> None:
+    def test_jobs_that_fit_are_warm_also_several_at_once(self, unirun: Unirun, script: Script) -> None:
         path = script("import os, torch; print(os.environ['RANK'], torch.ones(2).sum().item())")
         jobs = [unirun.start("--nproc-per-node", 1 + number % 2, path) for number in range(6)]
         for number, job in enumerate(jobs):
@@ -69,8 +69,8 @@ class TestEveryJobThatFits:
             assert "declines" not in result.err
 
     @pytest.mark.parametrize("program", ["main.py", "-"], ids=["a program", "an interpreter without a file"])
-    def test_is_warm_when_it_is_submitted_by(self, unirun: Unirun, script: Script, program: str) -> None:
-        """Its PYTHONPATH is the search path of whoever submits it. A notebook is an interpreter without a file."""
+    def test_a_submitted_job_that_fits_is_warm(self, unirun: Unirun, script: Script, program: str) -> None:
+        """Its PYTHONPATH is the search path of the submitting program. A notebook is an interpreter without a file."""
         folder = script(CREW, "code/mine.py").parent
         with script(SUBMITS, "code/main.py").open() as statements:
             command = [sys.executable, program]
@@ -78,12 +78,12 @@ class TestEveryJobThatFits:
         assert result.code == 0, result.err
         assert result.lines[-1] == "['unirun-spawner', 'unirun-guard']"
 
-    def test_has_workers_that_are_new_interpreters_with_exec(self, unirun: Unirun, script: Script) -> None:
+    def test_a_warm_job_has_new_interpreters_with_exec(self, unirun: Unirun, script: Script) -> None:
         path = script("import sys, os; print('torch' in sys.modules, os.environ.get('UNIRUN_HOME'))")
         result = unirun("--start-method", "exec", path)
         assert (result.code, result.lines) == (0, [f"False {unirun.home}"]), result.err
 
-    def test_tells_the_warm_process_neither_token_nor_environment(
+    def test_the_warm_process_gets_neither_token_nor_environment_of_a_job(
         self, unirun: Unirun, warm: Warm, script: Script
     ) -> None:
         secret = f"mark-of-{random.randbytes(16).hex()}"
@@ -103,7 +103,7 @@ def _environ(pid: int) -> bytes:
 
 
 def _has(pid: int, text: bytes) -> bool:
-    """Whether `text` is in the memory of a process that it can write."""
+    """Whether `text` is in the writable memory of a process."""
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             region, rights = line.split()[:2]
@@ -120,7 +120,9 @@ def _has(pid: int, text: bytes) -> bool:
 
 
 class TestAWarmProcess:
-    def test_is_shown_and_dies_and_no_job_notices(self, own: Warm, tmp_path: Path, script: Script) -> None:
+    def test_a_warm_process_is_shown_and_its_death_affects_no_job(
+        self, own: Warm, tmp_path: Path, script: Script
+    ) -> None:
         unirun = WarmUnirun(tmp_path, own)
         path = script(
             "import torch, pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nprint('done')"
@@ -145,7 +147,7 @@ class TestAWarmProcess:
         assert not [*(own.run / "warm").iterdir()], "what it has left was removed"
         unirun.assert_nothing_left()
 
-    def test_that_cannot_be_left_behind_is_told_and_the_job_starts(
+    def test_a_warm_process_that_cannot_be_left_behind_is_reported_and_the_job_starts(
         self, tmp_path: Path, script: Script
     ) -> None:
         unirun = Unirun(tmp_path)
@@ -153,7 +155,7 @@ class TestAWarmProcess:
         assert (result.code, result.out) == (0, "done\n")
         assert "/dev/null/run cannot be used: Not a directory; set UNIRUN_RUN_DIR" in result.err
 
-    def test_ends_with_the_login_session_when_that_was_asked_for(self, tmp_path: Path) -> None:
+    def test_a_warm_process_ends_with_the_login_session_on_request(self, tmp_path: Path) -> None:
         """The session is that of the shell, which ends when its stdin does."""
         unirun = WarmUnirun(tmp_path, Warm(tmp_path / "warm"))
         command = Path(sys.executable).with_name("unirun")
@@ -166,7 +168,7 @@ class TestAWarmProcess:
         assert gone(pid, START)
         unirun.assert_nothing_left()
 
-    def test_is_left_behind_by_a_job_where_the_user_wants_it_and_ends_when_told(
+    def test_a_job_leaves_a_warm_process_on_request_which_ends_when_told(
         self, tmp_path: Path, script: Script
     ) -> None:
         warm = Warm(tmp_path / "warm")
@@ -191,7 +193,7 @@ class TestAWarmProcess:
 class TestAModuleOfTheUsers:
     @pytest.fixture
     def write(self, tmp_path: Path, light: dict[str, str]) -> Callable[[str], dict[str, str]]:
-        """Writes the module ``mine``; the environment in which it is found."""
+        """Writes the module ``mine``; returns the environment in which it is found."""
 
         def write(text: str) -> dict[str, str]:
             (tmp_path / "lib").mkdir()
@@ -201,7 +203,7 @@ class TestAModuleOfTheUsers:
 
         return write
 
-    def test_that_looks_at_all_variables_makes_all_count(
+    def test_a_user_module_that_reads_all_variables_makes_all_compared(
         self, write: Callable[[str], dict[str, str]]
     ) -> None:
         env = write("import os; copy = os.environ.copy()")
@@ -211,7 +213,9 @@ class TestAModuleOfTheUsers:
         assert "NEW is '1', there not set" in choose(wish({**env, "NEW": "1"}, ("mine",), "/")).against[0]
         os.kill(warm.description.pid, signal.SIGTERM)
 
-    def test_may_set_variables_which_do_not_count(self, write: Callable[[str], dict[str, str]]) -> None:
+    def test_variables_set_by_a_user_module_are_not_compared(
+        self, write: Callable[[str], dict[str, str]]
+    ) -> None:
         env = write(
             "import os; os.environ.setdefault('MINE', 'x'); os.environ['OMP_MINE'] = os.environ['MINE']"
         )
@@ -231,7 +235,7 @@ class TestAModuleOfTheUsers:
             ("raise ValueError('mine')", "ValueError: mine"),
         ],
     )
-    def test_with_which_no_fork_could_be_as_a_new_process_is_told(
+    def test_a_user_module_that_prevents_warm_starts_is_reported(
         self, write: Callable[[str], dict[str, str]], text: str, reason: str
     ) -> None:
         folder = start(write(text), ("mine",), START)
@@ -243,11 +247,11 @@ class TestAModuleOfTheUsers:
 
 
 class TestItEnds:
-    def test_when_no_job_has_come_for_its_idle_time(self, light: dict[str, str]) -> None:
+    def test_a_warm_process_ends_after_its_idle_time(self, light: dict[str, str]) -> None:
         folder = start(light, (), 0.3)
         eventually(lambda: not folder.exists(), "it is gone")
 
-    def test_with_the_login_session(self, light: dict[str, str]) -> None:
+    def test_a_warm_process_ends_with_the_login_session(self, light: dict[str, str]) -> None:
         leader = subprocess.Popen(["sleep", "60"])
         warm = ready(light, until=leader.pid)
         leader.kill()
@@ -255,7 +259,9 @@ class TestItEnds:
         assert gone(warm.description.pid, START)
         assert not warm.folder.exists()
 
-    def test_when_it_was_told_to_while_it_imported(self, tmp_path: Path, light: dict[str, str]) -> None:
+    def test_a_warm_process_told_to_end_while_it_imports_ends(
+        self, tmp_path: Path, light: dict[str, str]
+    ) -> None:
         go = tmp_path / "go"
         (tmp_path / "slow.py").write_text(
             f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
@@ -267,7 +273,7 @@ class TestItEnds:
             go.touch()
             eventually(lambda: "FileNotFoundError" in log.read(), "it has ended")
 
-    def test_not_while_a_job_runs(self, light: dict[str, str]) -> None:
+    def test_a_warm_process_does_not_end_while_a_job_runs(self, light: dict[str, str]) -> None:
         warm = ready(light, idle=0.5)
         borrowed = borrow(warm, wish(light, (), "/"))
         assert isinstance(borrowed, Borrowed), borrowed
@@ -275,8 +281,8 @@ class TestItEnds:
         end(borrowed)
         assert gone(warm.description.pid, START)
 
-    def test_at_once_with_a_directory_that_cannot_be_worked_in(self, light: dict[str, str]) -> None:
-        """The fork, not the warm process."""
+    def test_a_warm_fork_ends_at_once_for_an_unusable_working_directory(self, light: dict[str, str]) -> None:
+        """The fork ends, not the warm process."""
         warm = ready(light)
         told = borrow(warm, wish(light, (), "/nowhere"))
         assert "it has ended meanwhile" in str(told)

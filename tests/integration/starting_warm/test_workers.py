@@ -1,4 +1,4 @@
-"""What a worker finds."""
+"""A warm worker compared with a cold one."""
 
 from __future__ import annotations
 
@@ -96,16 +96,16 @@ NAMED = {
     "hash of a text": re.compile(".*"),
     **dict.fromkeys(("random numbers", "key of multiprocessing"), re.compile(".*")),
 }
-"""In what a warm worker differs from a cold one."""
+"""The differences of a warm worker."""
 
 
 CONNECTING = {("trainer:0", "threads"), ("trainer:0", "open descriptors")}
-"""What is not compared: a trainer is being connected with its workloads when it looks, in a thread of its own."""
+"""Not compared: while a trainer looks, a thread of it is connecting to its workloads."""
 
 
 class TestAWorker:
     @pytest.mark.parametrize("of", JOBS)
-    def test_finds_what_it_finds_after_a_cold_start(
+    def test_a_warm_worker_is_like_one_after_a_cold_start(
         self, warm: Warm, tmp_path: Path, program: Path, of: str
     ) -> None:
         unirun = WarmUnirun(tmp_path, warm)
@@ -127,7 +127,7 @@ class TestAWorker:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of what the workers run."""
+    """The directory of the workers' programs."""
     folder = probe_in(tmp_path_factory.mktemp("program")).folder
     (folder / "looks.py").write_text(textwrap.dedent(LOOKS))
     (folder / "calls.py").write_text(textwrap.dedent(CALLS))
@@ -135,7 +135,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reports(unirun: Unirun, program: Path, of: str, env: Mapping[str, str]) -> dict[str, Report]:
-    """What each worker of one job finds, in a directory and with a umask of its own."""
+    """The findings of each worker of one job, with its own directory and umask."""
     (program / "began").write_text(str(time.time()))
     path = unirun.root / "job.json"
     trainer = {"trainer": "calls:Trained"} if of == "workloads and their trainer" else {}
