@@ -49,13 +49,13 @@ class EtcdStore:
             raise
 
     def get(self, key: str) -> Item | None:
-        """One key, or None."""
+        """Return the item of `key`, or None."""
         check_key(key)
         response = self._cluster.call(RANGE, message("RangeRequest", key=self._key(key)))
         return self._item(response.kvs[0]) if response.kvs else None
 
     def get_prefix(self, prefix: str) -> Listing:
-        """Everything under `prefix`."""
+        """Return all items under `prefix`."""
         check_prefix(prefix)
         key = self._key(prefix)
         response = self._cluster.call(RANGE, message("RangeRequest", key=key, range_end=range_end(key)))
@@ -64,7 +64,7 @@ class EtcdStore:
     def txn(
         self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> Outcome:
-        """Make all changes at once if every comparison holds, else none."""
+        """Make all changes atomically if every comparison is true, else none."""
         check_txn(compares, puts, deletes)
         changes = [*map(self._put, puts), *map(self._delete, deletes)]
         request = message("TxnRequest", compare=[self._compare(each) for each in compares], success=changes)
@@ -72,14 +72,14 @@ class EtcdStore:
         return Outcome(response.succeeded, response.header.revision)
 
     def grant(self, ttl: float) -> Lease:
-        """A new lease of `ttl` seconds, rounded up to whole ones."""
+        """Create a lease of `ttl` seconds, rounded up to whole ones."""
         check_ttl(ttl)
         # Repeatable: a lease left by a lost answer has no keys.
         response = self._cluster.call(GRANT, message("LeaseGrantRequest", TTL=math.ceil(ttl)))
         return Lease(response.ID, float(response.TTL))
 
     def keep_alive(self, lease: Lease) -> None:
-        """Start the lease's time anew."""
+        """Renew the lease."""
         response = self._cluster.call(KEEP_ALIVE, message("LeaseKeepAliveRequest", ID=lease.id))
         if not response.TTL:
             raise LeaseExpired(f"the lease {lease.id} is over")

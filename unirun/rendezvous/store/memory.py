@@ -50,7 +50,7 @@ class MemoryStore:
         self._closed = False
 
     def get(self, key: str) -> Item | None:
-        """One key, or None."""
+        """Return the item of `key`, or None."""
         check_key(key)
         with self._changed:
             self._enter()
@@ -58,7 +58,7 @@ class MemoryStore:
             return entry.item if entry else None
 
     def get_prefix(self, prefix: str) -> Listing:
-        """Everything under `prefix`."""
+        """Return all items under `prefix`."""
         check_prefix(prefix)
         with self._changed:
             self._enter()
@@ -67,7 +67,7 @@ class MemoryStore:
     def txn(
         self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> Outcome:
-        """Make all changes at once if every comparison holds, else none."""
+        """Make all changes atomically if every comparison is true, else none."""
         check_txn(compares, puts, deletes)
         with self._changed:
             self._enter()
@@ -81,7 +81,7 @@ class MemoryStore:
             return Outcome(True, self._revision)
 
     def grant(self, ttl: float) -> Lease:
-        """A new lease of `ttl` seconds."""
+        """Create a lease of `ttl` seconds."""
         check_ttl(ttl)
         with self._changed:
             self._enter()
@@ -91,7 +91,7 @@ class MemoryStore:
             return lease
 
     def keep_alive(self, lease: Lease) -> None:
-        """Start the lease's time anew."""
+        """Renew the lease."""
         with self._changed:
             self._enter()
             if lease.id not in self._ends:

@@ -63,7 +63,7 @@ class SqliteStore:
         self._inode = self.path.stat().st_ino
 
     def get(self, key: str) -> Item | None:
-        """One key, or None."""
+        """Return the item of `key`, or None."""
         check_key(key)
         with self._reading() as connection:
             row = connection.execute(
@@ -72,7 +72,7 @@ class SqliteStore:
             return Item(*row) if row else None
 
     def get_prefix(self, prefix: str) -> Listing:
-        """Everything under `prefix`."""
+        """Return all items under `prefix`."""
         check_prefix(prefix)
         with self._reading() as connection:
             return _listing(connection, prefix)
@@ -80,7 +80,7 @@ class SqliteStore:
     def txn(
         self, compares: Sequence[Compare], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> Outcome:
-        """Make all changes at once if every comparison holds, else none."""
+        """Make all changes atomically if every comparison is true, else none."""
         check_txn(compares, puts, deletes)
         with self._writing() as connection:
             succeeded = all(_holds(connection, compare) for compare in compares)
@@ -91,7 +91,7 @@ class SqliteStore:
             return Outcome(succeeded, _revision(connection))
 
     def grant(self, ttl: float) -> Lease:
-        """A new lease of `ttl` seconds."""
+        """Create a lease of `ttl` seconds."""
         check_ttl(ttl)
         with self._writing() as connection:
             insert = "INSERT INTO leases (ttl, ends) VALUES (?, ?) RETURNING id"
@@ -99,7 +99,7 @@ class SqliteStore:
             return Lease(number, ttl)
 
     def keep_alive(self, lease: Lease) -> None:
-        """Start the lease's time anew."""
+        """Renew the lease."""
         with self._writing() as connection:
             update = "UPDATE leases SET ends = ? WHERE id = ?"
             if not connection.execute(update, (now() + lease.ttl, lease.id)).rowcount:
