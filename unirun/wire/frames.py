@@ -71,11 +71,6 @@ class FrameReader:
         self._buffer = bytearray()
         self._limit = limit
 
-    @property
-    def pending(self) -> int:
-        """Number of buffered bytes of an incomplete frame."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Yield each frame that `data` completes. Raises `FrameError` on the first invalid one."""
         self._buffer += data

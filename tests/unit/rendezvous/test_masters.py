@@ -62,7 +62,7 @@ def says(place: Place, epoch: int) -> Leader:
 
 
 class TestWhoLeads:
-    def test_is_nobody_at_first_then_one_after_another(self, place: Place) -> None:
+    def test_masters_see_no_leader_at_first_and_then_one_after_another(self, place: Place) -> None:
         async def ask() -> list[Seat]:
             found = Masters(place.job, place.token)
             seats = [await seat_of(found, 0)]
@@ -79,7 +79,7 @@ class TestWhoLeads:
         assert (first.leader.epoch, second.leader.epoch) == (1, 2)
         assert second.leader.address == UnixAddress.here(place.job.path / "m1.sock")
 
-    def test_is_news_that_is_not_waited_for_longer_than_is_said(self, place: Place) -> None:
+    def test_waiting_for_news_of_masters_ends_at_its_timeout(self, place: Place) -> None:
         async def ask() -> Seat:
             found = Masters(place.job, place.token)
             await seat_of(found, 0)
@@ -91,45 +91,49 @@ class TestWhoLeads:
 
 
 class TestAMasterThatIsReached:
-    def test_is_the_one_that_leads(self, place: Place) -> None:
+    def test_a_master_that_is_reached_is_the_one_that_leads(self, place: Place) -> None:
         master = place.leader()
         assert reach(place).epoch == 1
         assert master.heard.get(timeout=PATIENCE) == Attach()
 
-    def test_may_lead_in_a_later_term_by_then(self, place: Place) -> None:
+    def test_a_master_that_is_reached_may_lead_in_a_later_term_by_then(self, place: Place) -> None:
         master = place.master(first=Appointed(9))
         reach(place, says(place, 3))
         assert master.heard.get(timeout=PATIENCE) == Attach()
 
 
 class TestAMasterThatIsGone:
-    def test_is_known_by_a_socket_that_nobody_listens_at(self, place: Place) -> None:
+    def test_a_master_whose_socket_has_no_listener_is_gone(self, place: Place) -> None:
         place.leader().die()
         with pytest.raises(MasterGone, match=r"first.sock") as gone:
             reach(place)
         assert gone.value.epoch == 1
 
-    def test_is_known_by_a_socket_that_is_missing(self, place: Place) -> None:
+    def test_a_master_whose_socket_is_missing_is_gone(self, place: Place) -> None:
         master = place.leader()
         master.path.unlink()
         with pytest.raises(MasterGone) as gone:
             reach(place)
         assert gone.value.epoch == 1
 
-    def test_is_not_one_on_another_host(self, place: Place) -> None:
+    def test_a_master_on_another_host_is_not_taken_for_gone(self, place: Place) -> None:
         """The file may be missing on this host while the master leads on its own; it must not be deposed."""
         leader = Leader(1, UnixAddress(str(place.job.path / "first.sock"), "elsewhere"), 7)
         with pytest.raises(RendezvousError, match=r"can be reached on host elsewhere only") as error:
             reach(place, leader)
         assert not isinstance(error.value, MasterGone)
 
-    def test_is_not_one_that_hangs(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_master_that_hangs_is_not_taken_for_gone(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(masters, "CONNECT", 0.2)
         place.master()
         with pytest.raises(WireError, match=r"first.sock does not say anything"):
             reach(place, says(place, 1))
 
-    def test_is_not_one_that_takes_nobody_in(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_master_that_does_not_accept_is_not_taken_for_gone(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The process is stopped; the kernel accepts connections all the same."""
         monkeypatch.setattr(masters, "CONNECT", 0.1)
         started = time.monotonic()
@@ -137,35 +141,35 @@ class TestAMasterThatIsGone:
             reach(place, says(place, 1))
         assert time.monotonic() - started < DEADLINE / 2
 
-    def test_is_not_one_that_does_not_lead_yet(self, place: Place) -> None:
+    def test_a_master_that_does_not_lead_yet_is_not_taken_for_gone(self, place: Place) -> None:
         place.master(first=Appointed(2))
         with pytest.raises(WireError, match="does not lead in term 3"):
             reach(place, says(place, 3))
 
-    def test_is_not_one_that_says_something_else(self, place: Place) -> None:
+    def test_a_master_with_another_first_message_is_not_taken_for_gone(self, place: Place) -> None:
         place.master(first=Shutdown())
         with pytest.raises(WireError, match="does not lead in term 1"):
             reach(place, says(place, 1))
 
-    def test_is_not_somebody_with_another_token(self, place: Place) -> None:
+    def test_a_master_with_another_token_is_not_taken_for_gone(self, place: Place) -> None:
         place.master(first=Appointed(1), token=new_token())
         with pytest.raises(WireError):
             reach(place, says(place, 1))
 
 
 class TestACall:
-    def test_without_a_master_says_so(self, place: Place) -> None:
+    def test_a_call_to_a_job_without_a_master_says_so(self, place: Place) -> None:
         with pytest.raises(RendezvousError, match="job run-1 has no master now; try again in a moment"):
             call_master(place.job)
 
-    def test_reaches_the_master_and_has_heard_that_it_leads(self, place: Place) -> None:
+    def test_a_call_reaches_a_master_that_has_confirmed_that_it_leads(self, place: Place) -> None:
         master = place.leader(script=lambda stream: stream.send(Shutdown()))
         with call_master(place.job) as stream:
             stream.send(Attach())
             assert stream.receive(PATIENCE) == Shutdown()
         assert master.heard.get(timeout=PATIENCE) == Attach()
 
-    def test_may_be_over_when_its_word_is_sent(self, place: Place) -> None:
+    def test_a_call_may_send_and_close_at_once(self, place: Place) -> None:
         master = place.leader()
         stop = Stop(15, "unirun stop")
         for _ in range(50):
@@ -173,17 +177,19 @@ class TestACall:
                 stream.send(stop)
             assert master.heard.get(timeout=PATIENCE) == stop
 
-    def test_to_a_dead_master_fails(self, place: Place) -> None:
+    def test_a_call_to_a_dead_master_fails(self, place: Place) -> None:
         place.leader().die()
         with pytest.raises(RendezvousError, match="nobody answers"):
             call_master(place.job)
 
-    def test_to_somebody_else_fails_and_leaves_no_stream_open(self, place: Place) -> None:
+    def test_a_call_to_a_stranger_fails_and_leaves_no_stream_open(self, place: Place) -> None:
         place.master(first=Shutdown()).lead(place.store)
         with pytest.raises(WireError, match="does not lead in term 1"):
             call_master(place.job)
 
-    def test_to_one_that_hangs_fails_in_time(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_call_to_a_hanging_master_fails_in_time(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(masters, "CONNECT", 0.2)
         silent = place.master()
         silent.lead(place.store)
@@ -191,7 +197,7 @@ class TestACall:
         with pytest.raises(RendezvousError, match=r"sent nothing for 0.2 s"):
             call_master(place.job)
 
-    def test_to_one_that_takes_nobody_in_fails_in_time(
+    def test_a_call_to_a_master_that_does_not_accept_fails_in_time(
         self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(masters, "CONNECT", 0.1)
@@ -202,7 +208,7 @@ class TestACall:
             call_master(place.job)
         assert time.monotonic() - started < DEADLINE / 2
 
-    def test_with_another_token_fails(self, place: Place) -> None:
+    def test_a_call_with_another_token_fails(self, place: Place) -> None:
         place.master(token=new_token()).lead(place.store)
         with pytest.raises((AuthError, WireError)):
             call_master(place.job)
@@ -213,13 +219,13 @@ class TestACallWhileTheStoreIsAway:
     def away(self, place: Place) -> None:
         (place.job.path / "store").write_text("etcd://127.0.0.1:1?timeout=0.1")
 
-    def test_reaches_who_listens_in_the_jobs_directory(self, place: Place) -> None:
+    def test_a_call_without_the_store_reaches_the_master_in_the_jobs_directory(self, place: Place) -> None:
         master = place.master("master.1", first=Appointed(1))
         with call_master(place.job) as stream:
             stream.send(Attach())
         assert master.heard.get(timeout=PATIENCE) == Attach()
 
-    def test_reaches_the_master_of_the_latest_term(self, place: Place) -> None:
+    def test_a_call_without_the_store_reaches_the_master_of_the_latest_term(self, place: Place) -> None:
         place.master("master.1", first=Appointed(1)).die()
         for number, epoch in ((2, 2), (3, 4), (4, 3)):
             place.master(f"master.{number}", first=Appointed(epoch))
@@ -228,7 +234,7 @@ class TestACallWhileTheStoreIsAway:
             stream.send(Attach())
         assert latest.heard.get(timeout=PATIENCE) == Attach()
 
-    def test_fails_as_the_store_does_when_nobody_listens(self, place: Place) -> None:
+    def test_a_call_without_store_and_master_raises_the_stores_error(self, place: Place) -> None:
         place.master("master.1", first=Appointed(1)).die()
         place.master("master.2", first=Shutdown())
         with pytest.raises(StoreAway):
