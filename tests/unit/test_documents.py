@@ -49,14 +49,14 @@ every_block = [block for page in PAGES for block in blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_says_what_it_is(page: str) -> None:
+def test_every_code_block_of_the_documents_has_a_kind(page: str) -> None:
     assert {block.language for block in blocks(page)} <= {*LANGUAGES}
     pictures = [block for block in blocks(page) if block.language in ("text", "")]
     assert not [block for block in pictures if re.search(r"^(\$ |unirun [-\w])", block.text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page: str) -> None:
+def test_every_link_of_the_documents_has_a_target(page: str) -> None:
     for link in links(page):
         name, _, anchor = link.partition("#")
         path = Path(os.path.normpath((ROOT / page).parent / name)) if name else ROOT / page
@@ -86,7 +86,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_file_is_used_by_a_command(page: str) -> None:
+def test_every_file_shown_in_the_documents_is_used_by_a_command(page: str) -> None:
     commands = "".join(block.text for block in every_block if block.language in ("console", "sh"))
     others = "".join(files(page).values())
     for block in blocks(page):
@@ -96,7 +96,7 @@ def test_every_file_is_used_by_a_command(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_command_that_is_not_run_is_one_that_could_be(
+def test_a_command_in_the_documents_that_is_not_run_is_valid(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(page, tmp_path)
@@ -143,7 +143,7 @@ def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
                 main(args)
 
 
-def test_what_unirun_tells_is_compared_without_its_figures_and_what_workers_print_as_it_stands() -> None:
+def test_document_output_of_unirun_is_compared_without_figures_and_that_of_workers_literally() -> None:
     shown = "rollout:1  serving  …  10558  0  …  running (generation 0)"
     real = "rollout:1  serving  vm    77  0            184 MB  0.6 s  running (generation 1)"
     match = pattern(shown).fullmatch(real)

@@ -22,7 +22,7 @@ from unirun.sizes import parse_size, show_size
         ("0.5k", 500),
     ],
 )
-def test_sizes_are_read(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -45,7 +45,7 @@ def test_text_that_is_no_size_is_refused(text: str) -> None:
         (5e18, "5000.0 PB"),
     ],
 )
-def test_sizes_are_written(size: float, text: str) -> None:
+def test_sizes_are_formatted(size: float, text: str) -> None:
     assert show_size(size) == text
 
 
