@@ -10,6 +10,7 @@ from collections.abc import Callable
 from tests.sim.stage import Stage
 from tests.sim.store import RUN, Killed
 from tests.sim.world import Pipe, Planted
+from tests.unit.job.invariants import check_job
 from tests.unit.master.persistence.documents import kept
 from unirun.errors import EXIT_FAILURE, Fenced, StoreError
 from unirun.failover.crashes import (
@@ -231,7 +232,7 @@ class MasterModel:
         assert self.term is not None
         if self.ends:
             self.state, commands = abort_step(self.state, event, self._now())
-            self.state.check()
+            check_job(self.state)
             self.stage.aborting(self.term.epoch, self.state)
             self._add(commands)
             return
@@ -240,7 +241,7 @@ class MasterModel:
         except Planted as error:
             self._hit_bug(error, event)
             return
-        self.state.check()
+        check_job(self.state)
         self.stage.stepped(self.term.epoch, before, event, self.state, commands)
         self._add(commands)
 

@@ -14,7 +14,7 @@ from unirun.errors import StoreError
 from unirun.launcher import core, events
 from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.environment import SpawnerKey
-from unirun.launcher.orders import Orders
+from unirun.launcher.orders import AgentTask, Orders
 from unirun.launcher.standby import PATIENCE, STEADY
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
@@ -67,7 +67,7 @@ class Node:
         # The term whose master was found dead, and when.
         self._dead = (0, 0.0)
         self._attempts, self._coming_up_until = Attempts(), 0.0
-        self.orders = Orders(JOB, world.plan.spec, name, "/", {})
+        self.orders = Orders(JOB, AgentTask(world.plan.spec, name, (name,), "/", "127.0.0.1"), {})
         keys = self.orders.spawners
         self.state = AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
         for key in keys:

@@ -73,16 +73,29 @@ def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:
 
 
 def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
-    """All roles that have not ended, without the nodes `gone`. Raises `PlacementError`."""
+    """All roles that have not ended, without the nodes `gone`; the others leave their slots to them. Raises
+    `PlacementError`."""
     usable = {*state.without(gone), *gone, *state.placement.lost}
     nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
-    roles = tuple(_as_it_is(state, role) for role in state.spec.roles)
+    names = [name for name, role in state.roles.items() if role.phase not in ROLE_ENDS]
+    roles = tuple(_as_it_is(state, state.role_spec(name)) for name in names)
+    groups = {
+        key: tuple(left for group in groups if len(left := tuple(n for n in group if n in names)) > 1)
+        for key, groups in state.spec.groups.items()
+    }
+    graph = seen_graph(state)
+    graph = replace(
+        graph,
+        roles=tuple(role for role in graph.roles if role.name in names),
+        edges=tuple(edge for edge in graph.edges if edge.source in names and edge.target in names),
+    )
+    places = tuple(place for name in names for place in state.placement.of_role(name))
     _, found = place_again(
-        replace(state.spec, roles=roles),
+        replace(state.spec, roles=roles, **groups),
         Inventory(nodes),
-        state.placement,
+        replace(state.placement, assignments=places),
         gone,
-        ties=ties_of(seen_graph(state)),
+        ties=ties_of(graph),
     )
     return replace(found, assignments=tuple(_kept(state, found)), excluded=state.placement.excluded)
 

@@ -205,7 +205,15 @@ class TestARoleOfScripts:
         job = Job({"actor": 2, "critic": 2}, restarts={"critic": 1}, inventory=nodes(3)).running()
         there = places(job)
         job.exits("actor", 0).exits("actor", 1).on(gone(places(job, "critic")[0]))
-        assert (places(job), places(job, "critic")) == (there, ["n2", "n2"])
+        assert (places(job), places(job, "critic")) == (there, there), "their slots are free"
+        assert job.phases() == {"actor": "succeeded", "critic": "starting"}
+
+    def test_may_have_the_slots_of_a_role_that_has_ended(self) -> None:
+        job = Job({"actor": 2, "critic": 2}, restarts={"critic": 1}, inventory=nodes(2)).running()
+        there = places(job)
+        assert set(there).isdisjoint(places(job, "critic"))
+        job.exits("actor", 0).exits("actor", 1).on(gone(places(job, "critic")[0]))
+        assert (places(job), places(job, "critic")) == (there, there)
         assert job.phases() == {"actor": "succeeded", "critic": "starting"}
 
     @pytest.mark.parametrize("workload", [False, True])

@@ -153,7 +153,8 @@ class Writer:
                 do = partial(self._contexts.answer, worker, ask)
                 reply(ToWorker(worker, await self._persistently("write", do)))
             if self._until_note() == 0.0:
-                await self._note(self._latest)
+                self._news_since = None
+                await self._bring_to(self._latest)
 
     def _until_note(self) -> float | None:
         """Seconds until what can wait is written; None when there is nothing."""
@@ -161,23 +162,13 @@ class Writer:
             return None
         return max(0.0, self._news_since + NOTE_DELAY - time.monotonic())
 
-    async def _note(self, latest: JobState) -> None:
-        """Write what can wait: it is there for who reads."""
-        self._news_since = None
-        before = self._ledger.kept
-        await self._persistently("write", lambda: self._contexts.write(before, latest))
-        self._written(latest)
-
     async def _bring_to(self, target: JobState) -> None:
         """Write `target`, however long that takes."""
         before = self._ledger.kept
         await self._persistently("write", lambda: self._contexts.write(before, target))
-        self._written(target)
-        self._changed()
-
-    def _written(self, state: JobState) -> None:
         self._waits_since = time.monotonic()
-        self._carry_out(self._ledger.written(state))
+        self._carry_out(self._ledger.written(target))
+        self._changed()
 
     async def _persistently(self, what: str, do: Callable[[], T]) -> T:
         """Do something with the store until it is done."""
