@@ -55,19 +55,19 @@ def seen(state: JobState) -> list[tuple[str, str, str, int, float]]:
 
 
 class TestCalls:
-    def test_are_edges_of_the_job_as_it_stands(self) -> None:
+    def test_calls_are_edges_of_the_job_as_it_stands(self) -> None:
         assert seen(job().state) == []
         assert seen(job().on(calls(TRAIN)).state) == [("trainer", "actor", "train", 20, 440.0)]
 
-    def test_that_come_later_hold_those_that_came_before(self) -> None:
+    def test_calls_that_come_later_hold_those_that_came_before(self) -> None:
         twice = replace(TRAIN, calls=40, bytes=8000, returned=800)
         assert seen(job().on(calls(TRAIN), calls(twice)).state) == [("trainer", "actor", "train", 40, 440.0)]
 
-    def test_of_a_worker_that_was_started_again_are_added_to_those_before(self) -> None:
+    def test_calls_of_a_worker_that_was_started_again_are_added_to_those_before(self) -> None:
         found = job().on(calls(TRAIN)).exits("trainer", 0, by=KILL).on(calls(TRAIN, incarnation=1))
         assert [each[3] for each in seen(found.state)] == [40]
 
-    def test_that_a_worker_tells_of_as_its_last_word_count(self) -> None:
+    def test_calls_that_a_worker_tells_of_as_its_last_word_count(self) -> None:
         found = (
             job()
             .exits("logger", 0)
@@ -75,11 +75,11 @@ class TestCalls:
         )
         assert [each[:3] for each in seen(found.state)] == [("logger", "actor", "note")]
 
-    def test_of_an_incarnation_that_is_gone_do_not_count(self) -> None:
+    def test_calls_of_an_incarnation_that_is_gone_do_not_count(self) -> None:
         found = job().exits("trainer", 0, by=KILL).on(calls(TRAIN))
         assert seen(found.state) == []
 
-    def test_that_cannot_be_are_left_out(self) -> None:
+    def test_calls_that_cannot_be_are_left_out(self) -> None:
         wrong = (
             replace(TRAIN, role="nobody"),
             replace(TRAIN, ranks=(Span(0, 2),)),
@@ -87,26 +87,26 @@ class TestCalls:
         )
         assert seen(job().on(calls(*wrong)).state) == []
 
-    def test_of_a_role_that_there_is_not_are_refused(self) -> None:
+    def test_calls_of_a_role_that_there_is_not_are_refused(self) -> None:
         with pytest.raises(IllegalTransition, match="nobody"):
             job().on(FromWorker(WorkerId("nobody", 0, 0), Calls((TRAIN,))))
 
     @pytest.mark.parametrize("rank", [-1, 1])
-    def test_of_a_rank_that_there_is_not_are_nobodys(self, rank: int) -> None:
+    def test_calls_of_a_rank_that_there_is_not_are_nobodys(self, rank: int) -> None:
         assert seen(job().on(FromWorker(WorkerId("trainer", rank, 0), Calls((TRAIN,)))).state) == []
 
-    def test_wait_for_nothing(self) -> None:
+    def test_calls_wait_for_nothing(self) -> None:
         before = job().state
         assert not urgent(before, job().on(calls(TRAIN)).state)
 
 
 class TestTheStore:
-    def test_has_what_was_called_for_who_comes_next(self) -> None:
+    def test_the_store_has_what_was_called_for_who_comes_next(self) -> None:
         state = job().on(calls(TRAIN)).exits("trainer", 0, by=KILL).on(calls(TRAIN, incarnation=1)).state
         again, _ = resume(restore(written(state)), 200.0)
         assert seen(again) == seen(state)
 
-    def test_gets_only_what_is_new(self) -> None:
+    def test_the_store_gets_only_what_is_new(self) -> None:
         found = job().on(calls(TRAIN))
         before = found.state
         news = changed_documents(
@@ -117,7 +117,7 @@ class TestTheStore:
 
     @examples(20)
     @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-    def test_loses_no_call_through_restarts_and_masters(self, reports: list[int]) -> None:
+    def test_the_store_loses_no_call_through_restarts_and_masters(self, reports: list[int]) -> None:
         """Each incarnation of the logger reports once; after each the master is another one."""
         found = job()
         for incarnation, steps in enumerate(reports):
@@ -146,17 +146,17 @@ def test_an_agent_tells_a_new_master_what_its_workers_have_called() -> None:
 
 
 class TestAFailure:
-    def test_tells_who_waits_for_it_as_far_as_edges_are_known(self) -> None:
+    def test_a_failure_tells_who_waits_for_it_as_far_as_edges_are_known(self) -> None:
         found = job().exits("actor", 1, by=KILL)
         assert "affected: trainer:0 waits for actor:1 (trainer → actor)" in found.records
 
-    def test_goes_by_what_was_seen_rather_than_by_what_may_be(self) -> None:
+    def test_a_failure_goes_by_what_was_seen_rather_than_by_what_may_be(self) -> None:
         """Without edges in the spec a trainer may call everybody; this one waits for nobody."""
         found = job().on(calls(replace(TRAIN, asynchronous=True))).exits("actor", 1, by=KILL)
         assert "trainer:0 what it sends to actor:1 is lost (trainer ⇢ actor: train)" in found.records
         assert "waits for" not in found.records
 
-    def test_tells_who_was_seen_to_call_it(self) -> None:
+    def test_a_failure_tells_who_was_seen_to_call_it(self) -> None:
         found = job().on(
             FromWorker(WorkerId("logger", 0, 0), Calls((replace(TRAIN, method="note", asynchronous=True),)))
         )
@@ -164,7 +164,7 @@ class TestAFailure:
         assert "trainer:0 waits for actor:0 (trainer → actor)" in found.records
         assert "logger:0 what it sends to actor:0 is lost (logger ⇢ actor: note)" in found.records
 
-    def test_that_starts_a_whole_role_again_is_felt_by_who_calls_any_of_it(self) -> None:
+    def test_a_failure_that_starts_a_whole_role_again_is_felt_by_who_calls_any_of_it(self) -> None:
         found = Job(
             {"actor": 2, "trainer": 1},
             kinds={"trainer": "trainer"},
@@ -174,12 +174,12 @@ class TestAFailure:
         found.on(calls(replace(TRAIN, ranks=(Span(1, 1),)))).exits("actor", 0, 1)
         assert "affected: trainer:0 waits for actor:0-1 (trainer → actor: train)" in found.records
 
-    def test_that_follows_at_once_is_not_told_again(self) -> None:
+    def test_a_failure_that_follows_at_once_is_not_told_again(self) -> None:
         """Of ten thousand that die together each would name nearly the same."""
         found = job().exits("actor", 0, by=KILL)
         assert "affected" in found.records
         assert "affected" not in found.exits("actor", 1, by=KILL).records
 
-    def test_that_nobody_feels_is_told_alone(self) -> None:
+    def test_a_failure_that_nobody_feels_is_told_alone(self) -> None:
         found = job().exits("logger", 0, by=KILL).on(WorkerRunning(WorkerId("actor", 0, 0), 0))
         assert "affected" not in found.records

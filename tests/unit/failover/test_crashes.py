@@ -53,29 +53,29 @@ def term(store: UnsteadyStore, deposing: int = 0) -> Term:
 
 
 class TestACrash:
-    def test_is_known_by_its_class_and_the_line_of_unirun_that_it_comes_from(self) -> None:
+    def test_a_crash_is_known_by_its_class_and_the_line_of_unirun_that_it_comes_from(self) -> None:
         found = crash()
         assert re.fullmatch(r"IllegalTransition in \w*role\w* \(transition\.py:\d+\)", found.cause)
         assert found.cause == crash(by=error("somebody")).cause
         assert found.message.endswith("there is no role nobody")
         assert "Transition(" in found.traceback
 
-    def test_of_other_code_is_known_by_its_line(self) -> None:
+    def test_a_crash_of_other_code_is_known_by_its_line(self) -> None:
         with pytest.raises(ZeroDivisionError) as caught:
             _ = 1 / 0
         assert crash(by=caught.value).cause.startswith("ZeroDivisionError in test_of_other_code")
 
-    def test_tells_the_latest_events(self) -> None:
+    def test_a_crash_tells_the_latest_events(self) -> None:
         story = crash_of(error(), 1, 1.0, [Stop(15, f"number {n}") for n in range(3)]).story
         assert story == tuple(repr(Stop(15, f"number {n}")) for n in range(3))
 
-    def test_tells_of_a_huge_event_the_beginning(self) -> None:
+    def test_a_crash_tells_of_a_huge_event_the_beginning(self) -> None:
         found = crash_of(error("x" * 100_000), 1, 1.0, [Stop(15, "y" * 1_000_000)])
         assert len(json.dumps([found.story, found.message, found.traceback])) < 12_000
 
 
 class TestAnErrorIsFatal:
-    def test_when_it_has_ended_three_masters(self) -> None:
+    def test_an_error_is_fatal_when_it_has_ended_three_masters(self) -> None:
         crashes: tuple[Crash, ...] = ()
         for epoch in range(1, MOST + 1):
             assert fatal(crashes) is None
@@ -84,7 +84,7 @@ class TestAnErrorIsFatal:
         assert found is not None
         assert found.epoch == MOST
 
-    def test_whatever_else_has_ended_masters_meanwhile(self) -> None:
+    def test_an_error_is_fatal_whatever_else_has_ended_masters_meanwhile(self) -> None:
         other = crash(by=ValueError("x"))
         crashes: tuple[Crash, ...] = ()
         for each in (crash(1), other, crash(2), other, crash(3)):
@@ -92,24 +92,24 @@ class TestAnErrorIsFatal:
             crashes = with_crash(crashes, each)
         assert fatal(crashes) == crash(3)
 
-    def test_when_it_is_the_last_of_six_that_are_not_the_same(self) -> None:
+    def test_an_error_is_fatal_when_it_is_the_last_of_six_that_are_not_the_same(self) -> None:
         crashes: tuple[Crash, ...] = ()
         for epoch in range(IN_ALL):
             assert fatal(crashes) is None
             crashes = with_crash(crashes, replace(crash(epoch), cause=f"number {epoch % 3}"))
         assert fatal(crashes) == crashes[-1]
 
-    def test_but_not_when_masters_have_led_for_long_before_it_came_again(self) -> None:
+    def test_an_error_is_fatal_but_not_when_masters_have_led_for_long_before_it_came_again(self) -> None:
         crashes: tuple[Crash, ...] = ()
         for epoch in range(1, 10):
             crashes = with_crash(crashes, crash(epoch, lasted=LASTING))
         assert fatal(crashes) is None
 
-    def test_and_stays_so(self) -> None:
+    def test_an_error_is_fatal_and_stays_so(self) -> None:
         crashes = tuple(crash(n) for n in range(MOST))
         assert fatal(with_crash(crashes, crash(9, lasted=2 * LASTING))) is not None
 
-    def test_and_what_is_told_of_it_has_the_event_its_story_and_the_traceback(self) -> None:
+    def test_an_error_is_fatal_and_what_is_told_of_it_has_the_event_its_story_and_the_traceback(self) -> None:
         assert reason_of(crash()).startswith(
             "one master after another was ended by a bug in unirun: IllegalTransition"
         )
@@ -125,28 +125,28 @@ class TestAnErrorIsFatal:
 
 
 class TestInTheStore:
-    def test_crashes_are_added_up_over_terms(self) -> None:
+    def test_crashes_in_the_store_are_added_up_over_terms(self) -> None:
         store = UnsteadyStore()
         assert read_crashes(store, "job-1") == ()
         for epoch in range(1, 4):
             record_crash(store, "job-1", term(store, epoch - 1), crash(epoch))
         assert [each.epoch for each in read_crashes(store, "job-1")] == [1, 2, 3]
 
-    def test_not_more_are_kept_than_are_of_use(self) -> None:
+    def test_crashes_in_the_store_not_more_are_kept_than_are_of_use(self) -> None:
         store = UnsteadyStore()
         now = term(store)
         for epoch in range(50):
             record_crash(store, "job-1", now, crash(epoch))
         assert len(read_crashes(store, "job-1")) == IN_ALL
 
-    def test_one_of_a_term_that_is_over_does_not_count(self) -> None:
+    def test_crashes_in_the_store_one_of_a_term_that_is_over_does_not_count(self) -> None:
         store = UnsteadyStore()
         old = term(store)
         term(store, 1)
         record_crash(store, "job-1", old, crash())
         assert read_crashes(store, "job-1") == ()
 
-    def test_what_somebody_else_has_written_is_refused(self) -> None:
+    def test_crashes_in_the_store_what_somebody_else_has_written_is_refused(self) -> None:
         store = UnsteadyStore()
         store.txn([], [Put("jobs/job-1/crashes", '[{"colour": "red"}]')])
         with pytest.raises(StoreRefused, match="which no unirun has written"):

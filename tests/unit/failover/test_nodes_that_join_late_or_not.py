@@ -18,7 +18,7 @@ from unirun.wire.reports import FromWorker, Notice, Serving, WorkerExited
 
 
 class TestANode:
-    def test_that_is_held_back_may_join_whenever_it_likes(self) -> None:
+    def test_a_node_that_is_held_back_may_join_whenever_it_likes(self) -> None:
         job = scripts(spares=1)
         job.on(job.join("n0"), job.join("n1"))
         assert job.state.phase is JobPhase.RUNNING
@@ -27,14 +27,14 @@ class TestANode:
         assert job.orders(StartRole) == []
         assert len(job.orders(View)) == 1, "the others know all of it"
 
-    def test_that_has_not_joined_gets_nobody(self) -> None:
+    def test_a_node_that_has_not_joined_gets_nobody(self) -> None:
         job = scripts(spares=1)
         job.on(job.join("n0"), job.join("n1"))
         job.on(gone("n1")).obey()
         assert job.end is not None
         assert job.end[0] == EXIT_PLACEMENT
 
-    def test_that_nobody_uses_is_given_up_and_that_is_all(self) -> None:
+    def test_a_node_that_nobody_uses_is_given_up_and_that_is_all(self) -> None:
         job = scripts(spares=1).running()
         before = job.state.roles
         job.on(gone("n2"))
@@ -42,7 +42,7 @@ class TestANode:
         assert job.state.placement.spares == ()
         assert "the job goes on without it" in job.told(Notice)[0].text
 
-    def test_that_was_given_up_does_not_come_back(self) -> None:
+    def test_a_node_that_was_given_up_does_not_come_back(self) -> None:
         job = scripts().running().on(gone("n1"))
         assert job.state.given_up("n1")
         with pytest.raises(Refused, match="has no place in this job"):
@@ -50,7 +50,7 @@ class TestANode:
         before = job.state
         assert job.on(gone("n1")).state == before
 
-    def test_whose_agent_leaves_is_waited_for(self) -> None:
+    def test_a_node_whose_agent_leaves_is_waited_for(self) -> None:
         """Its workers have a moment to end, and must not have successors before."""
         job = scripts().running()
         before = job.state
@@ -59,7 +59,7 @@ class TestANode:
         job.on(gone("n1"))
         assert job.phases() == {"actor": "restarting"}
 
-    def test_whose_agent_leaves_is_waited_for_whoever_comes_meanwhile(self) -> None:
+    def test_a_node_whose_agent_leaves_is_waited_for_whoever_comes_meanwhile(self) -> None:
         job = scripts(spares=1)
         job.on(job.join("n0"), job.join("n1"))
         job.all_run("actor").on(WorkerExited(WorkerId("actor", 2, 0), 5.0, 0, None, "leaving", TERM))
@@ -67,13 +67,13 @@ class TestANode:
         assert places(job) == ["n0", "n0", "n2", "n2"]
         assert job.phases() == {"actor": "restarting"}
 
-    def test_that_is_held_back_and_never_comes_is_given_up(self) -> None:
+    def test_a_node_that_is_held_back_and_never_comes_is_given_up(self) -> None:
         job = scripts(spares=1)
         job.on(job.join("n0"), job.join("n1"), JoinTimedOut())
         assert (job.state.placement.lost, job.state.placement.spares) == (("n2",), ())
         assert "agent_lost: n2: it did not join within 60 s" in job.records
 
-    def test_that_is_gone_before_the_start_is_planned_around(self) -> None:
+    def test_a_node_that_is_gone_before_the_start_is_planned_around(self) -> None:
         job = scripts()
         job.on(job.join("n0"), gone("n1"))
         assert job.state.phase is JobPhase.LAUNCHING
@@ -82,7 +82,7 @@ class TestANode:
         assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
         assert job.state.roles["actor"].restarts == 0
 
-    def test_that_does_not_join_in_time_is_planned_around(self) -> None:
+    def test_a_node_that_does_not_join_in_time_is_planned_around(self) -> None:
         job = scripts()
         job.on(job.join("n0"), job.join("n2"))
         assert job.state.phase is JobPhase.LAUNCHING
@@ -90,13 +90,13 @@ class TestANode:
         assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
         assert job.state.placement.lost == ("n1",)
 
-    def test_that_does_not_join_in_time_ends_the_job_where_it_is_needed(self) -> None:
+    def test_a_node_that_does_not_join_in_time_ends_the_job_where_it_is_needed(self) -> None:
         job = scripts(of=2)
         job.on(job.join("n0"), JoinTimedOut())
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
     @pytest.mark.parametrize("restarting", ["all have ended", "some are still ending"])
-    def test_ends_the_job_when_ranks_that_had_ended_well_there_are_to_start_again_and_fit_nowhere(
+    def test_a_node_ends_the_job_when_ranks_that_had_ended_well_there_are_to_start_again_and_fit_nowhere(
         self, restarting: str
     ) -> None:
         """Their role forms another generation, which needs every rank."""
@@ -109,7 +109,7 @@ class TestANode:
         assert job.end is not None
         assert job.end[0] == EXIT_PLACEMENT
 
-    def test_is_one_of_several_that_do_not_find_the_next_master(self) -> None:
+    def test_a_node_is_one_of_several_that_do_not_find_the_next_master(self) -> None:
         job = scripts(of=4).running()
         take_over(job)
         for node in ("n0", "n3"):
@@ -119,7 +119,7 @@ class TestANode:
         assert places(job) == ["n0", "n0", "n3", "n3"]
         assert job.state.roles["actor"].restarts == 1
 
-    def test_is_one_of_many_that_are_given_up_together_at_the_cost_of_one(self) -> None:
+    def test_a_node_is_one_of_many_that_are_given_up_together_at_the_cost_of_one(self) -> None:
         job = Job(
             {"actor": 40},
             restarts={"actor": 1},
@@ -138,7 +138,7 @@ class TestANode:
         assert job.state.roles["actor"].restarts == 1
         assert {w.node for w in job.state.roles["actor"].workers}.isdisjoint(job.state.placement.lost)
 
-    def test_that_is_held_back_and_does_not_come_is_given_up_with_all_others(self) -> None:
+    def test_a_node_that_is_held_back_and_does_not_come_is_given_up_with_all_others(self) -> None:
         job = Job({"actor": 1}, inventory=nodes(13), spares=12)
         for node in job.state.placement.nodes:
             job.on(job.join(node))
@@ -146,12 +146,12 @@ class TestANode:
         job.on(JoinTimedOut())
         assert len(job.state.placement.lost) == 12
 
-    def test_that_is_lost_while_the_job_stops_is_part_of_that(self) -> None:
+    def test_a_node_that_is_lost_while_the_job_stops_is_part_of_that(self) -> None:
         job = scripts().running().on(Stop(TERM, "enough"), gone("n1"))
         job.exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
         assert job.end == (143, "enough")
 
-    def test_is_lost_for_the_next_master_too(self) -> None:
+    def test_a_node_is_lost_for_the_next_master_too(self) -> None:
         job = scripts().running().on(gone("n1"))
         found = restore(written(job.state))
         assert found == kept(job.state)

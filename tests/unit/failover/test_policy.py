@@ -64,14 +64,18 @@ class TestAPermanentError:
 
     @pytest.mark.parametrize("stale", [False, True])
     @pytest.mark.parametrize("kind", ["workload", "trainer"])
-    def test_ends_the_job_in_the_first_start_of_a_rank(self, kind: str, stale: bool) -> None:
+    def test_a_permanent_error_ends_the_job_in_the_first_start_of_a_rank(
+        self, kind: str, stale: bool
+    ) -> None:
         decision = decide(replace(self.LOSS, stale=stale), alone(kind))
         assert (decision.action, decision.budget_spent) == ("end_job", False)
         assert decision.reason == (
             "actor:2 ended with exit code 1, before it was up, with an error that a restart cannot mend"
         )
 
-    def test_is_one_like_any_other_when_the_worker_was_up_or_the_rank_may_have_been(self) -> None:
+    def test_a_permanent_error_is_one_like_any_other_when_the_worker_was_up_or_the_rank_may_have_been(
+        self,
+    ) -> None:
         assert decide(replace(self.LOSS, recoverable=True), alone()).action == "restart_worker"
         assert decide(replace(self.LOSS, first_start=False), alone()).action == "restart_worker"
 
@@ -85,17 +89,19 @@ class TestAProcessAlone:
             (0, "actor:2 alone, as generation 1"),
         ],
     )
-    def test_is_started_again_where_the_others_keep_their_memory(self, survivors: int, words: str) -> None:
+    def test_a_single_process_is_started_again_where_the_others_keep_their_memory(
+        self, survivors: int, words: str
+    ) -> None:
         decision = decide(WORKER, alone(survivors=survivors))
         assert decision.action == "restart_worker"
         assert decision.reason == f"actor:2 ended with exit code 1; restart 1 of 3: {words}"
 
-    def test_spends_the_budget_of_its_role(self) -> None:
+    def test_a_single_process_spends_the_budget_of_its_role(self) -> None:
         decision = decide(WORKER, alone(spent=3))
         assert (decision.action, decision.budget_spent) == ("end_job", True)
         assert decision.reason.endswith("all 3 restarts of role actor are used up")
 
-    def test_that_is_a_trainer_must_have_said_that_it_is_recoverable(self) -> None:
+    def test_a_single_process_that_is_a_trainer_must_have_said_that_it_is_recoverable(self) -> None:
         yes, no, unknown = (
             decide(replace(WORKER, recoverable=said), alone("trainer")) for said in (True, False, None)
         )
@@ -106,7 +112,7 @@ class TestAProcessAlone:
         )
         assert unknown.reason.endswith("actor:2 had not told yet whether it is recoverable")
 
-    def test_that_waited_in_a_generation_that_is_over_spends_nothing(self) -> None:
+    def test_a_single_process_that_waited_in_a_generation_that_is_over_spends_nothing(self) -> None:
         stale = replace(WORKER, stale=True)
         decision = decide(stale, alone(spent=3, generation=2))
         assert decision.action == "join"
@@ -128,20 +134,20 @@ def test_a_store_that_never_served_spends_a_restart(restart: Restart, action: st
 
 
 class TestALostNode:
-    def test_has_its_workloads_started_elsewhere_and_the_others_keep_their_memory(self) -> None:
+    def test_a_lost_node_has_its_workloads_started_elsewhere_and_the_others_keep_their_memory(self) -> None:
         decision = decide(NODE, alone(survivors=2))
         assert decision.action == "restart_worker"
         assert decision.reason == (
             "n1 is gone; restart 1 of 3: actor:0-1 elsewhere, actor's other 2 ranks keep their memory and form generation 1"
         )
 
-    def test_has_its_scripts_start_again_together(self) -> None:
+    def test_a_lost_node_has_its_scripts_start_again_together(self) -> None:
         decision = decide(NODE, History(Budget(3)))
         assert decision.action == "restart_role"
         assert decision.reason == "n1 is gone; restart 1 of 3 of role actor, with actor:0-1 elsewhere"
 
     @given(st.integers(0, 5), st.integers(0, 5))
-    def test_is_one_restart_of_the_role_while_there_is_one(self, spent: int, limit: int) -> None:
+    def test_a_lost_node_is_one_restart_of_the_role_while_there_is_one(self, spent: int, limit: int) -> None:
         decision = decide(NODE, alone(limit=limit, spent=spent))
         assert (decision.action == "restart_worker") == (spent < limit)
         assert decision.budget_spent == (spent >= limit > 0)
@@ -149,7 +155,7 @@ class TestALostNode:
     @pytest.mark.parametrize(
         ("recoverable", "action"), [(None, "end_job"), (False, "end_job"), (True, "restart_worker")]
     )
-    def test_ends_the_job_unless_its_trainer_had_said_that_it_is_recoverable(
+    def test_a_lost_node_ends_the_job_unless_its_trainer_had_said_that_it_is_recoverable(
         self, recoverable: bool | None, action: str
     ) -> None:
         assert decide(replace(NODE, recoverable=recoverable), alone("trainer")).action == action
@@ -159,7 +165,7 @@ class TestAnyLoss:
     """What happened, whom it is about, and whether one worker may start again alone."""
 
     @given(losses, histories)
-    def test_has_a_reason_that_begins_with_what_happened_and_says_what_follows(
+    def test_any_loss_has_a_reason_that_begins_with_what_happened_and_says_what_follows(
         self, loss: Loss, history: History
     ) -> None:
         decision = decide(loss, history)
@@ -180,7 +186,7 @@ class TestAnyLoss:
             assert whole or f"generation {history.generation + 1}" in told
 
     @given(losses, histories)
-    def test_is_followed_by_a_restart_within_the_budget_and_never_of_an_unrecoverable_trainer(
+    def test_any_loss_is_followed_by_a_restart_within_the_budget_and_never_of_an_unrecoverable_trainer(
         self, loss: Loss, history: History
     ) -> None:
         decision = decide(loss, history)
@@ -191,7 +197,7 @@ class TestAnyLoss:
         assert decision.budget_spent == (spent and history.budget.limit > 0 and not fatal)
 
     @given(losses, histories)
-    def test_of_a_stale_worker_spends_nothing_whatever_is_left_of_the_budget(
+    def test_any_loss_of_a_stale_worker_spends_nothing_whatever_is_left_of_the_budget(
         self, loss: Loss, history: History
     ) -> None:
         decision = decide(replace(loss, stale=True), history)

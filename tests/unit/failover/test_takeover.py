@@ -33,12 +33,12 @@ from unirun.wire.spawning import StoreEnded, StoreOpened
 
 
 class TestTakingOver:
-    def test_makes_no_difference_to_a_job_that_has_ended(self) -> None:
+    def test_taking_over_makes_no_difference_to_a_job_that_has_ended(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0)
         state = restore(written(job.state))
         assert resume(state, 9.0) == (state, [])
 
-    def test_knows_of_workers_only_what_was_ordered(self) -> None:
+    def test_taking_over_knows_of_workers_only_what_was_ordered(self) -> None:
         job = Job({"actor": 2}).running().exits("actor", 1)
         take_over(job)
         one, two = job.state.roles["actor"].workers
@@ -46,37 +46,37 @@ class TestTakingOver:
         assert two.ended_well
         assert job.state.away == {"n0"}
 
-    def test_is_recorded_and_gives_the_nodes_their_time(self) -> None:
+    def test_taking_over_is_recorded_and_gives_the_nodes_their_time(self) -> None:
         job = Job({"actor": 1}).running()
         assert plain(take_over(job)) == [
             Record("master", "another master goes on with the job"),
             After(REJOIN_TIMEOUT, RejoinTimedOut()),
         ]
 
-    def test_of_a_job_that_nobody_has_joined_yet_waits_for_the_rest_of_the_time(self) -> None:
+    def test_taking_over_of_a_job_that_nobody_has_joined_yet_waits_for_the_rest_of_the_time(self) -> None:
         job = Job({"actor": 1})
         job.now = 110.0
         assert take_over(job) == [After(48.0, JoinTimedOut())]
         job.now = 158.0
         assert take_over(job) == [After(REJOIN_TIMEOUT, JoinTimedOut())], "nobody could join meanwhile"
 
-    def test_tells_nobody_anything(self) -> None:
+    def test_taking_over_tells_nobody_anything(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0, 1)
         assert not any(isinstance(command, ToAgent) for command in take_over(job))
 
 
 class TestOfANodeThatHasEverything:
-    def test_nothing_is_ordered_again(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_nothing_is_ordered_again(self) -> None:
         job = rejoin(Job({"actor": 2, "rollout": 1}).running())
         assert kinds(job) == [View]
         assert job.phases() == {"actor": "running", "rollout": "running"}
 
-    def test_the_workers_stand_as_they_stood(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_the_workers_stand_as_they_stood(self) -> None:
         job = Job({"actor": 2}).running()
         before = job.state
         assert rejoin(job).state.roles == before.roles
 
-    def test_the_addresses_are_those_that_it_tells(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_the_addresses_are_those_that_it_tells(self) -> None:
         job = Job({"actor": 1}, kinds={"actor": "workload"}).running()
         before = job.state.roles["actor"].with_worker(
             replace(
@@ -96,27 +96,27 @@ class TestOfANodeThatHasEverything:
         )
         assert job.orders(View)[-1].roles[0].workers[0].addresses == {"socket": "a:1"}
 
-    def test_who_follows_the_job_learns_of_its_processes(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_who_follows_the_job_learns_of_its_processes(self) -> None:
         job = rejoin(Job({"actor": 2}).running())
         assert job.told(WorkerOutput) == [
             WorkerOutput(WorkerId("actor", 0, 0), 0),
             WorkerOutput(WorkerId("actor", 1, 0), 1),
         ]
 
-    def test_a_second_one_of_its_name_is_refused(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_a_second_one_of_its_name_is_refused(self) -> None:
         job = rejoin(Job({"actor": 1}).running())
         with pytest.raises(Refused, match="joined twice"):
             job.on(Join("n0", 2, "n0", {"actor": "h:1"}))
         with pytest.raises(Refused, match="has no place"):
             job.on(Join("n9", 1, "n9", {"actor": "h:1"}))
 
-    def test_it_may_come_back_on_another_stream(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_it_may_come_back_on_another_stream(self) -> None:
         job = Job({"actor": 2}).running()
         before = job.state
         assert kinds(join(job, before)) == [View]
         assert job.state.roles == before.roles
 
-    def test_a_second_takeover_finds_the_same(self) -> None:
+    def test_after_a_takeover_of_an_intact_node_a_second_takeover_finds_the_same(self) -> None:
         job = Job({"actor": 2}).running()
         first = rejoin(job).state
         assert rejoin(job).state == first
@@ -136,7 +136,7 @@ class TestAWorkerThatAnAgentHolds:
             (Held(WorkerId("actor", 0, 1), 7, True, 9, {}), WorkerPhase.SERVING),
         ],
     )
-    def test_stands_as_it_says(self, held: Held, phase: WorkerPhase) -> None:
+    def test_a_worker_that_its_agent_holds_stands_as_it_says(self, held: Held, phase: WorkerPhase) -> None:
         """Another node is away, so nothing follows yet."""
         job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         job.exits("actor", 0, by=KILL)
@@ -153,7 +153,7 @@ class TestAWorkerThatAnAgentHolds:
         )
 
     @pytest.mark.parametrize("incarnation", [0, 1])
-    def test_stands_as_before_when_it_does_not(self, incarnation: int) -> None:
+    def test_a_worker_that_its_agent_holds_stands_as_before_when_it_does_not(self, incarnation: int) -> None:
         """The order to start it was lost."""
         job = Job({"actor": 2}, nodes=TWO, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         told = (CallCount("actor", "sum", 2, 10, 10, 0.5, (Span(1, 1),)),)
@@ -168,14 +168,14 @@ class TestAWorkerThatAnAgentHolds:
 
 
 class TestAnOrderThatWasLost:
-    def test_to_start_the_first_workers_is_given_again(self) -> None:
+    def test_a_lost_order_to_start_the_first_workers_is_given_again(self) -> None:
         job = Job({"actor": 3}).launched()
         rejoin(job, lost=[("actor", 0, 0), ("actor", 2, 0)])
         assert starts(job) == [("actor", 0, [(0, 0), (2, 0)])]
         assert kinds(job)[0] is View, "who is started must be welcomed with what holds now"
         assert job.all_run("actor").phases() == {"actor": "running"}
 
-    def test_to_start_a_generation_is_given_again(self) -> None:
+    def test_a_lost_order_to_start_a_generation_is_given_again(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).obey()
         assert job.phases() == {"actor": "starting"}
         rejoin(job, lost=[("actor", 0, 1), ("actor", 1, 1)])
@@ -183,14 +183,16 @@ class TestAnOrderThatWasLost:
         assert job.orders(StartRole)[0].restarts == 1
         assert job.all_run("actor").phases() == {"actor": "running"}
 
-    def test_to_start_one_worker_again_is_given_again_and_the_others_are_left_alone(self) -> None:
+    def test_a_lost_order_to_start_one_worker_again_is_given_again_and_the_others_are_left_alone(
+        self,
+    ) -> None:
         job = Job({"actor": 3}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         job.exits("actor", 1, by=KILL)
         rejoin(job, lost=[("actor", 1, 1)])
         assert starts(job) == [("actor", 1, [(1, 1)])]
         assert job.orders(StopWorkers) == []
 
-    def test_to_open_a_store_is_given_again_and_then_it_goes_on(self) -> None:
+    def test_a_lost_order_to_open_a_store_is_given_again_and_then_it_goes_on(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}, stores_open=False).running()
         job.exits("actor", 0, 1).obey()
         assert (job.state.roles["actor"].generation, job.state.roles["actor"].opened) == (1, 0)
@@ -200,18 +202,18 @@ class TestAnOrderThatWasLost:
         assert starts(job.on(StoreOpened("actor", 1))) == [("actor", 1, [(0, 1), (1, 1)])]
         assert starts(job.on(StoreOpened("actor", 1))) == [], "however often it is told"
 
-    def test_to_open_the_first_store_is_given_again(self) -> None:
+    def test_a_lost_order_to_open_the_first_store_is_given_again(self) -> None:
         job = rejoin(Job({"actor": 1}).launched(), lost_stores=["actor"])
         assert job.orders(OpenStore) == [OpenStore("actor", 0)]
 
-    def test_to_stop_a_generation_is_given_again_to_those_that_live(self) -> None:
+    def test_a_lost_order_to_stop_a_generation_is_given_again_to_those_that_live(self) -> None:
         job = Job({"actor": 3, "rollout": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         rejoin(job, ended=[end("actor", 1, by=TERM, sent=TERM, cause="order")])
         assert job.orders(StopWorkers) == [StopWorkers("actor", (2,), TERM, 30.0)]
         job.exits("actor", 2, by=TERM, asked=TERM)
         assert starts(job) == [("actor", 1, [(0, 1), (1, 1), (2, 1)])]
 
-    def test_to_stop_the_job_is_given_again(self) -> None:
+    def test_a_lost_order_to_stop_the_job_is_given_again(self) -> None:
         job = Job({"actor": 2, "rollout": 1}).running().on(Stop(int(signal.SIGINT), "got SIGINT"))
         rejoin(job)
         assert [(o.role, o.ranks) for o in job.orders(StopWorkers)] == [
@@ -220,13 +222,13 @@ class TestAnOrderThatWasLost:
         ]
         assert job.obey().end == (130, "got SIGINT")
 
-    def test_to_start_is_not_given_again_when_the_job_is_to_end(self) -> None:
+    def test_a_lost_order_to_start_is_not_given_again_when_the_job_is_to_end(self) -> None:
         job = Job({"actor": 2}).launched().on(Stop(TERM, "enough"))
         rejoin(job, lost=[("actor", 0, 0), ("actor", 1, 0)])
         assert starts(job) == []
         assert job.end == (143, "enough")
 
-    def test_to_start_some_is_not_given_again_when_their_role_starts_anew(self) -> None:
+    def test_a_lost_order_to_start_some_is_not_given_again_when_their_role_starts_anew(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).launched().exits("actor", 0, 1)
         assert job.phases() == {"actor": "restarting"}
         rejoin(job, lost=[("actor", 1, 0)])
@@ -234,7 +236,7 @@ class TestAnOrderThatWasLost:
         assert (role, generation) == ("actor", 1)
         assert [rank for rank, _ in members] == [0, 1]
 
-    def test_to_launch_a_job_that_was_not_decided_is_decided_now(self) -> None:
+    def test_a_lost_order_to_launch_a_job_that_was_not_decided_is_decided_now(self) -> None:
         job = Job({"actor": 2}, nodes=TWO).on(Join("n0", 1, "n0", {"actor": "h:1"}))
         take_over(job)
         job.on(Join("n0", 1, "n0", {"actor": "h:1"}))
@@ -245,7 +247,7 @@ class TestAnOrderThatWasLost:
 
 
 class TestAnEndThatNoMasterHasHeardOf:
-    def test_is_a_failure_like_any_other(self) -> None:
+    def test_an_unreported_exit_is_a_failure_like_any_other(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running()
         error = WorkerError("ValueError: x", "Traceback", 201.0)
         rejoin(job, ended=[replace(end("actor", 0), error=error)])
@@ -255,18 +257,18 @@ class TestAnEndThatNoMasterHasHeardOf:
         assert [f.message for f in job.state.failures] == ["ValueError: x"]
         assert starts(job.obey()) == [("actor", 1, [(0, 1), (1, 1)])]
 
-    def test_may_be_that_of_one_that_is_started_again_alone(self) -> None:
+    def test_an_unreported_exit_may_be_that_of_one_that_is_started_again_alone(self) -> None:
         job = Job({"actor": 3}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         rejoin(job, ended=[end("actor", 2, by=KILL)])
         assert starts(job) == [("actor", 1, [(2, 1)])]
         assert job.orders(StopWorkers) == []
 
-    def test_may_be_the_end_of_the_job(self) -> None:
+    def test_an_unreported_exit_may_be_the_end_of_the_job(self) -> None:
         job = Job({"actor": 2}).running().exits("actor", 0)
         rejoin(job, ended=[end("actor", 1, 0)])
         assert job.end == (0, "actor succeeded")
 
-    def test_is_kept_once_though_it_is_told_again(self) -> None:
+    def test_an_unreported_exit_is_kept_once_though_it_is_told_again(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 1).obey()
         before = job.state.roles["actor"]
         rejoin(job, ended=[end("actor", 0, 1), end("actor", 1, by=TERM, sent=TERM, cause="order")])
@@ -274,13 +276,13 @@ class TestAnEndThatNoMasterHasHeardOf:
         assert (job.state.roles["actor"].restarts, len(job.state.failures)) == (before.restarts, 1)
         assert starts(job) == []
 
-    def test_of_two_spends_one_restart_of_their_role(self) -> None:
+    def test_an_unreported_exit_of_two_spends_one_restart_of_their_role(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running()
         rejoin(job, ended=[end("actor", 0, 1), end("actor", 1, 1, sent=TERM, cause="order")])
         assert job.state.roles["actor"].restarts == 1
         assert starts(job) == [("actor", 1, [(0, 1), (1, 1)])]
 
-    def test_is_never_one_by_an_order_that_was_not_written(self) -> None:
+    def test_an_unreported_exit_is_never_one_by_an_order_that_was_not_written(self) -> None:
         """Such an order is not given, so who has ended by one is not let vanish."""
         job = Job({"actor": 2}).running()
         with pytest.raises(
@@ -288,7 +290,7 @@ class TestAnEndThatNoMasterHasHeardOf:
         ):
             rejoin(job, ended=[end("actor", 1, by=TERM, sent=TERM, cause="order")])
 
-    def test_of_a_store_is_heard_of_too(self) -> None:
+    def test_an_unreported_exit_of_a_store_is_heard_of_too(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}, restarts={"actor": 1}).running()
         before = job.state
         for worker in before.roles["actor"].workers:
@@ -303,20 +305,20 @@ class TestAnEndThatNoMasterHasHeardOf:
 class TestAnEndOfTheJobThatCouldNotBeWritten:
     """The store was away. The agent was told, and tells it."""
 
-    def test_is_told_as_it_was_decided(self) -> None:
+    def test_an_unwritten_end_of_the_job_is_told_as_it_was_decided(self) -> None:
         job = Job({"actor": 1}).running()
         verdict = Verdict(JobPhase.FAILED, 7, "no restarts", by_failure=True)
         told = Shutdown(30.0, Ending("failed", 7, "no restarts", by_failure=True))
         assert shutdown_order(job.state, verdict) == told
 
-    def test_is_the_end_of_the_job(self) -> None:
+    def test_an_unwritten_end_of_the_job_is_the_end_of_the_job(self) -> None:
         job = Job({"actor": 2}).running()
         ending = Ending("stopped", 130, "got SIGINT")
         rejoin(job, ending=ending, ended=[end("actor", 0, by=TERM, sent=TERM, cause="leaving")])
         assert job.orders(StopWorkers)[-1].ranks == (1,)
         assert job.exits("actor", 1, by=TERM, asked=TERM, cause="leaving").end == (130, "got SIGINT")
 
-    def test_that_is_success_has_roles_that_have_succeeded(self) -> None:
+    def test_an_unwritten_end_of_the_job_that_is_success_has_roles_that_have_succeeded(self) -> None:
         """Whose agents have left since; nobody else knows of that."""
         job = Job({"actor": 2, "rollout": 1}, nodes=TWO, primary=("actor",)).running()
         before = job.state
@@ -328,7 +330,7 @@ class TestAnEndOfTheJobThatCouldNotBeWritten:
         job.on(RejoinTimedOut())
         assert job.exits("rollout", 0, by=TERM, asked=TERM, cause="leaving").end == (0, "actor succeeded")
 
-    def test_has_the_exit_code_of_its_cause(self) -> None:
+    def test_an_unwritten_end_of_the_job_has_the_exit_code_of_its_cause(self) -> None:
         job = Job({"actor": 2}).running()
         ending = Ending("failed", 1, "no restarts", by_failure=True)
         rejoin(job, ending=ending, ended=[end("actor", 0, 77)])
@@ -336,12 +338,14 @@ class TestAnEndOfTheJobThatCouldNotBeWritten:
         assert job.end is not None
         assert job.end[0] == 77
 
-    def test_whose_cause_was_lost_with_its_node_is_told_all_the_same(self) -> None:
+    def test_an_unwritten_end_of_the_job_whose_cause_was_lost_with_its_node_is_told_all_the_same(
+        self,
+    ) -> None:
         job = Job({"actor": 1}).running()
         rejoin(job, ending=Ending("failed", 137, "n1 is gone", by_failure=True))
         assert job.exits("actor", 0, by=TERM, asked=TERM, cause="leaving").end == (137, "n1 is gone")
 
-    def test_does_not_change_one_that_was_written(self) -> None:
+    def test_an_unwritten_end_of_the_job_does_not_change_one_that_was_written(self) -> None:
         job = Job({"actor": 1}).running().on(Stop(int(signal.SIGINT), "got SIGINT"))
         rejoin(job, ending=Ending("stopped", 143, "enough"))
         assert job.exits("actor", 0, by=TERM, asked=TERM).end == (130, "got SIGINT")

@@ -22,7 +22,7 @@ class TestANodeOfSeveral:
     def job(self) -> Job:
         return Job({"actor": 4}, nodes=TWO, restarts={"actor": 1}).running()
 
-    def test_that_is_back_first_is_told_nothing_until_all_are(self, job: Job) -> None:
+    def test_one_node_of_several_that_is_back_first_is_told_nothing_until_all_are(self, job: Job) -> None:
         before = job.state
         take_over(job)
         join(job, before, "n0", lost=[("actor", 0, 0)])
@@ -32,7 +32,7 @@ class TestANodeOfSeveral:
         assert kinds(job, "n0") == [View, StartRole]
         assert starts(job) == [("actor", 0, [(0, 0)]), ("actor", 0, [(3, 0)])]
 
-    def test_may_tell_of_a_failure_before_the_others_are_back(self, job: Job) -> None:
+    def test_one_node_of_several_may_tell_of_a_failure_before_the_others_are_back(self, job: Job) -> None:
         before = job.state
         take_over(job)
         join(job, before, "n0", ended=[end("actor", 0, 1)])
@@ -43,7 +43,7 @@ class TestANodeOfSeveral:
             job.exits("actor", rank, by=TERM, asked=TERM)
         assert [ranks for _, _, ranks in starts(job)] == [[(0, 1), (2, 1)], [(1, 1), (3, 1)]]
 
-    def test_that_does_not_come_back_ends_the_job(self, job: Job) -> None:
+    def test_one_node_of_several_that_does_not_come_back_ends_the_job(self, job: Job) -> None:
         before = job.state
         take_over(job)
         join(job, before, "n0")
@@ -54,7 +54,9 @@ class TestANodeOfSeveral:
         assert job.finish is not None
         assert "n1 is gone: it did not join the new master within 15 s" in job.finish.verdict.report
 
-    def test_that_does_not_come_back_to_a_job_that_ends_is_part_of_that(self, job: Job) -> None:
+    def test_one_node_of_several_that_does_not_come_back_to_a_job_that_ends_is_part_of_that(
+        self, job: Job
+    ) -> None:
         before = job.on(Stop(TERM, "enough")).state
         take_over(job)
         join(job, before, "n0")
@@ -62,13 +64,13 @@ class TestANodeOfSeveral:
         assert job.end is None
         assert job.on(RejoinTimedOut()).end == (143, "enough")
 
-    def test_that_never_had_joined_may_fail_the_launch(self) -> None:
+    def test_one_node_of_several_that_never_had_joined_may_fail_the_launch(self) -> None:
         job = Job({"actor": 2}, nodes=TWO).on(Join("n0", 1, "n0", {"actor": "h:1"}))
         take_over(job)
         job.on(Join("n0", 1, "n0", {"actor": "h:1"}), JoinTimedOut())
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
-    def test_is_not_awaited_any_more_when_all_are_back(self, job: Job) -> None:
+    def test_one_node_of_several_is_not_awaited_any_more_when_all_are_back(self, job: Job) -> None:
         before = job.state
         take_over(job)
         for node in TWO:

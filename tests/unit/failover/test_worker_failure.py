@@ -22,7 +22,7 @@ from unirun.wire.reports import (
 
 
 class TestAFailure:
-    def test_without_a_budget_ends_the_job_with_the_workers_code(self) -> None:
+    def test_a_failure_without_a_budget_ends_the_job_with_the_workers_code(self) -> None:
         job = Job({"actor": 2, "rollout": 1}).running().exits("actor", 1, 7)
         assert job.state.phase is JobPhase.STOPPING
         assert [o.role for o in job.orders(StopWorkers)] == ["actor", "rollout"]
@@ -32,14 +32,14 @@ class TestAFailure:
         assert job.phases() == {"actor": "failed", "rollout": "stopped"}
 
     @pytest.mark.parametrize(("code", "by", "status"), [(1, None, 1), (None, 9, 137), (None, 11, 139)])
-    def test_of_any_kind_gives_the_code_that_a_shell_gives(
+    def test_a_failure_of_any_kind_gives_the_code_that_a_shell_gives(
         self, code: int | None, by: int | None, status: int
     ) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0, code, by)
         assert job.finish is not None
         assert job.finish.verdict.code == status
 
-    def test_within_the_budget_restarts_its_role_and_no_other(self) -> None:
+    def test_a_failure_within_the_budget_restarts_its_role_and_no_other(self) -> None:
         job = Job({"actor": 2, "rollout": 2}, restarts={"actor": 1}).running()
         rollout = job.state.roles["rollout"]
         job.exits("actor", 0, 1)
@@ -57,27 +57,27 @@ class TestAFailure:
         }
         assert job.all_run("actor").phases() == {"actor": "running", "rollout": "running"}
 
-    def test_starts_the_next_generation_only_when_the_last_worker_is_gone(self) -> None:
+    def test_a_failure_starts_the_next_generation_only_when_the_last_worker_is_gone(self) -> None:
         job = Job({"actor": 3}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         job.exits("actor", 1, by=TERM, asked=TERM)
         assert job.orders(StartRole) == []
         job.exits("actor", 2, by=KILL, asked=KILL)
         assert len(job.orders(StartRole)) == 1
 
-    def test_restarts_ranks_that_had_ended_well_too(self) -> None:
+    def test_a_failure_restarts_ranks_that_had_ended_well_too(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, 0)
         job.exits("actor", 1, 1)
         (order,) = job.orders(StartRole)
         assert [m.rank for m in order.members] == [0, 1]
 
-    def test_of_a_peer_that_follows_spends_no_second_restart(self) -> None:
+    def test_a_failure_of_a_peer_that_follows_spends_no_second_restart(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running().exits("actor", 0, by=9)
         job.exits("actor", 1, 1, asked=TERM, error=WorkerError("connection closed by peer", "", job.now))
         assert job.phases() == {"actor": "starting"}
         assert job.state.roles["actor"].restarts == 1
         assert len(job.state.failures) == 2
 
-    def test_after_the_budget_ends_the_job_with_its_own_code(self) -> None:
+    def test_a_failure_after_the_budget_ends_the_job_with_its_own_code(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 2}).running()
         for _ in range(2):
             job.exits("actor", 0, 1)
@@ -88,19 +88,19 @@ class TestAFailure:
         assert job.finish.verdict.code == EXIT_BUDGET
         assert "all 2 restarts of role actor are used up" in job.finish.verdict.report
 
-    def test_before_the_role_is_up_is_a_failure_like_any_other(self) -> None:
+    def test_a_failure_before_the_role_is_up_is_a_failure_like_any_other(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).launched().exits("actor", 0, 1)
         assert job.phases() == {"actor": "starting"}
         assert job.state.roles["actor"].generation == 1
 
-    def test_tells_who_why_and_what_was_decided(self) -> None:
+    def test_a_failure_tells_who_why_and_what_was_decided(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, by=9, note="out of memory")
         assert "exit: actor:0 ended: killed by SIGKILL, out of memory" in job.records
         assert "decision: actor:0 was killed by SIGKILL; restart 1 of 1 of role actor" in job.records
         assert "restart: role actor starts as generation 1" in job.records
         assert job.told(Notice)[0].source == "actor:0"
 
-    def test_is_reported_with_cause_traceback_and_log(self) -> None:
+    def test_a_failure_is_reported_with_cause_traceback_and_log(self) -> None:
         job = Job({"actor": 2, "rollout": 1}).running()
         error = WorkerError("ValueError: nan", "Traceback (most recent call last):\nValueError: nan", job.now)
         job.exits("actor", 1, 1, error=error)
@@ -116,7 +116,7 @@ class TestAFailure:
         assert job.finish.verdict.code == 1
 
     @pytest.mark.parametrize("error", [None, WorkerError("ValueError: nan", "Traceback", 55.0)])
-    def test_is_remembered_with_all_that_was_told(self, error: WorkerError | None) -> None:
+    def test_a_failure_is_remembered_with_all_that_was_told(self, error: WorkerError | None) -> None:
         job = Job({"actor": 2}, restarts={"actor": 3}).running().exits("actor", 0, 1).obey().all_run("actor")
         job.on(
             WorkerExited(WorkerId("actor", 1, 1), 60.0, None, KILL, "own", None, error, "a note", "the end")
@@ -135,7 +135,7 @@ class TestAFailure:
             decision="actor:1 was killed by SIGKILL; restart 2 of 3 of role actor",
         )
 
-    def test_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:
+    def test_a_failure_of_a_worker_that_never_ran_is_not_taken_for_an_old_one(self) -> None:
         job = Job({"actor": 2}).running()
         job.on(
             WorkerExited(WorkerId("actor", 0, 0), job.now, 1, None, note="no process can be forked")
@@ -153,19 +153,19 @@ def test_old_failures_are_forgotten_one_by_one() -> None:
 
 
 class TestALostAgent:
-    def test_takes_its_workers_with_it_and_ends_the_job(self) -> None:
+    def test_a_lost_agent_takes_its_workers_with_it_and_ends_the_job(self) -> None:
         job = Job({"actor": 2}).running().on(AgentLost("n0", "the peer closed the stream"))
         assert job.state.phase is JobPhase.FAILED
         assert job.finish is not None
         assert job.finish.verdict.code == 137
         assert "the agent of node n0 is gone: the peer closed the stream" in job.finish.verdict.report
 
-    def test_of_one_node_stops_those_of_the_others(self) -> None:
+    def test_a_lost_agent_of_one_node_stops_those_of_the_others(self) -> None:
         job = Job({"actor": 4}, nodes=("n0", "n1")).running().on(AgentLost("n1", "gone"))
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0, 2), TERM, 30.0)]
         assert job.obey().finish is not None
 
-    def test_is_not_explained_by_a_failure_that_was_dealt_with(self) -> None:
+    def test_a_lost_agent_is_not_explained_by_a_failure_that_was_dealt_with(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 77).all_run("actor")
         job.now += 3600.0
         job.on(AgentLost("n0", "gone"))
@@ -173,11 +173,11 @@ class TestALostAgent:
         assert job.finish.verdict.code == 137
         assert "exit code 77" not in job.finish.verdict.report
 
-    def test_while_the_job_stops_is_part_of_that(self) -> None:
+    def test_a_lost_agent_while_the_job_stops_is_part_of_that(self) -> None:
         job = Job({"actor": 2}).running().on(Stop(TERM, "stop"), AgentLost("n0", "gone"))
         assert job.end == (143, "stop")
 
-    def test_is_announced_by_workers_that_it_has_stopped_by_itself(self) -> None:
+    def test_a_lost_agent_is_announced_by_workers_that_it_has_stopped_by_itself(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 5}).running()
         job.exits("actor", 0, by=TERM, asked=TERM, cause="leaving")
         assert job.phases() == {"actor": "stopping"}
@@ -187,6 +187,6 @@ class TestALostAgent:
         assert job.orders(StartRole) == []
         assert job.on(AgentLost("n0", "it left")).state.phase is JobPhase.FAILED
 
-    def test_that_stopped_its_workers_for_a_dead_command_fits_the_masters_own_news(self) -> None:
+    def test_a_lost_agent_that_stopped_its_workers_for_a_dead_command_fits_the_masters_own_news(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0, 0, asked=TERM, cause="leaving").on(OwnerLost())
         assert job.end == (143, "the unirun command was killed")

@@ -146,7 +146,7 @@ class TestNodes:
         job = workloads(of=4).state
         return replace(job, placement=replace(job.placement, lost=("n3",)))
 
-    def test_that_are_left(self) -> None:
+    def test_nodes_that_are_left(self) -> None:
         job = self.job()
         assert job.without(()) == ("n0", "n1", "n2")
         assert job.without({"n0"}) == ("n1", "n2")
@@ -154,13 +154,13 @@ class TestNodes:
         assert replace(job, agents=here).without({"n0"}) == ("n1",)
         assert replace(job, agents=here, phase=JobPhase.LAUNCHING).without({"n0"}) == ("n1", "n2")
 
-    def test_that_are_given_up(self) -> None:
+    def test_nodes_that_are_given_up(self) -> None:
         job = self.job()
         assert [job.given_up(node) for node in ("n0", "n3", "n9")] == [False, True, True]
         assert job.nodes == ("n0", "n1", "n2", "n3")
         assert Job({"actor": 2}, nodes=("a", "b")).state.nodes == ("a", "b"), "as their ranks are there"
 
-    def test_where_ranks_are_astray(self) -> None:
+    def test_nodes_where_ranks_are_astray(self) -> None:
         job = self.job()
         role = job.roles["actor"]
         here = role.workers[1]

@@ -29,7 +29,7 @@ from unirun.wire.reports import (
 
 
 class TestAnErrorOfItsOwn:
-    def test_ends_the_term_and_is_kept_and_told(self, court: Court) -> None:
+    def test_an_error_of_the_master_ends_the_term_and_is_kept_and_told(self, court: Court) -> None:
         def breaks(state: JobState, event: Event, now: float) -> tuple[JobState, list[Command]]:
             if isinstance(event, Notice):
                 raise KeyError("a bug")
@@ -61,7 +61,9 @@ class TestAnErrorOfItsOwn:
         (text,) = court.events("master")
         assert text.startswith("an error in the master of term 1: KeyError in ")
 
-    def test_of_its_writer_does_so_too(self, court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_of_the_master_of_its_writer_does_so_too(
+        self, court: Court, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async def play() -> None:
             agent = await court.agent()
             await eventually(lambda: court.status()["roles"][0]["phase"] == "running")
@@ -72,7 +74,9 @@ class TestAnErrorOfItsOwn:
         (crash,) = court.run(play)
         assert crash.cause.startswith("ZeroDivisionError in ")
 
-    def test_that_cannot_be_kept_is_said(self, court: Court, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_of_the_master_that_cannot_be_kept_is_said(
+        self, court: Court, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         def away(_: object) -> None:
             raise StoreAway("it is away")
 
@@ -88,7 +92,7 @@ class TestAnErrorOfItsOwn:
         assert "unirun-master: an error in the master of term 1: IllegalTransition in " in told
         assert "unirun-master: the error is not in the store: it is away" in told
 
-    def test_is_none_when_another_leads(self, court: Court) -> None:
+    def test_an_error_of_the_master_is_none_when_another_leads(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
             await eventually(lambda: court.status()["roles"][0]["phase"] == "running")

@@ -92,7 +92,9 @@ def seat(tmp_path: Path) -> Iterator[Seat]:
 
 
 class TestTheFirstMaster:
-    def test_brings_the_context_to_the_store_and_leaves_a_free_seat(self, seat: Seat) -> None:
+    def test_the_first_master_brings_the_context_to_the_store_and_leaves_a_free_seat(
+        self, seat: Seat
+    ) -> None:
         seat.first(stopped())
         seat.lead()
         assert load(seat.store, "job-1") == kept(stopped())
@@ -100,7 +102,7 @@ class TestTheFirstMaster:
         assert leader_of(seat.store, SEAT) is None
         assert (seat.status["epoch"], seat.status["phase"]) == (1, "stopped")
 
-    def test_is_found_at_its_socket(self, seat: Seat) -> None:
+    def test_the_first_master_is_found_at_its_socket(self, seat: Seat) -> None:
         seat.first(stopped())
         seat.lead()
         changes = seat.store.watch(SEAT, 0).changes(0.0)
@@ -112,7 +114,7 @@ class TestTheFirstMaster:
         ]
         assert leaders == [Leader(1, UnixAddress.here(seat.path), os.getpid())]
 
-    def test_replaces_a_job_of_the_same_id_that_has_ended(self, seat: Seat) -> None:
+    def test_the_first_master_replaces_a_job_of_the_same_id_that_has_ended(self, seat: Seat) -> None:
         seat.has(stopped("other")).resign()
         seat.first(stopped())
         seat.lead()
@@ -120,7 +122,7 @@ class TestTheFirstMaster:
         assert state is not None
         assert state.uid == UID
 
-    def test_leaves_one_alone_that_runs(self, seat: Seat) -> None:
+    def test_the_first_master_leaves_one_alone_that_runs(self, seat: Seat) -> None:
         seat.has(a_job("other").state)
         seat.first(stopped())
         with pytest.raises(JobError, match="job job-1 is running"):
@@ -130,7 +132,7 @@ class TestTheFirstMaster:
         assert state.uid == "other"
         assert seat.job.first_context() is not None
 
-    def test_replaces_one_that_nobody_leads_after_a_moment(
+    def test_the_first_master_replaces_one_that_nobody_leads_after_a_moment(
         self, seat: Seat, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(leading, "TERM_TTL", 1.0)
@@ -141,7 +143,7 @@ class TestTheFirstMaster:
         assert state is not None
         assert state.uid == UID
 
-    def test_does_not_take_itself_for_another(self, seat: Seat) -> None:
+    def test_the_first_master_does_not_take_itself_for_another(self, seat: Seat) -> None:
         """It has died after it has written the context, before it could remove the first one."""
         seat.has(stopped()).resign()
         seat.first(a_job().state)
@@ -150,7 +152,7 @@ class TestTheFirstMaster:
         assert seat.job.first_context() is None
 
     @pytest.mark.starts_processes
-    def test_hears_of_an_agent_that_has_died_before_it_could_join(self, seat: Seat) -> None:
+    def test_the_first_master_hears_of_an_agent_that_has_died_before_it_could_join(self, seat: Seat) -> None:
         seat.first(a_job().state)
         agent = subprocess.Popen([sys.executable, "-S", "-c", ""])
         agent.wait()
@@ -161,13 +163,13 @@ class TestTheFirstMaster:
 
 
 class TestALaterMaster:
-    def test_goes_on_with_what_is_in_the_store(self, seat: Seat) -> None:
+    def test_a_later_master_goes_on_with_what_is_in_the_store(self, seat: Seat) -> None:
         seat.has(stopped())
         seat.lead(deposing=1)
         assert (seat.status["epoch"], seat.status["phase"]) == (2, "stopped")
         assert leader_of(seat.store, SEAT) is None
 
-    def test_leaves_a_job_alone_that_is_led(self, seat: Seat) -> None:
+    def test_a_later_master_leaves_a_job_alone_that_is_led(self, seat: Seat) -> None:
         seat.has(stopped())
         seat.lead()
         seat.lead(deposing=7)
@@ -177,7 +179,9 @@ class TestALaterMaster:
         assert leader.epoch == 1
 
     @pytest.mark.parametrize("there", [None, "other"])
-    def test_finds_no_context_but_that_of_another_job(self, seat: Seat, there: str | None) -> None:
+    def test_a_later_master_finds_no_context_but_that_of_another_job(
+        self, seat: Seat, there: str | None
+    ) -> None:
         if there is not None:
             seat.has(stopped(there)).resign()
         with pytest.raises(JobError, match="the store has no context of this job job-1") as caught:
@@ -185,7 +189,7 @@ class TestALaterMaster:
         assert "another job has taken its id" in str(caught.value)
         assert leader_of(seat.store, SEAT) is None, "the seat is free"
 
-    def test_ends_a_job_that_has_ended_too_many_masters(self, seat: Seat) -> None:
+    def test_a_later_master_ends_a_job_that_has_ended_too_many_masters(self, seat: Seat) -> None:
         term = seat.has(replace(a_job().state, phase=JobPhase.RUNNING))
         crash = Crash(1, 0.5, "KeyError in step", "KeyError: 'x'", ("Join",), "Traceback")
         assert not leading._core((crash,) * MOST, seat.job).writes_first, "the error may be one of writing"
@@ -199,7 +203,7 @@ class TestALaterMaster:
         assert state.verdict.reason.endswith("a bug in unirun: KeyError in step: KeyError: 'x'")
         assert f"log: {seat.job.master_log}" in state.verdict.report
 
-    def test_goes_on_when_errors_have_ended_few(self, seat: Seat) -> None:
+    def test_a_later_master_goes_on_when_errors_have_ended_few(self, seat: Seat) -> None:
         assert leading._core((), seat.job) == Core(resume, step)
         term = seat.has(stopped())
         record_crash(seat.store, "job-1", term, Crash(1, 0.5, "KeyError", "KeyError: 'x'", (), "Traceback"))
@@ -221,7 +225,7 @@ class TestTheProcess:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def test_leads_and_leaves_no_socket(self, seat: Seat) -> None:
+    def test_the_process_leads_and_leaves_no_socket(self, seat: Seat) -> None:
         """One that a process of the same pid has left is in nobody's way."""
         seat.has(stopped())
         seat.path.write_text("left by another")
@@ -231,7 +235,7 @@ class TestTheProcess:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             assert signal.getsignal(number) is signal.SIG_IGN, "a terminal's signals are for the command"
 
-    def test_says_why_it_cannot_and_leaves_no_socket(
+    def test_the_process_says_why_it_cannot_and_leaves_no_socket(
         self, seat: Seat, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert process.main() == JobError("x").exit_code != 0

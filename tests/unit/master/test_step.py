@@ -29,13 +29,13 @@ from unirun.wire.reports import (
 
 
 class TestLaunching:
-    def test_waits_for_every_node(self) -> None:
+    def test_launching_waits_for_every_node(self) -> None:
         job = Job({"actor": 4}, nodes=("n0", "n1"))
         job.on(Join("n1", 1, "h", {"actor": "h:1"}))
         assert job.state.phase is JobPhase.LAUNCHING
         assert job.orders(StartRole) == []
 
-    def test_then_orders_every_role(self) -> None:
+    def test_launching_then_orders_every_role(self) -> None:
         job = Job({"actor": 2, "rollout": 3}).launched()
         assert job.state.phase is JobPhase.RUNNING
         actor, rollout = job.orders(StartRole)
@@ -44,7 +44,7 @@ class TestLaunching:
         assert rollout.endpoint == "127.0.0.1:2"
         assert job.phases() == {"actor": "starting", "rollout": "starting"}
 
-    def test_splits_a_role_over_its_nodes(self) -> None:
+    def test_launching_splits_a_role_over_its_nodes(self) -> None:
         job = Job({"actor": 3}, nodes=("n0", "n1")).launched()
         one, two = job.orders(StartRole)
         assert [
@@ -57,33 +57,33 @@ class TestLaunching:
         assert (two.local_world_size, two.group_rank, two.group_world_size) == (1, 1, 2)
         assert [(m.rank, m.local_rank) for m in (*one.members, *two.members)] == [(0, 0), (2, 1), (1, 0)]
 
-    def test_shows_all_roles_to_all_workers(self) -> None:
+    def test_launching_shows_all_roles_to_all_workers(self) -> None:
         job = Job({"actor": 2, "rollout": 1}).launched()
         assert [role.name for role in job.orders(View)[-1].roles] == ["actor", "rollout"]
 
-    def test_refuses_a_node_that_joins_twice_or_is_unknown(self) -> None:
+    def test_launching_refuses_a_node_that_joins_twice_or_is_unknown(self) -> None:
         job = Job({"actor": 2}).launched()
         for node in ("n0", "n9"):
             with pytest.raises(Refused, match="joined twice, or has no place"):
                 job.on(Join(node, 2, "h", {}))
 
-    def test_ends_when_a_node_does_not_come(self) -> None:
+    def test_launching_ends_when_a_node_does_not_come(self) -> None:
         job = Job({"actor": 2}, nodes=("n0", "n1"))
         job.on(Join("n0", 1, "h", {"actor": "h:1"}), JoinTimedOut())
         assert job.state.phase is JobPhase.FAILED
         assert job.end == (EXIT_RENDEZVOUS, "n1 did not join within 60 s")
 
-    def test_does_not_mind_the_deadline_when_all_are_there(self) -> None:
+    def test_launching_does_not_mind_the_deadline_when_all_are_there(self) -> None:
         assert Job({"actor": 1}).running().on(JoinTimedOut()).commands == []
 
-    def test_tells_when_torch_is_imported(self) -> None:
+    def test_launching_tells_when_torch_is_imported(self) -> None:
         job = Job({"actor": 1}).on(SpawnerReady("n0", 1.25))
         assert job.told(Notice) == [Notice("n0", "spawner ready in 1.2 s")]
         assert job.records == "spawner: n0: torch is imported after 1.25 s"
 
 
 class TestARoleComesUp:
-    def test_and_runs_when_all_ranks_do(self) -> None:
+    def test_a_role_comes_up_and_runs_when_all_ranks_do(self) -> None:
         job = Job({"actor": 2}).launched()
         job.on(WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0))
         assert job.phases() == {"actor": "starting"}
@@ -92,17 +92,17 @@ class TestARoleComesUp:
         assert job.phases() == {"actor": "running"}
         assert "running: role actor: every rank runs" in job.records
 
-    def test_even_when_a_hello_overtakes_the_news_of_the_fork(self) -> None:
+    def test_a_role_comes_up_even_when_a_hello_overtakes_the_news_of_the_fork(self) -> None:
         job = Job({"actor": 1}).launched()
         job.on(WorkerRunning(WorkerId("actor", 0, 0), 0), WorkerStarted(WorkerId("actor", 0, 0), 7))
         (worker,) = job.state.roles["actor"].workers
         assert (worker.phase, worker.pid) == (WorkerPhase.RUNNING, 7)
 
-    def test_and_watchers_learn_of_each_process(self) -> None:
+    def test_a_role_comes_up_and_watchers_learn_of_each_process(self) -> None:
         job = Job({"actor": 3}).launched().on(WorkerStarted(WorkerId("actor", 2, 0), 7))
         assert job.told(WorkerOutput) == [WorkerOutput(WorkerId("actor", 2, 0), local_rank=2)]
 
-    def test_and_a_rank_that_has_ended_well_counts_as_up(self) -> None:
+    def test_a_role_comes_up_and_a_rank_that_has_ended_well_counts_as_up(self) -> None:
         job = Job({"actor": 2}).launched()
         job.exits("actor", 0, 0)
         job.on(WorkerStarted(WorkerId("actor", 1, 0), 8), WorkerRunning(WorkerId("actor", 1, 0), 0))
@@ -110,14 +110,14 @@ class TestARoleComesUp:
 
 
 class TestTheEnd:
-    def test_comes_when_all_ranks_have_ended_well(self) -> None:
+    def test_the_end_comes_when_all_ranks_have_ended_well(self) -> None:
         job = Job({"actor": 2}).running().exits("actor", 0)
         assert job.state.phase is JobPhase.RUNNING
         job.exits("actor", 1)
         assert job.state.phase is JobPhase.SUCCEEDED
         assert job.end == (0, "actor succeeded")
 
-    def test_needs_the_primary_roles_only_and_stops_the_others(self) -> None:
+    def test_the_end_needs_the_primary_roles_only_and_stops_the_others(self) -> None:
         job = Job({"actor": 1, "rollout": 2}, primary=("actor",)).running().exits("actor", 0)
         assert job.state.phase is JobPhase.STOPPING
         assert job.orders(StopWorkers) == [StopWorkers("rollout", (0, 1), TERM, 30.0)]
@@ -127,12 +127,12 @@ class TestTheEnd:
         assert job.finish.verdict.code == 0
         assert job.phases() == {"actor": "succeeded", "rollout": "stopped"}
 
-    def test_does_not_come_with_a_role_that_is_not_primary(self) -> None:
+    def test_the_end_does_not_come_with_a_role_that_is_not_primary(self) -> None:
         job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("rollout", 0)
         assert job.state.phase is JobPhase.RUNNING
         assert job.phases()["rollout"] == "succeeded"
 
-    def test_is_final(self) -> None:
+    def test_the_end_is_final(self) -> None:
         job = Job({"actor": 1}).running().exits("actor", 0)
         state = job.state
         late = (Stop(TERM, "late"), AgentLost("n0", "late"), OwnerLost(), Join("n0", 1, "h", {}))
@@ -142,14 +142,14 @@ class TestTheEnd:
 
 
 class TestNewsOfThePast:
-    def test_of_an_earlier_incarnation_changes_nothing(self) -> None:
+    def test_late_news_of_an_earlier_incarnation_changes_nothing(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         state = job.state
         job.on(WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0))
         job.exits("actor", 0, 1, incarnation=0)
         assert job.state == state
 
-    def test_that_is_told_twice_counts_once(self) -> None:
+    def test_late_news_that_is_told_twice_counts_once(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 5}).running().exits("actor", 0, 1)
         state = job.exits("actor", 0, 1).state
         assert state.roles["actor"].restarts == 1
@@ -164,7 +164,7 @@ class TestNewsOfThePast:
             (WorkerExited(WorkerId("actor", 0, 3), 1.0, 0, None), "has no incarnation 3 yet"),
         ],
     )
-    def test_about_what_cannot_be_is_refused(self, event: Event, says: str) -> None:
+    def test_late_news_about_what_cannot_be_is_refused(self, event: Event, says: str) -> None:
         with pytest.raises(IllegalTransition, match=says):
             Job({"actor": 1}).running().on(event)
 

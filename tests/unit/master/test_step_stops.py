@@ -20,7 +20,7 @@ from unirun.wire.reports import (
 
 
 class TestAStop:
-    def test_stops_every_role_and_ends_with_the_signals_code(self) -> None:
+    def test_a_stop_stops_every_role_and_ends_with_the_signals_code(self) -> None:
         job = Job({"actor": 2, "rollout": 1}).running().on(Stop(int(signal.SIGINT), "got SIGINT"))
         assert job.orders(StopWorkers) == [
             StopWorkers("actor", (0, 1), int(signal.SIGINT), 30.0),
@@ -30,52 +30,52 @@ class TestAStop:
         assert job.state.phase is JobPhase.STOPPED
         assert job.end == (130, "got SIGINT")
 
-    def test_may_have_another_code_than_the_signals(self) -> None:
+    def test_a_stop_may_have_another_code_than_the_signals(self) -> None:
         job = Job({"actor": 1}).running().on(Stop(TERM, "nobody reads", code=141))
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, 30.0)]
         assert job.obey().end == (141, "nobody reads")
 
-    def test_takes_its_own_grace(self) -> None:
+    def test_a_stop_takes_its_own_grace(self) -> None:
         job = Job({"actor": 1}).running().on(Stop(TERM, "unirun stop", 2.5))
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, 2.5)]
 
-    def test_that_comes_again_kills(self) -> None:
+    def test_a_stop_that_comes_again_kills(self) -> None:
         job = Job({"actor": 2}).running().on(Stop(TERM, "one")).exits("actor", 0, by=TERM, asked=TERM)
         job.on(Stop(TERM, "two"))
         assert job.orders(StopWorkers) == [StopWorkers("actor", (1,), KILL, 0.0)]
         job.obey()
         assert job.end == (143, "one")
 
-    def test_of_a_job_that_ends_by_itself_kills_only_when_it_comes_again(self) -> None:
+    def test_a_stop_of_a_job_that_ends_by_itself_kills_only_when_it_comes_again(self) -> None:
         job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
         assert job.on(Stop(TERM, "one")).orders(StopWorkers) == []
         assert job.on(Stop(TERM, "two")).orders(StopWorkers) == [StopWorkers("rollout", (0,), KILL, 0.0)]
         assert job.obey().end == (0, "actor succeeded")
 
-    def test_before_anything_runs_ends_at_once(self) -> None:
+    def test_a_stop_before_anything_runs_ends_at_once(self) -> None:
         job = Job({"actor": 1}).on(Stop(TERM, "early"))
         assert job.end == (143, "early")
         assert job.phases() == {"actor": "stopped"}
 
-    def test_ends_a_restart(self) -> None:
+    def test_a_stop_ends_a_restart(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 3}).running().exits("actor", 0, 1).on(Stop(TERM, "stop"))
         job.exits("actor", 1, by=TERM, asked=TERM)
         assert job.orders(StartRole) == []
         assert job.state.phase is JobPhase.STOPPED
 
-    def test_makes_a_failure_on_the_way_out_no_new_decision(self) -> None:
+    def test_a_stop_makes_a_failure_on_the_way_out_no_new_decision(self) -> None:
         job = Job({"actor": 2}, restarts={"actor": 3}).running().on(Stop(TERM, "stop"))
         job.exits("actor", 0, 1, asked=TERM, error=WorkerError("RuntimeError: x", "", job.now))
         assert job.orders(StartRole) == []
         assert job.exits("actor", 1, by=TERM, asked=TERM).end == (143, "stop")
         assert job.phases() == {"actor": "failed"}
 
-    def test_leaves_a_role_alone_that_has_succeeded(self) -> None:
+    def test_a_stop_leaves_a_role_alone_that_has_succeeded(self) -> None:
         job = Job({"actor": 1, "rollout": 1}).running().exits("actor", 0).on(Stop(TERM, "stop"))
         assert [o.role for o in job.orders(StopWorkers)] == ["rollout"]
         assert job.obey().phases() == {"actor": "succeeded", "rollout": "stopped"}
 
-    def test_comes_from_an_owner_that_died_too(self) -> None:
+    def test_a_stop_comes_from_an_owner_that_died_too(self) -> None:
         job = Job({"actor": 1}).running().on(OwnerLost())
         assert job.orders(StopWorkers) == [StopWorkers("actor", (0,), TERM, OWNER_LOST_GRACE)]
         assert job.obey().end == (143, "the unirun command was killed")

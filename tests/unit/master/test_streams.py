@@ -47,7 +47,7 @@ METRICS = {"loss": 0.5, "norm": "nan"}
 
 
 class TestAnAgent:
-    def test_is_heard_by_who_follows_the_job_and_by_who_reads(self, court: Court) -> None:
+    def test_an_agent_is_heard_by_who_follows_the_job_and_by_who_reads(self, court: Court) -> None:
         async def play() -> None:
             watcher, agent = await court.greet(Attach()), await court.agent()
             agent.send(Notice("actor:0", "is slow"))
@@ -73,7 +73,7 @@ class TestAnAgent:
             "",
         )
 
-    def test_gets_what_its_workers_ask_of_the_store(self, court: Court) -> None:
+    def test_an_agent_gets_what_its_workers_ask_of_the_store(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
             agent.send(FromWorker(WorkerId("actor", 0, 0), Ask(1, "save_state", "", "aGk=")))
@@ -87,7 +87,7 @@ class TestAnAgent:
 
         assert court.run(play) == []
 
-    def test_is_told_of_its_peers_in_a_moment(self, court: Court) -> None:
+    def test_an_agent_is_told_of_its_peers_in_a_moment(self, court: Court) -> None:
         """What waits for more news comes by itself."""
 
         async def play() -> None:
@@ -99,7 +99,7 @@ class TestAnAgent:
 
         assert court.run(play) == []
 
-    def test_whose_stream_ends_is_gone(self, court: Court) -> None:
+    def test_an_agent_whose_stream_ends_is_gone(self, court: Court) -> None:
         async def play() -> None:
             watcher, agent = await court.greet(Attach()), await court.agent()
             await agent.close()
@@ -110,7 +110,7 @@ class TestAnAgent:
 
         assert court.run(play) == []
 
-    def test_that_comes_back_on_another_stream_is_not_gone(self, court: Court) -> None:
+    def test_an_agent_that_comes_back_on_another_stream_is_not_gone(self, court: Court) -> None:
         async def play() -> None:
             first = await court.agent()
             again = await court.greet(court.model.join("n0"))
@@ -122,7 +122,7 @@ class TestAnAgent:
         assert court.run(play) == []
         assert court.status()["phase"] != "launching"
 
-    def test_of_another_process_is_sent_away_while_the_first_is_there(self, court: Court) -> None:
+    def test_an_agent_of_another_process_is_sent_away_while_the_first_is_there(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
             second = await court.greet(replace(court.model.join("n0"), pid=2))
@@ -135,7 +135,7 @@ class TestAnAgent:
         assert court.events("refused")[0] == "a second agent says that it is n0"
         assert court.events("notice") == ["actor:0: is still heard"]
 
-    def test_of_no_node_of_the_job_is_sent_away(self, court: Court) -> None:
+    def test_an_agent_of_no_node_of_the_job_is_sent_away(self, court: Court) -> None:
         async def play() -> None:
             stranger = await court.greet(replace(court.model.join("n0"), node="n9"))
             assert await stranger.receive() == Shutdown()
@@ -147,7 +147,9 @@ class TestAnAgent:
         assert court.run(play) == []
         assert court.events("notice") == []
 
-    def test_that_says_what_cannot_be_is_not_believed_and_everybody_hears_why(self, court: Court) -> None:
+    def test_an_agent_that_says_what_cannot_be_is_not_believed_and_everybody_hears_why(
+        self, court: Court
+    ) -> None:
         async def play() -> None:
             watcher, agent = await court.greet(Attach()), await court.agent()
             agent.send(FromWorker(WorkerId("actor", 0, 0), GroupFormed(9)))
@@ -162,7 +164,7 @@ class TestAnAgent:
             "FromWorker(worker=WorkerId(role='actor', rank=0, incarnation=0), message=GroupFormed(generation=9)): actor has"
         )
 
-    def test_that_has_not_heard_of_the_end_hears_it_of_the_next_master(self, tmp_path: Path) -> None:
+    def test_an_agent_that_has_not_heard_of_the_end_hears_it_of_the_next_master(self, tmp_path: Path) -> None:
         court = Court(tmp_path, Job({"actor": 1}).running().exits("actor", 0))
 
         async def play() -> None:
@@ -175,7 +177,7 @@ class TestAnAgent:
 
 
 class TestACommand:
-    def test_may_stop_the_job_and_is_told_how_it_ends(self, court: Court) -> None:
+    def test_a_command_may_stop_the_job_and_is_told_how_it_ends(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
             command = await court.greet(Stop(TERM, "unirun stop", 7.0))
@@ -189,7 +191,7 @@ class TestACommand:
 
         assert court.run(play) == []
 
-    def test_that_follows_the_job_may_stop_it_later_and_leave_a_note(self, court: Court) -> None:
+    def test_a_command_that_follows_the_job_may_stop_it_later_and_leave_a_note(self, court: Court) -> None:
         async def play() -> None:
             agent, command = await court.agent(), await court.greet(Attach())
             command.send(Notice("cli", "a key was pressed"))
@@ -205,7 +207,7 @@ class TestACommand:
         assert court.run(play) == []
         assert court.events("notice") == ["a key was pressed"]
 
-    def test_that_leaves_is_not_missed(self, court: Court) -> None:
+    def test_a_command_that_leaves_is_not_missed(self, court: Court) -> None:
         async def play() -> None:
             watcher = await court.greet(Attach())
             agent = await court.agent()
@@ -214,7 +216,7 @@ class TestACommand:
 
         assert court.run(play) == []
 
-    def test_that_begins_with_something_else_is_refused(self, court: Court) -> None:
+    def test_a_command_that_begins_with_something_else_is_refused(self, court: Court) -> None:
         async def play() -> None:
             other = await court.greet(Notice("x", "y"))
             await all_of(other)
@@ -223,7 +225,7 @@ class TestACommand:
         assert court.run(play) == []
         assert court.events("refused") == ["a connection began with Notice"]
 
-    def test_that_comes_when_the_job_has_ended_is_told_how(self, court: Court) -> None:
+    def test_a_command_that_comes_when_the_job_has_ended_is_told_how(self, court: Court) -> None:
         async def play() -> None:
             agent = await court.agent()
             for rank in (0, 1):
@@ -238,7 +240,7 @@ class TestACommand:
 
 
 class TestAStranger:
-    def test_is_refused_before_it_is_heard(self, court: Court) -> None:
+    def test_a_stranger_is_refused_before_it_is_heard(self, court: Court) -> None:
         async def play() -> None:
             with pytest.raises(WireError):
                 await connect(UnixAddress.here(court.path), Token(new_token()))
@@ -248,7 +250,7 @@ class TestAStranger:
         (text,) = court.events("refused")
         assert text.startswith("a connection was refused: ")
 
-    def test_that_leaves_without_a_word_is_noted(self, court: Court) -> None:
+    def test_a_stranger_that_leaves_without_a_word_is_noted(self, court: Court) -> None:
         async def play() -> None:
             other = await connect(UnixAddress.here(court.path), court.token)
             await other.close()
@@ -275,7 +277,7 @@ def test_a_status_that_cannot_be_written_is_written_with_the_next_change(court: 
 
 
 class TestAStoreThatIsAway:
-    def test_is_told_of_once_and_so_is_its_return(
+    def test_an_unreachable_store_is_told_of_once_and_so_is_its_return(
         self, court: Court, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "RETRY_DELAY", 0.001)
@@ -294,7 +296,7 @@ class TestAStoreThatIsAway:
         words = "it is away; decisions wait until it can be written"
         assert troubles == [Notice("store", words), Notice("store", "it is back")]
 
-    def test_does_not_hold_up_an_end_which_agents_tell_the_next_master(
+    def test_an_unreachable_store_does_not_hold_up_an_end_which_agents_tell_the_next_master(
         self, court: Court, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)

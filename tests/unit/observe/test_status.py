@@ -91,7 +91,7 @@ def test_a_job_that_has_written_nothing_yet_is_told(job: tuple[JobDir, int]) -> 
 
 
 class TestASummary:
-    def test_is_one_line_of_the_status(self, job: tuple[JobDir, int]) -> None:
+    def test_a_summary_is_one_line_of_the_status(self, job: tuple[JobDir, int]) -> None:
         here, lock = job
         write(here)
         assert read_summary(here) == Summary("run-1", "", "job", "running", 1.0, None, None, {"actor": 1})
@@ -100,7 +100,7 @@ class TestASummary:
         write(here, "failed")
         assert read_summary(here).phase == "failed"
 
-    def test_does_not_grow_with_the_ranks_of_a_job(self, job: tuple[JobDir, int]) -> None:
+    def test_a_summary_does_not_grow_with_the_ranks_of_a_job(self, job: tuple[JobDir, int]) -> None:
         here, lock = job
         (role,) = STATUS.roles
         write_status(
@@ -112,7 +112,7 @@ class TestASummary:
         os.close(lock)
 
     @pytest.mark.parametrize("text", ["", "[]", "{}"])
-    def test_that_is_none_is_told(self, job: tuple[JobDir, int], text: str) -> None:
+    def test_a_summary_that_is_none_is_told(self, job: tuple[JobDir, int], text: str) -> None:
         here, lock = job
         here.summary.write_text(text)
         with pytest.raises(JobError, match="summary.json"):

@@ -52,7 +52,9 @@ class TestAWriteInPieces:
         after = replace(before, agents=agents, asked_to_stop=True, failures=(), forgotten=30)
         return before, after.with_role(replace(role, workers=workers))
 
-    def test_is_one_for_who_reads(self, store: UnsteadyStore, states: tuple[JobState, JobState]) -> None:
+    def test_a_write_in_pieces_is_one_for_who_reads(
+        self, store: UnsteadyStore, states: tuple[JobState, JobState]
+    ) -> None:
         before, after = states
         hand = contexts(store)
         hand.create(before)
@@ -68,7 +70,7 @@ class TestAWriteInPieces:
             "nothing is left over"
         )
 
-    def test_is_done_or_not_when_the_master_dies_at_any_moment(
+    def test_a_write_in_pieces_is_done_or_not_when_the_master_dies_at_any_moment(
         self, states: tuple[JobState, JobState]
     ) -> None:
         before, after = states
@@ -88,7 +90,7 @@ class TestAWriteInPieces:
         assert outcomes == sorted(outcomes), "once it is there it stays"
         assert outcomes.count(True) > 4 < outcomes.count(False)
 
-    def test_that_is_taken_over_may_be_so_again_and_again(
+    def test_a_write_in_pieces_that_is_taken_over_may_be_so_again_and_again(
         self, store: UnsteadyStore, states: tuple[JobState, JobState]
     ) -> None:
         before, after = states
@@ -105,7 +107,7 @@ class TestAWriteInPieces:
         assert term > 3
         assert load(store, RUN) == kept(after)
 
-    def test_that_failed_is_finished_before_another(
+    def test_a_write_in_pieces_that_failed_is_finished_before_another(
         self, store: UnsteadyStore, states: tuple[JobState, JobState]
     ) -> None:
         """Else what was committed would hide what is written later."""

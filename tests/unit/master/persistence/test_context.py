@@ -105,15 +105,15 @@ def happens(job: Job, *events: Event) -> bool:
 
 
 class TestUrgent:
-    def test_is_that_a_job_is_launched(self) -> None:
+    def test_urgent_is_that_a_job_is_launched(self) -> None:
         assert happens(Job({"actor": 1}), Join("n0", 1, "h", {"actor": "h:1"}))
 
-    def test_is_not_that_a_node_of_several_has_come(self) -> None:
+    def test_urgent_is_not_that_a_node_of_several_has_come(self) -> None:
         job = Job({"actor": 2}, nodes=("n0", "n1"))
         assert not happens(job, Join("n0", 1, "h", {"actor": "h:1"}))
         assert happens(job, Join("n1", 1, "h", {"actor": "h:2"}))
 
-    def test_is_not_how_far_workers_are(self) -> None:
+    def test_urgent_is_not_how_far_workers_are(self) -> None:
         job = Job({"actor": 1}).launched()
         assert not happens(
             job, WorkerStarted(WorkerId("actor", 0, 0), 7), WorkerRunning(WorkerId("actor", 0, 0), 0)
@@ -122,27 +122,27 @@ class TestUrgent:
         assert not happens(job, FromWorker(WorkerId("actor", 0, 0), Metrics({"loss": 1.0}, 1.0)), ViewDue())
 
     @pytest.mark.parametrize("code", [0, 1])
-    def test_is_every_end_of_a_worker(self, code: int) -> None:
+    def test_urgent_is_every_end_of_a_worker(self, code: int) -> None:
         job = Job({"actor": 2}, restarts={"actor": 1}).running()
         assert happens(job, WorkerExited(WorkerId("actor", 0, 0), 1.0, code, None))
 
-    def test_is_every_end_of_a_worker_that_was_told_to(self) -> None:
+    def test_urgent_is_every_end_of_a_worker_that_was_told_to(self) -> None:
         job = Job({"actor": 3}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         assert happens(job, WorkerExited(WorkerId("actor", 1, 0), 1.0, None, TERM, "order", TERM))
 
-    def test_is_a_generation_that_is_decided_and_the_store_of_it(self) -> None:
+    def test_urgent_is_a_generation_that_is_decided_and_the_store_of_it(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}, restarts={"actor": 1}, stores_open=False)
         job.running().on(*(FromWorker(WorkerId("actor", rank, 0), Serving({}, True)) for rank in range(2)))
         assert job.phases() == {"actor": "running"}
         assert happens(job, StoreEnded("actor", 0, 1.0, "gone"))
         assert happens(job, StoreOpened("actor", 1))
 
-    def test_is_the_wish_to_stop_and_the_second_one(self) -> None:
+    def test_urgent_is_the_wish_to_stop_and_the_second_one(self) -> None:
         job = Job({"actor": 1, "rollout": 1}, primary=("actor",)).running().exits("actor", 0)
         assert happens(job, Stop(TERM, "one"))
         assert happens(Job({"actor": 1}), JoinTimedOut())
 
-    def test_is_not_what_changes_nothing(self) -> None:
+    def test_urgent_is_not_what_changes_nothing(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running().exits("actor", 0, 1)
         before = job.state
         assert not urgent(before, job.exits("actor", 0, 1, incarnation=0).state)
@@ -157,7 +157,7 @@ class TestDocumentsThatAreRefused:
             job.exits("actor", 0, 1).exits("actor", 1, by=TERM, asked=TERM)
         return written(job.state)
 
-    def test_are_those_of_another_schema(self, documents: Documents) -> None:
+    def test_refused_documents_are_those_of_another_schema(self, documents: Documents) -> None:
         documents["job"] = json.dumps({**json.loads(documents["job"]), "schema": SCHEMA + 1})
         with pytest.raises(StoreRefused, match=f"has schema {SCHEMA + 1}, this unirun writes {SCHEMA}"):
             restore(documents)
@@ -176,7 +176,9 @@ class TestDocumentsThatAreRefused:
             "failures/2",
         ],
     )
-    def test_are_those_of_which_one_is_missing(self, documents: Documents, name: str) -> None:
+    def test_refused_documents_are_those_of_which_one_is_missing(
+        self, documents: Documents, name: str
+    ) -> None:
         if name == "failures/2":
             documents["failures/3"] = documents.pop(name)
         else:
@@ -198,7 +200,7 @@ class TestDocumentsThatAreRefused:
             lambda text: "[" * 100_000,
         ],
     )
-    def test_are_those_of_which_one_is_something_else(
+    def test_refused_documents_are_those_of_which_one_is_something_else(
         self, documents: Documents, damage: Callable[[str], str]
     ) -> None:
         for name, text in documents.items():
@@ -206,7 +208,7 @@ class TestDocumentsThatAreRefused:
                 restore({**documents, name: damage(text)})
         assert restore(documents)
 
-    def test_are_those_with_names_of_somebody_else(self, documents: Documents) -> None:
+    def test_refused_documents_are_those_with_names_of_somebody_else(self, documents: Documents) -> None:
         for name in ("failures/x", "ranks/actor/", "ranks/actor/-1", "spec/0/1", "nodes/7", "calls/actor/2"):
             with pytest.raises(StoreRefused):
                 restore({**documents, name: documents["ranks/actor/0"]})
@@ -221,7 +223,7 @@ class TestDocumentsThatAreRefused:
             ("ranks/actor/0", '"rank":1', '"rank":2', "ranks"),
         ],
     )
-    def test_are_those_that_do_not_fit_each_other(
+    def test_refused_documents_are_those_that_do_not_fit_each_other(
         self, documents: Documents, name: str, from_: str, to: str, what: str
     ) -> None:
         assert documents[name].count(from_) == 1
@@ -229,12 +231,12 @@ class TestDocumentsThatAreRefused:
         with pytest.raises(StoreRefused, match=f"its {what} are not whole"):
             restore(documents)
 
-    def test_are_those_with_a_gap(self, documents: Documents) -> None:
+    def test_refused_documents_are_those_with_a_gap(self, documents: Documents) -> None:
         documents["failures/3"] = documents.pop("failures/2")
         with pytest.raises(StoreRefused, match="not whole or not unirun's"):
             restore(documents)
 
     @given(st.dictionaries(st.sampled_from(["job", "spec/0", "ranks/actor/0"]), st.text()))
-    def test_are_all_that_are_none(self, documents: Documents) -> None:
+    def test_refused_documents_are_all_that_are_none(self, documents: Documents) -> None:
         with pytest.raises(StoreRefused):
             restore(documents)

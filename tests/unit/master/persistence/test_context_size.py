@@ -44,11 +44,11 @@ def big() -> JobState:
 
 
 class TestTenThousandRanks:
-    def test_are_in_documents_of_moderate_size(self, big: JobState) -> None:
+    def test_ten_thousand_ranks_are_in_documents_of_moderate_size(self, big: JobState) -> None:
         assert largest(changed_documents(None, big)) < MOST
         assert restore(written(big)) == kept(big)
 
-    def test_change_few_documents_with_each_event(self, big: JobState) -> None:
+    def test_ten_thousand_ranks_change_few_documents_with_each_event(self, big: JobState) -> None:
         events: list[tuple[Event, int]] = [
             (WorkerStarted(WorkerId("role0", 77, 0), 5), 1),
             (WorkerRunning(WorkerId("role0", 77, 0), 0), 1),
@@ -67,12 +67,12 @@ class TestTenThousandRanks:
             state = after
         assert changed_documents(state, state) == {}
 
-    def test_that_are_bound_to_many_processors_are_in_small_documents_too(self) -> None:
+    def test_ten_thousand_ranks_that_are_bound_to_many_processors_are_in_small_documents_too(self) -> None:
         state = many(1000, 10, cpus=tuple(range(384)))
         assert largest(changed_documents(None, state)) < MOST
         assert restore(written(state)) == kept(state)
 
-    def test_of_many_roles_have_small_documents_of_nodes(self) -> None:
+    def test_ten_thousand_ranks_of_many_roles_have_small_documents_of_nodes(self) -> None:
         state = joined(many(600, 3, roles=200))
         assert largest(changed_documents(None, state)) < MOST
         assert restore(written(state)) == kept(state)
@@ -115,19 +115,19 @@ def test_many_failures_at_once_may_follow_few() -> None:
 
 
 class TestWhatReadersSee:
-    def test_are_the_pids_and_addresses_of_workers(self) -> None:
+    def test_what_readers_see_are_the_pids_and_addresses_of_workers(self) -> None:
         job = Job({"actor": 2}, kinds={"actor": "workload"}).running()
         job.on(FromWorker(WorkerId("actor", 1, 0), Serving({"socket": "a:1"}, True)))
         workers = restore(written(job.state)).roles["actor"].workers
         assert [w.pid for w in workers] == [1, 2]
         assert [dict(w.addresses) for w in workers] == [{}, {"socket": "a:1"}]
 
-    def test_of_a_worker_that_has_a_successor_is_gone(self) -> None:
+    def test_what_readers_see_of_a_worker_that_has_a_successor_is_gone(self) -> None:
         job = Job({"actor": 1}, restarts={"actor": 1}).running()
         job.exits("actor", 0, 1)
         (worker,) = restore(written(job.state)).roles["actor"].workers
         assert (worker.incarnation, worker.pid, worker.phase) == (1, None, WorkerPhase.STARTING)
 
-    def test_is_written_anew_only_where_it_has_changed(self, big: JobState) -> None:
+    def test_what_readers_see_is_written_anew_only_where_it_has_changed(self, big: JobState) -> None:
         after, _ = step(big, WorkerStarted(WorkerId("role0", 601, 0), 5), 3.0)
         assert sorted(changed_documents(big, after)) == ["ranks/role0/6"]

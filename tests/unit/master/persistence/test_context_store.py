@@ -33,12 +33,14 @@ from unirun.wire.reports import Join
 
 
 class TestANewContext:
-    def test_can_be_loaded(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_can_be_loaded(self, store: UnsteadyStore, job: Job) -> None:
         assert load(store, RUN) is None
         contexts(store).create(job.state)
         assert load(store, RUN) == kept(job.state)
 
-    def test_replaces_one_of_the_same_id_as_a_whole(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_replaces_one_of_the_same_id_as_a_whole(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         old = many(600, 1)
         first = contexts(store)
         first.create(old)
@@ -51,7 +53,7 @@ class TestANewContext:
         contexts(store, deposing=1).create(job.state)
         assert read_context(store, RUN) == applied({}, changed_documents(None, job.state))
 
-    def test_touches_no_job_whose_id_begins_alike(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_touches_no_job_whose_id_begins_alike(self, store: UnsteadyStore, job: Job) -> None:
         other = Job({"actor": 2}).running()
         contexts(store, run_id="run10").create(other.state)
         before = store.get_prefix("jobs/run10/").items
@@ -61,7 +63,7 @@ class TestANewContext:
         assert store.get_prefix("jobs/run10/").items == before
         assert load(store, "run10") == kept(other.state)
 
-    def test_is_not_there_before_it_is_whole(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_is_not_there_before_it_is_whole(self, store: UnsteadyStore, job: Job) -> None:
         contexts(store).create(many(600, 1))
         writer = contexts(store, deposing=1)
         found: list[bool] = []
@@ -71,7 +73,9 @@ class TestANewContext:
         assert found == [True, *[False] * (len(found) - 1)], "the first write deletes the old one"
         assert load(store, RUN) is not None
 
-    def test_that_is_begun_and_not_finished_is_begun_anew(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_new_context_that_is_begun_and_not_finished_is_begun_anew(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         store.faults.extend([None, None, None, "away"])
         with pytest.raises(StoreAway):
             contexts(store).create(job.state)
@@ -81,7 +85,9 @@ class TestANewContext:
 
 
 class TestAWrite:
-    def test_is_one_transaction_with_only_what_has_changed(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_write_is_one_transaction_with_only_what_has_changed(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
         store.written.clear()
@@ -91,7 +97,9 @@ class TestAWrite:
         assert deletes == []
         assert load(store, RUN) == kept(job.state)
 
-    def test_of_the_jobs_phase_has_the_line_that_ls_reads(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_write_of_the_jobs_phase_has_the_line_that_ls_reads(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
         line = store.get("index/job-1")
@@ -104,14 +112,14 @@ class TestAWrite:
         assert line is not None
         assert (json.loads(line.value)["phase"], json.loads(line.value)["code"]) == ("succeeded", 0)
 
-    def test_of_nothing_is_none(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_write_of_nothing_is_none(self, store: UnsteadyStore, job: Job) -> None:
         hand = contexts(store)
         hand.create(job.state)
         asked = store.asked
         hand.write(job.state, job.state)
         assert store.asked == asked
 
-    def test_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
+    def test_a_write_of_thousands_of_nodes_is_whole_though_it_takes_several_transactions(
         self, store: UnsteadyStore
     ) -> None:
         before = many(10_000, 10_000)
@@ -126,7 +134,7 @@ class TestAWrite:
         assert all(len(puts) <= MAX_OPERATIONS + 2 for puts, _ in store.written)
         assert load(store, RUN) == kept(after)
 
-    def test_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
+    def test_a_write_never_is_more_than_a_store_takes(self, store: UnsteadyStore) -> None:
         assert MAX_OPERATIONS + 4 < MAX_CHANGES, "the head, the index, and what is deleted besides"
         assert MAX_BYTES < MAX_SIZE
         contexts(store).create(many(10_000, 1250))
@@ -135,7 +143,7 @@ class TestAWrite:
 
 class TestAStoreThatFails:
     @pytest.mark.parametrize("fault", ["away", "lost"])
-    def test_without_having_done_it_is_asked_again(
+    def test_a_failing_store_without_having_done_it_is_asked_again(
         self, store: UnsteadyStore, job: Job, fault: Fault
     ) -> None:
         hand, before = contexts(store), job.state
@@ -145,7 +153,9 @@ class TestAStoreThatFails:
         until_done(lambda: hand.write(before, after))
         assert load(store, RUN) == kept(after)
 
-    def test_after_having_done_it_is_not_asked_again(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_failing_store_after_having_done_it_is_not_asked_again(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
         store.faults.append("done")
@@ -153,7 +163,7 @@ class TestAStoreThatFails:
         hand.write(before, job.exits("actor", 0).state)
         assert store.asked == asked + 1, "it has looked before it would write again"
 
-    def test_that_does_it_when_it_was_made_again_has_done_it_once(
+    def test_a_failing_store_that_does_it_when_it_was_made_again_has_done_it_once(
         self, store: UnsteadyStore, job: Job
     ) -> None:
         """What arrives late is older than what is there."""
@@ -167,7 +177,7 @@ class TestAStoreThatFails:
         hand.write(before, last)
         assert load(store, RUN) == kept(last)
 
-    def test_and_cannot_say_whether_it_has_done_it_is_asked_later(
+    def test_a_failing_store_and_cannot_say_whether_it_has_done_it_is_asked_later(
         self, store: UnsteadyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
@@ -182,7 +192,9 @@ class TestAStoreThatFails:
         until_done(lambda: hand.write(before, after))
         assert load(store, RUN) == kept(after)
 
-    def test_twice_raises_and_the_same_call_goes_on(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_failing_store_twice_raises_and_the_same_call_goes_on(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         hand, before = contexts(store), job.state
         hand.create(before)
         after = job.exits("actor", 0).state
@@ -199,7 +211,7 @@ class TestAStoreThatFails:
         st.lists(st.sampled_from([None, "away"]), max_size=40),
         st.sampled_from([1, 2, MAX_OPERATIONS]),
     )
-    def test_in_any_way_ends_with_what_was_to_be_written(
+    def test_a_failing_store_in_any_way_ends_with_what_was_to_be_written(
         self, seed: int, faults: list[Fault | None], reads: list[Fault | None], operations: int
     ) -> None:
         states = Walk(seed).states(30)
@@ -219,7 +231,7 @@ class TestAStoreThatFails:
         store.reads.clear()
         assert read_context(store, RUN) == applied({}, changed_documents(None, states[-1]))
 
-    def test_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
+    def test_a_failing_store_as_no_store_takes_such_a_write_is_not_asked_for_it_again(
         self, store: UnsteadyStore, job: Job
     ) -> None:
         hand, before = contexts(store), job.state
@@ -239,7 +251,7 @@ class TestAStoreThatFails:
 
 
 class TestAMasterWhoseTermIsOver:
-    def test_writes_no_more(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_deposed_master_writes_no_more(self, store: UnsteadyStore, job: Job) -> None:
         first, before = contexts(store), job.state
         first.create(before)
         second = contexts(store, deposing=1)
@@ -252,7 +264,7 @@ class TestAMasterWhoseTermIsOver:
         second.write(before, after)
 
     @pytest.mark.parametrize("faults", [["lost", "lost"], ["away"]])
-    def test_learns_it_though_its_write_was_on_the_way(
+    def test_a_deposed_master_learns_it_though_its_write_was_on_the_way(
         self, store: UnsteadyStore, job: Job, faults: list[Fault]
     ) -> None:
         first, before = contexts(store), job.state
@@ -267,7 +279,7 @@ class TestAMasterWhoseTermIsOver:
         assert load(store, RUN) == kept(before)
         second.write(before, after)
 
-    def test_whose_write_was_done_before_has_done_it_and_writes_no_more(
+    def test_a_deposed_master_whose_write_was_done_before_has_done_it_and_writes_no_more(
         self, store: UnsteadyStore, job: Job
     ) -> None:
         first, before = contexts(store), job.state
@@ -282,7 +294,9 @@ class TestAMasterWhoseTermIsOver:
             until_done(lambda: first.write(before, after))
         assert load(store, RUN) == kept(after), "the next master has found it"
 
-    def test_of_which_a_write_arrives_late_has_written_nothing(self, store: UnsteadyStore, job: Job) -> None:
+    def test_a_deposed_master_of_which_a_write_arrives_late_has_written_nothing(
+        self, store: UnsteadyStore, job: Job
+    ) -> None:
         """One that was given up, and made again."""
         hand, before = contexts(store), job.state
         hand.create(before)

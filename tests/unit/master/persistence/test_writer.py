@@ -138,7 +138,7 @@ class TestAStoreThatIsAway:
         monkeypatch.setattr(writing, "RETRY_DELAY", 0.001)
         monkeypatch.setattr(writing, "MAX_RETRY_DELAY", 0.004)
 
-    def test_is_tried_again_until_it_is_back(self, desk: Desk) -> None:
+    def test_an_unreachable_store_is_tried_again_until_it_is_back(self, desk: Desk) -> None:
         desk.store.faults.extend(["away", "away", "lost", "lost", "away", "done"])
 
         async def go() -> None:
@@ -162,7 +162,7 @@ class TestAStoreThatIsAway:
         desk.store.interfere = refuse
         return back
 
-    def test_holds_everything_back_but_the_end_that_somebody_wants(
+    def test_an_unreachable_store_holds_everything_back_but_the_end_that_somebody_wants(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
@@ -185,7 +185,7 @@ class TestAStoreThatIsAway:
         assert [verdict.reason for verdict in desk.verdicts] == ["enough"]
         assert stored(desk).phase is JobPhase.STOPPING
 
-    def test_that_has_been_away_for_long_does_not_hold_up_a_stop_any_longer(
+    def test_an_unreachable_store_that_has_been_away_for_long_does_not_hold_up_a_stop_any_longer(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def go() -> None:
@@ -199,7 +199,7 @@ class TestAStoreThatIsAway:
 
         run(go())
 
-    def test_holds_an_end_back_that_nobody_wants_until_it_has_been_away_for_long(
+    def test_an_unreachable_store_holds_an_end_back_that_nobody_wants_until_it_has_been_away_for_long(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "STOP_PATIENCE", 0.0)
@@ -223,7 +223,7 @@ class TestAStoreThatIsAway:
         assert len(desk.verdicts) == 1
         assert stored(desk).phase is JobPhase.STOPPING
 
-    def test_holds_back_what_is_no_end_however_long_it_has_been_away(
+    def test_an_unreachable_store_holds_back_what_is_no_end_however_long_it_has_been_away(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "END_PATIENCE", 0.0)
@@ -239,7 +239,7 @@ class TestAStoreThatIsAway:
         run(go())
         assert desk.verdicts == []
 
-    def test_and_that_does_not_answer_holds_the_end_back_for_a_moment_only(
+    def test_an_unreachable_store_and_that_does_not_answer_holds_the_end_back_for_a_moment_only(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(writing, "STOP_PATIENCE", 0.02)
@@ -258,7 +258,7 @@ class TestAStoreThatIsAway:
         assert len(desk.verdicts) == 1
         assert stored(desk).phase is JobPhase.STOPPING
 
-    def test_and_a_disk_that_is_full_of_what_it_says_hold_nothing_back_once_there_is_room(
+    def test_an_unreachable_store_and_a_disk_that_is_full_of_what_it_says_hold_nothing_back_once_there_is_room(
         self, desk: Desk, back: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The job's directory holds the store and the master's log."""
@@ -280,7 +280,7 @@ class TestAStoreThatIsAway:
 
 
 class TestAMasterThatIsDeposed:
-    def test_does_nothing_more_and_leaves(self, desk: Desk) -> None:
+    def test_a_deposed_master_does_nothing_more_and_leaves(self, desk: Desk) -> None:
         async def go() -> None:
             async with desk.writer.working(desk.over):
                 assert campaign(desk.store, SEAT, UnixAddress("/y", "host"), 8, ttl=60, deposing=1)
@@ -294,7 +294,7 @@ class TestAMasterThatIsDeposed:
         assert leader is not None
         assert leader.epoch == 2, "it does not resign for another"
 
-    def test_learns_it_though_it_has_nothing_to_write(self, desk: Desk) -> None:
+    def test_a_deposed_master_learns_it_though_it_has_nothing_to_write(self, desk: Desk) -> None:
         desk.writer._term.ttl = 0.03
 
         async def go() -> None:
@@ -306,7 +306,7 @@ class TestAMasterThatIsDeposed:
         assert desk.writer.deposed
 
     @pytest.mark.parametrize("stderr", ["open", "full", "closed"])
-    def test_is_also_one_that_cannot_go_on_for_another_reason(
+    def test_a_deposed_master_is_also_one_that_cannot_go_on_for_another_reason(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch, stderr: str
     ) -> None:
         monkeypatch.setattr(desk.contexts, "write", lambda *_, **__: 1 / 0)
@@ -332,7 +332,7 @@ class TestAMasterThatIsDeposed:
         )
         assert leader_of(desk.store, SEAT) is not None, "it does not say that it has left in good order"
 
-    def test_is_not_one_that_cannot_write_the_end_which_goes_on_unwritten(
+    def test_a_deposed_master_is_not_one_that_cannot_write_the_end_which_goes_on_unwritten(
         self, desk: Desk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         said = io.StringIO()
