@@ -44,7 +44,7 @@ LASTING = 300.0
 """Seconds after which a term has brought the job on: what ended masters before it is forgotten."""
 
 STORY = 12
-"""Events that are told: the one that could not be handled, and those before it."""
+"""Events in a report: the one that could not be handled, and those before it."""
 
 _WORDS = 600
 _TRACE = 8000

@@ -41,7 +41,7 @@ class Loss(Value):
     """What a role has lost, and `what` has happened, in words.
 
     `ranks` are those whose processes are gone or have to go (``2``, ``0-3``); empty when only the rendezvous store is.
-    `recoverable` is what all of them had said of themselves, None when one had said nothing yet; only trainers need it.
+    `recoverable`: all of them have reported that they are; None when one has not reported yet. Only trainers need it.
     `first_start`: the rank was never restarted. `permanent`: its error would come again in every restart.
     `stale`: the worker had not begun to form the role's present generation; it was still in an earlier one, which
     another death had ended, or could not be woken in that.

@@ -1,4 +1,4 @@
-"""What the master's state machine is told, and what it asks for."""
+"""The events that the master's state machine handles, and the commands that it returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AgentLost(Value):
 
 
 class LossesDue(Value):
-    """Agents have been lost a moment ago: whoever else was lost with them is known by now."""
+    """The time in which lost agents are gathered into one decision is over."""
 
 
 class OwnerLost(Value):
@@ -45,7 +45,7 @@ class RejoinTimedOut(Value):
 
 
 class ViewDue(Value):
-    """News for the workers has waited long enough."""
+    """The time in which changes are gathered into one view is over."""
 
 
 Event = (
@@ -101,13 +101,13 @@ class Record(Value):
 
 
 class Finish(Value):
-    """The job is over: tell the agents and who follows it, and leave with the verdict's code."""
+    """The job is over: tell the agents and the watchers, and exit with the verdict's code."""
 
     verdict: Verdict
 
 
 class KeepMetrics(Value):
-    """Append what a worker has measured to the job's metrics."""
+    """Append the metrics of a worker to the job's metrics."""
 
     role: str
     rank: int
@@ -116,7 +116,7 @@ class KeepMetrics(Value):
 
 
 class After(Value):
-    """Come back with `event` after `delay` seconds."""
+    """Deliver `event` after `delay` seconds."""
 
     delay: float
     event: Event

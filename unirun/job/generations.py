@@ -108,7 +108,7 @@ def obstructed(state: JobState, role: RoleState) -> bool:
 
 
 def clear_the_way(transition: Transition) -> None:
-    """A misplaced worker has ended: roles that waited for its slot ask for their store again."""
+    """A misplaced worker has ended: order the stores of the roles that waited for its slot again."""
     for role in list(transition.state.roles.values()):
         forms = role.phase in (RolePhase.RESTARTING, RolePhase.REFORMING)
         if forms and role.generation > role.opened and not obstructed(transition.state, role):

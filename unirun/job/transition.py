@@ -1,4 +1,4 @@
-"""One step of the master in progress: the state so far, the commands collected, and what is told to whom."""
+"""One step of the master in progress: the state so far, the commands collected, and the views that are sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unirun.values import WorkerId
 from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, WorkerOutput
 
 VIEW_DELAY, VIEW_DELAY_PER_AGENT = 0.1, 0.0002
-"""Seconds in which news for the workers is gathered, unless somebody waits for it: at least, and for each agent."""
+"""Seconds in which changes are gathered into one view, unless a worker waits for it: at least, and for each agent."""
 
 
 CAUSES = frozenset({"start", "exit", "agent_lost", "store", "stop", "decision", "restart", "stopping"})
@@ -42,7 +42,7 @@ class Transition:
         self.commands.extend(commands)
 
     def put(self, role: RoleState) -> None:
-        """Take over a role as it is now; who follows the job is told how far it is."""
+        """Replace a role. Watchers are told when its phase, generation or number of running workers has changed."""
         before = self.state.roles[role.name]
         turned = (before.phase, before.generation) != (role.phase, role.generation)
         role = replace(role, cause=self.cause if turned and self.cause else before.cause)
@@ -51,9 +51,9 @@ class Transition:
             self.send(ToWatchers(role_changed(role)))
 
     def tell_now(self) -> None:
-        """Every worker learns what has changed since it was told last; who was told nothing yet learns everything.
+        """Send the changes since the last view to the agents, and a whole view to those that have none it follows on.
 
-        As long as nodes are away, nobody knows how their workers stand; what was told before still holds.
+        While nodes are away after a takeover, the state of their workers is not known, and no view is sent.
         """
         state = self.state
         if not state.agents or state.away:
@@ -70,7 +70,7 @@ class Transition:
         self.state = replace(state, view_due=False, told=told, uninformed=frozenset())
 
     def tell_soon(self) -> None:
-        """As `tell_now`, in a moment: more may happen until then."""
+        """As `tell_now`, after a delay in which more changes are gathered."""
         if not self.state.view_due:
             self.state = replace(self.state, view_due=True)
             delay = max(VIEW_DELAY, VIEW_DELAY_PER_AGENT * len(self.state.agents))
@@ -118,12 +118,12 @@ class Transition:
 
 
 def role_changed(role: RoleState) -> RoleChanged:
-    """What a CLI is told of a role."""
+    """The message about a role for the CLIs that follow the job."""
     return RoleChanged(role.name, role.phase.value, role.generation, role.running, len(role.workers))
 
 
 def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
-    """What a CLI is told of a worker that has a process."""
+    """The message about a worker that has a process, for the CLIs that follow the job."""
     places = state.placement.of_role(role)
     # A role that becomes smaller has workers without a place until they have ended.
     local_rank = places[rank].local_rank if rank < len(places) else 0

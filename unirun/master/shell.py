@@ -1,4 +1,4 @@
-"""The master's process: streams in, `step`, streams out. It knows how to do things, never whether to."""
+"""The master's asyncio shell: it feeds events from streams to `step`, carries out the commands, and decides nothing."""
 
 from __future__ import annotations
 

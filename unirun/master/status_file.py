@@ -17,8 +17,8 @@ DELAY, MAX_DELAY = 0.02, 1.0
 
 
 class StatusFile:
-    """Of one master. `snapshot` gives what makes the status of this moment, None when nothing is to be written any
-    more; `failed` is told why it could not be written."""
+    """The status file of one master. `snapshot` returns a function that makes the current status, None when nothing is
+    to be written any more; `failed` is called with the reason when a write fails."""
 
     def __init__(
         self,

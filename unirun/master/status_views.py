@@ -1,4 +1,4 @@
-"""What others are told of the job as a whole: the CLI that follows it, and ``unirun status``."""
+"""The status of a job for ``unirun status``, and the messages for CLIs that attach to it or leave at its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from unirun.wire.codec import finite
 from unirun.wire.messages import Ended, Message
 
 FIRST_LINE = 300
-"""Characters of what a worker has said that a status has."""
+"""Characters of a failure's message in a status."""
 
 
 def present(state: JobState) -> list[Message]:
-    """What a CLI that has just attached must know: how far the roles are, and which workers have a process."""
+    """The messages for a CLI that attaches: the phase of each role, and the workers that have a process."""
     found: list[Message] = []
     for role in state.roles.values():
         found.append(role_changed(role))
@@ -37,7 +37,7 @@ def present(state: JobState) -> list[Message]:
 
 
 def farewell(state: JobState) -> Ended | None:
-    """What is told at a job's end; None before."""
+    """The message at a job's end; None before."""
     verdict = state.verdict
     if verdict is None or state.phase not in JOB_ENDS:
         return None

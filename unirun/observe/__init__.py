@@ -1,4 +1,4 @@
-"""What happened and how things stand: the event log, the metrics and the status of jobs."""
+"""The event log, the status and the index of jobs."""
 
 from unirun.observe.events import EventLog, led_to, read_events
 from unirun.observe.index import read_index

@@ -105,7 +105,7 @@ class _Write(Value):
 
 
 class ContextStore:
-    """One master's hand on the context of its job. For one thread at a time.
+    """Writes the context of one job for the master of one term. For one thread at a time.
 
     After a `StoreError` the same call has to be made again before any other: what was sent may have been done.
     """
@@ -141,7 +141,7 @@ class ContextStore:
         return restore(documents) if "job" in documents else None
 
     def write(self, before: JobState, after: JobState) -> None:
-        """Bring the store from `before` to `after`: for whoever reads, all of it at once. Raises `Fenced` when another
+        """Change the stored state from `before` to `after`, atomically for readers. Raises `Fenced` when another master
         leads, `StoreError`.
 
         When there are too many documents for one transaction, they are written in pieces, which are staged beside the

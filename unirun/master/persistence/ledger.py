@@ -55,8 +55,8 @@ class Ledger:
         return released
 
     def waive(self) -> list[Command]:
-        """What may be done of all that waits though it cannot be written, as the job ends: people are told, workers and
-        agents are ended. Nothing is started."""
+        """The waiting commands that may be carried out unwritten when the job ends: messages to people, and orders that
+        end workers and agents. Nothing is started."""
         waiting = [command for _, commands in self._steps for command in commands]
         self._steps.clear()
         return [c for c in waiting if not isinstance(c, ToAgent | ToAgents) or isinstance(c.message, _ENDS)]

@@ -25,7 +25,7 @@ from unirun.wire.asking import Ask, ToWorker
 T = TypeVar("T")
 
 NOTE_DELAY = 0.5
-"""Seconds in which news that nobody waits for is gathered into one write."""
+"""Seconds in which changes that no command waits for are gathered into one write."""
 
 RETRY_DELAY = 0.2
 MAX_RETRY_DELAY = 1.0
@@ -85,7 +85,7 @@ class Writer:
         return self._latest if self._ledger.due is None else self._ledger.kept
 
     def add(self, state: JobState, commands: list[Command]) -> None:
-        """After each step."""
+        """Take the state and the commands of a step."""
         if self._news_since is None and state is not self._latest:
             self._news_since = time.monotonic()
             self._wake.set()
