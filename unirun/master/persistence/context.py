@@ -47,7 +47,7 @@ _NODES, _PLACES, _FAILURES = 100, 50, 8
 _ENDPOINTS = 1000
 """In a block of nodes, which has fewer of them when the job has many roles."""
 
-_NOT_KEPT = ("view_due", "away", "told", "uninformed", "losses", "epoch", "recorded")
+_NOT_KEPT = ("view_due", "away", "told", "uninformed", "losses", "recorded")
 """Fields that a new master sets itself, or learns from the agents."""
 
 _ELSEWHERE = ("spec", "inventory", "agents", "failures")
@@ -55,7 +55,7 @@ _ELSEWHERE = ("spec", "inventory", "agents", "failures")
 
 _IN_JOB = tuple(name for name in JobState.__struct_fields__ if name not in (*_NOT_KEPT, *_ELSEWHERE))
 
-_fields_of_job = attrgetter(*(name for name in _IN_JOB if name != "roles"))
+_decided_of_job = attrgetter(*(name for name in _IN_JOB if name not in ("roles", "epoch")))
 
 _CALLS = ("calls", "called")
 """Fields of a worker that are in a document of their own, as they may be long."""
@@ -66,7 +66,7 @@ def urgent(before: JobState, after: JobState) -> bool:
     they are in the store. What agents can report again is not urgent."""
     if before is after:
         return False
-    return _fields_of_job(before) != _fields_of_job(after) or any(
+    return _decided_of_job(before) != _decided_of_job(after) or any(
         role is not (old := before.roles[name]) and (_decided(old) != _decided(role) or _turned(old, role))
         for name, role in after.roles.items()
     )

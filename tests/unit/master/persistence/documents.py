@@ -30,7 +30,6 @@ def kept(state: JobState) -> JobState:
         told=None,
         uninformed=frozenset(),
         recorded=0,
-        epoch=0,
         losses={},
     )
 

@@ -98,6 +98,14 @@ def test_a_step_that_is_not_urgent_may_be_lost_without_a_decision_or_an_end(seed
         assert urgent(before, after) == (old != new)
 
 
+def test_the_term_of_another_master_is_written_but_is_no_decision() -> None:
+    before = Job({"actor": 1}).running().state
+    after = replace(before, epoch=2)
+    assert not urgent(before, after)
+    assert list(changed_documents(before, after)) == ["job"]
+    assert restore(written(after)).epoch == 2
+
+
 def happens(job: Job, *events: Event) -> bool:
     """Whether what `events` change is urgent."""
     before = job.state
