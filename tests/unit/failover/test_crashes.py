@@ -63,7 +63,7 @@ class TestACrash:
     def test_a_crash_of_other_code_is_known_by_its_line(self) -> None:
         with pytest.raises(ZeroDivisionError) as caught:
             _ = 1 / 0
-        assert crash(by=caught.value).cause.startswith("ZeroDivisionError in test_of_other_code")
+        assert crash(by=caught.value).cause.startswith("ZeroDivisionError in test_a_crash_of_other_code")
 
     def test_a_crash_tells_the_latest_events(self) -> None:
         story = crash_of(error(), 1, 1.0, [Stop(15, f"number {n}") for n in range(3)]).story

@@ -97,7 +97,7 @@ class TestTheFirstMaster:
     ) -> None:
         seat.first(stopped())
         seat.lead()
-        assert load(seat.store, "job-1") == kept(stopped())
+        assert load(seat.store, "job-1") == replace(kept(stopped()), epoch=1)
         assert seat.job.first_context() is None
         assert leader_of(seat.store, SEAT) is None
         assert (seat.status["epoch"], seat.status["phase"]) == (1, "stopped")
@@ -148,7 +148,7 @@ class TestTheFirstMaster:
         seat.has(stopped()).resign()
         seat.first(a_job().state)
         seat.lead()
-        assert load(seat.store, "job-1") == kept(stopped())
+        assert load(seat.store, "job-1") == replace(kept(stopped()), epoch=2)
         assert seat.job.first_context() is None
 
     @pytest.mark.starts_processes
