@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,33 @@ class Masters:
             self._killed = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(leader.pid, signal.SIGKILL)
+
+    def suspend(self) -> Leader:
+        """Stop the process of the next one that leads, between two of its transactions: a process that is stopped while
+        it holds the lock of an SQLite file keeps the store from all others."""
+        leader = self.next()
+
+        def stopped() -> bool:
+            os.kill(leader.pid, signal.SIGSTOP)
+            if self._is_locked():
+                os.kill(leader.pid, signal.SIGCONT)
+                return False
+            return True
+
+        eventually(stopped, "the master is stopped between two transactions")
+        return leader
+
+    def _is_locked(self) -> bool:
+        """Whether a process writes to the store's file."""
+        url = self.job.store_url
+        if not url.startswith("sqlite:"):
+            return False
+        with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:"), timeout=0)) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                return True
+        return False
 
     def _await(self, job: Running | None, within: float) -> Leader:
         def look() -> Leader | None:

@@ -115,8 +115,7 @@ class TestCtrlCTwice:
     def test_ctrl_c_twice_ends_the_job_while_the_master_hangs(self, unirun: Unirun, script: Script) -> None:
         job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=IMPATIENT)
         job.lines("up$", 2)
-        master = Masters(unirun).next()
-        os.kill(master.pid, signal.SIGSTOP)
+        Masters(unirun).suspend()
         self.twice(job)
 
     def test_ctrl_c_twice_ends_the_job_while_the_agent_hangs(self, unirun: Unirun, script: Script) -> None:
@@ -150,8 +149,7 @@ class TestAMasterThatHangsForGood:
         job = unirun.start("--roles", "a=2", *EXEC, script(MORTAL), constants=SHORT_TERM)
         job.lines("up$", 2)
         masters = Masters(unirun)
-        first = masters.next()
-        os.kill(first.pid, signal.SIGSTOP)
+        masters.suspend()
         stop = unirun.start("stop", constants=SHORT_TERM)
         masters.next()
         assert stop.end(START).code == 0

@@ -25,8 +25,7 @@ def test_a_master_that_hangs_longer_than_its_lease_is_replaced_and_does_no_harm(
     steady = Steady(unirun, *store, "--max-restarts", 3, constants=SHORT_TERM)
     victim = steady.pids()[1]
     masters = Masters(unirun)
-    hung = masters.next()
-    os.kill(hung.pid, signal.SIGSTOP)
+    hung = masters.suspend()
     # It has not yet heard of this death when it goes on: what it would decide then is not its business any more.
     os.kill(victim, signal.SIGKILL)
     heir = masters.next()
@@ -48,8 +47,7 @@ def test_a_master_that_hangs_for_a_moment_keeps_leading(unirun: Unirun) -> None:
     steady = Steady(unirun)
     steady.pids()
     masters = Masters(unirun)
-    leader = masters.next()
-    os.kill(leader.pid, signal.SIGSTOP)
+    leader = masters.suspend()
     steady.goes_on()
     os.kill(leader.pid, signal.SIGCONT)
     assert calm(steady.end())
