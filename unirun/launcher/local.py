@@ -69,7 +69,11 @@ def start_processes(
             os.write(refusal, json.dumps([error.problem, error.remedy]).encode())
             raise
         os.close(refusal)
-        asyncio.run(Agent(job, task, endpoints, lock, stdin).run(owner))
+        try:
+            asyncio.run(Agent(job, task, endpoints, lock, stdin).run(owner))
+        finally:
+            for endpoint in endpoints.values():
+                endpoint.close()
 
     agents: dict[str, int] = {}
     for task in tasks:
