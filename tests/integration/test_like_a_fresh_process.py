@@ -5,10 +5,11 @@ All of a start method's scripts run in one job, each as a role of its own.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import py_compile
 import textwrap
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,8 +125,20 @@ class Ran:
 
 
 @pytest.fixture(scope="module", params=["fork", "exec"])
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    root = tmp_path_factory.mktemp(request.param)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """One job for all processes of pytest-xdist: the tests only read what it has left."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"fresh-{request.param}"
+    with root.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / "ran").exists():
+            root.mkdir()
+            run_all(root, request.param)
+            (root / "ran").touch()
+    return Ran(Unirun(root), request.param)
+
+
+def run_all(root: Path, method: str) -> None:
     (root / "journal.py").write_text("FILE = open('journal', 'w')\n")
     paths = {}
     for name, text in SCRIPTS.items():
@@ -147,12 +160,11 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         options += ["--env", f"options:{variable}"]
     with command_in(root) as unirun:
         result = unirun(
-            *("--start-method", request.param, "--preload", "journal", *options),
+            *("--start-method", method, "--preload", "journal", *options),
             env={"PYTHONPATH": str(root)},
             within=180.0,
         )
         assert result.code == 0, result.err
-        yield Ran(unirun, request.param)
 
 
 class TestAScript:

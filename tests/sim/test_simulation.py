@@ -13,7 +13,7 @@ from tests.sim.simulation import Simulation
 from unirun.errors import IllegalTransition
 
 BLOCK = 200
-SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "800"))
+SEEDS = int(os.environ.get("UNIRUN_SIM_SEEDS", "400"))
 ONE = os.environ.get("UNIRUN_SIM_SEED")
 
 
