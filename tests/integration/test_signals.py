@@ -138,7 +138,7 @@ class TestASignalToTheCommand:
     def test_handled_signals_can_be_chosen(self, unirun: Unirun, script: Script) -> None:
         train = script(
             "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print('saved')));"
-            "print('up', flush=True); signal.pause()"
+            "sys.stdout.write('up\\n'); signal.pause()"
         )
         job = unirun.start("--signals-to-handle", "SIGUSR1,SIGTERM", "--start-method", "exec", train)
         job.lines("up$")

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from tests.properties import examples
 from unirun.errors import JobError
 from unirun.observe import (
     JobStatus,
@@ -50,7 +51,7 @@ def write(job: JobDir, phase: str = "running") -> None:
 st.register_type_strategy(WorkerStatus, st.builds(WorkerStatus, metrics=st.from_type(dict[str, float])))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.from_type(JobStatus).filter(lambda status: "NaN" not in json.dumps(status.to_json())))
 def test_a_status_survives_json(status: JobStatus) -> None:
     assert JobStatus.from_json(json.loads(json.dumps(status.to_json()))) == status
