@@ -84,7 +84,7 @@ def test_a_blocking_submit_of_a_job_that_fails_raises(program: Program, unirun: 
     assert unirun.status()["phase"] == "failed"
 
 
-def test_a_submit_that_does_not_block_returns_a_handle(program: Program) -> None:
+def test_a_submit_that_does_not_block_returns_a_handle(program: Program, unirun: Unirun) -> None:
     """1. A program submits a job and goes on.
 
     2. The handle shows that the job runs, waits for its end, and has its phase, result and logs.
@@ -104,6 +104,7 @@ def test_a_submit_that_does_not_block_returns_a_handle(program: Program) -> None
     assert end.out.splitlines() == [
         *("phase True", "code 0 succeeded", "result 2", "[actor:1] update 7", "stopped late 0")
     ]
+    assert unirun.events("refused") == []
 
 
 def test_a_handle_waits_with_a_timeout_and_stops_the_job(program: Program) -> None:

@@ -17,7 +17,7 @@ from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.masters import call_master
 from unirun.spec.read import nearest
 from unirun.values import WorkerId
-from unirun.wire.messages import Stop
+from unirun.wire.messages import Attach, Stop
 
 START = 30.0
 """Seconds in which the master of a submitted job must answer."""
@@ -97,7 +97,9 @@ class JobHandle:
         deadline = time.monotonic() + START
         while True:
             try:
-                call_master(self._job).close()
+                with call_master(self._job) as master:
+                    # A stream that ends without a message would be recorded as refused.
+                    master.send(Attach())
                 return
             except (WireError, RendezvousError, StoreError) as error:
                 if self.status().phase in ENDED:
