@@ -56,7 +56,8 @@ class TestAnAddress:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
-            result = unirun("--master-port", port, script("print('never')"))
+            logs = unirun.root / "logs"
+            result = unirun("--master-port", port, "--log-dir", logs, script("print('never')"))
         (line,) = result.err.splitlines()
         assert (result.code, result.out) == (4, "")
         assert line == (
@@ -64,6 +65,7 @@ class TestAnAddress:
             "leave out --master-port to get a free one"
         )
         assert not [*(unirun.home / "jobs").iterdir()], "no job is left"
+        assert not [*logs.iterdir()], "no folder of the job is left"
 
 
 class TestAnId:

@@ -106,7 +106,8 @@ def launch(
     except RendezvousError:
         listener.close()
         os.close(lock)
-        shutil.rmtree(job.path, ignore_errors=True)
+        for folder in filter(None, (job.own_logs(), job.path)):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return RunningJob(job, spec, processes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -29,6 +30,9 @@ FAREWELL = 5.0
 
 LAST_WORDS = 1.0
 """Seconds after the end of the last agent in which a master may still be heard."""
+
+BIND = 30.0
+"""Seconds in which the agents must have bound their endpoints; looking up an address may take that long."""
 
 LOOK_AGAIN = 0.01
 """Seconds between two looks whether the job has been taken up."""
@@ -57,11 +61,11 @@ def start_processes(
     Raises `RendezvousError`, and leaves no process, when an agent cannot bind its endpoints.
     """
     owner = None if detach else os.getpid()
-    refusals: list[int] = []
+    refusals: dict[str, int] = {}
 
     def run_agent(task: AgentTask, refusal: int, stdin: int | None) -> None:
         listener.close()
-        for other in refusals:
+        for other in refusals.values():
             os.close(other)
         try:
             endpoints = hold_endpoints(task.spec, task.addr, task.port)
@@ -78,27 +82,42 @@ def start_processes(
     agents: dict[str, int] = {}
     for task in tasks:
         ours, theirs = os.pipe()
-        refusals.append(ours)
+        refusals[task.node] = ours
         run = partial(run_agent, task, theirs)
         log = job.agent_log(task.node)
         agents[task.node] = _fork("unirun-agent", log, run, stdin=task.node == reader)
         os.close(theirs)
-    _raise_refusal(refusals)
+    try:
+        _await_endpoints(refusals)
+    except BaseException:
+        for pid in agents.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        raise
     master = _fork("unirun-master", job.master_log, lambda _: run_master(agents))
     listener.close()
     os.close(lock)
     return Processes(master, tuple(agents.values()))
 
 
-def _raise_refusal(pipes: Sequence[int]) -> None:
-    """Wait until each agent has its endpoints, which closes its pipe. Raises what the first has written instead."""
-    refused = []
-    for pipe in pipes:
-        with os.fdopen(pipe) as file:
-            refused.append(file.read())
-    for text in filter(None, refused):
-        kill_children()
-        raise RendezvousError(*json.loads(text))
+def _await_endpoints(refusals: Mapping[str, int]) -> None:
+    """Wait until the agent of each node has bound its endpoints, which closes its pipe.
+
+    Raises `RendezvousError`: the error that an agent has written instead, or that one has done neither in time.
+    """
+    deadline = time.monotonic() + BIND
+    try:
+        for node, pipe in refusals.items():
+            poll = select.poll()
+            poll.register(pipe, select.POLLIN)
+            if not poll.poll(1000 * max(deadline - time.monotonic(), 0.0)):
+                problem = f"the agent of node {node} has not bound its endpoints within {BIND:g} s"
+                raise RendezvousError(problem, "does a name server answer? see --master-addr")
+            if text := os.read(pipe, select.PIPE_BUF):
+                raise RendezvousError(*json.loads(text))
+    finally:
+        for pipe in refusals.values():
+            os.close(pipe)
 
 
 def _fork(title: str, log: Path, run: Callable[[int | None], None], *, stdin: bool = False) -> int:

@@ -96,6 +96,7 @@ class Master:
         self._agents: dict[str, Stream] = {}
         self._watchers: set[Stream] = set()
         self._owner: Stream | None = None
+        self._owner_due: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
         self._began = time.monotonic()
@@ -116,7 +117,7 @@ class Master:
         watches = [ProcessWatch(pid, partial(self._agent_gone, node)) for node, pid in agents.items()]
         loop = asyncio.get_running_loop()
         if self._state.owned:
-            loop.call_later(OWNER_TIMEOUT, self._owner_left, None)
+            self._owner_due = loop.call_later(OWNER_TIMEOUT, self._owner_left, None)
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
         )
@@ -280,6 +281,8 @@ class Master:
                 case Attach(owner):
                     if owner:
                         self._owner = stream
+                        if self._owner_due is not None:
+                            self._owner_due.cancel()
                     await self._follow_watcher(stream)
                 case Stop():
                     self._apply(first)

@@ -5,11 +5,15 @@ Each test is a process of its own, as `Processes.end` kills every child that the
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from unirun.errors import RendezvousError
+from unirun.launcher import local
 
 PATIENCE = 30.0
 
@@ -156,3 +160,13 @@ def test_ending_the_processes_does_not_wait_for_a_stranger() -> None:
         assert found.end() is None
         assert time.monotonic() - began < 2
     """)
+
+
+def test_an_agent_that_has_not_bound_its_endpoints_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "BIND", 0.01)
+    done, ended = os.pipe()
+    os.close(ended)
+    ours, theirs = os.pipe()
+    with pytest.raises(RendezvousError, match=r"agent of node n1 has not bound its endpoints within 0.01 s"):
+        local._await_endpoints({"n0": done, "n1": ours})
+    os.close(theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,18 @@ def test_a_job_whose_owner_does_not_attach_is_stopped(
 
     assert court.run(play) == []
     assert court.status()["reason"] == "the unirun command was killed"
+
+
+def test_the_end_of_the_owners_stream_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    court = owned_job(tmp_path)
+    monkeypatch.setattr(shell, "OWNER_TIMEOUT", 0.1)
+
+    async def play() -> None:
+        owner, agent = await court.greet(Attach(owner=True)), await court.agent()
+        await owner.close()
+        await until(agent, StopWorkers)
+        await asyncio.sleep(0.2)
+        await agent.close()
+
+    assert court.run(play) == []
+    assert len(court.events("stop")) == 1
