@@ -1,6 +1,6 @@
 """What fits on a node of a kind, and on which of its slots: near each other where there is a choice.
 
-Nearness is a preference, which never decides what fits. There are three wishes: that the slots of a rank are near each
+Nearness never decides what fits. There are three preferences: that the slots of a rank are near each
 other, that those of a group of ranks are (`per_group`), and that those of all ranks of a role on the node are. Each has
 a limit, the greatest distance of two slots. At first, every item has the limit that it could keep alone; then limits
 are raised step by step, those of roles before those of groups, and those of ranks last.
@@ -19,7 +19,7 @@ from unirun.collocation.planning.nodes import Distances, NodeKind
 from unirun.collocation.planning.problem import Cells, Problem
 
 RANK, GROUP, ROLE = range(3)
-"""The wishes, by the number of their limit."""
+"""The preferences, by the number of their limit."""
 
 STEPS, STEPS_NEAR = 20_000, 100
 """The most steps of a search for any slots, and of one within limits of nearness, where each item has one more."""
@@ -106,14 +106,14 @@ class Packer:
 class Item(NamedTuple):
     """`ranks` ranks of a stack that are placed in one step, each on `width` slots, of which it takes `units`.
 
-    `wish` says which of its slots should be near each other: those of a rank, of a group, or of all its ranks.
+    `preference` says which of its slots should be near each other: those of a rank, of a group, or of all its ranks.
     """
 
     stack: int
     ranks: int
     width: int
     units: int
-    wish: int = 0
+    preference: int = 0
 
 
 Packed = list[tuple[Item, Ranks]]
@@ -242,17 +242,17 @@ def _items(problem: Problem, ranks: Sequence[int]) -> list[Item]:
         if not ranks[number] or not stack.width:
             continue
         whole = stack.units == problem.unit
-        size, wish = 1, RANK
+        size, preference = 1, RANK
         if whole and stack.group > 1:
-            size, wish = stack.group, GROUP
+            size, preference = stack.group, GROUP
         elif whole and stack.width == 1 and stack.device != CPU:
             # Processes on CPUs may be anywhere: neighbours share caches and memory.
-            size, wish = ranks[number], ROLE
-        items += [Item(number, size, stack.width, stack.units, wish)] * (ranks[number] // size)
+            size, preference = ranks[number], ROLE
+        items += [Item(number, size, stack.width, stack.units, preference)] * (ranks[number] // size)
 
     def order(item: Item) -> tuple[bool, int, int]:
         """The fewest choices first, then what needs most slots at once."""
-        at_once = item.width if item.wish == ROLE else item.width * item.ranks
+        at_once = item.width if item.preference == ROLE else item.width * item.ranks
         return problem.stacks[item.stack].only is None, -item.units * at_once, item.stack
 
     return sorted(items, key=order)
@@ -300,10 +300,10 @@ def _limits(
     """By item, the greatest distances within a rank and within the item: from `least` on, ever greater."""
     raised = [0, 0, 0]
     found: dict[tuple[tuple[int, int], ...], dict[Item, tuple[int, int]]] = {}
-    for wish, level in product((ROLE, GROUP, RANK), levels):
-        raised[wish] = level
+    for preference, level in product((ROLE, GROUP, RANK), levels):
+        raised[preference] = level
         limits = {
-            item: (max(rank, raised[RANK]), max(whole, raised[item.wish]))
+            item: (max(rank, raised[RANK]), max(whole, raised[item.preference]))
             for item, (rank, whole) in least.items()
         }
         found.setdefault(tuple(limits.values()), limits)
@@ -327,7 +327,7 @@ def _choices(board: Board, distances: Distances, item: Item, need: int, start: i
     parts, width = (item.ranks, item.width) if item.width > 1 else (1, item.ranks)
     # Ranks of a role that may be anywhere come in the order of the slots, where all else is equal.
     one = parts * width == 1
-    anywhere = one or item.wish == ROLE
+    anywhere = one or item.preference == ROLE
     for way in islice(divisions(sizes, parts, width), WAYS):
         whole = tuple(map(sum, zip(*way, strict=True)))
         there = [island for island, number in zip(islands, whole, strict=True) if number]
