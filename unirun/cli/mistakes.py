@@ -86,11 +86,17 @@ def warnings(line: CommandLine, spec: JobSpec, environ: Mapping[str, str]) -> li
 
 
 def environment_warnings(environ: Mapping[str, str]) -> Iterator[str]:
-    """Warnings about variables of torchrun. Raises `UsageError` for one that cannot be honoured."""
+    """Warnings about variables of torchrun and Slurm. Raises `UsageError` for one that cannot be honoured."""
     if _seconds(environ.get(SLEEP, "")) > 0:
         raise UsageError(f"{SLEEP}: unirun does not watch for workers in uninterruptible sleep", "unset it")
     if HEALTH in environ:
         yield f"{HEALTH} has no effect: torch comes without a health check server, and unirun has none"
+    if "SLURM_JOB_NODELIST" in environ:
+        from unirun.launcher.hosts.hostlist import compress
+        from unirun.launcher.slurm.allocation import SRUN, unused_nodes
+
+        if unused := unused_nodes(environ):
+            yield f"the allocation's nodes {compress(unused)} are not used; start the job with: {SRUN} unirun …"
 
 
 def _seconds(text: str) -> float:

@@ -1,0 +1,114 @@
+"""The allocation in which ``srun`` has started this process, from the environment of a task.
+
+What it may use of its node (processors, memory, GPUs) is read by `unirun.collocation.limits`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from unirun.errors import UsageError
+from unirun.launcher.hosts.hostlist import compress, expand_nodelist
+from unirun.values import Value
+
+SRUN = "srun --ntasks-per-node=1"
+"""unirun wants one task on each node, which starts the node's workers."""
+
+_TASKS = re.compile(r"([0-9]+)(?:\(x[0-9]+\))?")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+class Allocation(Value):
+    """The nodes of one job step, in Slurm's order, and the one of this task.
+
+    `job` is the id of the Slurm job, `step` that of the step in it. `components` has for each node the component of a
+    heterogeneous job that it belongs to; 0 in other jobs. `restarts` is how often Slurm has requeued the job.
+    """
+
+    job: str
+    step: str
+    nodes: tuple[str, ...]
+    node: str
+    components: tuple[int, ...]
+    restarts: int = 0
+
+    @property
+    def head(self) -> str:
+        """The first node."""
+        return self.nodes[0]
+
+    @property
+    def index(self) -> int:
+        """The place of this task's node among `nodes`."""
+        return self.nodes.index(self.node)
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The step of several nodes that this process is a task of; None when there is none.
+
+    A step on a part of the allocation's nodes counts as it is. Raises `UsageError` when a node has more than one task,
+    and for variables that are not as Slurm sets them.
+    """
+    if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURMD_NODENAME"} <= environ.keys():
+        return None
+    nodes, node = expand_nodelist(environ["SLURM_STEP_NODELIST"]), environ["SLURMD_NODENAME"]
+    if len(nodes) < 2:
+        return None
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    if any(int(count) > 1 for count in _TASKS.findall(tasks)):
+        raise UsageError(
+            f"the step has more than one task on a node ({tasks}), and each would start a job",
+            f"unirun starts the processes of a node itself: {SRUN} unirun …",
+        )
+    if node not in nodes or len(set(nodes)) < len(nodes):
+        raise UsageError(
+            f"this is node {node!r:.80}, and the step runs on {compress(nodes):.200}",
+            f"are SLURM_STEP_NODELIST and SLURMD_NODENAME changed? start it with {SRUN}",
+        )
+    return Allocation(
+        job=environ["SLURM_JOB_ID"],
+        step=environ["SLURM_STEP_ID"],
+        nodes=nodes,
+        node=node,
+        components=_components(nodes, environ),
+        restarts=_number(environ.get("SLURM_RESTART_COUNT")),
+    )
+
+
+def unused_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The other nodes of an allocation that has several, in whose shell or batch script this process runs without a
+    step: a job that it starts has only this node."""
+    names = [name for name in ("SLURM_JOB_NODELIST", "SLURMD_NODENAME") if name in environ]
+    if len(names) < 2 or "SLURM_STEP_ID" in environ:
+        return ()
+    nodes = _component_lists(environ) or [expand_nodelist(environ["SLURM_JOB_NODELIST"])]
+    return tuple(node for part in nodes for node in part if node != environ["SLURMD_NODENAME"])
+
+
+def _components(nodes: tuple[str, ...], environ: Mapping[str, str]) -> tuple[int, ...]:
+    """The component of each of `nodes`. Raises `UsageError` for a node that is in none."""
+    parts = _component_lists(environ)
+    if not parts:
+        return (0,) * len(nodes)
+    found = {node: number for number, part in enumerate(parts) for node in part}
+    if unknown := [node for node in nodes if node not in found]:
+        problem = f"{compress(unknown):.200} is in no component of the heterogeneous job"
+        raise UsageError(problem, "are variables SLURM_JOB_NODELIST_HET_GROUP_n changed?")
+    return tuple(found[node] for node in nodes)
+
+
+def _component_lists(environ: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """The nodes of each component of a heterogeneous job; none of another job."""
+    lists = []
+    for number in range(_number(environ.get("SLURM_HET_SIZE"))):
+        # srun without a batch script sets the names of Slurm 19 only, up to 22.05.
+        names = (f"SLURM_JOB_NODELIST_{word}_GROUP_{number}" for word in ("HET", "PACK"))
+        text = next((environ[name] for name in names if name in environ), None)
+        if text is not None:
+            lists.append(expand_nodelist(text))
+    return lists
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and _NUMBER.fullmatch(text) else 0
