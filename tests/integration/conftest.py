@@ -10,6 +10,7 @@ import pytest
 
 from tests.contract.store.etcd_server import Servers
 
+from ..testbed.fixtures import hosts as hosts
 from .harness import EXEC, Running, Script, Unirun, eventually, swept
 from .serving import SERVE
 from .warm import Warm, WarmUnirun, warm_in

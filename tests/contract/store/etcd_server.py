@@ -1,4 +1,4 @@
-"""Real etcd servers on free ports of the loopback interface."""
+"""Real etcd servers: on free ports of the loopback interface, or on hosts of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,19 +41,23 @@ class Member:
     client_port: int = field(default_factory=free_port)
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    address: str = "127.0.0.1"
+    around: tuple[str, ...] = ()
+    """The command that runs the server elsewhere."""
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.client_port}"
+        return f"{self.address}:{self.client_port}"
 
     @property
     def peer(self) -> str:
-        return f"http://127.0.0.1:{self.peer_port}"
+        return f"http://{self.address}:{self.peer_port}"
 
     def start(self, cluster: str | None = None) -> None:
         client = f"{self.scheme}://{self.endpoint}"
         command = [
             *(program("setpriv"), "--pdeathsig", "KILL"),  # no server outlives these tests
+            *self.around,
             *(program("etcd"), "--name", self.name, "--data-dir", str(self.folder / self.name)),
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", self.peer, "--initial-advertise-peer-urls", self.peer),
@@ -70,12 +75,17 @@ class Member:
 
 
 class Servers:
-    """A cluster of `count` members."""
+    """A cluster of `count` members, or of those that are given."""
 
     def __init__(
-        self, folder: Path, count: int = 1, flags: tuple[str, ...] = (), scheme: str = "http"
+        self,
+        folder: Path,
+        count: int = 1,
+        flags: tuple[str, ...] = (),
+        scheme: str = "http",
+        members: Sequence[Member] = (),
     ) -> None:
-        self.members = [Member(f"m{number}", folder, flags, scheme) for number in range(count)]
+        self.members = list(members) or [Member(f"m{n}", folder, flags, scheme) for n in range(count)]
         self.cluster = ",".join(f"{member.name}={member.peer}" for member in self.members)
         for member in self.members:
             member.start(self.cluster)

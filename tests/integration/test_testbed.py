@@ -1,0 +1,138 @@
+"""The test beds do what other tests take for granted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.testbed.fixtures import available
+from tests.testbed.hosts import HOME, Host, Hosts
+
+from .harness import SOON, eventually, gone
+
+
+def connects(source: Host, target: Host, timeout: float = 1.0) -> float | None:
+    """Seconds until `source` has connected to sshd of `target`, or None."""
+    program = f"""
+        import socket, time
+        began = time.monotonic()
+        try:
+            socket.create_connection(({target.address!r}, 22), timeout={timeout}).close()
+            print(time.monotonic() - began)
+        except OSError:
+            pass
+        """
+    out = source.run([sys.executable, "-S", "-E", "-c", textwrap.dedent(program)]).stdout
+    return float(out) if out else None
+
+
+def test_hosts_reach_each_other_by_ssh(hosts: Hosts) -> None:
+    for source in hosts:
+        names = [source.run(["ssh", target.name, "hostname"]).stdout.strip() for target in hosts]
+        assert names == ["h1", "h2", "h3"]
+
+
+def test_the_machine_reaches_its_hosts_by_ssh(hosts: Hosts) -> None:
+    command = ["ssh", "h3", "echo $HOSTNAME $HOME $PWD"]
+    out = subprocess.run(command, env=hosts.environment(), capture_output=True, text=True, check=True).stdout
+    assert out.split() == ["h3", str(HOME), str(HOME)]
+
+
+@pytest.mark.parametrize("path", ["/tmp/it", "/dev/shm/it", "~/it"])
+def test_a_host_has_its_own_files(hosts: Hosts, path: str) -> None:
+    hosts[0].run(["ssh", "h2", f"echo here > {path}"])
+    inside = path.replace("~", str(HOME))
+    assert hosts[1].path(inside).read_text() == "here\n"
+    assert not Path(inside).exists()
+    assert not hosts[0].path(inside).exists()
+
+
+def test_shared_directories_are_the_same_on_all_hosts(tmp_path: Path) -> None:
+    with available(), Hosts(2, shared=[tmp_path]) as hosts:
+        hosts[0].run(["tee", tmp_path / "it"], stdin="here")
+        assert hosts[1].run(["cat", tmp_path / "it"]).stdout == "here"
+        assert (tmp_path / "it").read_text() == "here"
+
+
+def test_the_repository_and_this_python_are_on_all_hosts(hosts: Hosts) -> None:
+    for host in hosts:
+        out = host.run(
+            [sys.executable, "-c", "import unirun; print(unirun.__file__)"], cwd=Path(__file__).parent
+        )
+        assert out.stdout.strip().endswith("unirun/__init__.py")
+
+
+def test_a_host_sees_its_own_network_only(hosts: Hosts) -> None:
+    assert sorted(hosts[0].run(["ls", "/sys/class/net"]).stdout.split()) == ["eth0", "lo"]
+    assert hosts[0].run(["getent", "hosts", "h2"]).stdout.split() == [hosts[1].address, "h2"]
+
+
+def test_a_pulled_cable_stops_traffic_until_it_is_plugged_in(hosts: Hosts) -> None:
+    assert connects(hosts[0], hosts[1]) is not None
+    hosts[1].cable(up=False)
+    assert connects(hosts[0], hosts[1], timeout=0.3) is None
+    assert connects(hosts[0], hosts[2]) is not None
+    hosts[1].cable(up=True)
+    assert connects(hosts[0], hosts[1], timeout=5.0) is not None
+
+
+def test_a_bad_cable_delays_what_its_host_sends(hosts: Hosts) -> None:
+    hosts[1].netem(delay_ms=60)
+    assert (connects(hosts[0], hosts[1], timeout=10.0) or 0.0) > 0.06
+    hosts[1].netem(delay_ms=1, loss=1.0)
+    assert connects(hosts[0], hosts[1], timeout=0.3) is None
+    hosts[1].netem()
+    assert connects(hosts[0], hosts[1], timeout=5.0) is not None
+
+
+def test_a_frozen_host_goes_on_when_it_is_thawed(hosts: Hosts) -> None:
+    sleep = hosts[1].popen(["sleep", "60"])
+    eventually(lambda: sleep.pid in hosts[1].pids(), "it is there")
+    hosts[1].freeze()
+    assert state(sleep.pid) == "T"
+    hosts[1].thaw()
+    assert state(sleep.pid) == "S"
+    sleep.kill()
+    sleep.wait()
+
+
+def test_killing_all_leaves_a_host_with_a_new_sshd(hosts: Hosts) -> None:
+    with hosts[1].popen(["sleep", "60"]):
+        hosts[1].kill_all(sshd=True)
+        assert hosts[1].pids() == []
+    hosts[1].power_on()
+    hosts[0].run(["ssh", "h2", "true"])
+
+
+def test_etcd_has_a_member_on_each_host_and_outlives_one(hosts: Hosts) -> None:
+    servers = hosts.etcd()
+    servers.ctl("put", "key", "value")
+    hosts[0].kill_all()
+    others = ",".join(member.endpoint for member in servers.members[1:])
+    assert servers.ctl("get", "key", "--print-value-only", endpoint=others) == "value\n"
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one() -> None:
+    program = """
+        import os, signal, subprocess
+        from tests.testbed.hosts import Hosts
+        hosts = Hosts(2)
+        sleep = hosts[0].popen(["setsid", "sleep", "600"], stdout=subprocess.DEVNULL)
+        print(sleep.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    root = Path(__file__).parents[2]
+    with available(), Hosts(1):  # or the test is skipped
+        maker = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+    with Hosts(1):
+        assert gone(int(maker.stdout), SOON)
+
+
+def state(pid: int) -> str:
+    """The state of a process as ps shows it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
