@@ -17,7 +17,7 @@ from pathlib import Path
 
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
-from unirun.wire.aio import listen
+from unirun.wire.sockets import listen
 
 
 class Clock:

@@ -50,11 +50,11 @@ async def main(folder: str, count: int) -> None:
     """Join all at once."""
     job = JobDir(Path(folder))
     token = load_token(job.token)
-    masters = Masters(job, token)
+    masters = Masters(job)
     while (leader := masters.seat.leader) is None:
         await masters.news(1.0)
     masters.close()
-    path = leader.address.path
+    path = str(leader.address)
     began = time.monotonic()
     writers = await asyncio.gather(*(agent(path, token, number) for number in range(count)))
     print(time.monotonic() - began, flush=True)

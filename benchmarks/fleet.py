@@ -170,7 +170,7 @@ async def main(folder: str, file: str) -> None:
     """One command after the other."""
     job, plan = JobDir(Path(folder)), json.loads(Path(file).read_text())
     token = load_token(job.token)
-    masters = Masters(job, token)
+    masters = Masters(job)
     while (leader := masters.seat.leader) is None:
         await masters.news(1.0)
     masters.close()
@@ -180,7 +180,7 @@ async def main(folder: str, file: str) -> None:
             await fleet.quiet()
             answer = {"received": max(agent.received for agent in fleet.agents.values())}
         else:
-            fleet.command(line, leader.address.path, token)
+            fleet.command(line, str(leader.address), token)
             await fleet.settled(plan["ranks"])
             answer = {"up": len(fleet.up)}
         print(json.dumps(answer), flush=True)

@@ -18,6 +18,7 @@ from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store, store_url
 from unirun.values import Value
+from unirun.wire.address import UnixAddress
 
 JOB_HELP = "the job's id, or the beginning of it (default: the newest that runs, or the newest)"
 STORE_HELP = (
@@ -171,12 +172,13 @@ def read_stored(store: Store, run_id: str) -> StoredJob:
 
 
 def refuse_elsewhere(job: JobDir) -> None:
-    """Raise `JobElsewhere` when `job`, whose directory is shared, is led on another host."""
+    """Raise `JobElsewhere` when `job`, whose directory is shared, is led on another host and not reached by TCP."""
     with opened(job.store_url) as store:
         leader = leader_of(store, job_prefix(job.run_id))
-    if leader is not None and leader.address.host != socket.gethostname():
+    address = leader.address if leader is not None else None
+    if isinstance(address, UnixAddress) and address.host != socket.gethostname():
         raise JobElsewhere(
-            f"job {job.run_id} runs on host {leader.address.host}",
+            f"job {job.run_id} runs on host {address.host}",
             f"call unirun stop {job.run_id} there",
-            host=leader.address.host,
+            host=address.host,
         )

@@ -36,11 +36,12 @@ from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
 from unirun.reporting import report_error
 from unirun.values import WorkerId
-from unirun.wire import load_token
-from unirun.wire.aio import BACKLOG, Stream, accept, frame_of, listen
+from unirun.wire import load_credentials
+from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import ToWorker
 from unirun.wire.messages import ExitAck, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import FromWorker, Join, Metrics, Notice, Sample, WorkerStarted
+from unirun.wire.sockets import listen
 from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
 
 SPAWNER_END = 2.0
@@ -57,16 +58,16 @@ class Agent:
         endpoints: Mapping[str, Endpoint],
         lock: int,
         stdin: int | None = None,
+        tcp: socket.socket | None = None,
     ) -> None:
         """`endpoints` are the bound endpoints of the roles' rendezvous stores; `stdin` is a descriptor for the job's
-        reader (`JobSpec.reader`)."""
+        reader (`JobSpec.reader`); `tcp` is as for `Standby`."""
         self._job, self._spec = job, task.spec
         self._orders = Orders(job, task, for_workers(os.environ), stdin)
         self._endpoints = endpoints
-        self._token = load_token(job.token)
         self._state = AgentState(task.node, in_place=self._orders.in_place)
         self._master: Stream | None = None
-        self._masters = Standby(job, self._token, lock, task.node, task.nodes)
+        self._masters = Standby(job, lock, task.node, task.nodes, tcp)
         self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
         self._links: dict[int, set[Stream]] = {}
@@ -86,7 +87,7 @@ class Agent:
             loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
         self._warm_up()
         listener = listen(self._job.agent_socket(self._state.node))
-        server = await asyncio.start_unix_server(self._serve_worker, sock=listener, backlog=BACKLOG)
+        server = Server(listener, load_credentials(self._job.path), self._serve_worker, self._refused)
         owner = None
         if owner_pid is not None:
             lost = events.Abandon("the unirun command is gone")
@@ -321,13 +322,15 @@ class Agent:
         except OSError:
             return ""
 
-    async def _serve_worker(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _refused(self, text: str, count: int) -> None:
+        self._tell(Notice(self._state.node, f"at the agent {text} ({count} so far)"))
+
+    async def _serve_worker(self, link: Stream) -> None:
         try:
-            link = await accept(reader, writer, self._token)
             hello = await link.receive()
         except WireError as error:
-            self._tell(Notice(self._state.node, f"a connection to the agent was refused: {error}"))
-            writer.close()
+            self._tell(Notice(self._state.node, f"a connection to the agent ended early: {error}"))
+            await link.close()
             return
         who = hello.worker if isinstance(hello, Hello) else WorkerId("", 0, 0)
         worker = self._state.find(who.role, who.rank)

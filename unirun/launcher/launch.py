@@ -25,7 +25,7 @@ from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec
 from unirun.wire import new_token
-from unirun.wire.aio import listen
+from unirun.wire.sockets import listen
 
 MOST_NODES = 16
 """Each is an agent, and a process that has torch imported: 150 MB, and a second of a processor when it starts."""

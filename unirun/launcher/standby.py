@@ -6,6 +6,7 @@ Several agents may start candidates at once: one is elected in the store, and th
 from __future__ import annotations
 
 import math
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import MasterGone, Masters
 from unirun.reporting import report
-from unirun.wire import Token
 from unirun.wire.aio import Stream
 
 AGAIN = 0.1
@@ -44,12 +44,14 @@ class _Master(subprocess.Popen[bytes]):
 
 class Standby:
     """Follows the masters for the agent of `node`, one of `nodes`. `lock` is the job's lock, which every master
-    inherits."""
+    inherits; so is `tcp`, the socket on which masters on this host listen for the agents of others."""
 
-    def __init__(self, job: JobDir, token: Token, lock: int, node: str, nodes: Sequence[str]) -> None:
-        self._job, self._lock = job, lock
+    def __init__(
+        self, job: JobDir, lock: int, node: str, nodes: Sequence[str], tcp: socket.socket | None = None
+    ) -> None:
+        self._job, self._lock, self._tcp = job, lock, tcp
         self._node, self._nodes = node, tuple(nodes)
-        self._masters = Masters(job, token)
+        self._masters = Masters(job)
         self._started: list[_Master] = []
         self._attempts = Attempts()
         # The latest candidate, and the latest term when it was started.
@@ -139,13 +141,14 @@ class Standby:
             self._started.append(self._candidate)
 
     def _popen(self, deposing: int) -> _Master:
+        tcp = [] if self._tcp is None else [self._tcp.fileno()]
         command = [sys.executable, "-P", "-m", "unirun.master", str(self._job.path), str(deposing)]
         with open(self._job.master_log, "ab") as log:
             return _Master(
-                command,
+                [*command, *map(str, tcp)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[self._lock],
+                pass_fds=[self._lock, *tcp],
                 start_new_session=True,
             )

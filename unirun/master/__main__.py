@@ -1,9 +1,13 @@
-"""``python -m unirun.master JOB_DIR DEPOSING``: go on for a master that is dead. Agents start this."""
+"""``python -m unirun.master JOB_DIR DEPOSING [FD]``: go on for a master that is dead. Agents start this.
+
+`FD` is an inherited socket that listens for the agents on other hosts.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -11,7 +15,7 @@ from unirun.errors import UnirunError
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
 from unirun.reporting import report
-from unirun.wire.aio import listen
+from unirun.wire.sockets import listen
 
 
 def main() -> int:
@@ -21,9 +25,10 @@ def main() -> int:
     job = JobDir(Path(sys.argv[1]))
     path = job.master_socket(os.getpid())
     path.unlink(missing_ok=True)
+    tcp = socket.socket(fileno=int(sys.argv[3])) if len(sys.argv) > 3 else None
     try:
         with listen(path) as listener:
-            lead(job, path, listener, deposing=int(sys.argv[2]))
+            lead(job, path, listener, tcp=tcp, deposing=int(sys.argv[2]))
     except UnirunError as error:
         report(f"unirun-master: {error}")
         return error.exit_code

@@ -29,11 +29,13 @@ from unirun.master.persistence.context_store import ContextStore, load
 from unirun.master.shell import Core, Master
 from unirun.master.step import step
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.election import Term, campaign, leader_of
+from unirun.rendezvous.election import campaign, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
+from unirun.wire import load_credentials
 from unirun.wire.address import UnixAddress
+from unirun.wire.sockets import tcp_address
 
 TERM_TTL = 6.0
 """Seconds after which a master that hangs is not the leader any more; one that is dead is deposed at once."""
@@ -44,21 +46,23 @@ def lead(
     path: Path,
     listener: socket.socket,
     *,
+    tcp: socket.socket | None = None,
     deposing: int = 0,
     agents: Mapping[str, int] | None = None,
 ) -> None:
     """Lead `job` to its end, from its beginning or from where another master has left it.
 
     Returns at once when somebody leads already; `deposing` is the term of a leader that is known to be dead.
-    `listener` is the socket at `path`, where agents and commands find the master; `agents` are the pids of the agents
-    on this host that have not joined yet, by node. Raises `JobError` when another job of the same id runs,
-    `StoreError`.
+    `listener` is the socket at `path`, where agents and commands find the master; `tcp` is another, whose address
+    is the master's for all hosts then. `agents` are the pids of the agents on this host that have not joined yet, by
+    node. Raises `JobError` when another job of the same id runs, `StoreError`.
     """
     with closing(open_store(job.store_url)) as store:
         first = job.first_context()
         if first is not None:
             _refuse_running(store, job)
-        term = _elected(store, job, path, deposing)
+        address = UnixAddress.here(path) if tcp is None else tcp_address(tcp, load_credentials(job.path).node)
+        term = campaign(store, job_prefix(job.run_id), address, os.getpid(), ttl=TERM_TTL, deposing=deposing)
         if term is None:
             return
         contexts = ContextStore(store, job.run_id, term)
@@ -74,8 +78,9 @@ def lead(
             raise JobError(problem, "it was removed, or another job has taken its id")
         job.forget_first_context()
         core = _core(read_crashes(store, job.run_id), job)
+        listeners = [listener] if tcp is None else [listener, tcp]
         master = Master(
-            job, state, term, contexts, listener, core, partial(record_crash, store, job.run_id, term)
+            job, state, term, contexts, listeners, core, partial(record_crash, store, job.run_id, term)
         )
         asyncio.run(master.run(agents or {}))
 
@@ -89,11 +94,6 @@ def _core(crashes: tuple[Crash, ...], job: JobDir) -> Core:
     verdict = Verdict(JobPhase.FAILED, EXIT_FAILURE, reason_of(crash), report=report)
     # What it does has been decided by those crashes, which are in the store; and the error may be one of writing.
     return Core(lambda state, now: begin_abort(state, verdict, now), abort_step, writes_first=False)
-
-
-def _elected(store: Store, job: JobDir, path: Path, deposing: int) -> Term | None:
-    address = UnixAddress.here(path)
-    return campaign(store, job_prefix(job.run_id), address, os.getpid(), ttl=TERM_TTL, deposing=deposing)
 
 
 def _refuse_running(store: Store, job: JobDir) -> None:

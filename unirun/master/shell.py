@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -39,8 +39,8 @@ from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
 from unirun.reporting import report
 from unirun.values import Value
-from unirun.wire import load_token
-from unirun.wire.aio import BACKLOG, Stream, accept, frame_of
+from unirun.wire import load_credentials
+from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
 from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop
@@ -77,13 +77,13 @@ class Master:
         state: JobState,
         term: Term,
         contexts: ContextStore,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         core: Core,
         record_crash: Callable[[Crash], None],
     ) -> None:
-        self._job, self._listener = job, listener
+        self._job, self._listeners = job, listeners
         self._core, self._record_crash = core, record_crash
-        self._token = load_token(job.token)
+        self._credentials = load_credentials(job.path)
         self._log = EventLog(job.events, term.epoch)
         self._metrics = LineLog(job.metrics)
         self._state = replace(state, epoch=term.epoch, recorded=0)
@@ -125,7 +125,9 @@ class Master:
         if self._state.phase in JOB_ENDS:
             self._over.set()
         await self._status_file.write()
-        server = await asyncio.start_unix_server(self._serve, sock=self._listener, backlog=BACKLOG)
+        servers = [
+            Server(listener, self._credentials, self._serve, self._refused) for listener in self._listeners
+        ]
         try:
             async with self._status_file.kept(), self._writer.working(self._over):
                 await self._over.wait()
@@ -135,7 +137,8 @@ class Master:
                     # While it still leads, so that peers that do not know of the end can find it.
                     await self._say_goodbye()
         finally:
-            server.close()
+            for server in servers:
+                server.close()
             self._log.close()
             self._metrics.close()
             for watch in watches:
@@ -253,22 +256,17 @@ class Master:
             trouble=self._writer.trouble,
         )
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _refused(self, text: str, count: int) -> None:
+        self._log.write("refused", text, count=count)
+
+    async def _serve(self, stream: Stream) -> None:
         task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        try:
-            stream = await accept(reader, writer, self._token)
-        except WireError as error:
-            self._log.write("refused", f"a connection was refused: {error}")
-            return
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             stream.send(Appointed(self._term.epoch))
             await self._converse(stream)
-        except asyncio.CancelledError:
-            # At the end of the process. A task of a server that counts as cancelled is shown as an error.
-            pass
         finally:
             await stream.close()
 
@@ -293,6 +291,10 @@ class Master:
             self._log.write("refused", f"a connection ended early: {error}")
 
     async def _follow_agent(self, join: Join, stream: Stream) -> None:
+        if stream.peer not in ("", join.node):
+            self._log.write("refused", f"an agent on node {stream.peer} says that it is {join.node}")
+            stream.send(Shutdown())
+            return
         known = self._state.agents.get(join.node)
         if join.node in self._agents and (known is None or known.pid != join.pid):
             self._log.write("refused", f"a second agent says that it is {join.node}")

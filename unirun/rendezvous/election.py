@@ -17,21 +17,21 @@ from msgspec import to_builtins
 from unirun.errors import Fenced, FrameError, LeaseExpired, OutcomeUnknown, StoreRefused
 from unirun.rendezvous.store.protocol import Compare, Item, Lease, Put, RevisionIs, Store, ValueIs
 from unirun.values import Value
-from unirun.wire.address import UnixAddress
+from unirun.wire.address import Address, UnixAddress
 
 
 class Leader(Value):
     """The leader of term `epoch`: its address and process id."""
 
     epoch: int
-    address: UnixAddress
+    address: Address
     pid: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that commands print."""
         return {
             "epoch": self.epoch,
-            "address": f"unix:{self.address}",
+            "address": f"{'unix' if isinstance(self.address, UnixAddress) else 'tcp'}:{self.address}",
             "host": self.address.host,
             "pid": self.pid,
         }
@@ -135,7 +135,7 @@ class Term:
 
 
 def campaign(
-    store: Store, prefix: str, address: UnixAddress, pid: int, *, ttl: float, deposing: int = 0
+    store: Store, prefix: str, address: Address, pid: int, *, ttl: float, deposing: int = 0
 ) -> Term | None:
     """Try to become the leader under `prefix`. Returns None when there is a leader or another candidate won.
 

@@ -4,6 +4,7 @@
 
     <root>/<run id>/            0700
         token                   0600, 256 random bits in hex
+        tls/                    0700, in a job of several hosts: the node's certificate and name
         uid                     distinguishes this job from earlier ones with the same id
         store                   the URL of the store with the job's context
         store.db                that store, unless it is elsewhere

@@ -11,8 +11,8 @@ from unirun.rendezvous.jobdir import JobDir
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.seat import Seat, SeatWatch
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import Token, load_token
-from unirun.wire.address import UnixAddress
+from unirun.wire import Credentials, load_credentials
+from unirun.wire.address import Address, UnixAddress
 from unirun.wire.aio import Stream, connect
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Appointed, Message
@@ -32,8 +32,8 @@ class MasterGone(RendezvousError):
 class Masters:
     """Who leads a job (`seat`), kept up to date by a watch, and streams to them. For event loops."""
 
-    def __init__(self, job: JobDir, token: Token) -> None:
-        self._job, self._token = job, token
+    def __init__(self, job: JobDir) -> None:
+        self._job, self._credentials = job, load_credentials(job.path)
         self._watch: SeatWatch | None = None
         self._changed = asyncio.Event()
         self.seat = Seat()
@@ -65,7 +65,7 @@ class Masters:
         """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
         `RendezvousError` or `WireError` when it does not answer."""
         try:
-            stream = await connect(leader.address, self._token, timeout=CONNECT)
+            stream = await connect(leader.address, self._credentials, timeout=CONNECT)
         except RendezvousError as error:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 raise MasterGone(str(error), epoch=leader.epoch) from error
@@ -98,7 +98,7 @@ def call_master(job: JobDir) -> BlockingStream:
     It has said that it leads, and written before how the job stands. As long as the store is away it is looked for in
     the job's directory, so that a job can be stopped then too.
     """
-    token = load_token(job.token)
+    credentials = load_credentials(job.path)
     try:
         store = open_store(job.store_url)
         try:
@@ -106,13 +106,13 @@ def call_master(job: JobDir) -> BlockingStream:
         finally:
             store.close()
     except StoreError:
-        master = _listening(job, token)
+        master = _listening(job, credentials)
         if master is None:
             raise
         return master
     if leader is None:
         raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
-    master, first = _call(leader.address, token)
+    master, first = _call(leader.address, credentials)
     try:
         _check(first, leader)
     except BaseException:
@@ -121,12 +121,12 @@ def call_master(job: JobDir) -> BlockingStream:
     return master
 
 
-def _listening(job: JobDir, token: Token) -> BlockingStream | None:
+def _listening(job: JobDir, credentials: Credentials) -> BlockingStream | None:
     """A stream to the master that listens in the job's directory; of several, to that of the latest term."""
     found: dict[int, BlockingStream] = {}
     for path in job.master_sockets():
         try:
-            stream, first = _call(UnixAddress.here(path), token)
+            stream, first = _call(UnixAddress.here(path), credentials)
         except (RendezvousError, WireError):
             # It has died and left its socket.
             continue
@@ -140,10 +140,10 @@ def _listening(job: JobDir, token: Token) -> BlockingStream | None:
     return latest
 
 
-def _call(address: UnixAddress, token: Token) -> tuple[BlockingStream, Message]:
+def _call(address: Address, credentials: Credentials) -> tuple[BlockingStream, Message]:
     """A stream to who listens at `address`, and its first word: one that is closed before it was read takes with it
     what was sent on it."""
-    stream = BlockingStream.connect(address, token, timeout=CONNECT)
+    stream = BlockingStream.connect(address, credentials, timeout=CONNECT)
     try:
         return stream, stream.receive(CONNECT)
     except BaseException:

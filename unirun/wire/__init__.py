@@ -5,6 +5,7 @@ The asyncio streams are in `unirun.wire.aio`, which most commands do not import:
 
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.codec import decode, encode
+from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.frames import MAX_FRAME, VERSION, FrameReader, encode_frame
 from unirun.wire.handshake import Token, load_token, new_token
 from unirun.wire.messages import Message
@@ -13,12 +14,14 @@ __all__ = [
     "MAX_FRAME",
     "VERSION",
     "BlockingStream",
+    "Credentials",
     "FrameReader",
     "Message",
     "Token",
     "decode",
     "encode",
     "encode_frame",
+    "load_credentials",
     "load_token",
     "new_token",
 ]

@@ -1,4 +1,4 @@
-"""Where a process listens, and unix socket paths of any length."""
+"""Where a process listens: unix socket paths of any length, and TCP addresses."""
 
 from __future__ import annotations
 
@@ -33,6 +33,25 @@ class UnixAddress(Value, tag="unix"):
         if self.host != socket.gethostname():
             raise RendezvousError(f"{self.path} can be reached on host {self.host} only", "try it there")
         return self.path
+
+
+class TcpAddress(Value, tag="tcp"):
+    """A TCP socket at the numeric IPv4 or IPv6 address `addr`; `node` is the name in the certificate of who listens."""
+
+    addr: str
+    port: int
+    node: str
+
+    @property
+    def host(self) -> str:
+        """The node."""
+        return self.node
+
+    def __str__(self) -> str:
+        return f"[{self.addr}]:{self.port}" if ":" in self.addr else f"{self.addr}:{self.port}"
+
+
+Address = UnixAddress | TcpAddress
 
 
 @contextmanager

@@ -7,51 +7,55 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from unirun.errors import ConnectionLost, RendezvousError, WireError
-from unirun.wire.address import UnixAddress, unix_address
+from unirun.errors import ConnectionLost, RendezvousError
+from unirun.wire.address import Address, TcpAddress, UnixAddress, unix_address
 from unirun.wire.codec import decode, encode
+from unirun.wire.credentials import Credentials, server_name
 from unirun.wire.frames import FrameReader, encode_frame
-from unirun.wire.handshake import DEADLINE, HELLO_SIZE, PROOF_SIZE, ClientHandshake, Token
+from unirun.wire.handshake import DEADLINE, HELLO_SIZE, PROOF_SIZE, ClientHandshake
 from unirun.wire.messages import Message
+from unirun.wire.sockets import handshake_error, keep_alive, nobody_answers, not_the_node
 
 
 class BlockingStream:
-    """One authenticated stream over a connected socket. Any thread sends, one receives."""
+    """One authenticated stream over a connected socket. Any thread sends, one receives; over TLS one thread does both,
+    and a frame that has begun must be whole within `DEADLINE`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self._sending = threading.Lock()
         self._reader = FrameReader()
         self._frames: deque[dict[str, Any]] = deque()
+        # Bytes that TLS has read already, which no poll reports.
+        self._pending: Callable[[], int] = getattr(sock, "pending", lambda: 0)
 
     @classmethod
-    def connect(cls, address: UnixAddress, token: Token, *, timeout: float = DEADLINE) -> BlockingStream:
-        """Connect to who listens at `address` and prove `token`, within `timeout` seconds.
+    def connect(
+        cls, address: Address, credentials: Credentials, *, timeout: float = DEADLINE
+    ) -> BlockingStream:
+        """Connect to who listens at `address` and prove the token, within `timeout` seconds.
 
-        Raises `RendezvousError` when nobody listens, `AuthError` when a token is wrong.
+        Raises `RendezvousError` when nobody listens, `AuthError` when a token or a certificate is wrong.
         """
-        sock = socket.socket(socket.AF_UNIX)
+        deadline = time.monotonic() + timeout
+        if isinstance(address, UnixAddress):
+            sock = _open_unix(address, deadline)
+        else:
+            sock = _open_tcp(address, credentials, deadline)
         try:
-            sock.settimeout(timeout)
-            try:
-                _connect(sock, address.local_path(), timeout)
-            except OSError as error:
-                raise RendezvousError(
-                    f"nobody answers at {address}: {error}", "has the job ended?"
-                ) from error
-            handshake = ClientHandshake(token)
-            deadline = time.monotonic() + timeout
+            handshake = ClientHandshake(credentials.token)
             answer = handshake.answer(_exactly(sock, HELLO_SIZE, deadline))
             try:
                 sock.sendall(answer)
             except OSError as error:
-                raise ConnectionLost(f"the peer is gone: {error}") from error
+                raise handshake_error(error) from error
             handshake.check(_exactly(sock, PROOF_SIZE, deadline))
-            sock.settimeout(None)
+            # With TLS a read may have to wait for the rest of a record.
+            sock.settimeout(None if isinstance(address, UnixAddress) else DEADLINE)
         except BaseException:
             sock.close()
             raise
@@ -73,7 +77,7 @@ class BlockingStream:
         poll.register(self.socket, select.POLLIN)
         while not self._frames:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
-            if not poll.poll(left):
+            if not self._pending() and not poll.poll(left):
                 raise RendezvousError(f"the peer sent nothing for {timeout:g} s")
             try:
                 data = self.socket.recv(65536)
@@ -113,18 +117,48 @@ class BlockingStream:
         self.close()
 
 
-def _connect(sock: socket.socket, path: str, timeout: float) -> None:
-    """Connect; a listener whose queue is full is asked again until `timeout` is over."""
-    deadline = time.monotonic() + timeout
-    with unix_address(path) as address:
-        while True:
-            try:
-                sock.connect(address)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.005)
+def _open_unix(address: UnixAddress, deadline: float) -> socket.socket:
+    """Connect; a listener whose queue is full is asked again until the deadline."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        with unix_address(address.local_path()) as path:
+            while True:
+                sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                try:
+                    sock.connect(path)
+                    return sock
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(0.005)
+    except OSError as error:
+        sock.close()
+        raise nobody_answers(address, error) from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _open_tcp(address: TcpAddress, credentials: Credentials, deadline: float) -> socket.socket:
+    """Connect; with TLS, unless the job is `insecure`."""
+    import ssl
+
+    tls = credentials.client_context()
+    try:
+        sock = socket.create_connection((address.addr, address.port), max(deadline - time.monotonic(), 0.001))
+        try:
+            keep_alive(sock)
+            if tls is None:
+                return sock
+            sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            return tls.wrap_socket(sock, server_hostname=server_name(address.node))
+        except BaseException:
+            sock.close()
+            raise
+    except ssl.SSLError as error:
+        raise not_the_node(address, error) from error
+    except OSError as error:
+        raise nobody_answers(address, error) from error
 
 
 def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
@@ -133,11 +167,9 @@ def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             part = sock.recv(size - len(data))
-        except TimeoutError as error:
-            raise WireError("the peer did not finish the handshake in time") from error
         except OSError as error:
-            raise ConnectionLost(f"the peer is gone: {error}") from error
+            raise handshake_error(error) from error
         if not part:
-            raise ConnectionLost("the peer closed the stream during the handshake", "is the token right?")
+            raise handshake_error(EOFError())
         data += part
     return data

@@ -13,7 +13,7 @@ from pathlib import Path
 from unirun.values import WorkerId
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import load_token
+from unirun.wire.credentials import load_credentials
 from unirun.wire.messages import Hello
 
 _HIGHEST = 1024
@@ -36,7 +36,7 @@ def open_link(environ: Mapping[str, str]) -> BlockingStream:
     pid = os.getpid()
     if pid not in _current:
         path = Path(environ["UNIRUN_SOCKET"])
-        link = BlockingStream.connect(UnixAddress.here(path), load_token(path.parent / "token"))
+        link = BlockingStream.connect(UnixAddress.here(path), load_credentials(path.parent))
         link.socket = socket.socket(fileno=out_of_the_way(link.socket.detach()))
         link.send(
             Hello(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,6 +21,7 @@ from unirun.launcher import candidacy, standby
 from unirun.launcher.standby import Standby
 from unirun.rendezvous import seat
 from unirun.wire.messages import Attach
+from unirun.wire.sockets import listen_tcp
 
 T = TypeVar("T")
 
@@ -62,6 +64,12 @@ class Started:
         """The term that each was to depose."""
         return [arguments[-1] for _, arguments in self.lines]
 
+    @property
+    def inherited(self) -> str:
+        """The file of the descriptor that the last argument of a candidate names, if it has looked."""
+        file = Path(f"{self._program}.inherited")
+        return file.read_text().strip() if file.exists() else ""
+
     async def until(self, count: int) -> None:
         """Wait until that many were started."""
         async with asyncio.timeout(PATIENCE):
@@ -79,9 +87,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
             os.waitpid(pid, 0)
 
 
-def run(place: Place, do: Callable[[Standby], Coroutine[Any, Any, T]]) -> T:
+def run(place: Place, do: Callable[[Standby], Coroutine[Any, Any, T]], tcp: socket.socket | None = None) -> T:
     async def go() -> T:
-        watch = Standby(place.job, place.token, place.lock, "n0", ("n0",))
+        watch = Standby(place.job, place.lock, "n0", ("n0",), tcp)
         try:
             return await asyncio.wait_for(do(watch), PATIENCE)
         finally:
@@ -218,7 +226,7 @@ class TestWhenTheLeaderIsDead:
         place.leader().die()
 
         async def go() -> float:
-            watch = Standby(place.job, place.token, place.lock, "n0", ("n0",))
+            watch = Standby(place.job, place.lock, "n0", ("n0",))
             began = time.monotonic()
             finding = asyncio.ensure_future(watch.next(1, PATIENCE))
             await started.until(5)
@@ -385,6 +393,23 @@ def test_a_standby_waits_for_a_hanging_leader(
 
     run(place, go)
     assert started.lines == []
+
+
+@pytest.mark.starts_processes
+def test_a_candidate_inherits_the_socket_that_listens_for_other_hosts(place: Place, started: Started) -> None:
+    started.then("readlink /proc/self/fd/$6 >> $0.inherited; exec sleep 100")
+
+    async def go(watch: Standby) -> None:
+        search = asyncio.ensure_future(watch.next(1, PATIENCE))
+        async with asyncio.timeout(PATIENCE):
+            while not started.inherited:
+                await asyncio.sleep(0.005)
+        search.cancel()
+
+    with listen_tcp("127.0.0.1") as tcp:
+        run(place, go, tcp)
+        assert started.lines[0][1][-1] == str(tcp.fileno())
+        assert started.inherited == os.readlink(f"/proc/self/fd/{tcp.fileno()}")
 
 
 @pytest.mark.starts_processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from unirun.observe import read_events
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import campaign
 from unirun.values import WorkerId
-from unirun.wire import new_token
-from unirun.wire.address import UnixAddress
-from unirun.wire.aio import Stream, connect, listen
+from unirun.wire import Credentials, new_token
+from unirun.wire.address import TcpAddress, UnixAddress
+from unirun.wire.aio import Stream, connect
+from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import Token
 from unirun.wire.messages import Appointed, Message, StartRole
 from unirun.wire.reports import WorkerRunning, WorkerStarted
+from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
 PATIENCE = 20.0
 SEAT = "jobs/job-1/"
@@ -34,7 +37,7 @@ SEAT = "jobs/job-1/"
 class Court:
     """A master in this process, with its job's directory and store."""
 
-    def __init__(self, folder: Path, model: Job | None = None) -> None:
+    def __init__(self, folder: Path, model: Job | None = None, *, tcp: bool = False) -> None:
         self.store = UnsteadyStore()
         self.model = model or Job({"actor": 2})
         self.core = Core(resume, step)
@@ -46,6 +49,12 @@ class Court:
         self.token: Token = token
         self.job.token.write_text(token.hex())
         self.job.token.chmod(0o600)
+        self.tcp: TcpAddress | None = None
+        self.listeners: list[socket.socket] = []
+        if tcp:
+            make_tls(self.job.path, token, "head")
+            self.listeners.append(listen_tcp("127.0.0.1"))
+            self.tcp = tcp_address(self.listeners[0], "head")
         term = campaign(self.store, SEAT, UnixAddress("/x", "host"), 7, ttl=60)
         assert term is not None
         contexts = ContextStore(self.store, "job-1", term)
@@ -58,8 +67,8 @@ class Court:
 
         async def main() -> None:
             state, term, contexts = self._parts
-            listener = listen(self.path)
-            master = Master(self.job, state, term, contexts, listener, self.core, self.record_crash)
+            listeners = [listen(self.path), *self.listeners]
+            master = Master(self.job, state, term, contexts, listeners, self.core, self.record_crash)
             async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
                 group.create_task(self._lead(master))
                 await play()
@@ -73,16 +82,20 @@ class Court:
         for task in list(master._tasks):
             task.cancel()
 
-    async def greet(self, first: Message) -> Stream:
-        """A stream to the master, which has said which term it is in."""
-        stream = await connect(UnixAddress.here(self.path), self.token)
+    async def greet(self, first: Message, elsewhere: Credentials | None = None) -> Stream:
+        """A stream to the master, which has said which term it is in; by TCP from `elsewhere`."""
+        if elsewhere is None:
+            stream = await connect(UnixAddress.here(self.path), Credentials(self.token))
+        else:
+            assert self.tcp is not None
+            stream = await connect(self.tcp, elsewhere)
         assert await stream.receive() == Appointed(1)
         stream.send(first)
         return stream
 
-    async def agent(self) -> Stream:
+    async def agent(self, elsewhere: Credentials | None = None) -> Stream:
         """The agent of the job, whose workers run."""
-        stream = await self.greet(self.model.join("n0"))
+        stream = await self.greet(self.model.join("n0"), elsewhere)
         await until(stream, StartRole)
         for rank in (0, 1):
             stream.send(WorkerStarted(WorkerId("actor", rank, 0), 100 + rank))

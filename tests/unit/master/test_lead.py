@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,11 +30,12 @@ from unirun.rendezvous import JobDir
 from unirun.rendezvous.election import Leader, Term, campaign, leader_of
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import new_token
-from unirun.wire.address import UnixAddress
-from unirun.wire.aio import listen
+from unirun.wire import load_token, new_token
+from unirun.wire.address import TcpAddress, UnixAddress
+from unirun.wire.certificates import make_tls
 from unirun.wire.codec import from_json
 from unirun.wire.messages import Stop
+from unirun.wire.sockets import listen, listen_tcp
 
 SEAT = "jobs/job-1/"
 UID = "0a1b"
@@ -63,9 +65,11 @@ class Seat:
         self.path = self.job.master_socket(os.getpid())
         self.store: Store = open_store(self.job.store_url)
 
-    def lead(self, *, deposing: int = 0, agents: dict[str, int] | None = None) -> None:
+    def lead(
+        self, *, tcp: socket.socket | None = None, deposing: int = 0, agents: dict[str, int] | None = None
+    ) -> None:
         with listen(self.path) as listener:
-            lead(self.job, self.path, listener, deposing=deposing, agents=agents)
+            lead(self.job, self.path, listener, tcp=tcp, deposing=deposing, agents=agents)
         self.path.unlink()
 
     def first(self, state: JobState) -> None:
@@ -77,6 +81,16 @@ class Seat:
         assert term is not None
         ContextStore(self.store, "job-1", term).create(state)
         return term
+
+    def leaders(self) -> list[Leader]:
+        """Every leader that there was."""
+        changes = self.store.watch(SEAT, 0).changes(0.0)
+        assert isinstance(changes, tuple)
+        return [
+            from_json(Leader, each.value)
+            for each in changes
+            if each.key == f"{SEAT}lead/leader" and each.kind == "put"
+        ]
 
     @property
     def status(self) -> dict[str, object]:
@@ -105,14 +119,7 @@ class TestTheFirstMaster:
     def test_the_first_master_is_found_at_its_socket(self, seat: Seat) -> None:
         seat.first(stopped())
         seat.lead()
-        changes = seat.store.watch(SEAT, 0).changes(0.0)
-        assert isinstance(changes, tuple)
-        leaders = [
-            from_json(Leader, each.value)
-            for each in changes
-            if each.key == f"{SEAT}lead/leader" and each.kind == "put"
-        ]
-        assert leaders == [Leader(1, UnixAddress.here(seat.path), os.getpid())]
+        assert seat.leaders() == [Leader(1, UnixAddress.here(seat.path), os.getpid())]
 
     def test_the_first_master_replaces_a_job_of_the_same_id_that_has_ended(self, seat: Seat) -> None:
         seat.has(stopped("other")).resign()
@@ -215,6 +222,15 @@ def test_a_master_that_hangs_is_deposed_within_seconds() -> None:
     assert 2.0 <= TERM_TTL <= 10.0
 
 
+def test_a_master_with_a_tcp_socket_is_found_there_on_its_node(seat: Seat) -> None:
+    make_tls(seat.job.path, load_token(seat.job.token), "head")
+    seat.first(stopped())
+    with listen_tcp("127.0.0.1") as tcp:
+        port = tcp.getsockname()[1]
+        seat.lead(tcp=tcp)
+    assert seat.leaders() == [Leader(1, TcpAddress("127.0.0.1", port, "head"), os.getpid())]
+
+
 class TestTheProcess:
     @pytest.fixture(autouse=True)
     def signals(self, seat: Seat, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -234,6 +250,14 @@ class TestTheProcess:
         assert not seat.path.exists()
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             assert signal.getsignal(number) is signal.SIG_IGN, "a terminal's signals are for the command"
+
+    def test_the_process_leads_on_the_tcp_socket_that_it_inherits(self, seat: Seat) -> None:
+        make_tls(seat.job.path, load_token(seat.job.token), "head")
+        seat.has(stopped())
+        with listen_tcp("127.0.0.1") as tcp:
+            sys.argv.append(str(os.dup(tcp.fileno())))
+            assert process.main() == 0
+        assert seat.status["epoch"] == 2
 
     def test_the_process_says_why_it_cannot_and_leaves_no_socket(
         self, seat: Seat, capsys: pytest.CaptureFixture[str]

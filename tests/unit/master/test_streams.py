@@ -17,11 +17,11 @@ from unirun.master.persistence import writer as writing
 from unirun.observe.linelog import read_lines
 from unirun.rendezvous.election import leader_of
 from unirun.values import WorkerId
-from unirun.wire import new_token
+from unirun.wire import Credentials, load_credentials, new_token
 from unirun.wire.address import UnixAddress
 from unirun.wire.aio import connect
 from unirun.wire.asking import Answer, Ask, ToWorker
-from unirun.wire.handshake import Token
+from unirun.wire.certificates import make_tls
 from unirun.wire.messages import (
     Attach,
     Ended,
@@ -243,7 +243,7 @@ class TestAStranger:
     def test_a_stranger_is_refused_before_it_is_heard(self, court: Court) -> None:
         async def play() -> None:
             with pytest.raises(WireError):
-                await connect(UnixAddress.here(court.path), Token(new_token()))
+                await connect(UnixAddress.here(court.path), Credentials(new_token()))
             await ends_well(await court.agent())
 
         assert court.run(play) == []
@@ -252,13 +252,61 @@ class TestAStranger:
 
     def test_a_stranger_that_leaves_without_a_word_is_noted(self, court: Court) -> None:
         async def play() -> None:
-            other = await connect(UnixAddress.here(court.path), court.token)
+            other = await connect(UnixAddress.here(court.path), Credentials(court.token))
             await other.close()
             await ends_well(await court.agent())
 
         assert court.run(play) == []
         (text,) = court.events("refused")
         assert text.startswith("a connection ended early: ")
+
+
+class TestAnotherHost:
+    """Its agent comes over TLS, with a certificate of its node."""
+
+    def agent_on(self, court: Court, folder: Path, node: str) -> Credentials:
+        folder.mkdir()
+        (folder / "token").write_text(court.token.hex())
+        (folder / "token").chmod(0o600)
+        make_tls(folder, court.token, node)
+        return load_credentials(folder)
+
+    def test_an_agent_on_another_host_joins_as_the_node_of_its_certificate(self, tmp_path: Path) -> None:
+        court = Court(tmp_path, tcp=True)
+        ours = self.agent_on(court, tmp_path / "n0", "n0")
+
+        async def play() -> None:
+            await ends_well(await court.agent(ours))
+
+        assert court.run(play) == []
+        assert court.events("refused") == []
+
+    def test_an_agent_that_says_it_is_another_node_than_its_certificate_is_sent_away(
+        self, tmp_path: Path
+    ) -> None:
+        court = Court(tmp_path, tcp=True)
+        ours = self.agent_on(court, tmp_path / "n1", "n1")
+
+        async def play() -> None:
+            agent = await court.greet(court.model.join("n0"), ours)
+            assert (await until(agent, Shutdown))[-1] == Shutdown()
+            await agent.close()
+            await ends_well(await court.agent())
+
+        assert court.run(play) == []
+        assert court.events("refused") == ["an agent on node n1 says that it is n0"]
+
+    def test_a_command_comes_from_any_node(self, tmp_path: Path) -> None:
+        court = Court(tmp_path, tcp=True)
+        ours = self.agent_on(court, tmp_path / "n1", "n1")
+
+        async def play() -> None:
+            watcher = await court.greet(Attach(), ours)
+            await ends_well(await court.agent())
+            assert (await until(watcher, Ended))[-1] == Ended(0, "succeeded", "actor succeeded", "")
+            await watcher.close()
+
+        assert court.run(play) == []
 
 
 def test_a_status_that_cannot_be_written_is_written_with_the_next_change(court: Court) -> None:

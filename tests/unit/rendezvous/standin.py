@@ -17,10 +17,10 @@ from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire import Token, load_token, new_token
 from unirun.wire.address import UnixAddress
-from unirun.wire.aio import listen
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.handshake import ANSWER_SIZE, ServerHandshake
 from unirun.wire.messages import Appointed, Message
+from unirun.wire.sockets import listen
 
 PATIENCE = 20.0
 """Deadline of a test's waits, in seconds."""

@@ -18,9 +18,9 @@ from unirun.rendezvous.masters import MasterGone, Masters, call_master
 from unirun.rendezvous.seat import Seat
 from unirun.wire import new_token
 from unirun.wire.address import UnixAddress
-from unirun.wire.aio import listen
 from unirun.wire.handshake import DEADLINE
 from unirun.wire.messages import Appointed, Attach, Shutdown, Stop
+from unirun.wire.sockets import listen
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def reach(place: Place, leader: Leader | None = None) -> Leader:
     """Reach the leader, or its stand-in, and attach to it. Returns its name."""
 
     async def go() -> Leader:
-        found = Masters(place.job, place.token)
+        found = Masters(place.job)
         try:
             target = leader or (await seat_of(found, 1)).leader
             assert target is not None
@@ -64,7 +64,7 @@ def says(place: Place, epoch: int) -> Leader:
 class TestWhoLeads:
     def test_masters_see_no_leader_at_first_and_then_one_after_another(self, place: Place) -> None:
         async def ask() -> list[Seat]:
-            found = Masters(place.job, place.token)
+            found = Masters(place.job)
             seats = [await seat_of(found, 0)]
             for number in range(2):
                 place.leader(f"m{number}", deposing=number)
@@ -81,7 +81,7 @@ class TestWhoLeads:
 
     def test_waiting_for_news_of_masters_ends_at_its_timeout(self, place: Place) -> None:
         async def ask() -> Seat:
-            found = Masters(place.job, place.token)
+            found = Masters(place.job)
             await seat_of(found, 0)
             await found.news(0.01)
             found.close()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.wire.test_streams import TOKEN, serving
+from tests.unit.wire.places import Place
+from tests.unit.wire.test_streams import serving
 from unirun.errors import JobError, RendezvousError
 from unirun.values import WorkerId
 from unirun.wire import FrameReader, Message, decode, link
@@ -17,14 +18,19 @@ from unirun.wire.messages import Hello
 
 
 @pytest.fixture
-def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def place(tmp_path: Path) -> Place:
+    return Place("unix", tmp_path)
+
+
+@pytest.fixture
+def environ(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The environment of a worker; the link is closed after the test."""
-    (tmp_path / "token").write_text(TOKEN.hex())
+    (tmp_path / "token").write_text(place.token.hex())
     (tmp_path / "token").chmod(0o600)
     opened: dict[int, link.BlockingStream] = {}
     monkeypatch.setattr(link, "_current", opened)
     yield {
-        "UNIRUN_SOCKET": str(tmp_path / "agent.n0.sock"),
+        "UNIRUN_SOCKET": str(place.path),
         "ROLE_NAME": "actor",
         "RANK": "3",
         "UNIRUN_INCARNATION": "2",
@@ -33,17 +39,17 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         stream.close()
 
 
-def test_a_link_sends_hello_to_an_agent_that_knows_the_token(environ: dict[str, str]) -> None:
+def test_a_link_sends_hello_to_an_agent_that_knows_the_token(place: Place, environ: dict[str, str]) -> None:
     heard: list[Message] = []
 
     def agent(connection) -> None:  # type: ignore[no-untyped-def]
-        handshake, reader = ServerHandshake(TOKEN), FrameReader()
+        handshake, reader = ServerHandshake(place.token), FrameReader()
         connection.sendall(handshake.hello())
         connection.sendall(handshake.proof(connection.recv(ANSWER_SIZE)))
         while not heard:
             heard.extend(map(decode, reader.feed(connection.recv(4096))))
 
-    with serving(Path(environ["UNIRUN_SOCKET"]), agent):
+    with serving(place, agent):
         opened = link.open_link(environ)
     assert heard == [Hello(WorkerId(role="actor", rank=3, incarnation=2), pid=os.getpid(), running=True)]
     assert link.open_link(environ) is opened, "a process has one"
@@ -54,7 +60,7 @@ def test_a_fork_does_not_use_the_link_of_its_parent(
 ) -> None:
     theirs = link.BlockingStream.__new__(link.BlockingStream)
     monkeypatch.setattr(link, "_current", {os.getppid(): theirs})
-    with pytest.raises(RendezvousError, match="nobody answers at .*agent.n0.sock"):
+    with pytest.raises(RendezvousError, match="nobody answers at .*agent.sock"):
         link.open_link(environ)
 
 

@@ -1,8 +1,9 @@
-"""Streams over real unix sockets: authentication, delivery and the end of a stream."""
+"""Streams over unix sockets and TCP, with TLS and without: authentication, delivery and the end of a stream."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
@@ -14,43 +15,35 @@ from pathlib import Path
 
 import pytest
 
-from unirun.errors import AuthError, ConnectionLost, FrameError, RendezvousError, WireError
-from unirun.wire import BlockingStream, encode, encode_frame, frames, new_token
-from unirun.wire.address import UnixAddress, unix_address
-from unirun.wire.aio import Stream, accept, connect, listen
+from tests.unit.wire.places import KINDS, NODE, Place
+from unirun.errors import AuthError, ConnectionLost, FrameError, RendezvousError, UsageError, WireError
+from unirun.wire import BlockingStream, aio, encode, encode_frame, frames, new_token
+from unirun.wire.address import unix_address
+from unirun.wire.aio import Server, Stream, connect
 from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, ServerHandshake
 from unirun.wire.messages import Message, Shutdown, Stop
 from unirun.wire.reports import Notice
+from unirun.wire.sockets import listen, listen_tcp
 
 SOON = 20.0
 
 
-@pytest.fixture(params=["short", "long"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Path of the socket; the kernel accepts at most 107 bytes."""
-    folder = tmp_path
-    if request.param == "long":
-        for _ in range(6):
-            folder /= "d" * 40
-        folder.mkdir(parents=True)
-        assert len(os.fsencode(folder)) > 200
-    return folder / "agent.sock"
+@pytest.fixture(params=KINDS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return Place(request.param, tmp_path)
 
 
-TOKEN, OTHER = new_token(), new_token()
-
-
-def over_asyncio(path: Path, talk: Callable[[Stream, Stream], Awaitable[None]]) -> None:
+def over_asyncio(place: Place, talk: Callable[[Stream, Stream], Awaitable[None]]) -> None:
     """Run `talk` with both ends of one stream."""
 
     async def main() -> None:
         accepted: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted.set_result(await accept(reader, writer, TOKEN))
+        async def serve(stream: Stream) -> None:
+            accepted.set_result(stream)
 
-        server = await asyncio.start_unix_server(serve, sock=listen(path))
-        client = await connect(UnixAddress.here(path), TOKEN)
+        server = Server(place.listen(), place.credentials, serve, unexpected)
+        client = await connect(place.address, place.on("another"))
         async with asyncio.timeout(SOON):
             await talk(client, await accepted)
         await client.close()
@@ -60,7 +53,11 @@ def over_asyncio(path: Path, talk: Callable[[Stream, Stream], Awaitable[None]]) 
     asyncio.run(main())
 
 
-def test_a_stream_carries_messages_both_ways_in_order(path: Path) -> None:
+def unexpected(text: str, count: int) -> None:
+    raise AssertionError(text)
+
+
+def test_a_stream_carries_messages_both_ways_in_order(place: Place) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         sent = [Notice("actor:0", f"{n}") for n in range(100)]
         for message in sent:
@@ -69,19 +66,19 @@ def test_a_stream_carries_messages_both_ways_in_order(path: Path) -> None:
         server.send(Shutdown())
         assert await client.receive() == Shutdown()
 
-    over_asyncio(path, talk)
+    over_asyncio(place, talk)
 
 
-def test_a_stream_carries_a_message_of_8_mib(path: Path) -> None:
+def test_a_stream_carries_a_message_of_8_mib(place: Place) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         message = Notice("x", "y" * (8 << 20))
         client.send(message)
         assert await server.receive() == message
 
-    over_asyncio(path, talk)
+    over_asyncio(place, talk)
 
 
-def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(path: Path) -> None:
+def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(place: Place) -> None:
     async def talk(client: Stream, server: Stream) -> None:
         client.send(Notice("a", "last words"))
         await client.close()
@@ -90,19 +87,19 @@ def test_the_end_of_a_stream_is_raised_after_all_messages_sent_before(path: Path
             await server.receive()
         server.send(Shutdown())  # to a peer that is gone: no error here, receive tells
 
-    over_asyncio(path, talk)
+    over_asyncio(place, talk)
 
 
 @contextmanager
-def serving(path: Path, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+def serving(place: Place, serve: Callable[[socket.socket], None]) -> Iterator[None]:
     """A server in a thread: `serve` gets the first connection."""
-    listener = listen(path)
+    listener = place.listen()
     errors: list[BaseException] = []
 
     def run() -> None:
         connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(SOON)
+        connection.settimeout(SOON)
+        with place.wrap(connection) as connection:
             try:
                 serve(connection)
             except OSError as error:
@@ -121,18 +118,18 @@ def raw(message: Message) -> bytes:
 
 
 class TestBlockingStream:
-    def test_a_blocking_stream_speaks_with_an_asyncio_stream(self, path: Path) -> None:
+    def test_a_blocking_stream_speaks_with_an_asyncio_stream(self, place: Place) -> None:
         async def main() -> None:
-            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                stream = await accept(reader, writer, TOKEN)
+            async def serve(stream: Stream) -> None:
                 stream.send(await stream.receive())
                 await stream.close()
 
-            async with await asyncio.start_unix_server(serve, sock=listen(path)):
-                await asyncio.to_thread(talk)
+            server = Server(place.listen(), place.credentials, serve, unexpected)
+            await asyncio.to_thread(talk)
+            server.close()
 
         def talk() -> None:
-            with BlockingStream.connect(UnixAddress.here(path), TOKEN) as stream:
+            with BlockingStream.connect(place.address, place.credentials) as stream:
                 stream.send(Stop(15, "please", 1.5))
                 assert stream.receive(SOON) == Stop(15, "please", 1.5)
                 with pytest.raises(ConnectionLost):
@@ -172,9 +169,9 @@ class TestBlockingStream:
             theirs.sendall(raw(Shutdown()))
             assert stream.receive() == Shutdown()
 
-    def test_a_blocking_stream_takes_a_handshake_in_pieces_and_leaves_later_bytes(self, path: Path) -> None:
+    def test_a_blocking_stream_takes_a_handshake_in_pieces_and_leaves_later_bytes(self, place: Place) -> None:
         def serve(connection: socket.socket) -> None:
-            handshake = ServerHandshake(TOKEN)
+            handshake = ServerHandshake(place.token)
             hello = handshake.hello()
             for n in range(len(hello)):
                 time.sleep(0.002)
@@ -183,28 +180,32 @@ class TestBlockingStream:
             connection.sendall(proof[:10])
             connection.sendall(proof[10:] + raw(Notice("a", "1")) + raw(Notice("a", "2")))
 
-        with serving(path, serve), BlockingStream.connect(UnixAddress.here(path), TOKEN) as stream:
+        with (
+            serving(place, serve),
+            BlockingStream.connect(place.address, place.credentials) as stream,
+        ):
             assert stream.receive(SOON) == Notice("a", "1")
             assert [*stream.buffered()] == [Notice("a", "2")]
 
-    def test_a_blocking_stream_waits_for_a_listener_whose_queue_is_full(self, path: Path) -> None:
-        listener = listen(path, backlog=0)
+    def test_a_blocking_stream_waits_for_a_unix_listener_whose_queue_is_full(self, tmp_path: Path) -> None:
+        place = Place("unix", tmp_path)
+        listener = place.listen(backlog=0)
         first = socket.socket(socket.AF_UNIX)
-        with listener, first, unix_address(path) as address:
-            first.connect(address)
+        with listener, first, unix_address(place.path) as path:
+            first.connect(path)
             with pytest.raises(RendezvousError, match="nobody answers at"):
-                BlockingStream.connect(UnixAddress.here(path), TOKEN, timeout=0.05)
+                BlockingStream.connect(place.address, place.credentials, timeout=0.05)
 
             def make_room() -> None:
                 listener.accept()[0].close()
                 with listener.accept()[0] as second:
-                    handshake = ServerHandshake(TOKEN)
+                    handshake = ServerHandshake(place.token)
                     second.sendall(handshake.hello())
                     second.sendall(handshake.proof(second.recv(ANSWER_SIZE)) + raw(Shutdown()))
 
             room = threading.Timer(0.05, make_room)
             room.start()
-            with BlockingStream.connect(UnixAddress.here(path), TOKEN, timeout=SOON) as stream:
+            with BlockingStream.connect(place.address, place.credentials, timeout=SOON) as stream:
                 assert stream.receive(SOON) == Shutdown()
             room.join(SOON)
 
@@ -225,116 +226,177 @@ class TestBlockingStream:
                 stream.receive(SOON)
 
 
+class Refusing:
+    """A server whose refusals can be waited for."""
+
+    def __init__(self, place: Place, *, timeout: float = SOON) -> None:
+        self.refused: asyncio.Queue[str] = asyncio.Queue()
+        self.accepted: asyncio.Queue[Stream] = asyncio.Queue()
+        self._server = Server(
+            place.listen(), place.credentials, self.accepted.put, self._note, timeout=timeout
+        )
+
+    def _note(self, text: str, count: int) -> None:
+        self.refused.put_nowait(text)
+
+    async def reason(self) -> str:
+        """Why the next connection was refused."""
+        return await asyncio.wait_for(self.refused.get(), SOON)
+
+    def close(self) -> None:
+        self._server.close()
+
+
 class TestStreamAuthentication:
-    def test_a_stream_to_a_client_with_another_token_ends_without_a_reason(self, path: Path) -> None:
+    def test_a_client_with_another_token_is_refused(self, place: Place) -> None:
         async def main() -> None:
-            refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
-
-            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                try:
-                    await accept(reader, writer, TOKEN)
-                except WireError as error:
-                    refused.set_result(error)
-
-            async with await asyncio.start_unix_server(serve, sock=listen(path)):
-                with pytest.raises(ConnectionLost, match="is the token right"):
-                    await connect(UnixAddress.here(path), OTHER)
-                assert isinstance(await asyncio.wait_for(refused, SOON), AuthError)
+            server = Refusing(place)
+            # With TLS it is the certificate that is wrong already.
+            expected = AuthError if place.kind == "tls" else ConnectionLost
+            with pytest.raises(expected):
+                await connect(place.address, place.stranger)
+            assert "was refused" in await server.reason()
+            assert server.accepted.empty()
+            server.close()
 
         asyncio.run(main())
 
-    def test_a_stream_client_without_a_token_is_refused_before_its_payload_is_parsed(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_client_without_the_token_is_refused_before_its_payload_is_parsed(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parsed: list[bytes] = []
         parse = frames.parse_object
         monkeypatch.setattr(frames, "parse_object", lambda body: parsed.append(body) or parse(body))
 
         async def main() -> None:
-            refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
-
-            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                try:
-                    stream = await accept(reader, writer, TOKEN)
-                    await stream.receive()
-                except WireError as error:
-                    refused.set_result(error)
-
-            async with await asyncio.start_unix_server(serve, sock=listen(path)):
-                reader, writer = await connect_raw(path)
-                hello = await reader.readexactly(HELLO_SIZE)
-                writer.write(ClientHandshake(OTHER).answer(hello) + raw(Stop(9, "let me in")))
+            server = Refusing(place)
+            reader, writer = await place.open()
+            hello = await reader.readexactly(HELLO_SIZE)
+            writer.write(ClientHandshake(new_token()).answer(hello) + raw(Stop(9, "let me in")))
+            with contextlib.suppress(OSError):
                 assert await asyncio.wait_for(reader.read(), SOON) == b"", "not even a proof comes back"
-                assert isinstance(await asyncio.wait_for(refused, SOON), AuthError)
-                writer.close()
+            assert "does not know this job's token" in await server.reason()
+            writer.close()
+            server.close()
 
         asyncio.run(main())
         assert parsed == []
 
-    def test_both_kinds_of_stream_refuse_a_server_with_another_token(self, path: Path) -> None:
+    def test_both_kinds_of_stream_refuse_a_server_with_another_token(self, place: Place) -> None:
         def lie(connection: socket.socket) -> None:
-            connection.sendall(ServerHandshake(OTHER).hello())
+            connection.sendall(ServerHandshake(new_token()).hello())
             connection.recv(4096)
             connection.sendall(b"\0" * 32)
 
-        with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
-            BlockingStream.connect(UnixAddress.here(path), TOKEN)
-        path.unlink()
-        with serving(path, lie), pytest.raises(AuthError, match="the server does not know"):
-            asyncio.run(connect(UnixAddress.here(path), TOKEN))
+        with serving(place, lie), pytest.raises(AuthError, match="the server does not know"):
+            BlockingStream.connect(place.address, place.credentials)
+        with serving(place, lie), pytest.raises(AuthError, match="the server does not know"):
+            asyncio.run(connect(place.address, place.credentials))
 
-    def test_a_silent_stream_client_is_dropped_at_the_deadline(self, path: Path) -> None:
+    def test_a_silent_client_is_dropped_at_the_deadline(self, place: Place) -> None:
         async def main() -> None:
-            refused: asyncio.Future[WireError] = asyncio.get_running_loop().create_future()
-
-            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                try:
-                    await accept(reader, writer, TOKEN, timeout=0.05)
-                except WireError as error:
-                    refused.set_result(error)
-
-            async with await asyncio.start_unix_server(serve, sock=listen(path)):
-                reader, writer = await connect_raw(path)
-                assert "did not finish the handshake in time" in str(await asyncio.wait_for(refused, SOON))
+            server = Refusing(place, timeout=0.1)
+            reader, writer = await place.open()
+            assert "did not finish the handshake in time" in await server.reason()
+            with contextlib.suppress(OSError):
                 await asyncio.wait_for(reader.read(), SOON)
-                writer.close()
+            writer.close()
+            server.close()
 
         asyncio.run(main())
 
-    def test_a_silent_stream_server_is_given_up_at_the_deadline(self, path: Path) -> None:
-        listener = listen(path)
+    def test_a_silent_server_is_given_up_at_the_deadline(self, place: Place) -> None:
+        listener = place.listen()
         began = time.monotonic()
-        with pytest.raises(WireError, match="did not finish the handshake in time"):
-            BlockingStream.connect(UnixAddress.here(path), TOKEN, timeout=0.05)
-        with pytest.raises(WireError, match="did not finish the handshake in time"):
-            asyncio.run(connect(UnixAddress.here(path), TOKEN, timeout=0.05))
+        # With TLS it has not even presented its certificate.
+        silent = "did not finish the handshake in time|nobody answers"
+        with pytest.raises((WireError, RendezvousError), match=silent):
+            BlockingStream.connect(place.address, place.credentials, timeout=0.05)
+        with pytest.raises((WireError, RendezvousError), match=silent):
+            asyncio.run(connect(place.address, place.credentials, timeout=0.05))
         assert time.monotonic() - began < SOON
         listener.close()
 
-    def test_a_stream_server_that_hangs_up_is_named_in_the_error(self, path: Path) -> None:
-        for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(TOKEN).hello())):
-            with serving(path, hang_up), pytest.raises(ConnectionLost):
-                BlockingStream.connect(UnixAddress.here(path), TOKEN)
-            path.unlink()
-            with serving(path, hang_up), pytest.raises(ConnectionLost):
-                asyncio.run(connect(UnixAddress.here(path), TOKEN))
-            path.unlink()
+    def test_a_server_that_hangs_up_is_named_in_the_error(self, place: Place) -> None:
+        for hang_up in (lambda c: None, lambda c: c.sendall(ServerHandshake(place.token).hello())):
+            with serving(place, hang_up), pytest.raises(ConnectionLost):
+                BlockingStream.connect(place.address, place.credentials)
+            with serving(place, hang_up), pytest.raises(ConnectionLost):
+                asyncio.run(connect(place.address, place.credentials))
 
-    def test_a_socket_that_nobody_listens_on_is_named_in_the_error(self, path: Path) -> None:
+    def test_an_address_that_nobody_listens_at_is_named_in_the_error(self, place: Place) -> None:
+        place.listen().close()
         for attempt in (
-            lambda: BlockingStream.connect(UnixAddress.here(path), TOKEN),
-            lambda: asyncio.run(connect(UnixAddress.here(path), TOKEN)),
+            lambda: BlockingStream.connect(place.address, place.credentials),
+            lambda: asyncio.run(connect(place.address, place.credentials)),
         ):
-            with pytest.raises(RendezvousError, match="nobody answers at .*; has the job ended"):
+            with pytest.raises(RendezvousError, match="nobody answers at .*; has the job ended") as caught:
                 attempt()
+            assert isinstance(caught.value.__cause__, ConnectionRefusedError)
 
 
-async def connect_raw(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    with unix_address(path) as address:
-        return await asyncio.open_unix_connection(address)
+class TestAServer:
+    def test_a_server_that_is_closed_does_not_listen_and_keeps_its_streams(self, place: Place) -> None:
+        async def main() -> None:
+            server = Refusing(place)
+            client = await connect(place.address, place.credentials)
+            stream = await server.accepted.get()
+            server.close()
+            await asyncio.sleep(0)
+            with pytest.raises(RendezvousError):
+                await connect(place.address, place.credentials)
+            client.send(Shutdown())
+            assert await stream.receive() == Shutdown()
+            await client.close()
+            await stream.close()
+
+        asyncio.run(main())
+
+    def test_the_node_of_a_peer_is_known_by_its_certificate(self, place: Place) -> None:
+        async def talk(client: Stream, server: Stream) -> None:
+            assert client.peer == (NODE if place.kind == "tls" else "")
+            assert server.peer == ("another" if place.kind == "tls" else "")
+
+        over_asyncio(place, talk)
+
+    def test_silent_connections_make_room_for_others(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(aio, "STRANGERS", 3)
+        monkeypatch.setattr(aio, "GRACE", 0.05)
+
+        async def main() -> None:
+            server = Refusing(place)
+            silent = [await place.open() for _ in range(5)]
+            client = await asyncio.wait_for(connect(place.address, place.credentials), SOON)
+            assert "others wait" in await server.reason()
+            await client.close()
+            for _, writer in silent:
+                writer.transport.abort()
+            server.close()
+
+        asyncio.run(main())
+
+    def test_many_honest_connections_at_once_are_all_accepted(
+        self, place: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(aio, "STRANGERS", 4)
+
+        async def main() -> None:
+            server = Refusing(place)
+            clients = await asyncio.gather(
+                *(connect(place.address, place.credentials, timeout=SOON) for _ in range(32))
+            )
+            assert server.refused.empty()
+            for client in clients:
+                await client.close()
+            server.close()
+
+        asyncio.run(main())
 
 
-def test_a_listening_unix_socket_is_private(path: Path) -> None:
+def test_a_listening_unix_socket_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
     previous = os.umask(0)
     try:
         listener = listen(path)
@@ -345,10 +407,41 @@ def test_a_listening_unix_socket_is_private(path: Path) -> None:
     listener.close()
 
 
-def test_listening_on_a_taken_path_is_an_error_and_leaks_no_descriptor(path: Path) -> None:
-    listener = listen(path)
+def test_listening_on_a_taken_address_is_an_error_and_leaks_no_descriptor(tmp_path: Path) -> None:
+    listener, other = listen(tmp_path / "x.sock"), listen_tcp("127.0.0.1")
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(OSError, match="in use"):
-        listen(path)
+        listen(tmp_path / "x.sock")
+    with pytest.raises(RendezvousError, match="in use"):
+        listen_tcp("127.0.0.1", other.getsockname()[1])
     assert len([*Path("/proc/self/fd").iterdir()]) == before
     listener.close()
+    other.close()
+
+
+@pytest.mark.parametrize("addr", ["", "0.0.0.0", "::", "::ffff:0.0.0.0", "0", "localhost", "*", "10.0.0.1/8"])
+def test_a_listener_is_bound_to_one_numeric_address(addr: str) -> None:
+    with pytest.raises(UsageError, match="no numeric address|is not one address"):
+        listen_tcp(addr)
+
+
+def test_an_address_of_another_host_cannot_be_listened_at() -> None:
+    with pytest.raises(RendezvousError, match="cannot listen at 192.0.2.1"):
+        listen_tcp("192.0.2.1")
+
+
+def test_tcp_streams_send_small_frames_at_once_and_notice_a_dead_peer(tmp_path: Path) -> None:
+    place = Place("insecure", tmp_path)
+
+    async def main() -> None:
+        server = Refusing(place)
+        client = await connect(place.address, place.credentials)
+        stream = await server.accepted.get()
+        for end in (client, stream):
+            sock = end._writer.get_extra_info("socket")
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        await client.close()
+        server.close()
+
+    asyncio.run(main())

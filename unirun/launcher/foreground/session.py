@@ -20,7 +20,6 @@ from unirun.master.status_views import farewell
 from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters
 from unirun.rendezvous.store.url import open_store
-from unirun.wire import load_token
 from unirun.wire.aio import Stream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 
@@ -101,7 +100,7 @@ class Session:
         self._job, self._spec, self._processes = running.job, running.spec, running.processes
         self._console = console
         self._display = Display(self._job, self._spec, console)
-        self._masters = Masters(self._job, load_token(self._job.token))
+        self._masters = Masters(self._job)
         self._master: Stream | None = None
         self._requests = StopRequests()
         self._forcing: asyncio.Task[None] | None = None

@@ -22,7 +22,6 @@ from unirun.roles.transport.loop import Loop, RequestInbox, SpinningPoll
 from unirun.roles.transport.protocol import Channel, Handler, Inbox, Parcel, Wait
 from unirun.values import WorkerId
 from unirun.wire.address import unix_address
-from unirun.wire.aio import listen
 from unirun.wire.handshake import (
     ANSWER_SIZE,
     DEADLINE,
@@ -32,6 +31,7 @@ from unirun.wire.handshake import (
     ServerHandshake,
     Token,
 )
+from unirun.wire.sockets import listen
 
 BUSY = 4
 """Open calls on a connection from which on its frames are not urgent."""

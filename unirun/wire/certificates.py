@@ -1,0 +1,117 @@
+"""The certificate authority of a job.
+
+Its key is derived from the token, so nothing but the token has to travel: who has it makes a certificate for its node.
+Certificates are valid for a century, as the clocks of hosts may be wrong; they are of no use once their job has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from unirun.errors import JobError
+from unirun.wire.credentials import (
+    AUTHORITY,
+    CERTIFICATE,
+    INSECURE,
+    NODE,
+    TLS_FOLDER,
+    node_uri,
+    server_name,
+)
+from unirun.wire.handshake import Token
+
+_BEGIN = datetime(2000, 1, 1, tzinfo=UTC)
+_END = datetime(2100, 1, 1, tzinfo=UTC)
+
+
+def make_tls(folder: Path, token: Token, node: str, *, insecure: bool = False) -> None:
+    """Write the files of TLS for `node` to the job's directory `folder`; with `insecure`, that there is none.
+
+    Raises `JobError` when the package cryptography is missing, OSError.
+    """
+    tls = folder / TLS_FOLDER
+    tls.mkdir(mode=0o700)
+    # The umask may have removed permissions of the owner.
+    tls.chmod(0o700)
+    if insecure:
+        _write(tls / INSECURE, b"")
+    else:
+        authority, certificate = issue(token, node)
+        _write(tls / AUTHORITY, authority)
+        _write(tls / CERTIFICATE, certificate)
+    _write(tls / NODE, node.encode(errors="surrogateescape"))
+
+
+def _write(path: Path, content: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+_USAGES = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
+
+
+def _usage(only: str) -> dict[str, bool]:
+    return {name: name == only for name in _USAGES}
+
+
+def issue(token: Token, node: str) -> tuple[bytes, bytes]:
+    """The authority's certificate, which is the same for everybody who has the token; and one for `node`, with a new
+    key. Both in PEM. Raises `JobError` when the package cryptography is missing."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError as error:
+        raise JobError(
+            "a job of several hosts needs the package cryptography", "pip install torch-unirun[hosts]"
+        ) from error
+    pem = serialization.Encoding.PEM
+    signer = Ed25519PrivateKey.from_private_bytes(hmac.digest(token, b"unirun ca 1", "sha256"))
+    public = signer.public_key()
+    mark = hashlib.sha256(public.public_bytes_raw()).hexdigest()[:32]
+    issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"unirun job {mark}")])
+    authority_key = x509.SubjectKeyIdentifier.from_public_key(public)
+    dated = x509.CertificateBuilder().not_valid_before(_BEGIN).not_valid_after(_END).issuer_name(issuer)
+    authority = (
+        dated.subject_name(issuer)
+        .public_key(public)
+        .serial_number(1)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.KeyUsage(**_usage("key_cert_sign")), critical=True)
+        .add_extension(authority_key, critical=False)
+        .sign(signer, None)
+    )
+    key = Ed25519PrivateKey.generate()
+    names = [x509.DNSName(server_name(node)), x509.UniformResourceIdentifier(node_uri(node))]
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        dated.subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, server_name(node))]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(**_usage("digital_signature")), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(authority_key), critical=False
+        )
+        .sign(signer, None)
+    )
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return authority.public_bytes(pem), private + certificate.public_bytes(pem)

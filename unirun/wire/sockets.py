@@ -1,0 +1,107 @@
+"""Unix and TCP sockets: how to listen, and what their errors mean."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unirun.errors import AuthError, ConnectionLost, RendezvousError, UsageError, WireError
+from unirun.wire.address import Address, TcpAddress, unix_address
+
+if TYPE_CHECKING:
+    import ssl
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted."""
+
+IDLE, INTERVAL, PROBES = 10, 3, 4
+"""The kernel asks a peer that has been silent for `IDLE` seconds, each `INTERVAL` seconds, and gives it up when it has
+not answered `PROBES` times."""
+
+
+def listen(path: str | Path, *, backlog: int = BACKLOG) -> socket.socket:
+    """A listening unix socket at `path`, mode 0600 (its directory is 0700 before it exists)."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        with unix_address(path) as address:
+            sock.bind(address)
+        Path(path).chmod(0o600)
+        sock.listen(backlog)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def listen_tcp(addr: str, port: int = 0, *, backlog: int = BACKLOG) -> socket.socket:
+    """A listening socket at the numeric address `addr` of this host, and no other address; port 0: any that is free.
+
+    Raises `UsageError` for a name and for an address that stands for all, `RendezvousError` when it cannot be bound.
+    """
+    try:
+        parsed = ipaddress.ip_address(addr)
+    except ValueError as error:
+        raise UsageError(f"{addr!r} is no numeric address", "name one of this host's") from error
+    if parsed.is_unspecified or (parsed.version == 6 and parsed.ipv4_mapped is not None):
+        raise UsageError(f"{addr} is not one address of a host", "name one of this host's")
+    family, kind, _, _, place = socket.getaddrinfo(
+        addr, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )[0]
+    sock = socket.socket(family, kind)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(place)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        raise RendezvousError(
+            f"this host cannot listen at {addr}, port {port}: {error.strerror}",
+            "is it an address of this host?",
+        ) from error
+    return sock
+
+
+def tcp_address(listener: socket.socket, node: str) -> TcpAddress:
+    """Where others find `listener`, which listens on `node`."""
+    addr, port = listener.getsockname()[:2]
+    return TcpAddress(addr, port, node)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Send small frames at once, and notice a peer that is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+
+def nobody_answers(address: Address, error: OSError | str) -> RendezvousError:
+    """The error that nobody listens at `address`."""
+    return RendezvousError(f"nobody answers at {address}: {error}", "has the job ended?")
+
+
+def not_the_node(address: Address, error: ssl.SSLError) -> AuthError:
+    """The error that who listens at `address` is not the node of this job that should."""
+    return AuthError(
+        f"what listens at {address} is not node {address.host} of this job: {_in_words(error)}",
+        "does something else use the port?",
+    )
+
+
+def handshake_error(error: Exception) -> WireError:
+    """The error that a handshake has ended with `error`: a timeout, one of TLS, or the end of the stream."""
+    import ssl
+
+    if isinstance(error, TimeoutError):
+        return WireError("the peer did not finish the handshake in time")
+    if isinstance(error, ssl.SSLError):
+        return AuthError(f"TLS failed: {_in_words(error)}", "the peer may belong to another job")
+    return ConnectionLost("the peer closed the stream during the handshake", "is the token right?")
+
+
+def _in_words(error: ssl.SSLError) -> str:
+    reason = getattr(error, "verify_message", "") or (error.reason or str(error)).lower().replace("_", " ")
+    return str(reason)
