@@ -15,34 +15,46 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.errors import Refused, WireError
+from unirun.failover.silence import FENCE
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
-from unirun.launcher.ends import TAIL_BYTES, last_words
+from unirun.launcher.contact import Contact
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
+from unirun.launcher.notes import Notes, tail
 from unirun.launcher.orders import AgentTask, Orders, welcome
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,
     kill_children,
     kill_group,
-    out_of_memory_kills,
     spare_descriptors,
 )
+from unirun.launcher.sampling import sample_of
 from unirun.launcher.standby import Standby
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
 from unirun.rendezvous import Endpoint, JobDir, ProcessWatch
-from unirun.reporting import report_error
+from unirun.reporting import report, report_error
 from unirun.values import WorkerId
 from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import ToWorker
-from unirun.wire.messages import ExitAck, Hello, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
-from unirun.wire.reports import FromWorker, Join, Metrics, Notice, Sample, WorkerStarted
+from unirun.wire.messages import (
+    Beat,
+    ExitAck,
+    Hello,
+    Message,
+    OpenStore,
+    Shutdown,
+    StartRole,
+    StopWorkers,
+    View,
+)
+from unirun.wire.reports import FromWorker, Join, Metrics, Notice, WorkerStarted
 from unirun.wire.sockets import listen
-from unirun.wire.spawning import Borrow, Reaped, SpawnFailed
+from unirun.wire.spawning import Borrow, SpawnFailed
 
 SPAWNER_END = 2.0
 """Seconds for a spawner to exit after its stream was closed."""
@@ -68,13 +80,14 @@ class Agent:
         self._state = AgentState(task.node, in_place=self._orders.in_place)
         self._master: Stream | None = None
         self._masters = Standby(job, lock, task.node, task.nodes, tcp)
+        self._contact = Contact(job, task.node, self._masters.again, self._fenced)
         self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
         self._links: dict[int, set[Stream]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._popens: set[subprocess.Popen[bytes]] = set()
         self._left = asyncio.Event()
-        self._oom_kills = out_of_memory_kills()
+        self._notes = Notes()
         self._descriptors = 0
         self._filters = LineFilters(job, task.spec.log)
 
@@ -82,7 +95,7 @@ class Agent:
         """Serve one master after another, until `Shutdown` or the end of the process `owner_pid`."""
         adopt_orphans()
         self._descriptors = spare_descriptors()
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
         self._warm_up()
@@ -98,6 +111,7 @@ class Agent:
         try:
             self._background(self._be_led())
             self._background(self._sample())
+            self._background(self._contact.look_for_signs())
             await self._left.wait()
         finally:
             server.close()
@@ -107,6 +121,7 @@ class Agent:
                 owner.close()
             if timers is not None:
                 timers.close()
+            self._contact.close()
             await self._end_spawners()
             if self._master is not None:
                 await self._master.close()
@@ -132,6 +147,19 @@ class Agent:
             self._left.set()
         else:
             self._apply(events.Abandon(f"the agent cannot go on: {error!r}"))
+
+    def _fenced(self) -> None:
+        """The node may have been given up: kill the workers now, and leave. Runs in a thread: the loop may be busy."""
+        for _, spawner in list(self._spawners.values()):
+            spawner.kill()
+        for worker in self._state.workers.values():
+            if worker.pid is not None:
+                kill_group(worker.pid, signal.SIGKILL)
+        reason = f"no master has answered for {FENCE:g} s, and the job may go on without this node"
+        report(f"unirun-agent: {reason}")
+        # The loop may have ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._apply, events.Abandon(reason, at_once=True))
 
     def _warm_up(self) -> None:
         """Start the spawners before the master connects, as importing torch dominates the start of a job."""
@@ -193,8 +221,10 @@ class Agent:
 
     async def _be_led(self) -> None:
         """Follow one master after another; workers are not affected."""
+        again: tuple[int, Stream] | None = None
         while True:
-            epoch, stream = await self._masters.next(self._state.epoch, self._spec.join_timeout)
+            epoch, stream = again or await self._masters.next(self._state.epoch, self._spec.join_timeout)
+            self._contact.begin(stream)
             self._apply(events.Led(epoch))
             before, self._master = self._master, stream
             workers, stores = holdings(self._state)
@@ -207,28 +237,40 @@ class Agent:
             for frame in self._unsent.take():
                 stream.send_frame(frame)
             if before is not None:
-                await before.close()
-            await self._until_another_leads(epoch, stream)
+                # The host of that one may be away.
+                self._background(before.close())
+            again = await self._until_another_leads(epoch, stream)
 
-    async def _until_another_leads(self, epoch: int, stream: Stream) -> None:
-        """Obey this master until its stream ends, or another one leads."""
+    async def _until_another_leads(self, epoch: int, stream: Stream) -> tuple[int, Stream] | None:
+        """Obey this master until its stream ends, or another one leads; or until it was silent on this stream and
+        answers on another one, which is returned."""
         obeying = asyncio.ensure_future(self._obey(epoch, stream))
         looking = asyncio.ensure_future(self._masters.another(epoch))
+        keeping = asyncio.ensure_future(self._contact.keep(epoch, stream))
+        tasks = {obeying, looking, keeping}
         try:
-            await asyncio.wait({obeying, looking}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            obeying.cancel()
-            looking.cancel()
+            for task in tasks:
+                task.cancel()
         if obeying.done() and not obeying.cancelled():
             obeying.result()
             self._master = None
             await stream.close()
+        if keeping.done() and not keeping.cancelled():
+            stream.abort()
+            self._master = None
+            return epoch, keeping.result()
+        return None
 
     async def _obey(self, epoch: int, master: Stream) -> None:
         try:
             while True:
                 message = await master.receive()
+                self._contact.heard()
                 match message:
+                    case Beat():
+                        self._contact.answered(message)
                     case StartRole():
                         self._apply(events.Order(epoch, self._orders.launch(message)))
                     case OpenStore(role):
@@ -280,7 +322,8 @@ class Agent:
                 if isinstance(message, SpawnFailed) and message.id == 0:
                     why = message.reason
                     continue
-                self._apply(events.FromSpawner(key, message, self._note(message), self._tail(message)))
+                note, last = self._notes.kill(self._state, message), tail(self._state, message)
+                self._apply(events.FromSpawner(key, message, note, last))
         except WireError:
             code = await asyncio.to_thread(popen.wait)
             if isinstance(popen, Borrowed):
@@ -296,31 +339,6 @@ class Agent:
     def _late(self, expiry: Expiry) -> None:
         session = session_of(expiry.pid)
         self._apply(events.TimerExpired(expiry.pid, session, expiry.scopes, expiry.signal))
-
-    def _note(self, message: Message) -> str:
-        """Detect a SIGKILL by the kernel's out-of-memory killer. Returns a note for the report, or an empty text."""
-        if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
-            return ""
-        worker = self._state.workers.get(message.id)
-        if worker is None or worker.cause != "own":
-            return ""
-        kills = out_of_memory_kills()
-        if kills > self._oom_kills:
-            self._oom_kills = kills
-            return "the kernel killed it: out of memory"
-        return ""
-
-    def _tail(self, message: Message) -> str:
-        """The last lines of the stderr of a worker that failed."""
-        if not isinstance(message, Reaped) or message.code == 0 or message.id not in self._state.workers:
-            return ""
-        request = self._state.workers[message.id].request
-        try:
-            with open(os.path.join(request.logs, request.folder, "stderr.log"), "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                return last_words(file.read().decode(errors="replace"))
-        except OSError:
-            return ""
 
     def _refused(self, text: str, count: int) -> None:
         self._tell(Notice(self._state.node, f"at the agent {text} ({count} so far)"))
@@ -357,18 +375,9 @@ class Agent:
         """Report the workers' memory and processor time every `sample_interval` seconds."""
         while True:
             await asyncio.sleep(self._spec.sample_interval)
-            import psutil
-
-            memory: dict[str, int] = {}
-            cpu: dict[str, float] = {}
-            for worker in self._state.workers.values():
-                if worker.pid is not None:
-                    with contextlib.suppress(psutil.Error):
-                        process = psutil.Process(worker.pid)
-                        memory[str(worker.who)] = process.memory_info().rss
-                        cpu[str(worker.who)] = round(sum(process.cpu_times()[:2]), 2)
-            if memory:
-                self._tell(Sample(self._state.node, memory, cpu))
+            sample = sample_of(self._state)
+            if sample.memory:
+                self._tell(sample)
 
     async def _end_spawners(self) -> None:
         spawners = dict(self._spawners)

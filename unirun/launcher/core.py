@@ -84,6 +84,8 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Command]]:
         case Order(epoch, what):
             # The last orders of an earlier term may arrive late; they are ignored.
             return _obey(state, what) if epoch >= state.epoch else (state, [])
+        case Abandon(at_once=True):
+            return _leave(state, state.workers.values(), signal.SIGKILL, 0.0)
         case Abandon():
             return _leave(state, state.workers.values(), signal.SIGTERM, LOST_GRACE)
         case FromSpawner():

@@ -144,9 +144,11 @@ class Order(Value):
 
 
 class Abandon(Value):
-    """The agent must end: the owner of the job is gone, or the agent has failed."""
+    """The agent must end: the owner of the job is gone, or the agent has failed. With `at_once` its workers are killed
+    without a grace period."""
 
     reason: str
+    at_once: bool = False
 
 
 Event = (

@@ -99,6 +99,14 @@ class Standby:
             await self._masters.news(pause if known else min(pause, patience))
         raise RendezvousError(f"the job has no master after {patience:g} s: {trouble}")
 
+    async def again(self, epoch: int, timeout: float) -> Stream:
+        """Another stream to the master of the term `epoch`, within twice `timeout` seconds. Raises `RendezvousError`,
+        `WireError`."""
+        leader = self._masters.seat.leader
+        if leader is None or leader.epoch != epoch:
+            raise RendezvousError(f"nobody leads in term {epoch} any more")
+        return await self._masters.reach(leader, timeout)
+
     async def another(self, epoch: int) -> None:
         """Wait until there is a term after `epoch`, even if its master is gone already."""
         while True:

@@ -30,6 +30,7 @@ from unirun.job.events import (
     order_text,
 )
 from unirun.job.state import JOB_ENDS, JobState, Verdict
+from unirun.master.beats import OWNER_TIMEOUT, Beats, unheard
 from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
 from unirun.master.status_file import StatusFile
@@ -43,11 +44,8 @@ from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
-from unirun.wire.messages import Appointed, Attach, Message, Shutdown, Stop
+from unirun.wire.messages import Appointed, Attach, Beat, Message, Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
-
-OWNER_TIMEOUT = 60.0
-"""Seconds in which the command that owns the job attaches to a master. A command that is stopped (Ctrl-Z) cannot."""
 
 GOODBYE = 5.0
 """Seconds that agents and watchers have to close their streams at the end."""
@@ -94,6 +92,7 @@ class Master:
         self._writer.unwritten = not core.writes_first
         self._term = term
         self._agents: dict[str, Stream] = {}
+        self._beats = Beats(term, self._writer, self._agents, self._say, self._apply)
         self._watchers: set[Stream] = set()
         self._owner: Stream | None = None
         self._owner_due: asyncio.TimerHandle | None = None
@@ -121,6 +120,8 @@ class Master:
         loop.add_signal_handler(
             signal.SIGTERM, lambda: self._apply(Stop(signal.SIGTERM, "the master got SIGTERM"))
         )
+        if self._credentials.tls is not None:
+            self._beats.begin()
         self._take(lambda: self._core.begin(self._state, time.time()))
         if self._state.phase in JOB_ENDS:
             self._over.set()
@@ -139,6 +140,7 @@ class Master:
         finally:
             for server in servers:
                 server.close()
+            self._beats.close()
             self._log.close()
             self._metrics.close()
             for watch in watches:
@@ -220,9 +222,14 @@ class Master:
             case KeepMetrics(role, rank, when, values):
                 self._metrics.append({"time": when, "role": role, "rank": rank, "values": finite(values)})
             case After(delay, event):
-                asyncio.get_running_loop().call_later(delay, self._apply, event)
+                self._beats.after(delay, event, self._apply)
             case Finish():
                 self._over.set()
+
+    def _say(self, node: str, text: str) -> None:
+        """Report that a node is silent, or is not any more."""
+        self._log.write("silence", text, about=(node,))
+        self._tell_watchers(Notice(node, text))
 
     def _tell_watchers(self, message: Message) -> None:
         if self._watchers:
@@ -300,9 +307,12 @@ class Master:
             self._log.write("refused", f"a second agent says that it is {join.node}")
             stream.send(Shutdown())
             return
+        if join.node in self._agents:
+            # Its agent has heard nothing on the old stream, and gets on this one what it has missed.
+            self._agents[join.node].abort()
         self._agents[join.node] = stream
         self._unaware.discard(join.node)
-        reason = "its stream ended"
+        reason, silent = "its stream ended", False
         # The node was given up, or the agent does not know yet that the job is over.
         too_late = self._state.phase in JOB_ENDS or self._state.given_up(join.node)
         try:
@@ -316,9 +326,11 @@ class Master:
                 stream.send(self._shutdown)
             while True:
                 message = await stream.receive()
-                if too_late:
+                if self._agents.get(join.node) is not stream or too_late:
                     continue
-                if isinstance(message, Sample):
+                if isinstance(message, Beat):
+                    self._beats.answer(join.node, stream)
+                elif isinstance(message, Sample):
                     self._memory.update(message.memory)
                     self._cpu.update(message.cpu)
                     self._status_file.write_soon()
@@ -327,12 +339,14 @@ class Master:
                 elif isinstance(message, Event):
                     self._apply(message)
         except WireError as error:
-            reason = str(error)
+            reason, silent = str(error), self._beats.watches(join.node) and unheard(error)
         finally:
             # The agent may have connected again before the end of this stream was seen.
             if self._agents.get(join.node) is stream:
                 del self._agents[join.node]
-                self._apply(AgentLost(join.node, reason))
+                if not silent:
+                    self._beats.forget(join.node)
+                    self._apply(AgentLost(join.node, reason))
 
     async def _follow_watcher(self, stream: Stream) -> None:
         self._watchers.add(stream)
@@ -347,10 +361,13 @@ class Master:
                     self._apply(message)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)
+                elif isinstance(message, Beat):
+                    self._beats.follow(stream)
         except WireError:
             return
         finally:
             self._watchers.discard(stream)
+            self._beats.leave(stream)
             if self._state.owned:
                 self._owner_left(stream)
 

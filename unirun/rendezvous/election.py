@@ -9,6 +9,7 @@ safe to depose a leader that only seems to be dead: its later writes are rejecte
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,13 +93,17 @@ def _foreign(item: Item) -> StoreRefused:
 
 
 class Term:
-    """The term of one leader. `keep` must be called at least every `ttl` seconds."""
+    """The term of one leader. `keep` must be called at least every `ttl` seconds.
 
-    def __init__(self, store: Store, prefix: str, leader: Leader, lease: Lease) -> None:
+    Nobody else had led at the time `renewed`, of a clock that also counts while the host is suspended.
+    """
+
+    def __init__(self, store: Store, prefix: str, leader: Leader, lease: Lease, began: float) -> None:
         self._store, self._prefix, self._leader = store, prefix, leader
         self._lease: Lease | None = lease
         self.epoch = leader.epoch
         self.ttl = lease.ttl
+        self.renewed = began
 
     @property
     def fence(self) -> Compare:
@@ -107,6 +112,11 @@ class Term:
 
     def keep(self) -> None:
         """Renew the lease; take a new one after it has expired, unless there is another leader. Raises `Fenced`."""
+        began = _clock()
+        self._renew()
+        self.renewed = began
+
+    def _renew(self) -> None:
         if self._lease is not None:
             try:
                 self._store.keep_alive(self._lease)
@@ -142,6 +152,7 @@ def campaign(
     `ttl` is the lease in seconds. `deposing` is the epoch of a leader that is known to be dead: it is replaced before
     its lease expires.
     """
+    began = _clock()
     seat, clock = store.get(_leader_key(prefix)), store.get(_epoch_key(prefix))
     present = _leader(seat)
     if present is not None and present.epoch != deposing:
@@ -162,7 +173,11 @@ def campaign(
     if not won:
         store.revoke(lease)
         return None
-    return Term(store, prefix, leader, lease)
+    return Term(store, prefix, leader, lease, began)
+
+
+def _clock() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _record(leader: Leader) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote
+
 JOBS = "jobs/"
 INDEX = "index/"
 
@@ -17,6 +19,11 @@ def job_prefix(run_id: str) -> str:
 def context_prefix(run_id: str) -> str:
     """Prefix of the documents of `unirun.master.persistence.context`."""
     return f"{JOBS}{run_id}/{CONTEXT}"
+
+
+def silent_key(run_id: str, node: str = "") -> str:
+    """Key of the mark of a silent node (`unirun.failover.silence`); without `node` the prefix of all marks."""
+    return f"{JOBS}{run_id}/silent/{quote(node, safe='')}"
 
 
 def crashes_key(run_id: str) -> str:

@@ -61,17 +61,17 @@ class Masters:
         self.seat = seat
         self._changed.set()
 
-    async def reach(self, leader: Leader) -> Stream:
+    async def reach(self, leader: Leader, timeout: float = CONNECT) -> Stream:
         """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
-        `RendezvousError` or `WireError` when it does not answer."""
+        `RendezvousError` or `WireError` when it does not answer within `timeout` seconds, or speak within as many."""
         try:
-            stream = await connect(leader.address, self._credentials, timeout=CONNECT)
+            stream = await connect(leader.address, self._credentials, timeout=timeout)
         except RendezvousError as error:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 raise MasterGone(str(error), epoch=leader.epoch) from error
             raise
         try:
-            async with asyncio.timeout(CONNECT):
+            async with asyncio.timeout(timeout):
                 _check(await stream.receive(), leader)
         except BaseException as error:
             await stream.close()

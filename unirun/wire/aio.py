@@ -48,6 +48,11 @@ class Stream:
             self._writer.write(frame)
 
     @property
+    def remote(self) -> bool:
+        """Whether the peer may be on another host."""
+        return bool(self._writer.get_extra_info("socket").family != socket.AF_UNIX)
+
+    @property
     def peer(self) -> str:
         """The name of the peer's node, which its certificate proves; empty without TLS."""
         return node_of(self._writer.get_extra_info("ssl_object"))
@@ -63,6 +68,10 @@ class Stream:
                 raise ConnectionLost("the peer closed the stream")
             self._ready.extend(self._frames.feed(data))
         return decode(self._ready.popleft())
+
+    def abort(self) -> None:
+        """Close at once; nobody waits for what is queued."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """Send what is queued, then close. It is no error when the peer is gone."""

@@ -1,13 +1,13 @@
 """All messages between the processes of a job, as frozen values; `unirun.wire.codec` encodes them.
 
 ============  =======================================================================
-agent→master  Join SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
+agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
               WorkerStarted WorkerRunning WorkerExited FromWorker (Serving GroupFormed Metrics Calls Ask)
-master→agent  Appointed OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
+master→agent  Appointed Beat OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
 agent→worker  Welcome View Answer
-CLI→master    Attach Stop
-master→CLI    WorkerOutput RoleChanged Notice Ended
+CLI→master    Attach Stop Beat
+master→CLI    Beat WorkerOutput RoleChanged Notice Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 ============  =======================================================================
@@ -67,6 +67,15 @@ class Appointed(Value, tag=True):
     """A master's first message on a stream: it leads in the term `epoch`. Agents ignore masters of earlier terms."""
 
     epoch: int
+
+
+class Beat(Value, tag=True):
+    """Says over a network, at regular intervals, that its sender is there (`unirun.failover.silence`).
+
+    The master answers each of an agent in their order. `sure`: the master leads, so nobody has given the node up.
+    """
+
+    sure: bool = True
 
 
 class ExitAck(Value, tag=True):
@@ -260,6 +269,7 @@ Message = (
     | Answer
     | ToWorker
     | Appointed
+    | Beat
     | ExitAck
     | OpenStore
     | StartRole

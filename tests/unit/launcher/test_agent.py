@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from unirun.errors import Refused
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent
-from unirun.launcher.events import Command, Event
+from unirun.launcher.environment import SpawnerKey
+from unirun.launcher.events import Command, Event, Phase, Worker
 from unirun.launcher.orders import AgentTask
 from unirun.launcher.state import AgentState
 from unirun.rendezvous import create_job
 from unirun.spec import Entry, JobSpec, RoleSpec
+from unirun.values import WorkerId
 from unirun.wire import new_token
+from unirun.wire.spawning import Spawn
 
 
 @pytest.fixture
@@ -65,6 +70,24 @@ def test_an_agent_leaves_also_when_stopping_its_workers_fails(
     agent._apply(events.Led(1))
     assert [type(event) for event in bug.seen] == [events.Led, events.Abandon]
     assert agent._left.is_set()
+
+
+@pytest.mark.starts_processes
+def test_an_agent_whose_node_may_have_been_given_up_kills_its_workers_and_leaves(agent: Agent) -> None:
+    async def play() -> None:
+        agent._loop = asyncio.get_running_loop()
+        process = await asyncio.create_subprocess_exec("sleep", "100", start_new_session=True)
+        key: SpawnerKey = ()
+        spawn = Spawn(1, "actor:0", "script", "a.py", (), False, {}, "/", "/logs", "actor/0/0")
+        worker = Worker(1, WorkerId("actor", 0, 0), key, spawn, Phase.ALIVE, process.pid)
+        agent._state = replace(agent._state, workers={1: worker}, spawners={key: True})
+        await asyncio.to_thread(agent._fenced)
+        assert await asyncio.wait_for(process.wait(), 20.0) == -signal.SIGKILL
+        await asyncio.sleep(0)
+        assert agent._state.leaving
+        assert agent._state.workers[1].sent == signal.SIGKILL
+
+    asyncio.run(play())
 
 
 def test_an_event_that_the_agent_refuses_changes_nothing(

@@ -60,6 +60,7 @@ class Court:
         contexts = ContextStore(self.store, "job-1", term)
         contexts.create(self.model.state)
         self.path = folder / "master.sock"
+        self.term = term
         self._parts = self.model.state, term, contexts
 
     def run(self, play: Callable[[], Awaitable[None]]) -> list[Crash]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
+from unirun.failover.silence import SILENT
 from unirun.job.state import ROLE_ENDS, RolePhase
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
@@ -21,7 +22,7 @@ from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
+from unirun.wire.messages import Attach, Beat, Ended, Message, RoleChanged, Stop
 
 LOOK_AGAIN = 0.03
 """Seconds between two attempts to reach a master while there is none."""
@@ -105,6 +106,8 @@ class Session:
         self._requests = StopRequests()
         self._forcing: asyncio.Task[None] | None = None
         self._led = False
+        self._heard = 0.0
+        self._silent: Stream | None = None
         self._alone_since = time.monotonic()
         self._told = ""
         self._trouble = "it has left no end"
@@ -155,11 +158,20 @@ class Session:
         master = await self._masters.reach(leader)
         if leader.epoch > 1 and not self._led:
             self._console.note("the job's first master has died; another leads")
+        elif self._silent is not None:
+            self._console.note("the job's master answers again")
         elif self._led:
             self._console.note(f"the job's master has died; another leads (term {leader.epoch})")
         self._led = True
+        self._heard = time.monotonic()
         self._processes.master = leader.pid
         master.send(Attach(owner=True))
+        if master.remote:
+            master.send(Beat())
+        if self._silent is not None:
+            # Not before, as the end of the owner's stream ends the job.
+            await self._silent.close()
+            self._silent = None
         leaving = asyncio.create_task(self._leave_when_replaced(master, leader))
         phases: dict[str, str] = {}
         try:
@@ -173,11 +185,15 @@ class Session:
                             master.send(stop)
                         self._master = master
             return message
+        except _Silent:
+            self._silent = master
+            raise
         finally:
             leaving.cancel()
             self._master = None
             self._alone_since = time.monotonic()
-            await master.close()
+            if self._silent is not master:
+                await master.close()
 
     async def _leave_when_replaced(self, master: Stream, leader: Leader) -> None:
         """Close the stream when there is a later term, as a hanging master does not."""
@@ -186,11 +202,22 @@ class Session:
         await master.close()
 
     async def _hear(self, master: Stream) -> Message:
-        """Receive from `master`. Raises `WireError` when it is gone, or when the wait is given up."""
+        """Receive from `master`. Raises `WireError` when it is gone, or when the wait is given up.
+
+        A master on another host may be silent though its stream has not ended: it sends beats, which are answered.
+        """
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK):
-                    return await master.receive()
+                    message = await master.receive()
+                    self._heard = time.monotonic()
+                    if not isinstance(message, Beat):
+                        return message
+                    master.send(message)
+            if master.remote and time.monotonic() > self._heard + SILENT:
+                text = f"the job's master has been silent for {SILENT:g} s"
+                self._console.note(text)
+                raise _Silent(text)
             if self._requests.urgent and self._processes.given_up(self._led):
                 raise WireError("the master does not end a job that has no agent any more")
 
@@ -313,3 +340,7 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: obj
     """Call in the thread of `loop`, unless the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
+
+
+class _Silent(WireError):
+    """The master does not say anything any more, and its stream has not ended."""

@@ -21,6 +21,7 @@ from unirun.rendezvous.keys import (
     crashes_key,
     index_key,
     job_prefix,
+    silent_key,
 )
 from unirun.rendezvous.store.protocol import Compare, Put, RevisionIs, Store, ValueIs
 from unirun.values import Value, WorkerId
@@ -123,7 +124,11 @@ class ContextStore:
         """Write the state of a new job, in place of one of the same id."""
         documents = _of_context(changed_documents(None, state))
         job = documents.pop(f"{CONTEXT}job")
-        gone = (*(f"{self._prefix}{part}" for part in (CONTEXT, STATES, VERSIONS)), crashes_key(self._run_id))
+        gone = (
+            *(f"{self._prefix}{part}" for part in (CONTEXT, STATES, VERSIONS)),
+            crashes_key(self._run_id),
+            silent_key(self._run_id),
+        )
         self._write({}, deletes=gone)
         for part in _parts(documents):
             self._write(part)
@@ -207,6 +212,22 @@ class ContextStore:
         kept = self._get(f"{VERSIONS}{quote(channel, safe='')}")
         return None if kept is None else int(kept)
 
+    def mark_silent(self, nodes: Sequence[str]) -> None:
+        """Write marks of these nodes, which their agents look for. Raises `Fenced`, `StoreError`."""
+        puts = [Put(silent_key(self._run_id, node), str(self._term.epoch)) for node in nodes]
+        for at in range(0, len(puts), MAX_OPERATIONS):
+            self._mark(puts[at : at + MAX_OPERATIONS], [])
+
+    def unmark_silent(self, nodes: Sequence[str] = ()) -> None:
+        """Remove the marks of these nodes; of all when none is named. Raises `Fenced`, `StoreError`."""
+        keys = [silent_key(self._run_id, node) for node in nodes or ("",)]
+        for at in range(0, len(keys), MAX_OPERATIONS):
+            self._mark([], keys[at : at + MAX_OPERATIONS])
+
+    def _mark(self, puts: Sequence[Put], deletes: Sequence[str]) -> None:
+        if not self._store.txn([self._term.fence], puts, deletes).succeeded:
+            raise self._fenced()
+
     def answer(self, worker: WorkerId, ask: Ask) -> Answer:
         """Carry out what a worker asks of the store. It is idempotent. Raises `StoreError`.
 
@@ -276,8 +297,11 @@ class ContextStore:
             self._open = None
             raise
         if not done and not self._is_done(write):
-            raise Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
+            raise self._fenced()
         self._head, self._open = ValueIs(self._head_key, write.head), None
+
+    def _fenced(self) -> Fenced:
+        return Fenced(f"the term {self._term.epoch} of job {self._run_id} is over: another master leads")
 
     def _txn(self, write: _Write) -> bool:
         return self._store.txn(write.compares, write.puts, write.deletes).succeeded

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -70,7 +70,7 @@ class Writer:
         self._waits_since = 0.0
         self.unwritten = False
         self._waits = asyncio.Event()
-        self._asks: deque[tuple[WorkerId, Ask, Callable[[ToWorker], None]]] = deque()
+        self._wishes: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self.deposed = False
         self.error: Exception | None = None
 
@@ -101,7 +101,23 @@ class Writer:
 
     def ask(self, worker: WorkerId, ask: Ask, reply: Callable[[ToWorker], None]) -> None:
         """A worker wants something of the store; `reply` is called when it is done, however long that takes."""
-        self._asks.append((worker, ask, reply))
+        self._do(partial(self._contexts.answer, worker, ask), lambda answer: reply(ToWorker(worker, answer)))
+
+    def mark(self, nodes: Sequence[str], then: Callable[[], object]) -> None:
+        """Write that these nodes are silent; `then` is called when it is done."""
+        self._do(partial(self._contexts.mark_silent, nodes), lambda _: then())
+
+    def unmark(self, nodes: Sequence[str] = ()) -> None:
+        """Write that these nodes are not silent any more; all when none is named."""
+        self._do(partial(self._contexts.unmark_silent, nodes), lambda _: None)
+
+    def _do(self, do: Callable[[], T], then: Callable[[T], object]) -> None:
+        """Do something with the store beside the writes; all such wishes in their order."""
+
+        async def carry_out() -> None:
+            then(await self._persistently("write", do))
+
+        self._wishes.append(carry_out)
         self._wake.set()
 
     @asynccontextmanager
@@ -148,10 +164,8 @@ class Writer:
             self._wake.clear()
             while (target := self._ledger.due) is not None:
                 await self._bring_to(target)
-            while self._asks:
-                worker, ask, reply = self._asks.popleft()
-                do = partial(self._contexts.answer, worker, ask)
-                reply(ToWorker(worker, await self._persistently("write", do)))
+            while self._wishes:
+                await self._wishes.popleft()()
             if self._until_note() == 0.0:
                 self._news_since = None
                 await self._bring_to(self._latest)

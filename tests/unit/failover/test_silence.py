@@ -1,0 +1,141 @@
+"""Which nodes a master takes for silent and for lost, and when."""
+
+from __future__ import annotations
+
+from unirun.failover.silence import (
+    AUTHORITY,
+    BEAT,
+    GIVE_UP,
+    LOOK,
+    SILENT,
+    Look,
+    Silence,
+    may_answer,
+)
+
+START = 100.0
+
+
+class Watched:
+    """A master that looks on time, and marks at once what is silent."""
+
+    def __init__(self, **heard: float) -> None:
+        self.silence, self.now = Silence(START), START
+        for node, when in heard.items():
+            self.silence.heard(node, START + when)
+
+    def until(self, when: float, *, marks: bool = True) -> list[tuple[float, Look]]:
+        """Look until `when`. Returns what was found, and when."""
+        found = []
+        while self.now + LOOK <= START + when:
+            self.now += LOOK
+            look = self.silence.look(self.now)
+            if marks:
+                self.silence.marked(look.silent, self.now)
+            if look != Look():
+                found.append((self.now - START, look))
+        return found
+
+
+def test_a_node_is_silent_after_three_beats_and_lost_after_two_seconds_more() -> None:
+    watched = Watched(n0=0.0)
+    assert watched.until(SILENT) == []
+    assert watched.until(8.0) == [(5.0, Look(silent=("n0",))), (5.0 + GIVE_UP, Look(lost=("n0",)))]
+
+
+def test_a_node_that_is_lost_is_not_watched_any_more() -> None:
+    watched = Watched(n0=0.0)
+    watched.until(8.0)
+    assert watched.until(60.0) == []
+
+
+def test_a_node_that_is_heard_again_is_back_and_nothing_follows() -> None:
+    watched = Watched(n0=0.0)
+    watched.until(6.0)
+    watched.silence.heard("n0", watched.now)
+    assert watched.until(6.5) == [(6.25, Look(back=("n0",)))]
+    assert watched.until(10.0) == []
+
+
+def test_a_node_that_beats_is_never_silent() -> None:
+    watched = Watched(n0=0.0)
+    for beat in range(100):
+        watched.silence.heard("n0", watched.now)
+        assert watched.until((beat + 1) * BEAT) == []
+
+
+def test_a_node_is_not_lost_before_its_mark_is_written() -> None:
+    watched = Watched(n0=0.0)
+    watched.until(30.0, marks=False)
+    watched.silence.marked(["n0"], watched.now)
+    assert watched.until(40.0) == [(32.0, Look(lost=("n0",)))]
+
+
+def test_a_mark_of_a_node_that_is_back_means_nothing() -> None:
+    watched = Watched(n0=0.0)
+    watched.until(5.0, marks=False)
+    watched.silence.heard("n0", watched.now)
+    watched.until(5.5)
+    watched.silence.marked(["n0"], watched.now)
+    assert watched.until(9.0) == []
+
+
+def test_the_loss_of_a_rack_is_one_decision() -> None:
+    """Its power fails at once; the last beats of its nodes came within one period."""
+    watched = Watched(n0=0.0, n1=0.4, n2=1.4)
+    lost = [(when, look.lost) for when, look in watched.until(20.0) if look.lost]
+    assert lost == [(8.25, ("n0", "n1", "n2"))]
+
+
+def test_a_node_that_is_silent_does_not_wait_for_ever_for_others() -> None:
+    watched = Watched(n0=0.0, n1=2.1)
+    found = [(when, look.lost) for when, look in watched.until(20.0) if look.lost]
+    assert found == [(7.0 + BEAT, ("n0",)), (9.0, ("n1",))]
+
+
+def test_a_master_that_did_not_run_holds_nothing_against_the_nodes() -> None:
+    watched = Watched(n0=0.0)
+    watched.until(4.0)
+    watched.now += 30.0
+    assert watched.silence.look(watched.now) == Look()
+    assert watched.silence.stalled == 30.0 - LOOK
+    assert watched.until(36.0) == [(34.75, Look(silent=("n0",)))]
+
+
+def test_a_master_that_did_not_run_gives_a_silent_node_its_last_seconds_anew() -> None:
+    watched = Watched(n0=0.0)
+    watched.until(6.75)
+    watched.now += 30.0
+    assert watched.silence.look(watched.now) == Look()
+    assert watched.until(50.0) == [(36.75 + GIVE_UP, Look(lost=("n0",)))]
+
+
+def test_what_was_heard_while_the_master_came_to_itself_is_not_in_the_future() -> None:
+    watched = Watched(n0=0.0)
+    watched.now += 30.0
+    watched.silence.heard("n0", watched.now)
+    watched.silence.look(watched.now)
+    assert watched.until(34.75) == []
+    assert watched.until(35.0) == [(35.0, Look(silent=("n0",)))]
+
+
+def test_a_node_is_silent_until_it_is_back_or_forgotten() -> None:
+    watched = Watched(n0=0.0, n1=0.0, n2=3.0)
+    watched.until(6.0)
+    assert [watched.silence.is_silent(node) for node in ("n0", "n1", "n2", "n3")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    watched.silence.heard("n0", watched.now)
+    watched.silence.forget("n1")
+    watched.until(6.5)
+    assert not watched.silence.is_silent("n0")
+    assert not watched.silence.is_silent("n1")
+
+
+def test_a_master_answers_as_long_as_no_other_can_have_given_nodes_up() -> None:
+    assert may_answer(10.0, 10.0 + AUTHORITY - 0.1, alone=False)
+    assert not may_answer(10.0, 10.0 + AUTHORITY, alone=False)
+    assert may_answer(10.0, 1000.0, alone=True)

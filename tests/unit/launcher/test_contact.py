@@ -1,0 +1,191 @@
+"""How an agent keeps the contact with a master on another host."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.rendezvous.standin import Place as Job
+from tests.unit.wire.places import Place
+from unirun.errors import RendezvousError
+from unirun.failover import silence
+from unirun.launcher import contact as contacts
+from unirun.launcher import fence as fences
+from unirun.launcher.contact import Contact
+from unirun.rendezvous.keys import silent_key
+from unirun.rendezvous.signs import is_marked, takes_bytes
+from unirun.rendezvous.store.protocol import Put
+from unirun.wire.address import TcpAddress
+from unirun.wire.aio import Server, Stream, connect
+from unirun.wire.messages import Beat
+
+PATIENCE = 20.0
+
+
+class Hall:
+    """A master's side of some streams, and a contact whose other end they are."""
+
+    def __init__(self, place: Place, job: Job) -> None:
+        self.place, self.job = place, job
+        self.answers = True
+        self.beats = 0
+        self.attempts: list[tuple[int, float]] = []
+        self.expired = threading.Event()
+        self.contact = Contact(job.job, "n0", self.again, self.expired.set)
+
+    async def again(self, epoch: int, timeout: float) -> Stream:
+        self.attempts.append((epoch, timeout))
+        if len(self.attempts) < 4:
+            raise RendezvousError("nobody answers")
+        return await self.stream()
+
+    async def stream(self) -> Stream:
+        return await connect(self.place.address, self.place.credentials)
+
+    async def serve(self, stream: Stream) -> None:
+        while True:
+            await stream.receive()
+            self.beats += 1
+            if self.answers:
+                stream.send(Beat())
+
+    def run(self, play: Callable[[], Awaitable[None]]) -> None:
+        async def main() -> None:
+            server = Server(self.place.listen(), self.place.credentials, self.serve, lambda *_: None)
+            async with asyncio.timeout(PATIENCE):
+                await play()
+            self.contact.close()
+            server.close()
+
+        asyncio.run(main())
+
+    async def hear(self, stream: Stream) -> None:
+        while True:
+            message = await stream.receive()
+            assert isinstance(message, Beat)
+            self.contact.heard()
+            self.contact.answered(message)
+
+
+@pytest.fixture
+def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    monkeypatch.setattr(contacts, "BEAT", 0.01)
+    monkeypatch.setattr(contacts, "LOOK", 0.01)
+    monkeypatch.setattr(contacts, "QUIET", 0.1)
+    monkeypatch.setattr(contacts, "ATTEMPT", 0.02)
+    with Job() as job:
+        yield Hall(Place("insecure", tmp_path), job)
+
+
+def test_beats_that_are_answered_renew_the_fence(hall: Hall) -> None:
+    async def play() -> None:
+        stream = await hall.stream()
+        hall.contact.begin(stream)
+        first = hall.contact._fence.until
+        tasks = [asyncio.ensure_future(do) for do in (hall.contact.keep(1, stream), hall.hear(stream))]
+        while hall.contact._fence.until < first + 0.1:
+            await asyncio.sleep(0.01)
+        assert hall.attempts == []
+        for task in tasks:
+            task.cancel()
+        stream.abort()
+
+    hall.run(play)
+    assert hall.beats > 2
+
+
+def test_an_agent_that_hears_nothing_connects_anew_until_somebody_answers(hall: Hall) -> None:
+    hall.answers = False
+
+    async def play() -> None:
+        stream = await hall.stream()
+        hall.contact.begin(stream)
+        again = await hall.contact.keep(3, stream)
+        assert again is not stream
+        stream.abort()
+        again.abort()
+
+    hall.run(play)
+    assert hall.attempts == [(3, 0.02)] * 3 + [(3, 0.04)]
+
+
+def test_there_are_no_beats_to_a_master_on_this_host(hall: Hall, tmp_path: Path) -> None:
+    hall.place = Place("unix", tmp_path)
+
+    async def play() -> None:
+        stream = await hall.stream()
+        hall.contact.begin(stream)
+        keeping = asyncio.ensure_future(hall.contact.keep(1, stream))
+        done, _ = await asyncio.wait({keeping}, timeout=0.1)
+        assert not done
+        keeping.cancel()
+        stream.abort()
+
+    hall.run(play)
+    assert hall.beats == 0
+    assert hall.contact._guard is None
+
+
+def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fences, "FENCE", 0.05)
+    hall.answers = False
+
+    async def play() -> None:
+        stream = await hall.stream()
+        hall.contact.begin(stream)
+        assert await asyncio.to_thread(hall.expired.wait, PATIENCE)
+        stream.abort()
+
+    hall.run(play)
+
+
+def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fences, contacts):
+        monkeypatch.setattr(module, "FENCE", 0.5, raising=False)
+    monkeypatch.setattr(fences, "UNMARKED", 0.4)
+
+    async def play() -> None:
+        stream = await hall.stream()
+        hall.contact.begin(stream)
+        first = hall.contact._fence.until
+        looking = asyncio.ensure_future(hall.contact.look_for_signs())
+        while hall.contact._fence.until < first + 0.5:
+            await asyncio.sleep(0.01)
+        assert not hall.expired.is_set()
+        hall.job.store.txn([], [Put(silent_key("run-1", "n0"), "1")])
+        assert await asyncio.to_thread(hall.expired.wait, PATIENCE)
+        looking.cancel()
+        stream.abort()
+
+    hall.run(play)
+
+
+def test_a_mark_is_that_of_one_node(hall: Hall) -> None:
+    store = hall.job.store
+    assert not is_marked(store, "run-1", "a/b")
+    store.txn([], [Put(silent_key("run-1", "a/b"), "1")])
+    assert is_marked(store, "run-1", "a/b")
+    assert not is_marked(store, "run-1", "a")
+
+
+def test_a_kernel_takes_a_byte_for_a_process_that_does_nothing(tmp_path: Path) -> None:
+    place = Place("insecure", tmp_path)
+    with place.listen():
+        assert isinstance(place.address, TcpAddress)
+        assert takes_bytes(place.address, 5.0)
+    assert not takes_bytes(place.address, 5.0)
+
+
+def test_a_beat_has_time_in_which_an_agent_may_miss_one_and_connect_anew() -> None:
+    """A cable that is out for three seconds: the beat that was answered last may be one period old by then."""
+    assert silence.BEAT + 3.0 + contacts.ATTEMPT < silence.FENCE
+    assert silence.BEAT + contacts.ATTEMPT < silence.FENCE - contacts.QUIET

@@ -1,0 +1,154 @@
+"""Which nodes have gone silent, and when one may be given up; for nodes on other hosts than the master's.
+
+A stream over a network may be silent though nobody has closed it: a cable is out, a host has lost its power or hangs.
+So agent and master exchange beats, and both decide by them. The master gives the node up (`Silence`), and its ranks
+start elsewhere; the agent kills its workers (`unirun.launcher.fence`), which must always come first.
+
+::
+
+    agent    s  sends a beat               kills its workers at  s + FENCE
+    master      m  gets it, answers it     gives the node up at  m + SILENT + GIVE_UP  or later
+
+The agent counts from when it *sent* the latest beat that the master has answered, not from when the answer came.
+Whatever is lost or late on either way, the master got that beat at ``m >= s``. Two clocks that run at rates of
+``1 + d`` and ``1 - d`` give
+
+    ``FENCE / (1 - d)  <  (SILENT + GIVE_UP) / (1 + d)``
+
+which is 5.56 s < 6.73 s for d = 1 %. The rest is the time that the kernel has to end the workers. A cable that is out
+for 3 s is no reason to kill them: the beat that was answered may be `BEAT` old when it is pulled, and the agent
+connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
+
+Other masters, and other ways to know that nobody has given the node up:
+
+- A new master waits 15 s for nodes that do not join it (`unirun.failover.takeover.REJOIN_TIMEOUT`). The one that it has
+  replaced may not know that, and answers beats for `AUTHORITY` seconds after it last renewed its term (`may_answer`);
+  the renewal was before the new term. ``(AUTHORITY + FENCE) / (1 - d) < 15 / (1 + d)``: 11.6 s < 14.9 s.
+- An agent that gets no answer may read in the store (etcd) that its node is not *marked*. It has `UNMARKED` seconds
+  from the beginning of that read, because a node is given up `GIVE_UP` seconds after its mark was written.
+- Where the store is a file on the head, no other host can read it, and masters run on the head only. When the head's
+  kernel takes a connection and its bytes, and no master answers, the agent has `FENCE` seconds from the beginning of
+  that attempt. A master that runs accepts the connection, which counts as hearing all nodes at that address; one that
+  was stopped gives silent nodes `GIVE_UP` seconds anew, and accepts it in that time.
+
+The time in which the master itself does not run is not held against the nodes: a look that comes late moves every
+deadline by the delay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unirun.values import Value
+
+BEAT = 1.5
+"""Seconds between two beats of an agent; the master answers each at once."""
+
+SILENT = 4.8
+"""Seconds without a message after which a node is reported: three beats, and the way of one."""
+
+GIVE_UP = 2.0
+"""Seconds that follow before it is lost, beginning when the report is in the store."""
+
+FENCE = 5.5
+"""Seconds after which an agent kills its workers, from when it sent the latest beat that was answered."""
+
+UNMARKED = 1.8
+"""Seconds for which an agent is safe that has found no mark of its node in the store."""
+
+AUTHORITY = 6.0
+"""Seconds for which a master that has renewed its term answers beats. The lease of the term is as long."""
+
+LOOK = 0.25
+"""Seconds between two looks at who is silent."""
+
+_LATE = 0.1
+"""A look that is later than this by so many seconds means that the master did not run."""
+
+
+class Look(Value):
+    """What a look has found: nodes that are `silent` since now, are `lost`, or were silent and are `back`."""
+
+    silent: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    back: tuple[str, ...] = ()
+
+
+class Silence:
+    """When each node was last heard. Times are seconds of the master's own monotonic clock; there is no I/O.
+
+    `stalled` is for how long the master has not run, all in all.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._heard: dict[str, float] = {}
+        # When the countdown of a silent node has begun; None while its mark is being written.
+        self._silent: dict[str, float | None] = {}
+        self._looked = now
+        self.stalled = 0.0
+
+    def heard(self, node: str, now: float) -> None:
+        """A message of `node` has arrived. Its silence is watched from now on."""
+        self._heard[node] = now
+
+    def forget(self, node: str) -> None:
+        """`node` is not expected to say anything any more."""
+        self._heard.pop(node, None)
+        self._silent.pop(node, None)
+
+    def marked(self, nodes: Iterable[str], now: float) -> None:
+        """That `nodes` are silent is in the store, so their last `GIVE_UP` seconds begin."""
+        for node in nodes:
+            if node in self._silent:
+                self._silent[node] = now
+
+    def watches(self, node: str) -> bool:
+        """Whether `node` was heard, and is expected to be heard again."""
+        return node in self._heard
+
+    def is_silent(self, node: str) -> bool:
+        """Whether `node` was found to be silent, and not to be back."""
+        return node in self._silent
+
+    def look(self, now: float) -> Look:
+        """Compare all times with `now`; to be called every `LOOK` seconds.
+
+        Nodes that are lost together are returned together, as their loss is one decision: the power of a rack fails
+        at once, but their last beats came within `BEAT`. So the first waits for the others, for that long.
+        """
+        self._skip_stall(now)
+        back = tuple(node for node in self._silent if now - self._heard[node] <= SILENT)
+        for node in back:
+            del self._silent[node]
+        silent = tuple(
+            node for node, at in self._heard.items() if now - at > SILENT and node not in self._silent
+        )
+        self._silent |= dict.fromkeys(silent)
+        due = {
+            node: at + GIVE_UP for node, at in self._silent.items() if at is not None and now >= at + GIVE_UP
+        }
+        if not due or (len(due) < len(self._silent) and now < min(due.values()) + BEAT):
+            return Look(silent, (), back)
+        for node in due:
+            self.forget(node)
+        return Look(silent, tuple(due), back)
+
+    def _skip_stall(self, now: float) -> None:
+        late = now - self._looked - LOOK
+        self._looked = now
+        if late < _LATE:
+            return
+        self.stalled += late
+        self._heard = {node: min(at + late, now) for node, at in self._heard.items()}
+        # What has arrived meanwhile is read first.
+        self._silent = {node: None if at is None else now for node, at in self._silent.items()}
+
+
+def may_answer(renewed: float, now: float, *, alone: bool) -> bool:
+    """Whether a master may tell agents that nobody has given them up. `renewed` is when it began to renew its term for
+    the last time, on a clock that also counts while the host is suspended.
+
+    Later another master may lead. It can start nothing if no node is with it, so `alone`, while every node of the job
+    is heard by this one, the store may be away for any time.
+    """
+    return alone or now < renewed + AUTHORITY

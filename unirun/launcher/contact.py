@@ -1,0 +1,116 @@
+"""An agent's contact with a master on another host: beats, another stream when this one is silent, and the fence."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from unirun.errors import RendezvousError, StoreError, WireError
+from unirun.failover.silence import BEAT, LOOK
+from unirun.launcher.fence import Fence, Guard, clock
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.signs import is_marked
+from unirun.rendezvous.store.protocol import Store
+from unirun.rendezvous.store.url import open_store
+from unirun.wire.aio import Stream, frame_of
+from unirun.wire.messages import Beat
+
+QUIET = 2.0
+"""Seconds without a message after which the agent connects anew. TCP repeats what is lost at growing intervals, so the
+old stream may be silent for as long again as the cable was out."""
+
+ATTEMPT = 0.5
+"""Seconds that an attempt has, and between the beginnings of two. Each third one has twice as long, as the master may
+be busy."""
+
+_BEAT = frame_of(Beat())
+
+
+class Contact:
+    """Keeps the contact of the agent of `node` with masters on other hosts.
+
+    `again` connects anew to the master of a term, within so many seconds. `expire` is called, in a thread of its own,
+    when the agent must kill its workers at once.
+    """
+
+    def __init__(
+        self,
+        job: JobDir,
+        node: str,
+        again: Callable[[int, float], Awaitable[Stream]],
+        expire: Callable[[], None],
+    ) -> None:
+        self._job, self._node = job, node
+        self._again, self._expire = again, expire
+        self._store: Store | None = None
+        self._fence = Fence()
+        self._guard: Guard | None = None
+        self._heard = 0.0
+
+    def begin(self, stream: Stream) -> None:
+        """A stream to a master begins, with `Join`."""
+        if not stream.remote:
+            return
+        self._heard = time.monotonic()
+        self._fence.joins(clock())
+        if self._guard is None:
+            self._guard = Guard(self._fence, self._expire)
+
+    def close(self) -> None:
+        """Stop the guard: the workers have ended."""
+        if self._guard is not None:
+            self._guard.close()
+
+    def heard(self) -> None:
+        """The master has said something."""
+        self._heard = time.monotonic()
+
+    def answered(self, beat: Beat) -> None:
+        """The master has answered a beat."""
+        self._fence.answered(clock(), sure=beat.sure)
+
+    async def keep(self, epoch: int, stream: Stream) -> Stream:
+        """Send beats. Returns another stream to the master of the term `epoch` when `stream` has become silent; never
+        for a master on this host."""
+        if not stream.remote:
+            await asyncio.get_running_loop().create_future()
+        beating = asyncio.ensure_future(self._beat(stream))
+        number = 0
+        try:
+            while True:
+                began = time.monotonic()
+                if began - self._heard >= QUIET:
+                    try:
+                        return await self._again(epoch, ATTEMPT * 2 ** (number // 3))
+                    except (RendezvousError, WireError):
+                        number += 1
+                else:
+                    number = 0
+                await asyncio.sleep(max(began + ATTEMPT, self._heard + QUIET) - time.monotonic())
+        finally:
+            beating.cancel()
+
+    async def _beat(self, stream: Stream) -> None:
+        while True:
+            self._fence.beats(clock())
+            stream.send_frame(_BEAT)
+            await asyncio.sleep(BEAT)
+
+    async def look_for_signs(self) -> None:
+        """While the master does not answer, look for other signs that the node has not been given up."""
+        while True:
+            await asyncio.sleep(LOOK)
+            if self._fence.quiet_for(clock()) < QUIET:
+                continue
+            began = clock()
+            try:
+                marked = await asyncio.to_thread(self._is_marked)
+            except StoreError:
+                continue
+            if not marked:
+                self._fence.unmarked(began, clock())
+
+    def _is_marked(self) -> bool:
+        self._store = self._store or open_store(self._job.store_url)
+        return is_marked(self._store, self._job.run_id, self._node)

@@ -1,0 +1,45 @@
+"""What an agent adds to a spawner's news that a worker has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from unirun.launcher.ends import TAIL_BYTES, last_words
+from unirun.launcher.process import out_of_memory_kills
+from unirun.launcher.state import AgentState
+from unirun.wire.messages import Message
+from unirun.wire.spawning import Reaped
+
+
+class Notes:
+    """The notes on the ends of one agent's workers."""
+
+    def __init__(self) -> None:
+        self._oom_kills = out_of_memory_kills()
+
+    def kill(self, state: AgentState, message: Message) -> str:
+        """Detect a SIGKILL by the kernel's out-of-memory killer. Returns a note for the report, or an empty text."""
+        if not isinstance(message, Reaped) or message.signal != signal.SIGKILL:
+            return ""
+        worker = state.workers.get(message.id)
+        if worker is None or worker.cause != "own":
+            return ""
+        kills = out_of_memory_kills()
+        if kills > self._oom_kills:
+            self._oom_kills = kills
+            return "the kernel killed it: out of memory"
+        return ""
+
+
+def tail(state: AgentState, message: Message) -> str:
+    """The last lines of the stderr of a worker that failed."""
+    if not isinstance(message, Reaped) or message.code == 0 or message.id not in state.workers:
+        return ""
+    request = state.workers[message.id].request
+    try:
+        with open(os.path.join(request.logs, request.folder, "stderr.log"), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return last_words(file.read().decode(errors="replace"))
+    except OSError:
+        return ""

@@ -1,0 +1,153 @@
+"""The beats of a master: it answers those of agents and commands on other hosts, and looks at who has become silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+from unirun.errors import WireError
+from unirun.failover.silence import BEAT, GIVE_UP, LOOK, SILENT, Silence, may_answer
+from unirun.job.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
+from unirun.master.persistence.writer import Writer
+from unirun.rendezvous.election import Term
+from unirun.wire.aio import Stream, frame_of
+from unirun.wire.messages import Beat
+
+_SURE, _UNSURE = frame_of(Beat()), frame_of(Beat(sure=False))
+
+OWNER_TIMEOUT = 60.0
+"""Seconds in which the command that owns the job attaches to a master, and after which a command that beats and has
+become silent counts as gone. One that is stopped (Ctrl-Z) cannot attach, and does not beat."""
+
+
+class Beats:
+    """Watches the agents and the commands that beat; those on the master's host do not.
+
+    `agents` are the streams of the nodes. `say` is called with a node and a text about it, and `lose` with a node that
+    is given up.
+    """
+
+    def __init__(
+        self,
+        term: Term,
+        writer: Writer,
+        agents: dict[str, Stream],
+        say: Callable[[str, str], None],
+        lose: Callable[[AgentLost], object],
+    ) -> None:
+        self._term, self._writer, self._agents = term, writer, agents
+        self._say, self._lose = say, lose
+        self._silence = Silence(time.monotonic())
+        self._watchers: dict[Stream, float] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Begin to look. Not called in a job on one host."""
+        self._looking = asyncio.ensure_future(self._look_on())
+        # What a master before this one has marked may be with this one.
+        self._writer.unmark()
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def watches(self, node: str) -> bool:
+        """Whether the agent of `node` beats."""
+        return self._silence.watches(node)
+
+    def forget(self, node: str) -> None:
+        """The agent of `node` is gone."""
+        self._silence.forget(node)
+
+    def answer(self, node: str, stream: Stream) -> None:
+        """Answer the beat of the agent of `node`."""
+        self._silence.heard(node, time.monotonic())
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        sure = may_answer(self._term.renewed, now, alone=False) or self._alone()
+        stream.send_frame(_SURE if sure else _UNSURE)
+
+    def _alone(self) -> bool:
+        """Whether no node can be with another master."""
+        state = self._writer.certain
+        return all(
+            node in self._agents and not self._silence.is_silent(node)
+            for node in state.nodes
+            if not state.given_up(node)
+        )
+
+    def follow(self, watcher: Stream) -> None:
+        """A command has sent a beat. It gets some, until it is silent for `OWNER_TIMEOUT`."""
+        self._watchers[watcher] = self._running_time()
+
+    def leave(self, watcher: Stream) -> None:
+        """A command is gone."""
+        self._watchers.pop(watcher, None)
+
+    def after(self, delay: float, event: Event, apply: Callable[[Event], object]) -> None:
+        """Apply `event` in `delay` seconds. If nodes have to join in that time, it does not count while this master
+        does not run; and those of another master are marked `GIVE_UP` seconds before they are given up."""
+        loop, stalled = asyncio.get_running_loop(), self._silence.stalled
+
+        def due() -> None:
+            if self._looking is None or not isinstance(event, JoinTimedOut | RejoinTimedOut):
+                apply(event)
+                return
+            self._look()
+            again = partial(loop.call_later, GIVE_UP, apply, event)
+            if (late := self._silence.stalled - stalled) > 0:
+                self.after(late, event, apply)
+            elif isinstance(event, RejoinTimedOut) and (away := sorted(self._writer.certain.away)):
+                self._writer.mark(away, again)
+            else:
+                apply(event)
+
+        loop.call_later(delay, due)
+
+    async def _look_on(self) -> None:
+        beat = 0.0
+        while True:
+            await asyncio.sleep(LOOK)
+            self._look()
+            now = self._running_time()
+            if now >= beat + BEAT:
+                beat = now
+                self._beat_watchers(now)
+
+    def _look(self) -> None:
+        """Report nodes that are silent or back, and give up those that are lost."""
+        found = self._silence.look(time.monotonic())
+        for node in found.silent:
+            rest = f"its ranks start elsewhere in {GIVE_UP:g} s unless it is heard"
+            self._say(node, f"node {node} has been silent for {SILENT:g} s; {rest}")
+        if found.silent:
+            self._writer.mark(found.silent, lambda: self._silence.marked(found.silent, time.monotonic()))
+        for node in found.back:
+            self._say(node, f"node {node} is heard again")
+        if found.back:
+            self._writer.unmark(found.back)
+        for node in found.lost:
+            if node in self._agents:
+                self._agents.pop(node).abort()
+            self._lose(AgentLost(node, f"it has been silent for more than {SILENT + GIVE_UP:g} s"))
+
+    def _beat_watchers(self, now: float) -> None:
+        for watcher, heard in list(self._watchers.items()):
+            if now > heard + OWNER_TIMEOUT:
+                del self._watchers[watcher]
+                watcher.abort()
+            else:
+                watcher.send_frame(_SURE)
+
+    def _running_time(self) -> float:
+        """Seconds, without those in which the master did not run."""
+        return time.monotonic() - self._silence.stalled
+
+
+def unheard(error: WireError) -> bool:
+    """Whether a stream has ended because nothing arrives any more: its peer may live, unlike one whose kernel has
+    closed the stream."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and not isinstance(cause, ConnectionError)
