@@ -11,6 +11,8 @@ import pytest
 from tests.contract.store.etcd_server import Servers
 
 from ..testbed.fixtures import hosts as hosts
+from ..testbed.fixtures import slurm as slurm
+from ..testbed.fixtures import slurm_of_hosts as slurm_of_hosts
 from .harness import EXEC, Running, Script, Unirun, eventually, swept
 from .serving import SERVE
 from .warm import Warm, WarmUnirun, warm_in

@@ -11,6 +11,7 @@ import pytest
 
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import HOME, Host, Hosts
+from tests.testbed.slurm import Slurm
 
 from .harness import SOON, eventually, gone
 
@@ -131,6 +132,72 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one() -> None:
         maker = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     with Hosts(1):
         assert gone(int(maker.stdout), SOON)
+
+
+def test_srun_runs_on_three_nodes(slurm: Slurm) -> None:
+    out = slurm.run("srun", "-N3", "--gres=gpu:2", "sh", "-c", "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES")
+    assert sorted(out.splitlines()) == ["n1 0,1", "n2 0,1", "n3 0,1"]
+
+
+def test_the_nodes_of_slurm_can_be_hosts_of_their_own(slurm_of_hosts: Slurm) -> None:
+    out = slurm_of_hosts.run("srun", "-N3", "sh", "-c", "hostname; ls /tmp | wc -l")
+    assert sorted(out.splitlines()) == ["0", "0", "0", "h1", "h2", "h3"]
+
+
+def test_slurm_runs_heterogeneous_jobs(slurm: Slurm, tmp_path: Path) -> None:
+    script = batch(
+        tmp_path,
+        """
+        #SBATCH --nodes=1
+        #SBATCH hetjob
+        #SBATCH --nodes=2 --gres=gpu:1
+        srun --het-group=0,1 sh -c 'echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES'
+        """,
+    )
+    slurm.run("sbatch", "--wait", script)
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["n1", "n2 0", "n3 0"]
+
+
+def test_a_job_that_is_preempted_is_told_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
+    script = batch(
+        tmp_path,
+        """
+        #SBATCH --nodes=3 --exclusive --open-mode=append --signal=B:USR1@60
+        test -z "$SLURM_RESTART_COUNT" || exit 7
+        trap 'echo asked' USR1
+        sleep 600 & echo running
+        wait; wait
+        """,
+    )
+    job = slurm.run("sbatch", "--parsable", script).strip()
+    eventually(lambda: "running" in out_of(tmp_path), "the job runs")
+    slurm.run("srun", "--partition=urgent", "true")
+    assert "asked" in out_of(tmp_path)
+    slurm.start_now(job)
+    eventually(lambda: slurm.job(job)["JobState"] == "FAILED", "it has ended")
+    assert (slurm.job(job)["ExitCode"], slurm.job(job)["Restarts"]) == ("7:0", "1")
+
+
+def test_the_processes_of_a_killed_node_are_gone_and_it_can_start_again(slurm: Slurm, tmp_path: Path) -> None:
+    script = batch(tmp_path, "sleep 600 & echo running $!\nwait")
+    slurm.run("sbatch", "--nodelist=n1", script)
+    eventually(lambda: "running" in out_of(tmp_path), "the job runs")
+    slurm.kill_node("n1")
+    assert gone(int(out_of(tmp_path).split()[-1]), 0.0)
+    slurm.start_node("n1")
+    assert slurm.run("srun", "--nodelist=n1", "hostname")
+
+
+def batch(folder: Path, text: str) -> Path:
+    """A batch script that writes to ``out`` in `folder`."""
+    path = folder / "job.sh"
+    path.write_text(f"#!/bin/sh\n#SBATCH --output={folder}/out\n" + textwrap.dedent(text).lstrip())
+    return path
+
+
+def out_of(folder: Path) -> str:
+    """What the batch script has written so far."""
+    return (folder / "out").read_text() if (folder / "out").exists() else ""
 
 
 def state(pid: int) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.testbed.hosts import Hosts
 from tests.testbed.machine import Unavailable
+from tests.testbed.slurm import Slurm
 
 
 @contextmanager
@@ -25,3 +26,17 @@ def hosts() -> Iterator[Hosts]:
     """Three hosts without a shared directory."""
     with available(), Hosts(3) as three:
         yield three
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    """A Slurm of three nodes on this host."""
+    with available(), Slurm() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm_of_hosts(hosts: Hosts) -> Iterator[Slurm]:
+    """A Slurm whose nodes are `hosts`."""
+    with available(), Slurm(hosts) as cluster:
+        yield cluster
