@@ -26,7 +26,7 @@ from tests.documents import (
     text_of,
     write,
 )
-from unirun.cli import SUBCOMMANDS, main
+from unirun.cli import SUBCOMMANDS, main, run
 from unirun.cli.commandline import Parser, parse
 from unirun.cli.compose import plan_job
 from unirun.cli.options import PLAN_OPTIONS
@@ -38,6 +38,7 @@ NOT_RUN = {
     "openssl": "tests/contract/store/certificates.py makes the same certificates",
     "etcd": "tests/contract/store/etcd_server.py starts it",
     "etcdctl": "tests/contract/store/test_etcd_security.py makes the same user",
+    "srun": "tests/integration/test_slurm.py runs jobs under Slurm",
     "sqlite3": "the program need not be there",
 }
 """Programs in ``sh`` blocks, and why a block with them is not looked into any further."""
@@ -126,6 +127,8 @@ def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a command of unirun apart, as it does itself; plan a job, and start nothing."""
     if args[0] == "plan":
         plan_job(parse(args[1:], "unirun plan", PLAN_OPTIONS))
+    elif "--slurm" in args:
+        assert run.main(["--dry-run", *args]) == 0
     elif args[0] not in SUBCOMMANDS:
         plan_job(parse(args))
     else:

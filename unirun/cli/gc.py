@@ -13,7 +13,7 @@ from unirun.cli.stored import directory_of, may_be_there, opened
 from unirun.errors import JobError, StoreError, StoreRefused, UnirunError
 from unirun.launcher.foreground.terminal import say, warn
 from unirun.observe.index import read_index
-from unirun.observe.status import ENDED, Summary, read_summary
+from unirun.observe.status import ENDED, Summary, is_alive, read_summary
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs
@@ -128,7 +128,7 @@ def _here(job: JobDir) -> Remains:
         summary = read_summary(job)
         phase, ended = summary.phase, summary.ended
     except JobError:
-        phase, ended = "running" if job.alive() else "lost", None
+        phase, ended = "running" if is_alive(job) else "lost", None
     return Remains(job.run_id, phase, ended or _last_seen(job), job, elsewhere)
 
 
@@ -174,7 +174,7 @@ def _old(found: Sequence[Remains], before: float) -> list[Remains]:
 def _clear(remains: Remains, stores: _Stores, *, dry: bool) -> int:
     """Remove one job, or with `dry` only measure it. Returns the number of bytes."""
     freed = 0
-    if remains.here is not None and remains.here.alive():
+    if remains.here is not None and is_alive(remains.here):
         raise JobError(f"job {remains.run_id} is running", f"stop it with: unirun stop {remains.run_id}")
     if remains.url is not None:
         freed += _clear_store(remains, remains.url, stores, dry=dry)

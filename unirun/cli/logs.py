@@ -12,6 +12,7 @@ from pathlib import Path
 from unirun.cli.commandline import Parser
 from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
+from unirun.observe.batchjob import read_batch
 from unirun.observe.status import ENDED, read_status, read_summary
 from unirun.rendezvous.jobdir import JobDir
 from unirun.values import WorkerId
@@ -103,7 +104,8 @@ def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -
     """
     from unirun.launcher.logs import LogFollower
 
-    follower = LogFollower()
+    # The workers of a batch job write on other hosts.
+    follower = LogFollower(shared=read_batch(job) is not None)
     lock = threading.Lock()
     stopped = threading.Event()
     failed: list[OSError] = []

@@ -14,7 +14,7 @@ from unirun.cli.output import age, print_table
 from unirun.cli.stored import opened
 from unirun.errors import JobError, StoreError, StoreRefused
 from unirun.observe.index import read_index
-from unirun.observe.status import ENDED, Summary, read_status, read_summary
+from unirun.observe.status import ENDED, Summary, is_alive, read_status, read_summary
 from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.jobdir import JobDir, all_jobs
 from unirun.rendezvous.keys import job_prefix
@@ -99,7 +99,7 @@ def _row(job: JobDir) -> list[str]:
     try:
         return [job.run_id, *_cells(read_summary(job))]
     except JobError:
-        return [job.run_id, "starting" if job.alive() else "lost", "", "", "", ""]
+        return [job.run_id, "starting" if is_alive(job) else "lost", "", "", "", ""]
 
 
 def _stored_row(summary: Summary, leader: Leader | None) -> list[str]:

@@ -103,6 +103,15 @@ OURS: tuple[Option, ...] = (
         "fake:K=V,…",
     ),
     Option("--exclude", NODES, "nodes that are not used", "NODE[,NODE]", many=True),
+    Option(
+        "--slurm",
+        NODES,
+        "submit the job to Slurm and follow it: nodes=4,partition=P,time=1:00:00,gres=gpu:8,…; several times, or "
+        "'… : …', for the components of a heterogeneous job",
+        "K=V,…",
+        many=True,
+    ),
+    Option("--dry-run", OUTPUT, "with --slurm: print the batch script, submit nothing"),
     Option("--detach", OUTPUT, "start the job and return; see unirun status, logs, stop", short="-d"),
     Option("--quiet", OUTPUT, "show what workers write and errors, nothing else", short="-q"),
     Option("--verbose", OUTPUT, "also show whether a warm process is used, and if not, why", short="-v"),

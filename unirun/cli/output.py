@@ -17,6 +17,7 @@ COLOURS = {
     "lost": "red",
     "stopped": "yellow",
     "stopping": "yellow",
+    "pending": "yellow",
     "restarting": "yellow",
 }
 

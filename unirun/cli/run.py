@@ -16,6 +16,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the job that `argv` describes. Returns the exit code."""
     line = parse(argv)
     options = line.options
+    if "slurm" in options:
+        from unirun.cli.batch import submit_job
+
+        return submit_job(line)
+    if "dry_run" in options:
+        raise UsageError(
+            "--dry-run prints the batch script of --slurm", "unirun plan shows what would run where"
+        )
     detach = bool(options.get("detach"))
     if detach and "stdin" in options:
         raise UsageError("--stdin: a detached job has no stdin", "leave out one of --stdin and --detach")

@@ -9,7 +9,9 @@ from typing import Any
 from unirun.cli.commandline import Parser
 from unirun.cli.output import age, megabytes, print_table
 from unirun.cli.stored import JOB_HELP, STORE_HELP, StoredJob, find_status
+from unirun.errors import UnirunError
 from unirun.launcher.foreground.terminal import say
+from unirun.observe.batchjob import BatchJob, batch_state, read_batch
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
 
 
@@ -21,6 +23,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     options = parser.parse_args(argv)
     status, found = find_status(options.store, options.job)
+    batch = ""
     if isinstance(found, StoredJob):
         logs, leader = f"{found.host}:{found.logs}", found.leader.to_json() if found.leader else None
         more: dict[str, Any] = {"dir": None, "logs": found.logs, "store": found.store, "leader": leader}
@@ -29,11 +32,22 @@ def main(argv: list[str]) -> int:
         logs = str(found.logs.resolve())
         more = {"dir": str(found.path), "logs": logs}
         master = f"term {status.epoch}" if status.epoch else ""
+        if (submitted := read_batch(found)) is not None:
+            batch = _batch(submitted)
+            more["slurm"] = batch
     if options.json:
         print(json.dumps({**status.to_json(), **more}))
         return 0
-    _print(status, master, logs)
+    _print(status, master, batch, logs)
     return 0
+
+
+def _batch(batch: BatchJob) -> str:
+    """How a batch job stands, in words."""
+    try:
+        return f"job {batch.id} {batch_state(batch).words}"
+    except UnirunError as error:
+        return f"job {batch.id}: {error}"
 
 
 def _master(stored: StoredJob) -> str:
@@ -47,7 +61,7 @@ def _master(stored: StoredJob) -> str:
     return f"nobody leads now; {written}; another comes within seconds, or the job is lost"
 
 
-def _print(status: JobStatus, master: str, logs: str) -> None:
+def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
     now = time.time()
     end = status.ended if status.ended is not None else now
     code = "" if status.code is None else f", exit code {status.code}"
@@ -56,6 +70,8 @@ def _print(status: JobStatus, master: str, logs: str) -> None:
         say(f"reason: {status.reason}")
     if status.trouble:
         say(f"store: {' '.join(status.trouble.split())}")
+    if batch:
+        say(f"Slurm: {batch}")
     if master:
         say(f"master: {master}")
     budgets = [f"{r.name} {r.restarts} of {r.max_restarts}" for r in status.roles if r.max_restarts]

@@ -9,6 +9,7 @@ from unirun.cli.commandline import Parser
 from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere, running_jobs
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.launcher.foreground.terminal import say
+from unirun.observe.batchjob import BatchJob, batch_state, read_batch
 from unirun.observe.following import follow_to_end
 from unirun.observe.status import ENDED, read_summary
 from unirun.rendezvous.masters import call_master
@@ -38,6 +39,9 @@ def main(argv: list[str]) -> int:
     if options.job is not None and options.job.startswith("-"):
         raise UsageError(f"{options.job} is no option of unirun stop", "--now kills at once")
     job = find_here(options.store, options.job or _only_one(options.store), "stop")
+    batch = read_batch(job)
+    if batch is not None and batch_state(batch).active:
+        return _cancel(job.run_id, batch, now=options.now, wait=not options.no_wait)
     phase = read_summary(job).phase
     if phase in ENDED:
         nothing = "" if options.job else "no job runs; the newest, "
@@ -58,6 +62,23 @@ def main(argv: list[str]) -> int:
         raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
     code = "" if end.code is None else f", exit code {end.code}"
     say(f"job {job.run_id} {end.phase}{code}")
+    return 0
+
+
+def _cancel(run_id: str, batch: BatchJob, *, now: bool, wait: bool) -> int:
+    """End the job of a batch job, from any host of the cluster. Returns 0."""
+    from unirun.launcher.slurm.following import cancel, wait_for_end
+
+    cancel(batch, now=now)
+    if not wait:
+        say(f"job {run_id} is stopping, as Slurm job {batch.id}")
+        return 0
+    try:
+        state = wait_for_end(batch, PATIENCE)
+    except TimeoutError as error:
+        raise JobError("the job did not end within 10 minutes", "unirun stop --now kills it") from error
+    code = "" if state.code is None else f", exit code {state.code}"
+    say(f"job {run_id}: Slurm job {batch.id} {state.state}{code}")
     return 0
 
 

@@ -20,6 +20,7 @@ from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, s
 from unirun.master.persistence.context import changed_documents
 from unirun.master.status_views import status_of
 from unirun.observe import write_status
+from unirun.observe.batchjob import is_active, own_batch
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
@@ -74,7 +75,10 @@ def launch(
     url = anchored(store) if store is not None else None
     inventory = _nodes_with_agents(planned)
     refuse_impossible(spec, ((each.role, each.node) for each in placement.assignments), host_ceilings())
-    job, lock = create_job(spec.run_id, new_token(), spec.log.dir, url)
+    batch, requeued = own_batch(spec.run_id, os.environ)
+    if not batch and is_active(job_at(spec.run_id)):
+        raise JobError(f"job {spec.run_id} is Slurm's", f"stop it with: unirun stop {spec.run_id}")
+    job, lock = create_job(spec.run_id, new_token(), spec.log.dir, url, batch=batch, requeued=requeued)
     socket_path = job.master_socket(os.getpid())
     try:
         _write_first_state(job, planned, inventory, detach)

@@ -81,9 +81,10 @@ class _File:
 class LogFollower:
     """Follows files in a thread."""
 
-    def __init__(self) -> None:
-        # -1 when the user's inotify instances are used up: then the files are polled.
-        self._inotify: int = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    def __init__(self, *, shared: bool = False) -> None:
+        # -1 when the user's inotify instances are used up, and for files in a `shared` directory, as inotify does not
+        # see what other hosts write: then the files are polled.
+        self._inotify: int = -1 if shared else _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._files: dict[int, _File] = {}
         self._unwatched: list[_File] = []

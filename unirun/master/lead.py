@@ -67,11 +67,12 @@ def lead(
             return
         contexts = ContextStore(store, job.run_id, term)
         state = contexts.take_over()
+        requeued = state is not None and state.uid == job.uid_before
         if state is not None and state.uid != job.uid:
             state = None
         if state is None and first is not None:
             state = restore(first)
-            contexts.create(state)
+            contexts.create(state, keep_saved=requeued)
         if state is None:
             term.resign()
             problem = f"the store has no context of this job {job.run_id}"

@@ -11,6 +11,7 @@ from msgspec import convert, field, to_builtins
 from msgspec.structs import replace
 
 from unirun.errors import FrameError, JobError
+from unirun.observe.batchjob import is_active
 from unirun.rendezvous.jobdir import JobDir
 from unirun.values import Value
 from unirun.wire.codec import typed
@@ -162,20 +163,27 @@ def write_status(job: JobDir, status: JobStatus) -> None:
 def runs(job: JobDir) -> bool:
     """Whether `job` has not ended yet. (Its processes may outlive its end for a moment.)"""
     try:
-        return job.alive() and read_summary(job).phase not in ENDED
+        return is_alive(job) and read_summary(job).phase not in ENDED
     except JobError:
         # It has only just begun.
         return True
 
 
+def is_alive(job: JobDir) -> bool:
+    """Whether a process of `job` lives, or its batch job waits or runs. Raises `JobError`."""
+    return job.alive() or is_active(job)
+
+
 def read_summary(job: JobDir) -> Summary:
     """The summary of `job`. Its phase may be ``lost``, and it raises `JobError`, as `read_status`."""
+    # Asked first: a job that ends now writes that before its processes end.
     alive = job.alive()
     try:
         summary = typed(Summary, job.read_json(job.summary.name))
     except FrameError as error:
         raise _foreign(str(job.summary)) from error
-    return summary if alive or summary.phase in ENDED else replace(summary, phase="lost")
+    gone = summary.phase not in ENDED and not alive and not is_active(job)
+    return replace(summary, phase="lost") if gone else summary
 
 
 def read_status(job: JobDir) -> JobStatus:
@@ -192,7 +200,7 @@ def read_status(job: JobDir) -> JobStatus:
     times = (status.started, status.ended or 0.0, *(failure.time for failure in status.failures))
     if not all(map(math.isfinite, times)):
         raise _foreign(str(job.state))
-    if alive or status.phase in ENDED:
+    if alive or status.phase in ENDED or is_active(job):
         return status
     return replace(status, phase="lost", reason="its processes are gone and left no end")
 

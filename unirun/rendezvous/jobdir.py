@@ -6,6 +6,7 @@
         token                   0600, 256 random bits in hex
         tls/                    0700, in a job of several hosts: the node's certificate and name
         uid                     distinguishes this job from earlier ones with the same id
+        uid.before              that of the run before, when Slurm has requeued the job
         store                   the URL of the store with the job's context
         store.db                that store, unless it is elsewhere
         context.json            the job's context until its first master writes it to the store
@@ -19,6 +20,7 @@
         timer.<node>            0600; a named pipe for torch's timers, when they are enabled
         master.log agent.<node>.log  stderr of these processes
         logs/<role>/<rank>/<incarnation>/{stdout,stderr}.log, error.json
+        slurm/                  of a job that was submitted to Slurm: batch script, record, output, token
 
 The root is ``$UNIRUN_HOME/jobs``, by default ``$XDG_STATE_HOME/unirun/jobs`` or
 ``~/.local/state/unirun/jobs``.
@@ -30,7 +32,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from unirun.values import Value, WorkerId
 
 MATCHES_SHOWN = 5
 _FIRST = "context.json"
+_UID_BEFORE = "uid.before"
 
 
 class JobDir(Value):
@@ -82,6 +85,11 @@ class JobDir(Value):
     def uid(self) -> str:
         """Distinguishes this job from earlier ones with the same id. Raises `JobError`."""
         return self._read("uid")
+
+    @property
+    def uid_before(self) -> str:
+        """The `uid` before Slurm has requeued the job, of whose store saved states are kept; else empty."""
+        return self._read(_UID_BEFORE) if (self.path / _UID_BEFORE).exists() else ""
 
     def _read(self, name: str) -> str:
         try:
@@ -130,6 +138,11 @@ class JobDir(Value):
     def logs(self) -> Path:
         """Output of the workers. With ``--log-dir`` a link to a directory there."""
         return self.path / "logs"
+
+    @property
+    def batch(self) -> Path:
+        """What belongs to the job's batch job, which is there before the job and outlives it when it is requeued."""
+        return self.path / "slurm"
 
     @property
     def lock(self) -> Path:
@@ -243,9 +256,17 @@ def job_at(run_id: str) -> JobDir:
 
 
 def create_job(
-    run_id: str, token: bytes, log_dir: str | None = None, store: str | None = None
+    run_id: str,
+    token: bytes,
+    log_dir: str | None = None,
+    store: str | None = None,
+    *,
+    batch: bool = False,
+    requeued: bool = False,
 ) -> tuple[JobDir, int]:
-    """Create the directory of a new job, with its token and its log directory; `store` is a URL.
+    """Create the directory of a new job, with its token and its log directory; `store` is a URL. What a finished job
+    of the same id has left is removed, but for the files of the `batch` job that runs this one. When that is
+    `requeued`, the store is kept too.
 
     Returns it with the descriptor of its lock, which agent and master inherit: as long as one process has it open,
     the job counts as running. Replaces a finished job of the same id, as it is usual to reuse one ``--rdzv-id``.
@@ -257,7 +278,7 @@ def create_job(
         # Checked again: another user may have created it in the meantime.
         job = job_at(run_id)
         with one_at_a_time(job.path.parent):
-            lock = _make(job, token, store)
+            lock = _make(job, token, store, batch=batch, requeued=requeued)
     except OSError as error:
         raise JobError(
             f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
@@ -283,12 +304,14 @@ def one_at_a_time(root: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _make(job: JobDir, token: bytes, store: str | None) -> int:
+def _make(job: JobDir, token: bytes, store: str | None, *, batch: bool, requeued: bool) -> int:
     if os.path.lexists(job.path):
         if job.alive():
             raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
-        shutil.rmtree(job.path)
-    job.path.mkdir(0o700)
+        if requeued and (job.path / "uid").exists():
+            (job.path / "uid").replace(job.path / _UID_BEFORE)
+        _clear(job.path, (*_OF_BATCH, *_OF_STORE) if requeued else _OF_BATCH if batch else ())
+    job.path.mkdir(0o700, exist_ok=batch)
     # The umask may have removed permissions of the owner.
     job.path.chmod(0o700)
     handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -301,6 +324,20 @@ def _make(job: JobDir, token: bytes, store: str | None) -> int:
     lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
+
+
+_OF_BATCH = ("slurm",)
+_OF_STORE = (_UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
+
+
+def _clear(path: Path, keep: Collection[str]) -> None:
+    """Remove the directory `path`; with names in `keep`, all that is in it but those."""
+    if not keep or path.is_symlink():
+        # Which refuses a link.
+        shutil.rmtree(path)
+    for entry in [entry for entry in os.scandir(path) if entry.name not in keep] if keep else ():
+        remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+        remove(entry.path)
 
 
 def _make_logs(job: JobDir, log_dir: str | None) -> None:

@@ -129,6 +129,22 @@ class TestTheFirstMaster:
         assert state is not None
         assert state.uid == UID
 
+    @pytest.mark.parametrize("before", ["other", "another"])
+    def test_a_requeued_job_finds_what_its_workers_had_saved(self, seat: Seat, before: str) -> None:
+        term = seat.has(stopped("other"))
+        contexts = ContextStore(seat.store, "job-1", term)
+        contexts.create(stopped("other"))
+        contexts.save_state("actor", 0, "weights")
+        term.resign()
+        (seat.job.path / "uid.before").write_text(before)
+        seat.first(stopped())
+        seat.lead()
+        saved = seat.store.get_prefix(f"{SEAT}states/").items
+        assert bool(saved) == (before == "other")
+        state = load(seat.store, "job-1")
+        assert state is not None
+        assert state.uid == UID
+
     def test_the_first_master_leaves_one_alone_that_runs(self, seat: Seat) -> None:
         seat.has(a_job("other").state)
         seat.first(stopped())

@@ -56,6 +56,30 @@ class TestCreateJob:
         os.close(lock)
         assert load_token(job.token) == token
 
+    def test_a_batch_job_keeps_its_files_when_its_job_begins(self, home: Path) -> None:
+        batch = JobDir(home / "jobs" / "run-1").batch
+        batch.mkdir(parents=True, mode=0o700)
+        batch.parent.chmod(0o700)
+        (batch / "batch.sh").touch()
+        (batch.parent / "state.json").touch()
+        job, lock = create_job("run-1", new_token(), batch=True)
+        os.close(lock)
+        assert (job.batch / "batch.sh").exists()
+        assert not job.state.exists()
+        assert job.uid_before == ""
+
+    def test_a_requeued_job_keeps_its_store_and_knows_its_uid_before(self) -> None:
+        job, lock = create_job("run-1", new_token(), batch=True)
+        os.close(lock)
+        (job.path / "store.db").touch()
+        before = job.uid
+        for _ in range(2):
+            job, lock = create_job("run-1", new_token(), batch=True, requeued=True)
+            os.close(lock)
+            assert (job.path / "store.db").exists()
+            assert job.uid_before == before != job.uid
+            before = job.uid
+
     def test_a_new_job_has_a_log_directory(self, create: Create) -> None:
         job = create()
         assert job.logs.is_dir()

@@ -120,12 +120,14 @@ class ContextStore:
         self._open: _Write | None = None
         self._moves: deque[Changes] = deque()
 
-    def create(self, state: JobState) -> None:
-        """Write the state of a new job, in place of one of the same id."""
+    def create(self, state: JobState, *, keep_saved: bool = False) -> None:
+        """Write the state of a new job, in place of one of the same id. What that one's workers have saved, states and
+        versions, is removed unless `keep_saved` is given."""
         documents = _of_context(changed_documents(None, state))
         job = documents.pop(f"{CONTEXT}job")
+        parts = (CONTEXT,) if keep_saved else (CONTEXT, STATES, VERSIONS)
         gone = (
-            *(f"{self._prefix}{part}" for part in (CONTEXT, STATES, VERSIONS)),
+            *(f"{self._prefix}{part}" for part in parts),
             crashes_key(self._run_id),
             silent_key(self._run_id),
         )

@@ -1,0 +1,119 @@
+"""What `unirun --slurm` submits, as far as that needs no Slurm."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from unirun.cli import run
+from unirun.cli.batch import words_of
+from unirun.cli.commandline import parse
+from unirun.errors import SpecError, UsageError
+
+WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=6)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from([["-q"], ["--detach"], ["--slurm", "nodes=2"], ["--rdzv-id=x"], ["--run-path"]]),
+            st.builds(lambda value: ["--env", f"A={value}"], WORDS),
+            st.builds(lambda count: [f"--roles=a={count}"], st.integers(1, 9)),
+        ),
+        max_size=4,
+    ).map(lambda lists: [word for words in lists for word in words]),
+    st.lists(WORDS, max_size=3),
+)
+@example(["--slurm", "nodes=1"], ["-x", "--roles", "--", "a=b"])
+def test_the_passed_on_arguments_describe_the_same_job(options: list[str], args: list[str]) -> None:
+    line = parse([*options, "--", "-train.py", *args])
+    again = parse([*words_of(line)])
+    here = ("slurm", "detach", "rdzv_id")
+    assert again.options == {name: value for name, value in line.options.items() if name not in here}
+    assert (again.script, again.args) == ("-train.py", tuple(args))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--config job.yaml a.b=1 --quiet c=2 train.py -- -x y",
+        "--config job.yaml -- train.py",
+        "--config job.yaml",
+        "--roles a=1@m:C --trainer m:T -- x=1",
+    ],
+)
+def test_job_files_and_overrides_are_passed_on(argv: str) -> None:
+    line = parse(argv.split())
+    again = parse([*words_of(line)])
+    assert (again.options, again.overrides) == (line.options, line.overrides)
+    assert (again.script, again.args) == (line.script, line.args)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path / "train.py"
+
+
+def test_dry_run_prints_the_script_and_leaves_nothing(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = "--slurm nodes=2,gres=gpu:4 --dry-run --roles actor=gpu,rollout=2 train.py --lr 1"
+    assert run.main(argv.split()) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --gres=gpu:4\n" in text
+    assert f"{sys.executable} -m unirun --rdzv-id train-" in text
+    assert "--roles=actor=gpu,rollout=2 -- train.py --lr 1 &\n" in text
+    assert not (script.parent / "home").exists()
+
+
+def test_in_a_container_unirun_is_found_on_the_path(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--slurm", "container_image=a:1", "--dry-run", "train.py"])
+    assert " --container-image=a:1 unirun --rdzv-id " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("--dry-run train.py", "--dry-run prints the batch script of --slurm"),
+        ("--slurm nodes=1 --stdin a:0 train.py", "a batch job has no stdin"),
+        ("--slurm nodes=1 --inventory fake: train.py", "the nodes are those of the allocation"),
+    ],
+)
+def test_options_that_make_no_sense_in_a_batch_job_are_refused(script: Path, argv: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        run.main(argv.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "fault"),
+    [
+        ("--slurm nodes=1 missing.py", "missing.py"),
+        ("--slurm nodes=many train.py", "--slurm nodes"),
+        (
+            "--slurm roles=actr --slurm nodes=1 --roles actor=2 train.py",
+            "no role 'actr'; did you mean 'actor'?",
+        ),
+    ],
+)
+def test_faults_are_found_before_anything_is_submitted(script: Path, argv: str, fault: str) -> None:
+    with pytest.raises(SpecError, match=fault):
+        run.main(argv.split())
+    assert not (script.parent / "home").exists()
+
+
+def test_without_slurm_the_job_leaves_nothing(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unirun.launcher.slurm.submit.ask_slurm", refuse)
+    with pytest.raises(UsageError, match="sbatch is not found"):
+        run.main(["--slurm", "nodes=2", "train.py"])
+    assert [*(script.parent / "home" / "jobs").iterdir()] == []
+
+
+def refuse(*command: str) -> str:
+    raise UsageError(f"{command[0]} is not found")

@@ -1,0 +1,136 @@
+"""The batch script, read by a real shell; what Slurm makes of it is in tests/integration."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.properties import examples
+from unirun.launcher.slurm.batch import Batch, batch_script
+from unirun.launcher.slurm.options import parse_slurm
+
+BATCH = Batch(
+    "ppo-1", ("--roles", "actor=4", "train.py"), Path("/data/my job"), Path("/home/u"), "/home/u/o.log"
+)
+
+
+def script(*texts: str, batch: Batch = BATCH) -> list[str]:
+    return batch_script(parse_slurm(texts or ["nodes=1"]), batch).splitlines()
+
+
+def directives(lines: list[str]) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+
+
+def test_the_script_asks_for_what_the_options_say() -> None:
+    assert directives(script("nodes=4,partition=debug,time=1:00:00,gres=gpu:8,exclude=n[1-2]")) == [
+        "--job-name=ppo-1",
+        "--output=/home/u/o.log",
+        "--open-mode=append",
+        "--signal=B:TERM@60",
+        "--no-kill",
+        "--requeue",
+        "--nodes=4",
+        "--partition=debug",
+        "--time=1:00:00",
+        "--gres=gpu:8",
+        '--exclude="n[1-2]"',
+        "--ntasks-per-node=1",
+    ]
+
+
+def test_requeueing_the_grace_period_and_exclusive_nodes_can_be_chosen() -> None:
+    found = directives(script("requeue=no,grace=120,exclusive=yes,qos=high"))
+    assert {"--no-requeue", "--signal=B:TERM@120", "--exclusive", "--qos=high"} <= {*found}
+
+
+def test_components_of_a_heterogeneous_job_are_started_as_one_step() -> None:
+    lines = script(
+        "nodes=1,roles=a,cpus_per_task=4", "nodes=2,roles=b,container_image=img:1,container_mounts=/a:/b"
+    )
+    found = directives(lines)
+    assert found[found.index("hetjob") :] == ["hetjob", "--nodes=2", "--ntasks-per-node=1"]
+    (step,) = [line for line in lines if line.startswith("srun")]
+    first, second = step.removesuffix(" &").split(" : ")
+    assert "--het-group=0 --cpus-per-task=4 unirun" in first
+    assert "--het-group=1 --container-image=img:1 --container-mounts=/a:/b unirun" in second
+
+
+def test_the_loss_of_a_task_or_a_node_does_not_end_the_step() -> None:
+    (step,) = [line for line in script() if line.startswith("srun")]
+    assert step == (
+        "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --no-kill "
+        "unirun --rdzv-id ppo-1 --roles actor=4 train.py &"
+    )
+
+
+def test_a_job_of_several_nodes_gets_its_token_as_a_file() -> None:
+    batch = Batch(
+        "ppo-1", ("train.py",), Path("/d"), Path("/h"), "/o", token=Path("/h/jobs/ppo-1/slurm/token")
+    )
+    (step,) = [line for line in script("nodes=2", batch=batch) if line.startswith("srun")]
+    assert "--token-file /h/jobs/ppo-1/slurm/token train.py" in step
+
+
+STUBS = """\
+srun() { for word; do printf '%s\\0' "$word"; done >words; return CODE; }
+scancel() { :; }
+"""
+
+
+def run_with_stubs(folder: Path, text: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The script in a shell in which `srun` keeps its arguments."""
+    head, _, body = text.partition("\n")
+    (folder / "script").write_text(f"{head}\n{STUBS.replace('CODE', str(code))}{body}")
+    return subprocess.run(["sh", folder / "script"], capture_output=True, text=True, timeout=60, check=False)
+
+
+WORDS = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12), max_size=4
+)
+
+
+@pytest.mark.starts_processes
+@examples(20)
+@given(WORDS)
+@example(["a b", "it's", "$(touch x)", "`id`", "\n", '"', "&", "", "*", "~", "--"])
+def test_arguments_and_variables_arrive_as_they_were_given(
+    tmp_path_factory: pytest.TempPathFactory, words: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("a 'folder'")
+    batch = Batch("ppo-1", tuple(words), folder, folder, "/o")
+    done = run_with_stubs(folder, batch_script(parse_slurm(["env_vars=A=1 & 2"]), batch))
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = ["unirun", "--rdzv-id", "ppo-1", *words]
+    assert (folder / "words").read_bytes().decode().split("\0")[4:-1] == expected
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("code", [0, 1, 3, 143])
+def test_the_exit_code_is_that_of_srun_where_the_job_tells_none(tmp_path: Path, code: int) -> None:
+    batch = Batch("ppo-1", (), tmp_path, tmp_path, "/o")
+    assert run_with_stubs(tmp_path, batch_script(parse_slurm(["nodes=1"]), batch), code).returncode == code
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("summary", "code"),
+    [
+        ('{"ended":1764.5,"code":0,"roles":{"code":4}}', 0),
+        ('{"ended":1764.5,"code":5,"roles":{"a":1}}', 5),
+        ('{"ended":null,"code":null,"roles":{"code":4}}', 137),
+    ],
+)
+def test_the_exit_code_is_the_jobs_own_where_a_node_was_lost(tmp_path: Path, summary: str, code: int) -> None:
+    batch = Batch("ppo-1", (), tmp_path, tmp_path, "/o")
+    text = batch_script(parse_slurm(["nodes=1"]), batch)
+    (tmp_path / "jobs" / "ppo-1").mkdir(parents=True)
+    (tmp_path / "jobs" / "ppo-1" / "summary.json").write_text("{}")
+    late = f"echo {shlex.quote(summary)} > jobs/ppo-1/summary.json\n"
+    done = run_with_stubs(tmp_path, text.replace("while", f"{late}while", 1), 137)
+    assert done.returncode == code

@@ -1,0 +1,94 @@
+"""``unirun --slurm …``: submit the job that a command line describes to Slurm, and follow it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+
+from unirun.cli.commandline import CommandLine
+from unirun.cli.compose import job_spec
+from unirun.cli.mistakes import warnings
+from unirun.cli.options import OPTIONS
+from unirun.collocation import Device, Inventory, Node
+from unirun.errors import Fault, SpecError, UsageError
+from unirun.launcher.foreground.terminal import say, warn
+from unirun.launcher.slurm.batch import batch_script
+from unirun.launcher.slurm.following import Follower
+from unirun.launcher.slurm.options import BatchOptions, Component, parse_slurm
+from unirun.launcher.slurm.submit import batch_of, submit
+from unirun.spec import JobSpec
+from unirun.spec.read import nearest
+
+_HERE = ("slurm", "dry_run", "detach", "rdzv_id")
+"""Options that are not passed on; the id of the job is, as the script has it."""
+
+
+def submit_job(line: CommandLine) -> int:
+    """Submit a job and follow it, or with ``--dry-run`` print its batch script. Returns the exit code.
+
+    Raises `SpecError` and `UsageError` for what can be wrong before the nodes are known.
+    """
+    given = line.options
+    if "stdin" in given:
+        raise UsageError("--stdin: a batch job has no stdin", "leave out one of --stdin and --slurm")
+    if "inventory" in given:
+        raise UsageError("--inventory: the nodes are those of the allocation", "leave it out")
+    options = parse_slurm(given["slurm"])
+    spec = job_spec(line, _inventory(options.components[0]))
+    _check_roles(spec, options)
+    contained = any(component.container_image for component in options.components)
+    # In a container, this interpreter need not be there.
+    program = ("unirun",) if contained else (sys.executable, "-m", "unirun")
+    batch = batch_of(spec, options, tuple(words_of(line)), program)
+    if given.get("dry_run"):
+        sys.stdout.write(batch_script(options, batch))
+        return 0
+    for warning in warnings(line, spec, os.environ):
+        warn(warning)
+    job, submitted = submit(spec, options, batch)
+    if not given.get("quiet"):
+        warn(f"job {spec.run_id} is Slurm job {submitted.id}")
+    if given.get("detach"):
+        say(spec.run_id)
+        warn(f"submitted; follow it with: unirun status {spec.run_id}, unirun logs -f {spec.run_id}")
+        return 0
+    return Follower(job, submitted, quiet=bool(given.get("quiet"))).run()
+
+
+def words_of(line: CommandLine) -> Iterator[str]:
+    """The arguments of unirun that describe the same job, without the options of batch jobs; `parse` reads them."""
+    options = {option.dest: option for option in OPTIONS}
+    for dest, value in line.options.items():
+        if dest in _HERE:
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            yield options[dest].name if each is True else f"{options[dest].name}={each}"
+    yield from line.overrides
+    # After ``--``, a script may begin with a dash; with a job file, only arguments stand there.
+    script = () if line.script is None else (line.script,)
+    yield from (*script, "--") if "config" in line.options or not script else ("--", *script)
+    yield from line.args
+
+
+def _inventory(component: Component) -> Inventory:
+    """A node as the first component has it, as far as its options tell, for roles with ``gpu`` or ``cpu`` ranks."""
+    options = component.options
+    gpus = options.get("gpus_per_node") or next(iter(re.findall(r"gpu:[^,]+", options.get("gres", ""))), "")
+    number = re.search(r"[0-9]+$", gpus)
+    devices = tuple(Device(str(index), "GPU") for index in range(int(number[0]) if number else bool(gpus)))
+    return Inventory((Node("node0", tuple(range(int(options.get("cpus_per_task", "1")))), devices),))
+
+
+def _check_roles(spec: JobSpec, options: BatchOptions) -> None:
+    """Raise `SpecError` for roles of components that the job does not have."""
+    names = [role.name for role in spec.roles]
+    faults = [
+        Fault("--slurm roles", f"the job has no role {role!r}", nearest(role, names))
+        for component in options.components
+        for role in component.roles
+        if role not in names
+    ]
+    if faults:
+        raise SpecError(faults)

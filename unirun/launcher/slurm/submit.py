@@ -1,0 +1,93 @@
+"""Submits a job to Slurm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from unirun.errors import JobError, UnirunError
+from unirun.launcher.slurm.batch import Batch, batch_script
+from unirun.launcher.slurm.options import BatchOptions
+from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
+from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
+from unirun.observe.status import is_alive
+from unirun.rendezvous.jobdir import JobDir, job_at, one_at_a_time
+from unirun.rendezvous.ownership import make_private
+from unirun.spec import JobSpec
+from unirun.wire import new_token
+
+SCRIPT, OUTPUT, TOKEN = "batch.sh", "output.log", "token"
+"""Files in the directory of the batch job."""
+
+
+def batch_of(spec: JobSpec, options: BatchOptions, words: tuple[str, ...], program: tuple[str, ...]) -> Batch:
+    """What is submitted to run `spec`, which the arguments `words` of unirun describe, in this directory."""
+    job = job_at(spec.run_id)
+    return Batch(
+        run_id=spec.run_id,
+        words=words,
+        cwd=Path.cwd(),
+        home=job.path.parent.parent,
+        output=options.output or str(job.batch / OUTPUT),
+        program=program,
+        token=job.batch / TOKEN if options.several_nodes else None,
+    )
+
+
+def submit(spec: JobSpec, options: BatchOptions, batch: Batch) -> tuple[JobDir, BatchJob]:
+    """Make the directory of the job and give its batch script to sbatch, which passes this process's environment on.
+
+    Raises `JobError` when a job of this id runs or sbatch refuses the script, `RendezvousError` when Slurm does not
+    answer, `UsageError` without Slurm. Then the directory is removed.
+    """
+    job = job_at(spec.run_id)
+    try:
+        _make_directory(job, spec, batch_script(options, batch), token=batch.token is not None)
+    except OSError as error:
+        raise JobError(
+            f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
+            "set UNIRUN_HOME to a directory that you may write",
+        ) from error
+    try:
+        told = ask_slurm("sbatch", "--parsable", str(job.batch / SCRIPT))
+        # With a cluster's name: 12;cluster.
+        submitted = BatchJob(told.strip().partition(";")[0], time.time())
+        write_batch(job, submitted)
+    except (UnirunError, OSError):
+        shutil.rmtree(job.path, ignore_errors=True)
+        raise
+    return job, submitted
+
+
+def _make_directory(job: JobDir, spec: JobSpec, script: str, *, token: bool) -> None:
+    make_private(job.path.parent)
+    with one_at_a_time(job.path.parent):
+        if is_alive(job):
+            raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
+        if os.path.lexists(job.path):
+            shutil.rmtree(job.path)
+        make_private(job.batch)
+    (job.batch / SCRIPT).write_text(script)
+    if token:
+        handle = os.open(job.batch / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(new_token().hex())
+    write_status(job, _pending(spec))
+
+
+def _pending(spec: JobSpec) -> JobStatus:
+    """The status until the job runs and writes its own."""
+    roles = tuple(
+        RoleStatus(
+            name=role.name,
+            phase="pending",
+            generation=0,
+            restarts=0,
+            max_restarts=role.max_restarts,
+            workers=tuple(WorkerStatus(rank, "pending", "", 0, None, "") for rank in range(role.count)),
+        )
+        for role in spec.roles
+    )
+    return JobStatus(spec.run_id, spec.name, "pending", "it waits for Slurm", time.time(), None, None, roles)

@@ -1,0 +1,194 @@
+"""The batch job of a job that was submitted to Slurm: what is recorded of it, and how it stands now.
+
+Slurm is asked by its own commands, as its protocol differs between versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from msgspec import to_builtins
+
+from unirun.errors import JobError, RendezvousError, UsageError
+from unirun.rendezvous.jobdir import JobDir
+from unirun.values import Value
+from unirun.wire.codec import typed
+
+ANSWER = 30.0
+"""Seconds in which a command of Slurm must answer; a busy controller takes its time."""
+
+VARIABLE = "UNIRUN_BATCH"
+"""Tells a process the job whose batch job it is in."""
+
+_RECORD = "job.json"
+_ACTIVE = frozenset(
+    (
+        *(
+            "PENDING",
+            "CONFIGURING",
+            "RUNNING",
+            "SUSPENDED",
+            "STOPPED",
+            "COMPLETING",
+            "STAGE_OUT",
+            "SIGNALING",
+        ),
+        *("RESIZING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+    )
+)
+_FIELD = re.compile(
+    r"(?:^|\s)(JobState|Reason|ExitCode|NodeList|Restarts|StdOut)=(.*?)(?=\s+[A-Z][A-Za-z:/_]*=|$)"
+)
+_CODE = re.compile(r"([0-9]{1,3}):([0-9]{1,3})")
+
+
+class BatchJob(Value):
+    """The id of a Slurm job, and when it was submitted, in seconds since the epoch."""
+
+    id: str
+    submitted: float
+
+
+class BatchState(Value):
+    """How a batch job stands: Slurm's word for its `state`, the `reason` why it is pending, its nodes, how often it was
+    requeued, and the file with its output. `code` is its exit code once it has ended; None where Slurm tells none."""
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    output: str = ""
+    code: int | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in _ACTIVE
+
+    @property
+    def words(self) -> str:
+        """``PENDING (Resources)``, ``RUNNING on n[1-3], requeued 2 times``."""
+        reason = f" ({self.reason})" if self.reason and self.state == "PENDING" else ""
+        nodes = f" on {self.nodes}" if self.nodes else ""
+        times = "once" if self.restarts == 1 else f"{self.restarts} times"
+        return f"{self.state}{reason}{nodes}{f', requeued {times}' if self.restarts else ''}"
+
+
+def read_batch(job: JobDir) -> BatchJob | None:
+    """The batch job that was submitted for `job`; None when there is none. Raises `JobError`, `FrameError`."""
+    if not (job.batch / _RECORD).exists():
+        return None
+    return typed(BatchJob, job.read_json(f"{job.batch.name}/{_RECORD}"))
+
+
+def write_batch(job: JobDir, batch: BatchJob) -> None:
+    """Record the batch job of `job`. Raises OSError."""
+    job.write_json(f"{job.batch.name}/{_RECORD}", to_builtins(batch))
+
+
+def own_batch(run_id: str, environ: Mapping[str, str]) -> tuple[bool, bool]:
+    """Whether this process is in the batch job of the job `run_id`, and whether Slurm has requeued that."""
+    batch = environ.get(VARIABLE) == run_id
+    return batch, batch and environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def batch_state(batch: BatchJob) -> BatchState:
+    """Ask Slurm how `batch` stands. Raises `RendezvousError` when it does not answer, `UsageError` without Slurm.
+
+    The controller forgets a job some minutes after its end (``MinJobAge``); accounting, where there is any, does not.
+    """
+    try:
+        return parse_scontrol(ask_slurm("scontrol", "show", "job", "--oneliner", batch.id))
+    except JobError:
+        pass
+    try:
+        return parse_sacct(ask_slurm("sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", batch.id))
+    except JobError:
+        return BatchState("UNKNOWN")
+
+
+def is_active(job: JobDir) -> bool:
+    """Whether `job` has a batch job that waits or runs, or of which Slurm says nothing now. Raises `JobError`."""
+    batch = read_batch(job)
+    if batch is None:
+        return False
+    try:
+        return batch_state(batch).active
+    except (RendezvousError, UsageError):
+        return True
+
+
+def parse_scontrol(text: str) -> BatchState:
+    """The state in the output of ``scontrol show job --oneliner``; of a heterogeneous job, that of the first component,
+    which has the batch script. Raises `JobError` for another text."""
+    # Of two fields of one name the second is part of a comment.
+    fields = dict(reversed(_FIELD.findall(text.partition("\n")[0])))
+    if "JobState" not in fields:
+        raise JobError(f"scontrol says {text[:80]!r}", "is it a Slurm that unirun knows, 21.08 or later?")
+    restarts = fields.get("Restarts", "")
+    return BatchState(
+        state=fields["JobState"],
+        reason=_said(fields.get("Reason")),
+        nodes=_said(fields.get("NodeList")),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        output=_said(fields.get("StdOut")),
+        code=_exit_code(fields["JobState"], fields.get("ExitCode", "")),
+    )
+
+
+def parse_sacct(text: str) -> BatchState:
+    """The state in the first line ``CANCELLED by 0|0:15`` of sacct. Raises `JobError` for another text."""
+    state, _, code = text.partition("\n")[0].partition("|")
+    # CANCELLED by whom.
+    state = state.partition(" ")[0]
+    if not state:
+        raise JobError("Slurm does not know the job any more")
+    return BatchState(state, code=_exit_code(state, code))
+
+
+def _said(text: str | None) -> str:
+    return "" if text in (None, "None", "(null)") else str(text).strip()
+
+
+def _exit_code(state: str, text: str) -> int | None:
+    """The exit code, as a shell has it, of Slurm's ``code:signal``; None for a job that has not ended."""
+    match = _CODE.fullmatch(text)
+    if state in _ACTIVE or match is None:
+        return None
+    code, signum = int(match[1]), int(match[2])
+    if code or signum or state == "COMPLETED":
+        return code or (128 + signum if signum else 0)
+    # One that was cancelled while it was pending has no code.
+    return 143 if state == "CANCELLED" else 1
+
+
+def ask_slurm(*command: str) -> str:
+    """What a command of Slurm prints. Raises `JobError` when it fails, `RendezvousError` when the controller does not
+    answer, `UsageError` when there is no such command."""
+    # Imported here: most commands ask nobody.
+    import subprocess
+
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, check=False)
+    except FileNotFoundError as error:
+        problem = f"{command[0]} is not found"
+        raise UsageError(
+            problem, "is this a host of a Slurm cluster? call unirun where sbatch works"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise RendezvousError(f"{command[0]} has not answered within {ANSWER:g} s", "see sinfo") from error
+    if done.returncode == 0:
+        return done.stdout
+    said = _last_line(done.stderr)
+    if any(sign in done.stderr for sign in _AWAY):
+        raise RendezvousError(f"Slurm does not answer: {said}", "see sinfo")
+    raise JobError(f"{command[0]}: {said}", "see sinfo, and the options in docs/slurm.md")
+
+
+_AWAY = ("Unable to contact", "Connection refused", "timed out", "Communication connection failure")
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else "it failed without a word"
