@@ -31,7 +31,7 @@ from unirun.job.state import new_job
 from unirun.master.persistence.context import changed_documents
 from unirun.observe import read_status
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.jobdir import create_job
+from unirun.rendezvous.creation import create_job
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire import new_token
 

@@ -32,8 +32,8 @@ from unirun.job.state import JobState, RolePhase, WorkerPhase, new_job
 from unirun.master.persistence.context import changed_documents
 from unirun.master.persistence.context_store import ContextStore, load
 from unirun.rendezvous import JobDir
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.election import campaign, leader_of
-from unirun.rendezvous.jobdir import create_job
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unirun.cli.commandline import CommandLine, from_environment, role_items
-from unirun.cli.joboptions import options_to_job
+from unirun.cli.joboptions import node_count, options_to_job, several_nodes
 from unirun.cli.mistakes import refuse_mistakes, warnings
 from unirun.collocation import (
     Inventory,
@@ -31,7 +31,7 @@ from unirun.names import id_stem
 from unirun.spec import JobSpec, parse_job
 from unirun.spec.classes import is_function
 from unirun.spec.overrides import merge
-from unirun.spec.roles import ENTRY_KINDS, python_path
+from unirun.spec.roles import ENTRY_KINDS, ONE_NODE, NodeCount, python_path
 
 
 def plan_job(line: CommandLine) -> PlannedJob:
@@ -41,8 +41,14 @@ def plan_job(line: CommandLine) -> PlannedJob:
     """
     # Workers are started in it.
     os.getcwd()
+    if several_nodes({**defaults_of(line, os.environ), **line.options}):
+        raise UsageError(
+            "what hosts have is known when they are asked", "plan with --inventory fake:nodes=2,…"
+        )
     inventory = inventory_of(line)
-    spec = job_spec(line, inventory)
+    spec = job_spec(
+        line, inventory, nodes=node_count(line.options) if "inventory" in line.options else ONE_NODE
+    )
     for warning in (*warnings(line, spec, os.environ), *unknown_nodes(spec, inventory)):
         warn(warning)
     return plan(spec, inventory, topology_of(line))
@@ -63,8 +69,14 @@ def topology_of(line: CommandLine) -> TopologyOf:
     return told_topology if "inventory" in line.options else local_topology
 
 
-def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str] = os.environ) -> JobSpec:
-    """The spec that a command line describes. Raises `SpecError` or `UsageError`."""
+def job_spec(
+    line: CommandLine,
+    inventory: Inventory,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    nodes: NodeCount = ONE_NODE,
+) -> JobSpec:
+    """The spec that a command line describes, for a job of as many `nodes`. Raises `SpecError` or `UsageError`."""
     refuse_mistakes(line)
     file: dict[str, Any] = {}
     if "config" in line.options:
@@ -76,11 +88,12 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     trained = "trainer" in line.options or "trainer" in file
     # PET_ROLE names the only role of a job, so the roles of all layers are known to the first one.
     known = [*(item.name for item in named), *in_file]
-    defaults = _defaults(line, environ)
-    data = options_to_job(defaults, known, trained=trained)
+    defaults = defaults_of(line, environ)
+    alone = nodes == ONE_NODE
+    data = options_to_job(defaults, known, trained=trained, alone=alone)
     merge(data, file)
     known = [*data["roles"]] if isinstance(data.get("roles"), dict) else []
-    merge(data, options_to_job(line.options, known, trained=trained))
+    merge(data, options_to_job(line.options, known, trained=trained, alone=alone))
     for item in named:
         if item.target is not None:
             _set_target(data, item.name, item.target)
@@ -90,7 +103,10 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     if "shutdown_timeout" not in data and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in environ:
         data["shutdown_timeout"] = environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     spec = parse_job(
-        data, count_slots=lambda kind: count_slots(kind, inventory), run_id=_new_id(data, line.script)
+        data,
+        count_slots=lambda kind: count_slots(kind, inventory),
+        run_id=_new_id(data, line.script),
+        nodes=nodes,
     )
     if spec.numa_binding and not any(node.devices for node in inventory.nodes):
         raise UsageError(
@@ -100,7 +116,7 @@ def job_spec(line: CommandLine, inventory: Inventory, environ: Mapping[str, str]
     return spec
 
 
-def _defaults(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
+def defaults_of(line: CommandLine, environ: Mapping[str, str]) -> dict[str, Any]:
     """The options of ``PET_*`` that the command line does not replace.
 
     Options that may be given several times add up, because each may be about another role.

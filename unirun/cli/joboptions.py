@@ -9,15 +9,16 @@ from typing import Any
 from unirun.cli.commandline import RoleItem, items, role_items
 from unirun.errors import Fault, SpecError, UsageError
 from unirun.spec.read import nearest
-from unirun.spec.roles import NAME, TRAINER
+from unirun.spec.roles import NAME, TRAINER, NodeCount
 
 
 def options_to_job(
-    options: Mapping[str, Any], known: Sequence[str], *, trained: bool = False
+    options: Mapping[str, Any], known: Sequence[str], *, trained: bool = False, alone: bool = True
 ) -> dict[str, Any]:
     """Options as the mapping that a job file would be.
 
-    `known`: the roles that the file already has; `trained`: whether there is a trainer, here or there.
+    `known`: the roles that the file already has; `trained`: whether there is a trainer, here or there; `alone`: whether
+    the job has one host.
     """
     job: dict[str, Any] = {}
     roles: dict[str, dict[str, Any]] = {}
@@ -48,7 +49,7 @@ def options_to_job(
         if option in options:
             value = options[option]
             job[key] = items([value] if isinstance(value, str) else value)
-    _nodes(options, job)
+    _nodes(options, job, alone=alone)
     _output(options, job)
     if faults:
         raise SpecError(faults)
@@ -154,8 +155,37 @@ _LISTS = {
 """Options with items between commas, and the keys of the job."""
 
 
-def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
-    _one_node(str(options.get("nnodes", "1")))
+def several_nodes(options: Mapping[str, Any]) -> bool:
+    """Whether the job is one of several hosts: they are named, or this command is one of as many. Raises
+    `UsageError`."""
+    if "hosts" in options or "hostfile" in options:
+        return True
+    least, most = node_count(options)
+    named = "rdzv_endpoint" in options or "master_addr" in options
+    return most > 1 and "inventory" not in options and not options.get("standalone") and (least > 1 or named)
+
+
+def node_count(options: Mapping[str, Any]) -> NodeCount:
+    """``--nnodes``: ``N`` or ``MIN:MAX``. Raises `UsageError`."""
+    text = str(options.get("nnodes", "1"))
+    low, colon, high = text.partition(":")
+    try:
+        least, most = int(low), int(high if colon else low)
+    except ValueError as error:
+        raise UsageError(f"--nnodes {text:.80}: expected N or MIN:MAX", "for example --nnodes 2") from error
+    if not 0 < least <= most:
+        raise UsageError(
+            f"--nnodes {text}: expected at least 1, and no more than MAX", "for example --nnodes 2"
+        )
+    return least, most
+
+
+def _nodes(options: Mapping[str, Any], job: dict[str, Any], *, alone: bool) -> None:
+    for item in items([options.get("rdzv_conf", "")]):
+        _rendezvous_setting(item, job, alone=alone)
+    if not alone:
+        return
+    node_count(options)
     if str(options.get("node_rank", "0")) != "0":
         raise UsageError("--node-rank: on one node the rank of the node is 0", "leave it out")
     backend = options.get("rdzv_backend", "static")
@@ -178,24 +208,6 @@ def _nodes(options: Mapping[str, Any], job: dict[str, Any]) -> None:
             job["master_addr"] = options[option].removeprefix("[").removesuffix("]")
     if "master_port" in options:
         job["master_port"] = options["master_port"]
-    for item in items([options.get("rdzv_conf", "")]):
-        _rendezvous_setting(item, job)
-
-
-def _one_node(nnodes: str) -> None:
-    """Accept ``1``, or ``1:MAX``, with which the job starts on one node. Raises `UsageError`."""
-    least, colon, most = nnodes.partition(":")
-    try:
-        low, high = int(least), int(most if colon else least)
-    except ValueError as error:
-        raise UsageError(f"--nnodes {nnodes:.80}: expected N or MIN:MAX", "use --nnodes 1") from error
-    if not 0 < low <= high:
-        raise UsageError(f"--nnodes {nnodes}: expected at least 1, and no more than MAX", "use --nnodes 1")
-    if low > 1:
-        raise UsageError(
-            f"--nnodes {nnodes}: this version of unirun runs on one node, and the job wants {low}",
-            "use --nnodes 1, or 1:MAX when one is enough",
-        )
 
 
 BETWEEN_NODES = (
@@ -208,23 +220,21 @@ ONE_NODE = {"is_host": ("1", "true", "t", "yes", "y"), "store_type": ("tcp",), "
 """Settings that must have these values on one node: it hosts the rendezvous in a TCPStore, and has rank 0."""
 
 
-def _rendezvous_setting(item: str, job: dict[str, Any]) -> None:
+def _rendezvous_setting(item: str, job: dict[str, Any], *, alone: bool) -> None:
     """One ``key=value`` of ``--rdzv-conf``."""
     key, equals, value = (part.strip() for part in item.partition("="))
     known = ("join_timeout", "timeout", *BETWEEN_NODES, *ONE_NODE)
     if not equals or not value or key not in known:
         remedy = nearest(key, known) if value else "write key=value"
-        raise UsageError(f"--rdzv-conf {item}: no setting that a rendezvous of one node has", remedy)
-    if key in ONE_NODE:
+        raise UsageError(f"--rdzv-conf {item}: no setting of a rendezvous", remedy)
+    if key in ONE_NODE and alone:
         if value.lower() not in ONE_NODE[key]:
             raise UsageError(
                 f"--rdzv-conf {item}: on one node only {ONE_NODE[key][0]} applies", "leave it out"
             )
-    elif key in BETWEEN_NODES:
-        if not value.isascii() or not value.isdecimal():
-            raise UsageError(
-                f"--rdzv-conf {item}: expected a whole number", "leave it out: on one node it does nothing"
-            )
+    elif key in (*BETWEEN_NODES, *ONE_NODE):
+        if key in BETWEEN_NODES and not (value.isascii() and value.isdecimal()):
+            raise UsageError(f"--rdzv-conf {item}: expected a whole number", "leave it out")
     else:
         job["join_timeout"] = value
 

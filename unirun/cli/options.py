@@ -102,6 +102,23 @@ OURS: tuple[Option, ...] = (
         "simulated nodes, for plans and tests: fake:nodes=4,devices=8,numa=2 (default: this host)",
         "fake:K=V,…",
     ),
+    Option("--hosts", NODES, "run on these hosts, over ssh: h1,h2:4,user@h3,n[01-16]", "HOST,…"),
+    Option("--hostfile", NODES, "the same from a file: h1, h1:4 or h1 slots=4 on each line", "FILE"),
+    Option(
+        "--interface",
+        NODES,
+        "the interface, address or network that the hosts of a job use between them (default: that of the route to "
+        "the first)",
+        "NAME",
+    ),
+    Option("--node-name", NODES, "the name of this node (default: its host's)", "NAME"),
+    Option(
+        "--token-file",
+        NODES,
+        "the secret of jobs of several hosts, the same file on each (default: $UNIRUN_HOME/token, made when missing)",
+        "FILE",
+    ),
+    Option("--insecure", NODES, "no TLS between hosts: for a network that nobody else is on"),
     Option("--exclude", NODES, "nodes that are not used", "NODE[,NODE]", many=True),
     Option(
         "--slurm",
@@ -118,7 +135,7 @@ OURS: tuple[Option, ...] = (
 )
 
 TORCHRUN: tuple[Option, ...] = (
-    Option("--nnodes", NODES, "number of nodes, or MIN:MAX; this version runs on one: 1 or 1:MAX", "N"),
+    Option("--nnodes", NODES, "number of nodes, or MIN:MAX: start this command on each", "N"),
     Option(
         "--nproc-per-node",
         ROLES,
@@ -126,11 +143,19 @@ TORCHRUN: tuple[Option, ...] = (
         "[ROLE=]N|auto|cpu|gpu",
         many=True,
     ),
-    Option("--rdzv-backend", NODES, "static or c10d; on one node they are the same", "NAME"),
-    Option("--rdzv-endpoint", NODES, "address and port of the first role's store", "HOST:PORT"),
+    Option("--rdzv-backend", NODES, "static or c10d, which are the same", "NAME"),
+    Option(
+        "--rdzv-endpoint",
+        NODES,
+        "address and port of the head, the first of the nodes; on one, of the first role's store",
+        "HOST:PORT",
+    ),
     Option("--rdzv-id", NODES, "the job's id (default: a new one)", "ID"),
     Option(
-        "--rdzv-conf", NODES, "join_timeout=SECONDS; settings between nodes have no effect on one", "K=V,…"
+        "--rdzv-conf",
+        NODES,
+        "join_timeout=SECONDS, and last_call_timeout=SECONDS with --nnodes MIN:MAX",
+        "K=V,…",
     ),
     Option("--standalone", NODES, "one node, a free port, a new id, as is the default"),
     Option(
@@ -177,9 +202,19 @@ TORCHRUN: tuple[Option, ...] = (
         "WORD,…",
     ),
     Option("--duplicate-stderr-filters", OUTPUT, "the same for stderr", "WORD,…"),
-    Option("--node-rank", NODES, "rank of this node; 0 on one node", "N"),
-    Option("--master-addr", NODES, "address of this host on which stores listen", "ADDR"),
-    Option("--master-port", NODES, "port of the first role's store (default: a free one)", "PORT"),
+    Option("--node-rank", NODES, "rank of this node; the head has 0", "N"),
+    Option(
+        "--master-addr",
+        NODES,
+        "address on which stores listen here; of several nodes, the head's",
+        "ADDR",
+    ),
+    Option(
+        "--master-port",
+        NODES,
+        "port of the first role's store (default: a free one); of several nodes, the head's",
+        "PORT",
+    ),
     Option("--local-addr", NODES, "the same as --master-addr on one node", "ADDR"),
     Option("--logs-specs", OUTPUT, "refused: unirun keeps all output itself", "NAME"),
     Option(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 from unirun.cli.commandline import parse
-from unirun.cli.compose import plan_job
+from unirun.cli.compose import defaults_of, plan_job
+from unirun.cli.joboptions import several_nodes
 from unirun.errors import UsageError
 from unirun.launcher.foreground.terminal import may_read, say, warn
 from unirun.launcher.launch import run
@@ -27,6 +29,12 @@ def main(argv: Sequence[str]) -> int:
     detach = bool(options.get("detach"))
     if detach and "stdin" in options:
         raise UsageError("--stdin: a detached job has no stdin", "leave out one of --stdin and --detach")
+    everything = {**defaults_of(line, os.environ), **options}
+    if several_nodes(everything) or in_a_step(os.environ):
+        # Imported here: jobs of one host need none of it.
+        from unirun.cli.nodes import run_on_hosts
+
+        return run_on_hosts(line, everything)
     planned = plan_job(line)
     code = run(
         planned,
@@ -40,3 +48,8 @@ def main(argv: Sequence[str]) -> int:
         say(planned.spec.run_id)
         warn(f"started; follow it with: unirun logs -f {planned.spec.run_id}")
     return code
+
+
+def in_a_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun may have started this command on several nodes, which `unirun.launcher.slurm` knows."""
+    return environ.get("SLURM_STEP_NUM_NODES", "1") != "1"

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from unirun.cli.choosing import choose_job
 from unirun.errors import JobElsewhere, JobError, StoreRefused
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs, choose_job, job_at
+from unirun.rendezvous.jobdir import JobDir, all_jobs, job_at
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store

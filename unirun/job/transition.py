@@ -127,4 +127,5 @@ def output_of(state: JobState, role: str, rank: int) -> WorkerOutput:
     places = state.placement.of_role(role)
     # A role that becomes smaller has workers without a place until they have ended.
     local_rank = places[rank].local_rank if rank < len(places) else 0
-    return WorkerOutput(WorkerId(role, rank, state.roles[role].workers[rank].incarnation), local_rank)
+    worker = state.roles[role].workers[rank]
+    return WorkerOutput(WorkerId(role, rank, worker.incarnation), local_rank, worker.node)

@@ -31,7 +31,7 @@ from unirun.launcher.process import (
     spare_descriptors,
 )
 from unirun.launcher.sampling import sample_of
-from unirun.launcher.standby import Standby
+from unirun.launcher.standby import following
 from unirun.launcher.state import AgentState, holdings
 from unirun.launcher.timers import Expiry, TimerPipe, session_of
 from unirun.launcher.warm.borrowing import Borrowed, Warm, borrow, choose
@@ -79,7 +79,7 @@ class Agent:
         self._endpoints = endpoints
         self._state = AgentState(task.node, in_place=self._orders.in_place)
         self._master: Stream | None = None
-        self._masters = Standby(job, lock, task.node, task.nodes, tcp)
+        self._masters = following(job, lock, task, tcp)
         self._contact = Contact(job, task.node, self._masters.again, self._fenced)
         self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
@@ -260,7 +260,7 @@ class Agent:
         if keeping.done() and not keeping.cancelled():
             stream.abort()
             self._master = None
-            return epoch, keeping.result()
+            return keeping.result()
         return None
 
     async def _obey(self, epoch: int, master: Stream) -> None:

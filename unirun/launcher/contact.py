@@ -38,7 +38,7 @@ class Contact:
         self,
         job: JobDir,
         node: str,
-        again: Callable[[int, float], Awaitable[Stream]],
+        again: Callable[[int, float], Awaitable[tuple[int, Stream]]],
         expire: Callable[[], None],
     ) -> None:
         self._job, self._node = job, node
@@ -70,9 +70,9 @@ class Contact:
         """The master has answered a beat."""
         self._fence.answered(clock(), sure=beat.sure)
 
-    async def keep(self, epoch: int, stream: Stream) -> Stream:
-        """Send beats. Returns another stream to the master of the term `epoch` when `stream` has become silent; never
-        for a master on this host."""
+    async def keep(self, epoch: int, stream: Stream) -> tuple[int, Stream]:
+        """Send beats. Returns another stream to the master, and its term, `epoch` or a later one, when `stream` is
+        silent; never for a master on this host."""
         if not stream.remote:
             await asyncio.get_running_loop().create_future()
         beating = asyncio.ensure_future(self._beat(stream))
@@ -99,7 +99,8 @@ class Contact:
 
     async def look_for_signs(self) -> None:
         """While the master does not answer, look for other signs that the node has not been given up."""
-        while True:
+        # Where the store is on the head, an agent elsewhere cannot read it.
+        while self._job.head is None:
             await asyncio.sleep(LOOK)
             if self._fence.quiet_for(clock()) < QUIET:
                 continue

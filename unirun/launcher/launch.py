@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import time
 from collections.abc import Mapping
+
+from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
@@ -25,7 +28,10 @@ from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec
-from unirun.wire import new_token
+from unirun.values import Value
+from unirun.wire import Token, new_token
+from unirun.wire.address import TcpAddress
+from unirun.wire.certificates import make_tls
 from unirun.wire.sockets import listen
 
 MOST_NODES = 16
@@ -58,27 +64,43 @@ def run(
     return follow(running, quiet=quiet)
 
 
+class Head(Value):
+    """This host as the first one of a job on several: its name as a `node`, the job's token and uid, and where masters
+    listen. `folder` is the node in whose name it keeps its files, when the command is elsewhere."""
+
+    node: str
+    token: Token
+    uid: str
+    listener: socket.socket
+    address: TcpAddress
+    insecure: bool = False
+    folder: str = ""
+
+
 def launch(
-    planned: PlannedJob, *, store: str | None = None, detach: bool = False, stdin: bool = False
+    planned: PlannedJob,
+    *,
+    store: str | None = None,
+    detach: bool = False,
+    stdin: bool = False,
+    head: Head | None = None,
 ) -> RunningJob:
     """Make the directory of the job and start its agents and its first master; they end with this process unless
     `detach` is given. Call it before any thread is started.
 
     `store` is the URL of the store with the job's context (default: a file in the job's directory). With `stdin`, the
     worker that is the job's reader gets this process's stdin. Nodes that are made up (``--inventory fake:…``) are parts
-    of this host, with an agent each.
+    of this host, with an agent each. Of a job on several hosts, only the agent of the `head` is started.
 
     Raises `PlacementError` for more than this host can take, `RendezvousError` when a port is taken, and `JobError`
     when a job of this id runs or its directory cannot be written.
     """
     spec, placement = planned.spec, planned.placement
     url = anchored(store) if store is not None else None
-    inventory = _nodes_with_agents(planned)
-    refuse_impossible(spec, ((each.role, each.node) for each in placement.assignments), host_ceilings())
-    batch, requeued = own_batch(spec.run_id, os.environ)
-    if not batch and is_active(job_at(spec.run_id)):
-        raise JobError(f"job {spec.run_id} is Slurm's", f"stop it with: unirun stop {spec.run_id}")
-    job, lock = create_job(spec.run_id, new_token(), spec.log.dir, url, batch=batch, requeued=requeued)
+    inventory = _nodes_with_agents(planned, head)
+    here = [each for each in placement.assignments if head is None or each.node == head.node]
+    refuse_impossible(spec, ((each.role, each.node) for each in here), host_ceilings())
+    job, lock = _create(spec, url, head)
     socket_path = job.master_socket(os.getpid())
     try:
         _write_first_state(job, planned, inventory, detach)
@@ -93,19 +115,20 @@ def launch(
         # Imported in the master's process, while the agents start.
         from unirun.master.lead import lead
 
-        lead(job, socket_path, listener, agents=agents)
+        lead(job, socket_path, listener, agents=agents, tcp=head.listener if head is not None else None)
 
     if not detach:
         adopt_orphans()
     try:
         processes = start_processes(
             job,
-            _tasks(planned, inventory),
+            _tasks(planned, inventory, head, alone=url is None),
             run_master,
             listener=listener,
             lock=lock,
-            detach=detach,
+            owner=None if detach or (head is not None and head.folder) else os.getpid(),
             reader=_reading_node(planned) if stdin and not detach else None,
+            tcp=head.listener if head is not None else None,
         )
     except RendezvousError:
         listener.close()
@@ -116,13 +139,40 @@ def launch(
     return RunningJob(job, spec, processes)
 
 
-def _tasks(planned: PlannedJob, inventory: Inventory) -> list[AgentTask]:
-    """What each agent has to know. All nodes are parts of this host, so that all have one address."""
+def _create(spec: JobSpec, store: str | None, head: Head | None) -> tuple[JobDir, int]:
+    batch, requeued = own_batch(spec.run_id, os.environ)
+    if not batch and is_active(job_at(spec.run_id)):
+        raise JobError(f"job {spec.run_id} is Slurm's", f"stop it with: unirun stop {spec.run_id}")
+    logs = spec.log.dir
+    if head is None:
+        return create_job(spec.run_id, new_token(), logs, store, batch=batch, requeued=requeued)
+    made = create_job(
+        *(spec.run_id, head.token, logs, store),
+        uid=head.uid,
+        node=head.folder,
+        batch=batch and not head.folder,
+        requeued=requeued and not head.folder,
+    )
+    make_tls(made[0].path, head.token, head.node, insecure=head.insecure)
+    return made
+
+
+def _tasks(planned: PlannedJob, inventory: Inventory, head: Head | None, *, alone: bool) -> list[AgentTask]:
+    """What each agent of this host has to know; `alone`: agents elsewhere cannot start masters."""
     spec, names = planned.spec, tuple(node.name for node in inventory.nodes)
+    if head is not None:
+        spec = replace(spec, master_addr=head.address.addr)
+        task = task_of(planned, names if not alone else (head.node,), head.node)
+        return [replace(task, spec=spec, addr=spec.master_addr, cwd=os.getcwd())]
+    return [replace(task_of(planned, names, name), addr=spec.master_addr, cwd=os.getcwd()) for name in names]
+
+
+def task_of(planned: PlannedJob, names: tuple[str, ...], node: str) -> AgentTask:
+    """The task of the agent of `node`, without the address and the directory, which depend on its host."""
+    spec = planned.spec
     # The port that a user has chosen is that of the first role's rank 0, wherever it is.
     first = planned.placement.of_role(spec.roles[0].name)[0].node
-    ports = dict.fromkeys(names, 0) | {first: spec.master_port}
-    return [AgentTask(spec, name, names, os.getcwd(), spec.master_addr, ports[name]) for name in names]
+    return AgentTask(spec, node, names, "", "", spec.master_port if node == first else 0)
 
 
 def _leave(running: RunningJob) -> int:
@@ -155,10 +205,10 @@ def _reading_node(planned: PlannedJob) -> str | None:
     return next((each.node for each in planned.placement.of_role(role) if each.rank == rank), None)
 
 
-def _nodes_with_agents(planned: PlannedJob) -> Inventory:
+def _nodes_with_agents(planned: PlannedJob, head: Head | None) -> Inventory:
     """All nodes that the job uses or may come to use. Raises `PlacementError` for more than a host can play."""
     nodes = [node for node in planned.inventory.nodes if node.name not in planned.placement.excluded]
-    if len(nodes) > MOST_NODES:
+    if head is None and len(nodes) > MOST_NODES:
         raise PlacementError(
             f"the job has {len(nodes)} nodes, and one host plays {MOST_NODES} at most",
             "see them with unirun plan",

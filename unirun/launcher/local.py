@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.agent import Agent
 from unirun.launcher.orders import AgentTask
 from unirun.launcher.process import kill_children, set_title
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.endpoints import hold_endpoints
+from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
 from unirun.reporting import flush, report, report_error
 from unirun.spec import JobSpec
 from unirun.values import Value
@@ -47,20 +47,21 @@ def start_processes(
     *,
     listener: socket.socket,
     lock: int,
-    detach: bool,
+    owner: int | None,
     reader: str | None = None,
+    tcp: socket.socket | None = None,
 ) -> Processes:
-    """Fork an agent for each of `tasks`, and the first master of `job`; they survive this process only when `detach`
-    is given.
+    """Fork an agent for each of `tasks`, and the first master of `job`; they end with the process `owner`, if there is
+    one.
 
     `run_master` is called in the master's process with the pids of the agents, whose end it must notice even before
     they have joined. `listener` stays open there only: what listens ends with its owner. All hold the `lock`, as long
-    as one of them lives. The agent of the node `reader` alone keeps this process's stdin, for a worker. Forking shares
-    what is imported already. Call it before any thread is started.
+    as one of them lives. The agent of the node `reader` alone keeps this process's stdin, for a worker. `tcp` is
+    where masters of a job on several hosts listen; master and agents hold it. Forking shares what is imported already.
+    Call it before any thread is started.
 
     Raises `RendezvousError`, and leaves no process, when an agent cannot bind its endpoints.
     """
-    owner = None if detach else os.getpid()
     refusals: dict[str, int] = {}
 
     def run_agent(task: AgentTask, refusal: int, stdin: int | None) -> None:
@@ -74,7 +75,8 @@ def start_processes(
             raise
         os.close(refusal)
         try:
-            asyncio.run(Agent(job, task, endpoints, lock, stdin).run(owner))
+            agent = Agent(job, task, endpoints, lock, stdin, tcp)
+            asyncio.run(agent.run(owner))
         finally:
             for endpoint in endpoints.values():
                 endpoint.close()
@@ -98,6 +100,42 @@ def start_processes(
     listener.close()
     os.close(lock)
     return Processes(master, tuple(agents.values()))
+
+
+class Member(Value):
+    """A node that takes part in a job: its directory of the job with the lock, its task, what it has bound.
+
+    Masters that its agent starts listen on `listener`; without one, they run on another host only.
+    """
+
+    job: JobDir
+    lock: int
+    task: AgentTask
+    endpoints: Mapping[str, Endpoint]
+    listener: socket.socket | None = None
+
+    def close(self) -> None:
+        """Close what is bound."""
+        for endpoint in self.endpoints.values():
+            endpoint.close()
+        if self.listener is not None:
+            self.listener.close()
+        os.close(self.lock)
+
+
+def start_agent(member: Member, *, owner: int | None) -> Processes:
+    """Fork the agent of a node that has bound its endpoints already; masters run elsewhere.
+
+    It ends with the process `owner`; without one, with its job. Call it before any thread is started.
+    """
+
+    def run_agent(_: int | None) -> None:
+        agent = Agent(member.job, member.task, member.endpoints, member.lock, tcp=member.listener)
+        asyncio.run(agent.run(owner))
+
+    pid = _fork("unirun-agent", member.job.agent_log(member.task.node), run_agent)
+    member.close()
+    return Processes(None, (pid,))
 
 
 def _await_endpoints(refusals: Mapping[str, int]) -> None:
@@ -160,16 +198,17 @@ def _become(title: str, log: Path, run: Callable[[int | None], None], stdin: boo
 class Processes:
     """The agents, and the masters one after another. `master` is the one that leads now."""
 
-    def __init__(self, master: int, agents: Sequence[int]) -> None:
+    def __init__(self, master: int | None, agents: Sequence[int]) -> None:
+        """`master` is the first one, unless it runs on another host."""
         self._first, self._agents = master, tuple(agents)
         self._exits: dict[int, int] = {}
         self._agents_gone: float | None = None
         self._stopping = False
-        self.master = master
+        self.master = master or 0
 
     def refusal(self, led: bool) -> int | None:
         """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
-        first = self._wait(self._first, 0.0)
+        first = self._first_exit()
         return first if not led and first is not None and 0 < first < 128 else None
 
     def given_up(self, led: bool) -> bool:
@@ -212,17 +251,20 @@ class Processes:
         As long as nobody has `led` the job, there is nothing that could end in order.
         """
         farewell = FAREWELL if farewell is None else farewell
-        code = self._wait(self._first, 0.0)
+        code = self._first_exit()
         if self.refusal(led) is not None:
             self._signal(signal.SIGKILL)
         elif code:
             self.stop_agents()
         for pids in (self._agents, (self._first, self.master)):
             deadline = time.monotonic() + farewell
-            for pid in pids:
+            for pid in filter(None, pids):
                 self._wait(pid, deadline - time.monotonic())
         kill_children()
         return code
+
+    def _first_exit(self) -> int | None:
+        return self._wait(self._first, 0.0) if self._first is not None else None
 
     def _signal(self, signum: signal.Signals) -> bool:
         """Send it to every agent that lives; whether there is one."""
@@ -249,12 +291,54 @@ class Processes:
         return self._exits[pid]
 
 
+class JobProcesses(Protocol):
+    """The master and the agents of a job, as far as the command that follows it has to do with them."""
+
+    master: int
+    """The pid of the present master, where it runs."""
+
+    def refusal(self, led: bool) -> int | None:
+        """The exit code of the first master when it has refused to lead (`led`: one has led already)."""
+        ...
+
+    def given_up(self, led: bool) -> bool:
+        """Whether no master will be found any more."""
+        ...
+
+    def taken_up(self, job: JobDir) -> bool:
+        """Wait until a master has brought the job to its store; False when nobody will."""
+        ...
+
+    def reap(self) -> None:
+        """Leave no zombie of an agent that is gone while the job goes on without it."""
+        ...
+
+    def stop_agents(self) -> None:
+        """Let the agents end their workers and themselves."""
+        ...
+
+    def kill_agents(self) -> None:
+        """End the agents that do not end; their workers end with them."""
+        ...
+
+    def end(self, led: bool = True, farewell: float | None = None) -> int | None:
+        """Leave nothing behind, waiting `farewell` seconds. Returns the first master's exit, if it is known."""
+        ...
+
+
 class RunningJob(Value):
-    """A job whose processes are children of this process."""
+    """A job that this process follows.
+
+    Only the output of `node` is shown, if one is named; as `member` this process is not the one that the job ends with.
+    The files of the job's directory may be `copied` from other hosts, a little later than messages tell of them.
+    """
 
     job: JobDir
     spec: JobSpec
-    processes: Processes
+    processes: JobProcesses
+    node: str = ""
+    member: bool = False
+    copied: bool = False
 
 
 def last_words(job: JobDir) -> str:

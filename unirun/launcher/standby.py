@@ -5,21 +5,26 @@ Several agents may start candidates at once: one is elected in the store, and th
 
 from __future__ import annotations
 
+import asyncio
 import math
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, WireError
 from unirun.launcher.candidacy import Attempts, start_at, turns
+from unirun.launcher.orders import AgentTask
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.masters import MasterGone, Masters
+from unirun.rendezvous.masters import MasterGone, Masters, appointed
 from unirun.reporting import report
+from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
+from unirun.wire.credentials import Credentials, load_credentials
 
 AGAIN = 0.1
 """Seconds after which an unresponsive master is tried again."""
@@ -40,6 +45,87 @@ class _Master(subprocess.Popen[bytes]):
 
     def __del__(self) -> None:
         """Do nothing."""
+
+
+class Following(Protocol):
+    """How an agent finds the job's masters, one after another."""
+
+    @property
+    def pids(self) -> set[int]:
+        """Pids of the masters that were started here, which should outlive the agent."""
+        ...
+
+    async def next(self, known: int, patience: float) -> tuple[int, Stream]:
+        """Return the present master's term, `known` or later, and a stream to it.
+
+        Raises `RendezvousError` when the job's first master (`known` is 0) does not appear within `patience` seconds;
+        there is no limit for later ones.
+        """
+        ...
+
+    async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
+        """Another stream to the master, of the term `epoch` or a later one, within twice `timeout` seconds. Raises
+        `RendezvousError`, `WireError`."""
+        ...
+
+    async def another(self, epoch: int) -> None:
+        """Wait until there is a term after `epoch`, even if its master is gone already."""
+        ...
+
+    def close(self) -> None:
+        """Stop watching. Masters that were started here continue."""
+        ...
+
+
+class HeadFollower:
+    """Follows the masters on another host, where all of them listen at the address `head`."""
+
+    def __init__(self, head: TcpAddress, credentials: Credentials) -> None:
+        self._head, self._credentials = head, credentials
+
+    @property
+    def pids(self) -> set[int]:
+        """None: masters run on another host."""
+        return set()
+
+    async def next(self, known: int, patience: float) -> tuple[int, Stream]:
+        """See `Following`."""
+        began = time.monotonic()
+        while True:
+            try:
+                epoch, stream = await appointed(self._head, self._credentials)
+                if epoch >= known:
+                    return epoch, stream
+                await stream.close()
+                trouble = f"the master of term {epoch} is over"
+            except (RendezvousError, WireError) as error:
+                trouble = str(error)
+            if not known and time.monotonic() > began + patience:
+                raise RendezvousError(f"the job has no master after {patience:g} s: {trouble}")
+            await asyncio.sleep(AGAIN)
+
+    async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
+        """See `Following`."""
+        found, stream = await appointed(self._head, self._credentials, timeout)
+        if found < epoch:
+            await stream.close()
+            raise WireError(f"the master of term {found} is over")
+        return found, stream
+
+    async def another(self, epoch: int) -> None:
+        """Wait for ever: the stream of a master that is replaced ends."""
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+
+def following(job: JobDir, lock: int, task: AgentTask, tcp: socket.socket | None) -> Following:
+    """How the agent with this `task` finds masters; `lock` and `tcp` are as for `Standby`."""
+    head = job.head
+    if head is not None:
+        return HeadFollower(head, load_credentials(job.path))
+    return Standby(job, lock, task.node, task.nodes, tcp)
 
 
 class Standby:
@@ -99,13 +185,12 @@ class Standby:
             await self._masters.news(pause if known else min(pause, patience))
         raise RendezvousError(f"the job has no master after {patience:g} s: {trouble}")
 
-    async def again(self, epoch: int, timeout: float) -> Stream:
-        """Another stream to the master of the term `epoch`, within twice `timeout` seconds. Raises `RendezvousError`,
-        `WireError`."""
+    async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
+        """See `Following`."""
         leader = self._masters.seat.leader
         if leader is None or leader.epoch != epoch:
             raise RendezvousError(f"nobody leads in term {epoch} any more")
-        return await self._masters.reach(leader, timeout)
+        return epoch, await self._masters.reach(leader, timeout)
 
     async def another(self, epoch: int) -> None:
         """Wait until there is a term after `epoch`, even if its master is gone already."""

@@ -262,7 +262,8 @@ def _stop(transition: Transition, event: Stop) -> None:
     if not 1 <= event.exit_code <= 255:
         raise Refused(f"a job that is stopped does not end with {event.exit_code}")
     transition.record("stop", event.reason)
-    again, transition.state = transition.state.asked_to_stop, replace(transition.state, asked_to_stop=True)
+    again = transition.state.asked_to_stop if event.urgent is None else event.urgent
+    transition.state = replace(transition.state, asked_to_stop=True)
     if transition.state.phase is JobPhase.STOPPING:
         # A second request means "now": it ends the grace period. A first request for a job that is ending by itself
         # counts only when it has a grace period of its own.

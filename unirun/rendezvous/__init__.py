@@ -1,7 +1,8 @@
 """Discovery: the job directory, the store, leader election, and the endpoints of process groups."""
 
+from unirun.rendezvous.creation import create_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoint
-from unirun.rendezvous.jobdir import JobDir, all_jobs, create_job, jobs_root
+from unirun.rendezvous.jobdir import JobDir, all_jobs, jobs_root
 from unirun.rendezvous.liveness import ProcessWatch
 
 __all__ = [

@@ -7,7 +7,8 @@
         tls/                    0700, in a job of several hosts: the node's certificate and name
         uid                     distinguishes this job from earlier ones with the same id
         uid.before              that of the run before, when Slurm has requeued the job
-        store                   the URL of the store with the job's context
+        store                   the URL of the store with the job's context; absent where only the head has it
+        head                    where masters listen, for a host that has no store
         store.db                that store, unless it is elsewhere
         context.json            the job's context until its first master writes it to the store
         state.json              the job's state, replaced as a whole after every change
@@ -23,7 +24,8 @@
         slurm/                  of a job that was submitted to Slurm: batch script, record, output, token
 
 The root is ``$UNIRUN_HOME/jobs``, by default ``$XDG_STATE_HOME/unirun/jobs`` or
-``~/.local/state/unirun/jobs``.
+``~/.local/state/unirun/jobs``. A node whose agent was started by a command on another host has its files in
+``nodes/<node>/<run id>`` beside ``jobs``, so that hosts which share a home directory do not meet in one.
 """
 
 from __future__ import annotations
@@ -31,21 +33,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unirun.errors import JobError
+from unirun.errors import FrameError, JobError
 from unirun.names import RUN_ID_RULE, is_run_id
-from unirun.rendezvous.logdir import MARK, make_log_dir
-from unirun.rendezvous.ownership import exposure, is_ours, make_private, owner
+from unirun.rendezvous.logdir import MARK
+from unirun.rendezvous.ownership import exposure, is_ours, owner
 from unirun.values import Value, WorkerId
+from unirun.wire.address import TcpAddress
 
-MATCHES_SHOWN = 5
 _FIRST = "context.json"
-_UID_BEFORE = "uid.before"
+UID_BEFORE = "uid.before"
+HEAD = "head"
+"""Files that not every job has."""
 
 
 class JobDir(Value):
@@ -89,7 +92,20 @@ class JobDir(Value):
     @property
     def uid_before(self) -> str:
         """The `uid` before Slurm has requeued the job, of whose store saved states are kept; else empty."""
-        return self._read(_UID_BEFORE) if (self.path / _UID_BEFORE).exists() else ""
+        return self._read(UID_BEFORE) if (self.path / UID_BEFORE).exists() else ""
+
+    @property
+    def head(self) -> TcpAddress | None:
+        """Where all masters of the job listen; None on a host that finds them by the store. Raises `JobError`."""
+        # Imported here: most commands look at jobs of one host.
+        from unirun.wire.codec import from_json
+
+        try:
+            return from_json(TcpAddress, (self.path / HEAD).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, FrameError) as error:
+            raise JobError(f"{self.path / HEAD} cannot be read: {error}") from error
 
     def _read(self, name: str) -> str:
         try:
@@ -223,14 +239,19 @@ class JobDir(Value):
         return False
 
 
-def jobs_root() -> Path:
-    """Return the directory of this user's jobs, which need not exist.
+def unirun_home() -> Path:
+    """Return the directory of everything that unirun keeps for this user, which need not exist."""
+    home = os.environ.get("UNIRUN_HOME")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home).expanduser().absolute() if home else Path(state, "unirun")
+
+
+def jobs_root(node: str = "") -> Path:
+    """Return the directory of this user's jobs, or with `node` of those that it is a node of. It need not exist.
 
     Raises `JobError` when another user could replace a job directory, and with it tokens, sockets and logs.
     """
-    home = os.environ.get("UNIRUN_HOME")
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    root = Path(home).expanduser().absolute() / "jobs" if home else Path(state, "unirun", "jobs")
+    root = unirun_home() / "nodes" / node if node else unirun_home() / "jobs"
     try:
         exposed = exposure(root)
         if exposed is None and root.exists() and not is_ours(info := root.stat()):
@@ -248,112 +269,12 @@ def jobs_root() -> Path:
     return root
 
 
-def job_at(run_id: str) -> JobDir:
-    """Return the directory of job `run_id`, which need not exist. Raises `JobError` for an invalid id."""
+def job_at(run_id: str, node: str = "") -> JobDir:
+    """Return the directory of job `run_id`, or that of its `node`; it need not exist. Raises `JobError` for an invalid
+    id."""
     if not is_run_id(run_id):
         raise JobError(f"{run_id!r:.80} is no job id", RUN_ID_RULE)
-    return JobDir(jobs_root() / run_id)
-
-
-def create_job(
-    run_id: str,
-    token: bytes,
-    log_dir: str | None = None,
-    store: str | None = None,
-    *,
-    batch: bool = False,
-    requeued: bool = False,
-) -> tuple[JobDir, int]:
-    """Create the directory of a new job, with its token and its log directory; `store` is a URL. What a finished job
-    of the same id has left is removed, but for the files of the `batch` job that runs this one. When that is
-    `requeued`, the store is kept too.
-
-    Returns it with the descriptor of its lock, which agent and master inherit: as long as one process has it open,
-    the job counts as running. Replaces a finished job of the same id, as it is usual to reuse one ``--rdzv-id``.
-    Raises `JobError` when a running job has the id, or a directory cannot be created.
-    """
-    job = job_at(run_id)
-    try:
-        make_private(job.path.parent)
-        # Checked again: another user may have created it in the meantime.
-        job = job_at(run_id)
-        with one_at_a_time(job.path.parent):
-            lock = _make(job, token, store, batch=batch, requeued=requeued)
-    except OSError as error:
-        raise JobError(
-            f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
-            "set UNIRUN_HOME to a directory that you may write",
-        ) from error
-    try:
-        _make_logs(job, log_dir)
-    except JobError:
-        os.close(lock)
-        shutil.rmtree(job.path, ignore_errors=True)
-        raise
-    return job, lock
-
-
-@contextmanager
-def one_at_a_time(root: Path) -> Iterator[None]:
-    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently."""
-    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _make(job: JobDir, token: bytes, store: str | None, *, batch: bool, requeued: bool) -> int:
-    if os.path.lexists(job.path):
-        if job.alive():
-            raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
-        if requeued and (job.path / "uid").exists():
-            (job.path / "uid").replace(job.path / _UID_BEFORE)
-        _clear(job.path, (*_OF_BATCH, *_OF_STORE) if requeued else _OF_BATCH if batch else ())
-    job.path.mkdir(0o700, exist_ok=batch)
-    # The umask may have removed permissions of the owner.
-    job.path.chmod(0o700)
-    handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(token.hex())
-    # A follower may open it before the master does.
-    job.events.touch(mode=0o600)
-    (job.path / "uid").write_text(os.urandom(8).hex())
-    (job.path / "store").write_text(store or job.own_store)
-    lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-_OF_BATCH = ("slurm",)
-_OF_STORE = (_UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
-
-
-def _clear(path: Path, keep: Collection[str]) -> None:
-    """Remove the directory `path`; with names in `keep`, all that is in it but those."""
-    if not keep or path.is_symlink():
-        # Which refuses a link.
-        shutil.rmtree(path)
-    for entry in [entry for entry in os.scandir(path) if entry.name not in keep] if keep else ():
-        remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
-        remove(entry.path)
-
-
-def _make_logs(job: JobDir, log_dir: str | None) -> None:
-    """Create the log directory, or with ``--log-dir`` a link to one there."""
-    try:
-        if log_dir is None:
-            make_private(job.logs)
-        else:
-            target = Path(log_dir).expanduser().absolute() / job.run_id
-            make_log_dir(target, job.uid)
-            job.logs.symlink_to(target)
-    except OSError as error:
-        raise JobError(
-            f"logs cannot be written to {log_dir or job.logs}: {(error.strerror or str(error)).lower()}",
-            "choose another --log-dir",
-        ) from error
+    return JobDir(jobs_root(node) / run_id)
 
 
 def all_jobs() -> Iterator[JobDir]:
@@ -379,22 +300,3 @@ def _made_at(path: str) -> int:
         except OSError:
             continue
     return 0
-
-
-def choose_job(name: str | None, run_ids: Sequence[str], runs: Callable[[str], bool]) -> str:
-    """Return the id in `run_ids` (the oldest first) that is `name` or begins with it. Without a name, return the newest
-    job that `runs`, or else the newest. Raises `JobError`."""
-    if not run_ids:
-        raise JobError("there are no jobs", "start one with: unirun script.py")
-    if name is None:
-        return next((each for each in reversed(run_ids) if runs(each)), run_ids[-1])
-    matches = [each for each in run_ids if each == name] or [x for x in run_ids if x.startswith(name)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        newest = ", ".join(reversed(matches[-MATCHES_SHOWN:]))
-        and_more = ", …" if len(matches) > MATCHES_SHOWN else ""
-        raise JobError(f"{name!r} fits {len(matches)} jobs", f"write more of the id: {newest}{and_more}")
-    if ":" in name:
-        raise JobError(f"{name!r} is a worker and no job", "name its job; unirun ls shows the jobs there are")
-    raise JobError(f"no job is called {name!r}", "unirun ls shows the jobs there are")

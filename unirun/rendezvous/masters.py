@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.rendezvous.election import Leader, leader_of
@@ -21,6 +22,10 @@ CONNECT = 3.0
 """Seconds in which a master must answer."""
 
 
+HEAD_PAUSE = 0.1
+"""Seconds between two attempts to reach a master at the head's address, where no news can be waited for."""
+
+
 class MasterGone(RendezvousError):
     """The process that the store calls the leader of term `epoch` is not there any more."""
 
@@ -30,16 +35,24 @@ class MasterGone(RendezvousError):
 
 
 class Masters:
-    """Who leads a job (`seat`), kept up to date by a watch, and streams to them. For event loops."""
+    """Who leads a job (`seat`), kept up to date by a watch, and streams to them. For event loops.
+
+    On a host without the store, masters are at one address whatever their term; the seat has term 0 then.
+    """
 
     def __init__(self, job: JobDir) -> None:
         self._job, self._credentials = job, load_credentials(job.path)
         self._watch: SeatWatch | None = None
         self._changed = asyncio.Event()
-        self.seat = Seat()
+        self._head = job.head
+        self.seat = Seat(Leader(0, self._head, 0), known=True) if self._head is not None else Seat()
 
     async def news(self, timeout: float | None = None, *, eager: bool = True) -> None:
         """Wait until `seat` is another, for at most `timeout` seconds (None: no limit); `eager` as in `SeatWatch`."""
+        if self._head is not None:
+            # There is nothing to watch: the stream of a master that is replaced ends.
+            await asyncio.sleep(math.inf if timeout is None else max(timeout, HEAD_PAUSE))
+            return
         if self._watch is None:
             loop = asyncio.get_running_loop()
 
@@ -65,19 +78,14 @@ class Masters:
         """A stream to `leader`, which has said that it leads. Raises `MasterGone` when that is surely not so any more,
         `RendezvousError` or `WireError` when it does not answer within `timeout` seconds, or speak within as many."""
         try:
-            stream = await connect(leader.address, self._credentials, timeout=timeout)
+            epoch, stream = await appointed(leader.address, self._credentials, timeout)
         except RendezvousError as error:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 raise MasterGone(str(error), epoch=leader.epoch) from error
             raise
-        try:
-            async with asyncio.timeout(timeout):
-                _check(await stream.receive(), leader)
-        except BaseException as error:
+        if epoch < leader.epoch:
             await stream.close()
-            if isinstance(error, TimeoutError):
-                raise WireError(f"the master at {leader.address} does not say anything") from error
-            raise
+            raise WireError(f"what listens at {leader.address} does not lead in term {leader.epoch}")
         return stream
 
     def close(self) -> None:
@@ -85,6 +93,25 @@ class Masters:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+async def appointed(
+    address: Address, credentials: Credentials, timeout: float = CONNECT
+) -> tuple[int, Stream]:
+    """The term of the master that listens at `address`, and a stream to it. It must answer within `timeout` seconds,
+    and speak within as many. Raises `RendezvousError`, `WireError`."""
+    stream = await connect(address, credentials, timeout=timeout)
+    try:
+        async with asyncio.timeout(timeout):
+            first = await stream.receive()
+        if not isinstance(first, Appointed):
+            raise WireError(f"what listens at {address} is no master")
+    except BaseException as error:
+        await stream.close()
+        if isinstance(error, TimeoutError):
+            raise WireError(f"the master at {address} does not say anything") from error
+        raise
+    return first.epoch, stream
 
 
 def _check(first: Message, leader: Leader) -> None:

@@ -18,7 +18,15 @@ from unirun.names import RUN_ID_RULE, id_stem, is_run_id
 from unirun.spec.edges import read_edges
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
 from unirun.spec.read import Section, nearest, shown
-from unirun.spec.roles import JOB_WIDE_KEYS, TRAINER, SlotCounter, read_roles, read_trainer
+from unirun.spec.roles import (
+    JOB_WIDE_KEYS,
+    ONE_NODE,
+    TRAINER,
+    NodeCount,
+    SlotCounter,
+    read_roles,
+    read_trainer,
+)
 from unirun.spec.together import group_faults, handle_faults
 
 LOG_KEYS = LogSpec.__struct_fields__
@@ -26,15 +34,17 @@ JOB_KEYS = tuple(dict.fromkeys((*JobSpec.__struct_fields__, "trainer", "nproc_pe
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 
-def parse_job(data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str) -> JobSpec:
-    """The `JobSpec` that `data` describes; `run_id` is used when `data` has none.
+def parse_job(
+    data: Mapping[str, Any], *, count_slots: SlotCounter, run_id: str, nodes: NodeCount = ONE_NODE
+) -> JobSpec:
+    """The `JobSpec` that `data` describes; `run_id` is used when `data` has none. `nodes` is how many it will have.
 
     `data` has the keys of a job file (see ``docs/job-file.md``). Raises `SpecError` with every fault.
     Scripts, classes and working directories that the spec names must exist; none is imported.
     """
     job = Section(data)
     job.known(JOB_KEYS)
-    roles = read_roles(job, count_slots)
+    roles = read_roles(job, count_slots, nodes)
     trainer = read_trainer(job, roles)
     if trainer is not None:
         job.faults += handle_faults([role.name for role in roles])

@@ -16,6 +16,9 @@ from unirun.spec.job import Entry, EntryKind, RoleSpec, StartMethod
 from unirun.spec.read import Section, as_number, shown
 
 SlotCounter = Callable[[str], int]
+NodeCount = tuple[int, int]
+"""The least and the greatest number of nodes."""
+ONE_NODE: NodeCount = (1, 1)
 """Turns ``auto``, ``cpu`` or ``gpu`` into how many workers that is on this node. Raises UnirunError."""
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
@@ -41,8 +44,11 @@ CLASS_RESTARTS = 3
 """The default of ``max_restarts`` for workloads and trainers; that of scripts is 0, as in torchrun."""
 
 
-def read_roles(job: Section, count_slots: SlotCounter) -> list[RoleSpec]:
-    """The roles of a job in the order of the file; without any, one that is called ``default``."""
+def read_roles(job: Section, count_slots: SlotCounter, nodes: NodeCount) -> list[RoleSpec]:
+    """The roles of a job in the order of the file; without any, one that is called ``default``.
+
+    A role without a count has ``nproc_per_node`` ranks on each of the job's `nodes`.
+    """
     raw = job.mapping("roles")
     if not raw and job.given("trainer"):
         remedy = "name the roles of workloads"
@@ -50,7 +56,7 @@ def read_roles(job: Section, count_slots: SlotCounter) -> list[RoleSpec]:
     elif not raw and not job.faults:
         raw = {"default": {}}
     default_entry = _entry(job, None)
-    return [_role(job, name, value, default_entry, count_slots) for name, value in raw.items()]
+    return [_role(job, name, value, default_entry, count_slots, nodes) for name, value in raw.items()]
 
 
 def read_trainer(job: Section, roles: list[RoleSpec]) -> RoleSpec | None:
@@ -69,7 +75,9 @@ def read_trainer(job: Section, roles: list[RoleSpec]) -> RoleSpec | None:
     return _finish(trainer, job, TRAINER, Entry("trainer", trainer.text("class"), job.texts("args")))
 
 
-def _role(job: Section, name: str, value: Any, default_entry: Entry, count_slots: SlotCounter) -> RoleSpec:
+def _role(
+    job: Section, name: str, value: Any, default_entry: Entry, count_slots: SlotCounter, nodes: NodeCount
+) -> RoleSpec:
     where = f"roles.{name}"
     if not NAME.fullmatch(name):
         remedy = "a letter, then letters, digits, '-' or '_', of ASCII"
@@ -84,7 +92,12 @@ def _role(job: Section, name: str, value: Any, default_entry: Entry, count_slots
         job.fault(where, "nothing to run", f"name a script, or one for this role: --script {name}=FILE")
     elif not entry.target:
         job.fault(where, "there is nothing to run", "name a script: unirun train.py")
-    least, count = _counts(role, role.fields.get("count", job.fields.get("nproc_per_node", 1)), count_slots)
+    value = role.fields.get("count", job.fields.get("nproc_per_node", 1))
+    if "count" not in role.fields and nodes != ONE_NODE:
+        each = _count(role, value, count_slots)
+        made = replace(_finish(role, job, name, entry, each * nodes[1]), least=each * nodes[0])
+        return replace(made, per_node=made.per_node or each, **_needs(role, made.count))
+    least, count = _counts(role, value, count_slots)
     return replace(_finish(role, job, name, entry, count), least=least, **_needs(role, count))
 
 

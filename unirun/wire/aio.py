@@ -121,7 +121,7 @@ async def _open(
     if isinstance(address, UnixAddress):
         with unix_address(address.local_path()) as path:
             return await asyncio.open_unix_connection(path)
-    tls = credentials.client_context()
+    tls = credentials.client_context(any_node=not address.node)
     name = server_name(address.node) if tls is not None else None
     reader, writer = await asyncio.open_connection(address.addr, address.port, ssl=tls, server_hostname=name)
     keep_alive(writer.get_extra_info("socket"))

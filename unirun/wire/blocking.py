@@ -143,7 +143,7 @@ def _open_tcp(address: TcpAddress, credentials: Credentials, deadline: float) ->
     """Connect; with TLS, unless the job is `insecure`."""
     import ssl
 
-    tls = credentials.client_context()
+    tls = credentials.client_context(any_node=not address.node)
     try:
         sock = socket.create_connection((address.addr, address.port), max(deadline - time.monotonic(), 0.001))
         try:

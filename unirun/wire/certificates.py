@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from unirun.errors import JobError
 from unirun.wire.credentials import (
@@ -19,6 +22,7 @@ from unirun.wire.credentials import (
     INSECURE,
     NODE,
     TLS_FOLDER,
+    Credentials,
     node_uri,
     server_name,
 )
@@ -115,3 +119,11 @@ def issue(token: Token, node: str) -> tuple[bytes, bytes]:
     )
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return authority.public_bytes(pem), private + certificate.public_bytes(pem)
+
+
+@contextmanager
+def temporary(token: Token, node: str, *, insecure: bool = False) -> Iterator[Credentials]:
+    """Credentials for `node` in a folder of their own, before there is a directory of the job. Raises `JobError`."""
+    with TemporaryDirectory(prefix="unirun-") as folder:
+        make_tls(Path(folder), token, node, insecure=insecure)
+        yield Credentials(token, node, Path(folder, TLS_FOLDER), insecure=insecure)

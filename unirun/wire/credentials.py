@@ -40,11 +40,15 @@ class Credentials(Value):
     tls: Path | None = None
     insecure: bool = False
 
-    def client_context(self) -> ssl.SSLContext | None:
-        """The context of TLS for who connects; None with `insecure`. Raises `JobError`."""
+    def client_context(self, *, any_node: bool = False) -> ssl.SSLContext | None:
+        """The context of TLS for who connects to a node that it names, or to `any_node` of the job; None with
+        `insecure`. Raises `JobError`."""
         import ssl
 
-        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT)
+        if context is not None:
+            context.check_hostname = not any_node
+        return context
 
     def server_context(self) -> ssl.SSLContext | None:
         """The context of TLS for who listens; None with `insecure`. Raises `JobError`."""

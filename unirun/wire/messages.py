@@ -10,6 +10,7 @@ CLI→master    Attach Stop Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
+before there is a master: `unirun.wire.lobby`
 ============  =======================================================================
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import Answer, Ask, ToWorker
+from unirun.wire.lobby import Assigned, Chunk, Complete, Dismissed, Go, Invite, Offer, Ready, Resume
 from unirun.wire.reports import (
     Calls,
     Ending,
@@ -208,13 +210,15 @@ class Attach(Value, tag=True):
 class Stop(Value, tag=True):
     """Requests the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's setting).
 
-    `code` is the exit code of the job, None for 128 + `signal`.
+    `code` is the exit code of the job, None for 128 + `signal`. `urgent`: the workers are killed now; None leaves that
+    to the master, for which a second request is urgent. Several commands may pass on one signal, as under srun.
     """
 
     signal: int
     reason: str
     grace: float | None = None
     code: int | None = None
+    urgent: bool | None = None
 
     @property
     def exit_code(self) -> int:
@@ -233,10 +237,11 @@ class RoleChanged(Value, tag=True):
 
 
 class WorkerOutput(Value, tag=True):
-    """A worker's process was started, so its output can be followed."""
+    """A worker's process was started on `node`, so its output can be followed there."""
 
     worker: WorkerId
     local_rank: int
+    node: str
 
 
 class Ended(Value, tag=True):
@@ -249,7 +254,16 @@ class Ended(Value, tag=True):
 
 
 Message = (
-    Join
+    Invite
+    | Offer
+    | Assigned
+    | Ready
+    | Go
+    | Dismissed
+    | Chunk
+    | Resume
+    | Complete
+    | Join
     | SpawnerReady
     | ViewWanted
     | WorkerStarted

@@ -104,8 +104,8 @@ class TestLayers:
             compose("--roles", "actor=1,rollout=1", "train.py", environ={"PET_ROLE": "x"})
         with pytest.raises(UsageError, match="--role names the only role"):
             compose("--config", job_file(self.FILE), environ={"PET_ROLE": "x"})
-        with pytest.raises(UsageError, match="runs on one node"):
-            compose("train.py", environ={"PET_NNODES": "2"})
+        with pytest.raises(UsageError, match="--nnodes two: expected N or MIN:MAX"):
+            compose("train.py", environ={"PET_NNODES": "two"})
 
 
 class TestFlagsAndFile:

@@ -65,7 +65,11 @@ def test_logs_that_cannot_be_written_are_an_error(follow: list[str]) -> None:
         (["plan", "--roles", "a=1@wl:Actor"], 2, "and on sys.path; --cwd DIR names another folder"),
         (["--max-restart5", "1", "train.py"], 2, "did you mean '--max-restarts'?"),
         (["--roles", "a=0", "train.py"], 2, "unirun: roles.a.count: expected a number from 1"),
-        (["--nnodes", "2", "train.py"], 2, "this version of unirun runs on one node"),
+        (
+            ["--nnodes", "2", "train.py"],
+            2,
+            "unirun: --nnodes 2: nothing says where the nodes meet; name the head on each",
+        ),
         (["status", "x"], 2, "unirun: there are no jobs; start one with"),
         (["stop", "--signal", "NONE"], 2, "'NONE' is no signal"),
         (["logs", "-n", "-1"], 2, "-n wants a number"),

@@ -126,8 +126,6 @@ class TestWhatCannotApplyIsRefused:
     @pytest.mark.parametrize(
         ("argv", "says"),
         [
-            (["--nnodes", "2"], "--nnodes 2: this version of unirun runs on one node, and the job wants 2"),
-            (["--nnodes", "2:4"], "runs on one node, and the job wants 2"),
             (["--nnodes", "2:1"], "no more than MAX"),
             (["--nnodes", "0:1"], "at least 1"),
             (["--nnodes", "1:2:3"], "expected N or MIN:MAX"),

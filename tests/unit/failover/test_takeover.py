@@ -99,8 +99,8 @@ class TestOfANodeThatHasEverything:
     def test_after_a_takeover_of_an_intact_node_who_follows_the_job_learns_of_its_processes(self) -> None:
         job = rejoin(Job({"actor": 2}).running())
         assert job.told(WorkerOutput) == [
-            WorkerOutput(WorkerId("actor", 0, 0), 0),
-            WorkerOutput(WorkerId("actor", 1, 0), 1),
+            WorkerOutput(WorkerId("actor", 0, 0), 0, "n0"),
+            WorkerOutput(WorkerId("actor", 1, 0), 1, "n0"),
         ]
 
     def test_after_a_takeover_of_an_intact_node_a_second_one_of_its_name_is_refused(self) -> None:

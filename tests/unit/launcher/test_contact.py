@@ -37,11 +37,11 @@ class Hall:
         self.expired = threading.Event()
         self.contact = Contact(job.job, "n0", self.again, self.expired.set)
 
-    async def again(self, epoch: int, timeout: float) -> Stream:
+    async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
         self.attempts.append((epoch, timeout))
         if len(self.attempts) < 4:
             raise RendezvousError("nobody answers")
-        return await self.stream()
+        return epoch, await self.stream()
 
     async def stream(self) -> Stream:
         return await connect(self.place.address, self.place.credentials)
@@ -105,7 +105,8 @@ def test_an_agent_that_hears_nothing_connects_anew_until_somebody_answers(hall: 
     async def play() -> None:
         stream = await hall.stream()
         hall.contact.begin(stream)
-        again = await hall.contact.keep(3, stream)
+        epoch, again = await hall.contact.keep(3, stream)
+        assert epoch == 3
         assert again is not stream
         stream.abort()
         again.abort()

@@ -234,7 +234,8 @@ class Step:
             worker = self.event.worker
             places = self.after.placement.of_role(worker.role)
             local = places[worker.rank].local_rank if worker.rank < len(places) else 0
-            assert WorkerOutput(worker, local) in self.told
+            node = self.after.roles[worker.role].workers[worker.rank].node
+            assert WorkerOutput(worker, local, node) in self.told
         if isinstance(self.event, Notice):
             assert self.told == [self.event]
         if isinstance(self.event, FromWorker) and isinstance(self.event.message, Metrics):

@@ -127,9 +127,9 @@ def test_a_status_has_the_last_failures_and_of_each_the_first_line() -> None:
 def test_who_attaches_is_told_of_roles_and_processes(job: Job) -> None:
     assert present(job.state) == [
         RoleChanged("actor", "reforming", 1, 1, 2),
-        WorkerOutput(WorkerId("actor", 0, 0), 0),
+        WorkerOutput(WorkerId("actor", 0, 0), 0, "n0"),
         RoleChanged("trainer", "running", 0, 1, 1),
-        WorkerOutput(WorkerId("trainer", 0, 0), 0),
+        WorkerOutput(WorkerId("trainer", 0, 0), 0, "n0"),
     ]
     job.on(WorkerStarted(WorkerId("actor", 1, 1), 44))
-    assert WorkerOutput(WorkerId("actor", 1, 1), 1) in present(job.state)
+    assert WorkerOutput(WorkerId("actor", 1, 1), 1, "n0") in present(job.state)

@@ -100,7 +100,7 @@ class TestARoleComesUp:
 
     def test_a_role_comes_up_and_watchers_learn_of_each_process(self) -> None:
         job = Job({"actor": 3}).launched().on(WorkerStarted(WorkerId("actor", 2, 0), 7))
-        assert job.told(WorkerOutput) == [WorkerOutput(WorkerId("actor", 2, 0), local_rank=2)]
+        assert job.told(WorkerOutput) == [WorkerOutput(WorkerId("actor", 2, 0), 2, "n0")]
 
     def test_a_role_comes_up_and_a_rank_that_has_ended_well_counts_as_up(self) -> None:
         job = Job({"actor": 2}).launched()
@@ -190,5 +190,5 @@ def test_who_attaches_late_is_told_what_is_there() -> None:
     job = Job({"actor": 2}).launched().on(WorkerStarted(WorkerId("actor", 1, 0), 8))
     assert present(job.state) == [
         RoleChanged("actor", "starting", 0, 0, 2),
-        WorkerOutput(WorkerId("actor", 1, 0), 1),
+        WorkerOutput(WorkerId("actor", 1, 0), 1, "n0"),
     ]

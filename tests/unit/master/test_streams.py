@@ -54,7 +54,7 @@ class TestAnAgent:
             agent.send(Sample("n0", {"actor:0": 5_000}, {"actor:0": 1.5}))
             agent.send(FromWorker(WorkerId("actor", 1, 0), Metrics({"loss": 0.5, "norm": float("nan")}, 3.0)))
             told = await until(watcher, Notice)
-            assert WorkerOutput(WorkerId("actor", 1, 0), 1) in told
+            assert WorkerOutput(WorkerId("actor", 1, 0), 1, "n0") in told
             assert RoleChanged("actor", "running", 0, 2, 2) in told
             assert told[-1] == Notice("actor:0", "is slow")
             await eventually(lambda: court.status()["roles"][0]["workers"][1]["metrics"] == METRICS)

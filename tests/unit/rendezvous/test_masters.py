@@ -148,7 +148,7 @@ class TestAMasterThatIsGone:
 
     def test_a_master_with_another_first_message_is_not_taken_for_gone(self, place: Place) -> None:
         place.master(first=Shutdown())
-        with pytest.raises(WireError, match="does not lead in term 1"):
+        with pytest.raises(WireError, match="is no master"):
             reach(place, says(place, 1))
 
     def test_a_master_with_another_token_is_not_taken_for_gone(self, place: Place) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from unirun.launcher.foreground.console import Console, Prefixer, shown
 from unirun.launcher.foreground.terminal import warn
+from unirun.launcher.local import RunningJob
 from unirun.launcher.logs import LogFollower
-from unirun.rendezvous import JobDir
-from unirun.spec import JobSpec
 from unirun.wire.messages import Ended, Message, RoleChanged, WorkerOutput
 from unirun.wire.reports import Notice
 
@@ -20,8 +19,10 @@ from unirun.wire.reports import Notice
 class Display:
     """Shows one job on a console. `roles` has the latest `RoleChanged` of each role."""
 
-    def __init__(self, job: JobDir, spec: JobSpec, console: Console) -> None:
-        self._job, self._spec, self._console = job, spec, console
+    def __init__(self, running: RunningJob, console: Console) -> None:
+        self._job, self._spec, self._console = running.job, running.spec, console
+        self._node, self._member, self._copied = running.node, running.member, running.copied
+        spec = running.spec
         template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
         self._prefix = Prefixer(spec, console.colour, template)
         self._follower = LogFollower()
@@ -40,8 +41,9 @@ class Display:
     def show(self, message: Message) -> None:
         """Show a message of the master."""
         match message:
-            case WorkerOutput():
-                self._follow(message)
+            case WorkerOutput(node=node):
+                if self._node in ("", node):
+                    self._follow(message)
             case RoleChanged():
                 self.roles[message.role] = message
             case Notice(source, text):
@@ -69,7 +71,8 @@ class Display:
         elif ended.phase == "stopped":
             self._console.note(f"job {self._spec.run_id} stopped ({ended.report}), exit code {ended.code}")
         else:
-            self._console.error(ended.report)
+            if not self._member:
+                self._console.error(ended.report)
             self._console.error(f"job {self._spec.run_id} {ended.phase}, exit code {ended.code}")
 
     def _follow(self, output: WorkerOutput) -> None:
@@ -83,6 +86,9 @@ class Display:
             if (before := worker.before) is not None:
                 self._follower.release(self._job.worker_logs(before) / f"{name}.log")
             if shown(self._spec.log, output.local_rank, stream):
+                if self._copied:
+                    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    (logs / f"{name}.log").touch(mode=0o600)
                 self._follower.follow(
                     logs / f"{name}.log",
                     lambda data, stream=stream: self._console.lines(stream, prefix, data),  # type: ignore[misc]

@@ -8,11 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from unirun.errors import EXIT_FAILURE, RendezvousError, StoreError, WireError
+from msgspec.structs import replace
+
+from unirun.errors import EXIT_FAILURE, EXIT_RENDEZVOUS, RendezvousError, StoreError, WireError
 from unirun.failover.silence import SILENT
-from unirun.job.state import ROLE_ENDS, RolePhase
 from unirun.launcher.foreground.console import Console
 from unirun.launcher.foreground.display import Display, pass_on_error
 from unirun.launcher.local import FAREWELL, RunningJob, first_words, last_words
@@ -22,7 +23,7 @@ from unirun.rendezvous.election import Leader
 from unirun.rendezvous.masters import Masters
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream
-from unirun.wire.messages import Attach, Beat, Ended, Message, RoleChanged, Stop
+from unirun.wire.messages import Attach, Beat, Ended, Message, Stop
 
 LOOK_AGAIN = 0.03
 """Seconds between two attempts to reach a master while there is none."""
@@ -43,8 +44,6 @@ HURRY = 0.5
 QUIET = 3.0
 """Seconds without a master after which the reason is shown."""
 
-_STOPS = frozenset((RolePhase.STOPPING, *ROLE_ENDS))
-
 
 class StopRequests:
     """The user's requests to stop. They are kept for the next master, as one may die before it has written them.
@@ -54,7 +53,6 @@ class StopRequests:
 
     def __init__(self) -> None:
         self._asked: list[Stop] = []
-        self._told = 0
 
     @property
     def first(self) -> Stop | None:
@@ -66,11 +64,10 @@ class StopRequests:
         """Whether the job should end at once."""
         return len(self._asked) > 1
 
-    def add(self, stop: Stop, *, told: bool) -> None:
-        """Add a request; `told`: it is also sent to the present master."""
-        self._asked.append(stop)
-        if told:
-            self._told = len(self._asked)
+    def add(self, stop: Stop) -> Stop:
+        """Add a request. Returns it as it is sent."""
+        self._asked.append(replace(stop, urgent=self.first is not None))
+        return self._asked[-1]
 
     def answer(self, name: str, grace: float) -> str:
         """The message to the user after the signal `name`; `grace` is in seconds."""
@@ -78,15 +75,10 @@ class StopRequests:
             return f"{name}: killing the workers now"
         return f"{name}: stopping; SIGKILL follows after {grace:g} s, or at once when it comes again"
 
-    def for_next(self, phases: Iterable[str]) -> list[Stop]:
-        """The requests to send to the next master, whose roles are in `phases`.
-
-        When all roles are stopping and a master was sent the first request, the next one knows it: sent again, it would
-        count as the second.
-        """
-        known = self._told > 0 and all(phase in _STOPS for phase in phases)
-        self._told = len(self._asked)
-        return self._asked[1 if known else 0 : 2]
+    @property
+    def for_next(self) -> list[Stop]:
+        """The requests to send to the next master. One that it knows changes nothing."""
+        return self._asked[:2]
 
 
 def follow(running: RunningJob, *, quiet: bool) -> int:
@@ -99,8 +91,8 @@ class Session:
 
     def __init__(self, running: RunningJob, console: Console) -> None:
         self._job, self._spec, self._processes = running.job, running.spec, running.processes
-        self._console = console
-        self._display = Display(self._job, self._spec, console)
+        self._member, self._console = running.member, console
+        self._display = Display(running, console)
         self._masters = Masters(self._job)
         self._master: Stream | None = None
         self._requests = StopRequests()
@@ -130,7 +122,7 @@ class Session:
             self._console.live("")
             self._masters.close()
         if ended is None:
-            return self._lost()
+            return await self._lost()
         self._over = asyncio.Event()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         await asyncio.to_thread(self._processes.end)
@@ -165,25 +157,20 @@ class Session:
         self._led = True
         self._heard = time.monotonic()
         self._processes.master = leader.pid
-        master.send(Attach(owner=True))
+        master.send(Attach(owner=not self._member))
         if master.remote:
             master.send(Beat())
         if self._silent is not None:
             # Not before, as the end of the owner's stream ends the job.
             await self._silent.close()
             self._silent = None
+        for stop in self._requests.for_next:
+            master.send(stop)
+        self._master = master
         leaving = asyncio.create_task(self._leave_when_replaced(master, leader))
-        phases: dict[str, str] = {}
         try:
             while not isinstance(message := await self._hear(master), Ended):
                 self._display.show(message)
-                if self._master is None and isinstance(message, RoleChanged):
-                    # A master first sends the state of every role, which shows the requests that it knows.
-                    phases[message.role] = message.phase
-                    if len(phases) == len(self._spec.roles):
-                        for stop in self._requests.for_next(phases.values()):
-                            master.send(stop)
-                        self._master = master
             return message
         except _Silent:
             self._silent = master
@@ -240,6 +227,8 @@ class Session:
 
     def _end_in_store(self) -> Ended | None:
         """Read the end of the job from the store, where a master has written it before it died."""
+        if self._job.head is not None:
+            return None
         try:
             store = open_store(self._job.store_url)
             try:
@@ -273,7 +262,7 @@ class Session:
                 loop.add_signal_handler(signum, passed_on, signum)
 
     def _stop(self, stop: Stop) -> None:
-        self._requests.add(stop, told=self._master is not None)
+        stop = self._requests.add(stop)
         if self._master is not None:
             self._master.send(stop)
 
@@ -296,10 +285,12 @@ class Session:
             return 0
         return _NO_READER if isinstance(self._unwritten, ConnectionError) else EXIT_FAILURE
 
-    def _lost(self) -> int:
+    async def _lost(self) -> int:
         """There will be no more master: end the remaining processes and report what is known."""
         refused = self._processes.refusal(self._led)
-        code = self._processes.end(self._led, 0.0 if self._requests.urgent else FAREWELL)
+        farewell = 0.0 if self._requests.urgent else FAREWELL
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        code = await asyncio.to_thread(self._processes.end, self._led, farewell)
         self._display.finish(FAREWELL)
         words = first_words(self._job)
         if refused is not None and words:
@@ -312,6 +303,11 @@ class Session:
             self._console.error(f"the master of job {self._spec.run_id} is gone: {self._trouble}")
             if words:
                 self._console.error(words)
+            if self._job.head is not None:
+                self._console.error(
+                    f"its state was on node {self._job.head.node} alone; with --store etcd://… the job would go on"
+                )
+                code = EXIT_RENDEZVOUS
         self._console.close(FAREWELL)
         return code or EXIT_FAILURE
 

@@ -13,7 +13,8 @@ from unirun.launcher.slurm.options import BatchOptions
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
 from unirun.observe.status import is_alive
-from unirun.rendezvous.jobdir import JobDir, job_at, one_at_a_time
+from unirun.rendezvous.creation import one_at_a_time
+from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.rendezvous.ownership import make_private
 from unirun.spec import JobSpec
 from unirun.wire import new_token

@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import Queue
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.launcher.foreground import session as session_module
@@ -22,64 +23,38 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.messages import Attach, Ended, Message, RoleChanged, Stop
 
 FIRST, SECOND, THIRD = (Stop(number, f"got {number}") for number in (2, 15, 3))
-RUNNING, STOPPING = ("running", "succeeded"), ("stopping", "succeeded")
 
 
 class TestStopRequests:
-    def test_stop_requests_that_no_master_got_are_sent(self) -> None:
+    def test_stop_requests_are_kept_for_the_next_master(self) -> None:
         requests = StopRequests()
-        assert requests.for_next(RUNNING) == []
+        assert requests.for_next == []
         assert requests.first is None
-        requests.add(FIRST, told=False)
-        assert requests.first == FIRST
+        requests.add(FIRST)
+        assert requests.first == requests.for_next[0] == replace(FIRST, urgent=False)
         assert not requests.urgent
-        assert requests.for_next(RUNNING) == [FIRST]
 
-    @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST]), (STOPPING, [])])
-    def test_stop_requests_that_died_with_a_master_are_sent_again(
-        self, phases: tuple[str, ...], again: list[Stop]
-    ) -> None:
+    def test_a_second_stop_request_says_that_it_is_urgent(self) -> None:
         requests = StopRequests()
-        requests.add(FIRST, told=True)
-        assert requests.for_next(phases) == again
-
-    @pytest.mark.parametrize("phase", ["waiting", "starting", "running", "restarting", "reforming"])
-    def test_stop_requests_are_sent_again_while_one_role_is_not_stopping(self, phase: str) -> None:
-        requests = StopRequests()
-        requests.add(FIRST, told=True)
-        assert requests.for_next(["stopping", phase, "failed"]) == [FIRST]
-
-    @pytest.mark.parametrize(("phases", "again"), [(RUNNING, [FIRST, SECOND]), (STOPPING, [SECOND])])
-    @pytest.mark.parametrize("told", [True, False])
-    def test_a_second_stop_request_is_not_sent_as_the_first(
-        self, phases: tuple[str, ...], again: list[Stop], told: bool
-    ) -> None:
-        requests = StopRequests()
-        requests.add(FIRST, told=True)
-        requests.add(SECOND, told=told)
+        assert requests.add(FIRST) == replace(FIRST, urgent=False)
+        assert requests.add(SECOND) == replace(SECOND, urgent=True)
         assert requests.urgent
-        assert requests.for_next(phases) == again
 
     def test_stop_requests_are_answered_with_what_follows(self) -> None:
         requests = StopRequests()
-        requests.add(FIRST, told=True)
+        requests.add(FIRST)
         assert requests.answer("SIGINT", 30.0) == (
             "SIGINT: stopping; SIGKILL follows after 30 s, or at once when it comes again"
         )
         for _ in range(2):
-            requests.add(SECOND, told=True)
+            requests.add(SECOND)
             assert requests.answer("SIGTERM", 30.0) == "SIGTERM: killing the workers now"
-
-    def test_stop_requests_that_no_master_got_are_sent_to_a_stopping_job(self) -> None:
-        requests = StopRequests()
-        requests.add(FIRST, told=False)
-        assert requests.for_next(STOPPING) == [FIRST]
 
     def test_stop_requests_after_the_second_are_not_sent(self) -> None:
         requests = StopRequests()
         for stop in (FIRST, SECOND, THIRD):
-            requests.add(stop, told=True)
-        assert requests.for_next(RUNNING) == [FIRST, SECOND]
+            requests.add(stop)
+        assert requests.for_next == [replace(FIRST, urgent=False), replace(SECOND, urgent=True)]
 
 
 @pytest.fixture
@@ -119,11 +94,8 @@ async def shown(following: Session, roles: int) -> None:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize(("written", "again"), [(False, True), (True, False)])
-def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_unless_the_job_stops(
-    place: Place, written: bool, again: bool
-) -> None:
-    interrupt = Stop(int(signal.SIGINT), "got SIGINT")
+def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_and_is_not_urgent_then(place: Place) -> None:
+    interrupt = Stop(int(signal.SIGINT), "got SIGINT", urgent=False)
 
     async def follow() -> None:
         following = session(place)
@@ -137,9 +109,8 @@ def test_ctrl_c_sent_to_a_master_that_died_is_sent_again_unless_the_job_stops(
         ended = Ended(130, "stopped", "")
 
         def successor(stream: BlockingStream) -> None:
-            tells(actor="stopping" if written else "running", rollout="succeeded")(stream)
-            if again:
-                assert stream.receive() == interrupt
+            tells(actor="stopping", rollout="succeeded")(stream)
+            assert stream.receive() == interrupt
             stream.send(ended)
 
         second = place.leader("second", deposing=1, script=successor)

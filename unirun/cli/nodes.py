@@ -1,0 +1,186 @@
+"""Jobs of several hosts, from the command line: which hosts, who is the head, where they meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from unirun.cli.commandline import CommandLine, items
+from unirun.cli.compose import job_spec
+from unirun.cli.joboptions import node_count, several_nodes
+from unirun.cli.mistakes import warnings
+from unirun.collocation import Inventory, local_inventory, unknown_nodes
+from unirun.collocation.numa import told_topology
+from unirun.errors import UsageError
+from unirun.launcher.foreground.terminal import warn
+from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member
+from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
+from unirun.launcher.hosts.token import shared_secret, token_of_job
+from unirun.launcher.planned import PlannedJob, plan
+from unirun.launcher.slurm.allocation import SRUN, Allocation, read_allocation
+from unirun.launcher.slurm.meeting import Place, address_here, find, published
+from unirun.names import is_run_id
+from unirun.rendezvous.store.url import store_url
+from unirun.spec import JobSpec
+from unirun.spec.roles import NodeCount
+from unirun.wire.address import TcpAddress
+from unirun.wire.handshake import Token, new_token
+
+PORT = 29400
+"""torchrun's default port of a rendezvous; of a static one it is 29500."""
+
+LAST_CALL = 30.0
+"""Seconds to wait for more nodes when the least number is there, as in torchrun."""
+
+
+def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
+    """Run the job over ssh, or as one of the commands on its nodes. Returns its exit code.
+
+    `options` are those of `line` and of the environment.
+    """
+    if "hosts" in options or "hostfile" in options:
+        # Imported here: asyncio's subprocesses are needed for nothing else.
+        from unirun.launcher.hosts.ssh import run_over_ssh
+
+        hosts = hosts_of(options)
+        count = len(hosts), len(hosts)
+        spec = job_spec(line, local_inventory(), nodes=count)
+        return run_over_ssh(
+            hosts,
+            spec,
+            lambda inventory: planned(line, inventory, count, spec.run_id),
+            store=store_url(options.get("store")),
+            interface=options.get("interface", ""),
+            insecure=bool(options.get("insecure")),
+            quiet=bool(options.get("quiet")),
+        )
+    step = None if several_nodes(options) else read_allocation(os.environ)
+    if step is None and not several_nodes(options):
+        raise UsageError("srun has not told which nodes this step has", f"start it with {SRUN}")
+    count = node_count(options) if step is None else (len(step.nodes), len(step.nodes))
+    # Mistakes are told before anything is waited for.
+    spec = job_spec(line, local_inventory(), nodes=count)
+    quiet = bool(options.get("quiet"))
+
+    def make_plan(inventory: Inventory) -> PlannedJob:
+        return planned(line, inventory, (count[0], len(inventory.nodes)), spec.run_id)
+
+    store = store_url(options.get("store"))
+    meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
+    if not meeting.head:
+        return run_member(meeting, quiet=quiet)
+    if step is None:
+        return run_head(meeting, make_plan, store=store, quiet=quiet)
+
+    def publish(address: TcpAddress) -> AbstractContextManager[None]:
+        return published(step, Place(address.addr, address.port, meeting.token.hex()))
+
+    return run_head(meeting, make_plan, store=store, quiet=quiet, publish=publish)
+
+
+def planned(line: CommandLine, inventory: Inventory, nodes: NodeCount, run_id: str) -> PlannedJob:
+    """The job with the inventory of all its nodes. Likely mistakes are written to stderr."""
+    spec = replace(job_spec(line, inventory, nodes=nodes), run_id=run_id)
+    for warning in (*warnings(line, spec, os.environ), *unknown_nodes(spec, inventory)):
+        warn(warning)
+    return plan(spec, inventory, told_topology)
+
+
+def hosts_of(options: Mapping[str, Any]) -> tuple[Host, ...]:
+    """The hosts that ``--hosts`` or ``--hostfile`` names. Raises `UsageError`."""
+    if "hosts" in options and "hostfile" in options:
+        raise UsageError("--hosts and --hostfile exclude each other", "leave out one of them")
+    for option in ("nnodes", "node_rank", "rdzv_endpoint"):
+        if option in options and not (option == "node_rank" and str(options[option]) == "0"):
+            raise UsageError(
+                f"--{option.replace('_', '-')} is for a command on each node, and --hosts starts those",
+                "leave out one of them",
+            )
+    return parse_hosts(options["hosts"]) if "hosts" in options else read_hostfile(Path(options["hostfile"]))
+
+
+def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> Meeting:
+    """Where the commands of a job meet, by torchrun's options. Raises `UsageError`, `RendezvousError`."""
+    host, port = _endpoint(options)
+    backend = options.get("rdzv_backend", "static")
+    if backend not in ("static", "c10d"):
+        raise UsageError(f"--rdzv-backend {backend}: only static and c10d apply", "leave it out")
+    rank = _node_rank(options, count[1])
+    conf = dict(item.partition("=")[::2] for item in items([options.get("rdzv_conf", "")]))
+    name = options.get("node_name", socket.gethostname())
+    if not is_run_id(name):
+        raise UsageError(
+            f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
+        )
+    head = rank == 0 if rank >= 0 else is_here(host)
+    secret = shared_secret(options.get("token_file"), make=head, timeout=spec.join_timeout)
+    return Meeting(
+        node=name,
+        rank=rank,
+        head=head,
+        host=host,
+        port=port,
+        least=count[0],
+        most=count[1],
+        timeout=spec.join_timeout,
+        last_call=float(conf.get("last_call_timeout", LAST_CALL)),
+        token=token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}"),
+        interface=options.get("interface", ""),
+        insecure=bool(options.get("insecure")),
+    )
+
+
+def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) -> Meeting:
+    """Where the commands of a job step meet. Raises `RendezvousError`."""
+    head = step.index == 0
+    place = Place(address_here(step), 0, new_token().hex()) if head else find(step, spec.join_timeout)
+    return Meeting(
+        node=step.node,
+        rank=step.index,
+        head=head,
+        host=place.host,
+        port=place.port,
+        least=len(step.nodes),
+        most=len(step.nodes),
+        timeout=spec.join_timeout,
+        last_call=LAST_CALL,
+        token=Token(bytes.fromhex(place.token)),
+        interface=options.get("interface", ""),
+        insecure=bool(options.get("insecure")),
+    )
+
+
+def _endpoint(options: Mapping[str, Any]) -> tuple[str, int]:
+    """The head's host and port."""
+    text = options.get("rdzv_endpoint")
+    if text:
+        host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+        host, port = (host, port) if colon else (text, str(PORT))
+    elif "master_addr" in options:
+        host, port = options["master_addr"], str(options.get("master_port", 29500))
+    else:
+        raise UsageError(
+            f"--nnodes {options.get('nnodes')}: nothing says where the nodes meet",
+            "name the head on each of them: --rdzv-endpoint HOST:PORT; or let one command start all: --hosts h1,h2",
+        )
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _node_rank(options: Mapping[str, Any], most: int) -> int:
+    """The node rank, -1 when it is not given."""
+    if "node_rank" not in options:
+        return -1
+    text = str(options["node_rank"])
+    if not text.isdecimal() or int(text) >= most:
+        raise UsageError(
+            f"--node-rank {text:.80}: expected 0 to {most - 1}", "each node has a rank of its own"
+        )
+    return int(text)

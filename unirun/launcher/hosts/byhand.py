@@ -1,0 +1,185 @@
+"""A command on each host, as under torchrun and srun: the first one is the head, to which the others connect.
+
+The head hears what each node offers, plans the job, and runs the first master. Each command shows the output of its own
+ranks, and leaves with the job's exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+from msgspec.structs import replace
+
+from unirun.collocation import Inventory
+from unirun.errors import RendezvousError, WireError
+from unirun.launcher.foreground.terminal import drop_input, warn
+from unirun.launcher.hosts.interfaces import choose, is_own, resolve
+from unirun.launcher.hosts.lobby import Lobby, assign, inventory_of, misfits, part, refusal
+from unirun.launcher.hosts.member import offer, take_part, task_json, versions
+from unirun.launcher.launch import Head, launch, task_of
+from unirun.launcher.local import RunningJob, start_agent
+from unirun.launcher.planned import PlannedJob
+from unirun.launcher.process import adopt_orphans, spare_descriptors
+from unirun.rendezvous.creation import new_uid
+from unirun.rendezvous.store.url import anchored
+from unirun.values import Value
+from unirun.wire.address import TcpAddress
+from unirun.wire.aio import Server
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.certificates import temporary
+from unirun.wire.credentials import Credentials
+from unirun.wire.handshake import Token
+from unirun.wire.lobby import Assigned, Dismissed, Go
+from unirun.wire.sockets import listen_tcp
+
+AGAIN = 0.2
+"""Seconds after which a node that the head does not answer yet tries again."""
+
+
+class Meeting(Value):
+    """Where and how the nodes of a job meet.
+
+    This host is `node`, with the node rank `rank` (-1: any); it is the head if `head`. The head listens at `host`, a
+    name or an address, and `port`, and waits for `least` to `most` nodes, `timeout` seconds at most; once there are
+    `least`, `last_call` seconds for the others. `interface` is the user's choice, empty for none.
+    """
+
+    node: str
+    rank: int
+    head: bool
+    host: str
+    port: int
+    least: int
+    most: int
+    timeout: float
+    last_call: float
+    token: Token
+    interface: str = ""
+    insecure: bool = False
+
+
+def run_head(
+    meeting: Meeting,
+    make_plan: Callable[[Inventory], PlannedJob],
+    *,
+    store: str | None,
+    quiet: bool,
+    publish: Callable[[TcpAddress], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> int:
+    """Run the job of all nodes as their head. `make_plan` plans it for the nodes that have come; `publish` tells the
+    others where they meet, if they cannot know. Returns its exit code.
+
+    Raises `RendezvousError`, also with all nodes that cannot take part, and what `make_plan` raises.
+    """
+    addr = choose(meeting.interface) if meeting.interface else resolve(meeting.host)
+    listener = listen_tcp(addr, meeting.port)
+    address = TcpAddress(addr, listener.getsockname()[1], meeting.node)
+    here = offer(meeting.node, meeting.rank)
+    url = anchored(store) if store is not None else None
+    with (
+        temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials,
+        asyncio.Runner() as runner,
+    ):
+        lobby = Lobby(meeting.most, here)
+        with publish(address):
+            runner.run(_gather(lobby, meeting, listener, credentials))
+        guests = lobby.guests
+        try:
+            offers = [here, *(guest.offer for guest in guests)]
+            if found := misfits(offers, versions()):
+                raise refusal(found)
+            planned = make_plan(inventory_of(offers))
+            head = Head(meeting.node, meeting.token, new_uid(), listener, address, meeting.insecure)
+            named = tasks(planned, head, url)
+            wanted = [guest for guest in guests if guest.node in named]
+            unwanted = [guest for guest in guests if guest.node not in named]
+            runner.run(part(unwanted, Dismissed("the job excludes this node", "see --exclude")))
+            runner.run(assign(guests := wanted, named))
+            running = launch(planned, store=store, head=head)
+        except BaseException as error:
+            runner.run(part(guests, Dismissed(f"the job was not started: {error}")))
+            raise
+        listener.close()
+        runner.run(part(guests, Go()))
+    return _follow(replace(running, node=meeting.node), quiet=quiet)
+
+
+def run_member(meeting: Meeting, *, quiet: bool) -> int:
+    """Take part in the job of the head at `meeting`. Returns the job's exit code. Raises `RendezvousError`."""
+    with temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials:
+        stream = _reach_head(meeting, credentials)
+        with stream:
+            member = take_part(
+                stream, offer(meeting.node, meeting.rank), meeting.token, insecure=meeting.insecure
+            )
+    adopt_orphans()
+    running = RunningJob(
+        member.job, member.task.spec, start_agent(member, owner=os.getpid()), meeting.node, member=True
+    )
+    return _follow(running, quiet=quiet)
+
+
+def tasks(planned: PlannedJob, head: Head, store: str | None) -> dict[str, Assigned]:
+    """What each node besides the head is told."""
+    names = tuple(
+        node.name for node in planned.inventory.nodes if node.name not in planned.placement.excluded
+    )
+    return {
+        name: Assigned(
+            planned.spec.run_id, head.uid, task_json(task_of(planned, names, name)), head.address, store or ""
+        )
+        for name in names
+        if name != head.node
+    }
+
+
+async def _gather(lobby: Lobby, meeting: Meeting, listener: socket.socket, credentials: Credentials) -> None:
+    # A copy: the master listens on the socket itself later.
+    server = Server(listener.dup(), credentials, lobby.admit, lambda text, _: warn(text))
+    try:
+        await lobby.gather(meeting.least, meeting.timeout, meeting.last_call)
+    finally:
+        server.close()
+
+
+def _reach_head(meeting: Meeting, credentials: Credentials) -> BlockingStream:
+    """Connect to the head, which may start later than this command. Raises `RendezvousError`, `WireError`."""
+    end = time.monotonic() + meeting.timeout
+    told = False
+    while True:
+        try:
+            return BlockingStream.connect(TcpAddress(resolve(meeting.host), meeting.port, ""), credentials)
+        except (RendezvousError, WireError) as error:
+            if isinstance(error, WireError) and not isinstance(error.__cause__, OSError):
+                raise
+            if time.monotonic() > end:
+                raise RendezvousError(
+                    f"the head at {meeting.host}:{meeting.port} has not answered within {meeting.timeout:g} s: {error}",
+                    "start the command on the first node too, and see --rdzv-endpoint",
+                ) from error
+        if not told and time.monotonic() > end - meeting.timeout + 3.0:
+            told = True
+            warn(f"waiting for the head at {meeting.host}:{meeting.port}")
+        time.sleep(AGAIN)
+
+
+def _follow(running: RunningJob, *, quiet: bool) -> int:
+    # Imported while agents and master start.
+    from unirun.launcher.foreground.session import follow
+
+    drop_input()
+    spare_descriptors()
+    return follow(running, quiet=quiet)
+
+
+def is_here(host: str) -> bool:
+    """Whether the name or address `host` is this host. Raises `RendezvousError` when it has no address."""
+    with suppress(ValueError):
+        if host in (socket.gethostname(), "localhost"):
+            return True
+    return is_own(resolve(host))

@@ -1,0 +1,134 @@
+"""One host reached by the user's own ssh: the process on it, and what ssh said when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+
+from unirun.errors import RendezvousError
+from unirun.launcher.hosts.hostlist import Host
+from unirun.launcher.hosts.stdio import MARK
+from unirun.wire.aio import Stream
+
+OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+"""No terminal, no questions, and a connection that is lost is noticed within 15 s (three times ServerAliveInterval)."""
+
+KEPT = 8192
+"""Bytes of stderr that are kept for errors."""
+
+SSH_FAILED = 255
+"""The exit code of ssh for its own errors."""
+
+_LIMIT = 1 << 26
+
+REMEDIES = (
+    (
+        r"permission denied",
+        "it asks for a password or refuses the key: load one with ssh-add, or ssh-copy-id {target}",
+    ),
+    (r"host key verification failed|host key is not known", "accept its host key once: ssh {target}"),
+    (
+        r"could not resolve|name or service not known|nodename nor servname",
+        "is the name right? see ~/.ssh/config",
+    ),
+    (r"connection refused", "no sshd listens there; see Port in ~/.ssh/config"),
+    (r"timed out|no route to host|network is unreachable", "is the host up? try: ssh {target}"),
+    (r"no module named '?unirun", "install unirun there, in the environment of {python}"),
+    (r"no such file|not found", "install the same environment there: {python}"),
+)
+"""What ssh or the remote shell say, and what to do about it."""
+
+
+class Remote:
+    """The process of a node on `host`, which speaks over ssh's stdin and stdout (`stream`)."""
+
+    def __init__(self, host: Host, process: asyncio.subprocess.Process) -> None:
+        self.host, self._process = host, process
+        assert process.stdout is not None
+        assert process.stdin is not None
+        self._stdout = process.stdout
+        self.stream = Stream(process.stdout, process.stdin)
+        self._errors = bytearray()
+        self._listening = asyncio.ensure_future(self._listen())
+
+    async def ready(self) -> None:
+        """Wait until the process has started. Raises `RendezvousError` with the reason and the remedy."""
+        try:
+            await self._stdout.readuntil(MARK)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            raise await self.failure() from error
+
+    async def failure(self) -> RendezvousError:
+        """Why the process has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await self._listening
+                await self._process.wait()
+        return explain(self.host, self._process.returncode, self._errors.decode(errors="replace"))
+
+    async def _listen(self) -> None:
+        assert self._process.stderr is not None
+        while data := await self._process.stderr.read(4096):
+            self._errors += data
+            del self._errors[:-KEPT]
+
+    async def close(self) -> None:
+        """End ssh, not what it has started."""
+        self._listening.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        await self._process.wait()
+
+
+async def reach(host: Host) -> Remote:
+    """Start the process of a node on `host`. Raises `RendezvousError` when ssh itself is missing."""
+    command = node_command()
+    argv = [*command] if host.target == "localhost" else ["ssh", *OPTIONS, host.target, shlex.join(command)]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LIMIT,
+            # A signal of the terminal is for the command, which stops the job.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", "install OpenSSH") from error
+    return Remote(host, process)
+
+
+def node_command() -> list[str]:
+    """The command on a host. The module path is needed before the environment is sent, and is no secret."""
+    path = os.environ.get("PYTHONPATH")
+    prefix = ["env", f"PYTHONPATH={path}"] if path else []
+    return [*prefix, sys.executable, "-P", "-m", "unirun.launcher.hosts.node"]
+
+
+def explain(host: Host, code: int | None, said: str) -> RendezvousError:
+    """The error for a host whose process has ended with `code`, having `said` that on stderr."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = lines[-1] if lines else f"it ended with exit code {code}"
+    for pattern, remedy in REMEDIES:
+        for line in reversed(lines):
+            if re.search(pattern, line, re.IGNORECASE):
+                return RendezvousError(line, remedy.format(target=host.target, python=sys.executable))
+    return RendezvousError(last, f"try: ssh {host.target} {shlex.join(node_command()[-4:-3])} --version")
+
+
+_OF_THE_HOST = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|OLDPWD|TERM|TERM_.*|TMPDIR|MAIL|DISPLAY|XDG_.*|SSH_.*|SLURM.*|SHLVL|_"
+    r"|CUDA_VISIBLE_DEVICES|NVIDIA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|ROCR_VISIBLE_DEVICES"
+)
+
+
+def carried(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that a host gets: not those that describe this host, its terminal or its devices."""
+    return {name: value for name, value in environ.items() if not _OF_THE_HOST.fullmatch(name)}

@@ -1,0 +1,83 @@
+"""What the files of a node's directory get, sent to the command that follows the job: logs, events, status.
+
+The command writes the same files, so that everything that reads a job's directory works there too. What is behind the
+last bytes that it has is sent again after a reconnect; a slow command is waited for, as the files are here.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from unirun.rendezvous import JobDir
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.lobby import Chunk, Complete
+
+LOOK = 0.05
+"""Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
+
+MOST = 1 << 18
+"""Bytes of one chunk."""
+
+GROWING = ("events.jsonl", "metrics.jsonl", "master.log")
+REPLACED = ("state.json", "summary.json")
+"""Files of the head's directory besides the logs, by how they change."""
+
+
+def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
+    """Send what is in the files of `job` after `offsets` until its agent has ended. Raises `ConnectionLost`."""
+    seen: dict[str, tuple[int, int]] = {}
+    while True:
+        # Looked at first: what the agent and its workers have written is there when they have ended.
+        over = not job.alive()
+        for name in _growing(job):
+            for chunk in _news(job, name, offsets.get(name, 0)):
+                stream.send(chunk)
+                offsets[name] = chunk.offset + len(base64.b64decode(chunk.data))
+        for name in REPLACED:
+            replaced = _whole(job, name, seen)
+            if replaced is not None:
+                stream.send(replaced)
+        if over:
+            stream.send(Complete())
+            return
+        time.sleep(LOOK)
+
+
+def _growing(job: JobDir) -> Iterator[str]:
+    """The names of the files that grow, relative to the job's directory."""
+    yield from (name for name in GROWING if (job.path / name).exists())
+    yield from (path.name for path in job.path.glob("agent.*.log"))
+    logs = job.logs.resolve()
+    for folder, _, names in os.walk(logs):
+        for name in names:
+            yield str(Path("logs", Path(folder, name).relative_to(logs)))
+
+
+def _news(job: JobDir, name: str, offset: int) -> Iterator[Chunk]:
+    try:
+        with open(job.path / name, "rb") as file:
+            file.seek(offset)
+            while data := file.read(MOST):
+                yield Chunk(name, offset, base64.b64encode(data).decode())
+                offset += len(data)
+    except FileNotFoundError:
+        return
+
+
+def _whole(job: JobDir, name: str, seen: dict[str, tuple[int, int]]) -> Chunk | None:
+    """The file `name` if it is another than the one `seen` last."""
+    try:
+        with open(job.path / name, "rb") as file:
+            info = os.fstat(file.fileno())
+            key = (info.st_ino, info.st_mtime_ns)
+            if seen.get(name) == key:
+                return None
+            data = file.read()
+    except FileNotFoundError:
+        return None
+    seen[name] = key
+    return Chunk(name, 0, base64.b64encode(data).decode(), whole=True)

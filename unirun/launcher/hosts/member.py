@@ -1,0 +1,143 @@
+"""This host as a node of a job: it makes an offer, takes its task, and binds what the task needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from msgspec import to_builtins
+from msgspec.json import encode as to_json
+from msgspec.structs import replace
+
+from unirun.collocation import local_inventory
+from unirun.errors import RendezvousError, UnirunError
+from unirun.launcher.hosts.interfaces import choose, route_to
+from unirun.launcher.local import Member
+from unirun.launcher.orders import AgentTask
+from unirun.rendezvous import create_job
+from unirun.rendezvous.endpoints import hold_endpoints
+from unirun.spec import JobSpec
+from unirun.wire.address import TcpAddress
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.certificates import make_tls
+from unirun.wire.codec import from_json
+from unirun.wire.handshake import Token
+from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
+from unirun.wire.sockets import listen_tcp
+
+ANSWER = 600.0
+"""Seconds that a node waits for the launcher's next word; the launcher has the deadline, and its end is noticed."""
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be the same on all hosts of a job. A missing package has none."""
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    for name, package in (("torch", "torch"), ("unirun", "torch-unirun")):
+        try:
+            found[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def offer(
+    node: str,
+    rank: int = -1,
+    masters: TcpAddress | None = None,
+    faults: tuple[tuple[str, str], ...] = (),
+) -> Offer:
+    """What this host brings into a job as `node`."""
+    inventory = replace(local_inventory().nodes[0], name=node)
+    return Offer(node, socket.gethostname(), rank, to_json(inventory).decode(), versions(), masters, faults)
+
+
+def take_part(
+    stream: BlockingStream, offered: Offer, token: Token, *, insecure: bool = False, interface: str = ""
+) -> Member:
+    """Make the offer, take the task, and be ready. Returns when the launcher says that the job starts.
+
+    Raises `RendezvousError` when this node is dismissed or its endpoints cannot be bound, `JobError`, `WireError`.
+    """
+    stream.send(offered)
+    assigned = stream.receive(ANSWER)
+    if not isinstance(assigned, Assigned):
+        raise _dismissal(assigned)
+    try:
+        member = settle(assigned, offered.node, token, insecure=insecure, interface=interface)
+    except UnirunError as error:
+        stream.send(Dismissed(error.problem, error.remedy))
+        raise
+    stream.send(Ready())
+    try:
+        await_go(stream)
+    except BaseException:
+        member.close()
+        raise
+    return member
+
+
+def await_go(stream: BlockingStream) -> None:
+    """Wait until the launcher says that the job starts. Raises `RendezvousError`, `WireError`."""
+    word = stream.receive(ANSWER)
+    if not isinstance(word, Go):
+        raise _dismissal(word)
+
+
+def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, interface: str) -> Member:
+    """Make this node's directory of the job and bind its endpoints. Raises `RendezvousError`, `JobError`."""
+    task = from_json(AgentTask, assigned.task)
+    addr = choose(interface) if interface else route_to(assigned.head.addr)
+    cwd = task.cwd or os.getcwd()
+    missing = missing_files(task.spec, cwd)
+    if missing:
+        raise RendezvousError(
+            f"{socket.gethostname()} has no {', '.join(missing)}",
+            "put it there, share the directory, or use --sync",
+        )
+    job, lock = create_job(
+        assigned.run_id,
+        token,
+        task.spec.log.dir,
+        assigned.store or None,
+        uid=assigned.uid,
+        node=node,
+        head=None if assigned.store else assigned.head,
+    )
+    # Stores, process groups and calls use this node's own address.
+    task = replace(task, cwd=cwd, addr=addr, spec=replace(task.spec, master_addr=addr))
+    try:
+        make_tls(job.path, token, node, insecure=insecure)
+        endpoints = hold_endpoints(task.spec, addr, task.port)
+        listener = listen_tcp(addr) if assigned.store else None
+    except BaseException:
+        os.close(lock)
+        shutil.rmtree(job.path, ignore_errors=True)
+        raise
+    return Member(job, lock, task, endpoints, listener)
+
+
+def missing_files(spec: JobSpec, cwd: str) -> list[str]:
+    """The scripts and directories of `spec` that this host does not have."""
+    found = [cwd] if not os.path.isdir(cwd) else []
+    for role in spec.roles:
+        at = Path(cwd, role.cwd or "")
+        if role.cwd and not at.is_dir():
+            found.append(str(at))
+        if role.entry.kind == "script" and not Path(at, role.entry.target).is_file():
+            found.append(str(Path(at, role.entry.target)))
+    return list(dict.fromkeys(found))
+
+
+def _dismissal(word: object) -> RendezvousError:
+    if isinstance(word, Dismissed):
+        return RendezvousError(word.problem, word.remedy)
+    return RendezvousError(f"the launcher said {type(word).__name__} where a task was due")
+
+
+def task_json(task: AgentTask) -> str:
+    """A task as text."""
+    return to_json(to_builtins(task)).decode()

@@ -1,0 +1,91 @@
+"""The command's copy of what nodes on other hosts write: the files of a job's directory, as `feed` sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from unirun.errors import FrameError, RendezvousError, WireError
+from unirun.launcher.hosts.connection import Remote, reach
+from unirun.launcher.hosts.feed import GROWING, REPLACED
+from unirun.rendezvous import JobDir
+from unirun.wire.lobby import Chunk, Complete, Dismissed, Resume
+
+AGAIN = 1.0
+"""Seconds between two attempts to reach a host again."""
+
+
+class Mirror:
+    """Copies the files of one node into the directory `job`, over one ssh connection after another.
+
+    `note` is told when the connection is lost and when it is back.
+    """
+
+    def __init__(self, job: JobDir, node: str, remote: Remote, note: Callable[[str], None]) -> None:
+        self._job, self._node, self._remote, self._note = job, node, remote, note
+        self._offsets: dict[str, int] = {}
+        self.connected = True
+
+    async def run(self) -> None:
+        """Copy until the node's agent has ended and everything is here."""
+        while not await self._copied():
+            self.connected = False
+            self._note(f"the connection to {self._node} is lost; its ranks go on")
+            await self._remote.close()
+            await self._again()
+            self.connected = True
+            self._note(f"the connection to {self._node} is back")
+        await self._remote.close()
+
+    async def _copied(self) -> bool:
+        """Take what comes. False when the connection was lost first."""
+        stream = self._remote.stream
+        try:
+            while True:
+                message = await stream.receive()
+                match message:
+                    case Chunk():
+                        self._write(message)
+                    case Complete():
+                        return True
+                    case Dismissed(problem):
+                        self._note(f"{self._node}: {problem}")
+                        return True
+        except WireError:
+            return False
+
+    async def _again(self) -> None:
+        while True:
+            try:
+                remote = await reach(self._remote.host)
+                async with asyncio.timeout(15.0):
+                    await remote.ready()
+            except (RendezvousError, TimeoutError):
+                await asyncio.sleep(AGAIN)
+                continue
+            remote.stream.send(Resume(self._job.run_id, self._node, self._offsets))
+            self._remote = remote
+            return
+
+    def _write(self, chunk: Chunk) -> None:
+        """Write a part of a file. Raises `FrameError` for one that a node has no business to write."""
+        data = base64.b64decode(chunk.data)
+        name = PurePosixPath(chunk.path)
+        agent_log = len(name.parts) == 1 and name.match("agent.*.log")
+        known = chunk.path in (*GROWING, *REPLACED) or agent_log or name.parts[0] == "logs"
+        if not known or ".." in name.parts or name.is_absolute():
+            raise FrameError(f"{self._node} sends a file called {chunk.path!a:.80}")
+        target = self._job.path / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if chunk.whole:
+            fresh = target.with_suffix(".new")
+            fresh.write_bytes(data)
+            fresh.replace(target)
+            return
+        # Not truncated: who follows a file that the worker's start was told of may have made it already.
+        with open(target, "r+b" if target.exists() else "w+b") as file:
+            file.seek(chunk.offset)
+            file.write(data)
+        self._offsets[chunk.path] = chunk.offset + len(data)

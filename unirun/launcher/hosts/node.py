@@ -1,0 +1,114 @@
+"""``python -m unirun.launcher.hosts.node``: this host as a node of a job that a command elsewhere launches over ssh.
+
+It takes part in the job, starts the agent, and on the head the first master. Then it sends the command what the files
+of the node's directory get. The agent does not depend on this process: when ssh is lost, another one is started, which
+sends the rest (`Resume`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from unirun.errors import RendezvousError, UnirunError, WireError
+from unirun.launcher.hosts.feed import feed
+from unirun.launcher.hosts.interfaces import choose, reachable_address
+from unirun.launcher.hosts.member import ANSWER, await_go, offer, take_part
+from unirun.launcher.hosts.stdio import over_stdio
+from unirun.launcher.local import start_agent
+from unirun.launcher.planned import PlannedJob
+from unirun.rendezvous import JobDir
+from unirun.rendezvous.jobdir import job_at
+from unirun.wire.address import TcpAddress
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.handshake import Token
+from unirun.wire.lobby import Assigned, Dismissed, Invite, Ready, Resume
+from unirun.wire.sockets import listen_tcp
+
+LOST_GO = 128 + signal.SIGHUP
+"""The exit code when the command is gone before the job has started."""
+
+
+def main() -> int:
+    """Take part in the job that stdin tells of. Returns the exit code."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    stream = over_stdio()
+    try:
+        first = stream.receive(ANSWER)
+        match first:
+            case Resume(run_id, node, offsets):
+                feed(job_at(run_id, node), stream, dict(offsets))
+            case Invite():
+                feed(_take_part(first, stream), stream, {})
+            case _:
+                raise RendezvousError(f"the command said {type(first).__name__} at first")
+    except WireError:
+        return LOST_GO
+    except UnirunError as error:
+        stream.send(Dismissed(error.problem, error.remedy))
+        return error.exit_code
+    return 0
+
+
+def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:
+    """Take part in a job. Returns its directory here, with the agent running."""
+    os.environ.update(invite.env)
+    token = Token(bytes.fromhex(invite.token))
+    faults: list[tuple[str, str]] = []
+    try:
+        os.chdir(invite.cwd)
+    except OSError as error:
+        faults.append(
+            (f"{invite.cwd}: {(error.strerror or '').lower()}", "make it there, share it, or use --sync")
+        )
+    if invite.head:
+        return _lead(invite, stream, token, tuple(faults))
+    member = take_part(
+        stream,
+        offer(invite.node, faults=tuple(faults)),
+        token,
+        insecure=invite.insecure,
+        interface=invite.interface,
+    )
+    start_agent(member, owner=None)
+    return member.job
+
+
+def _lead(
+    invite: Invite, stream: BlockingStream, token: Token, faults: tuple[tuple[str, str], ...]
+) -> JobDir:
+    """Take part as the head, which starts the first master."""
+    addr = choose(invite.interface) if invite.interface else _seen_by_ssh() or reachable_address()
+    listener = listen_tcp(addr)
+    address = TcpAddress(addr, listener.getsockname()[1], invite.node)
+    stream.send(offer(invite.node, masters=address, faults=faults))
+    assigned = stream.receive(ANSWER)
+    if not isinstance(assigned, Assigned):
+        raise RendezvousError("the head was dismissed")
+    # Imported here: only the head needs the master.
+    from unirun.launcher.launch import Head, launch
+
+    planned = PlannedJob.from_json(assigned.planned)
+    head = Head(invite.node, token, assigned.uid, listener, address, invite.insecure, folder=invite.node)
+    running = launch(planned, store=assigned.store or None, head=head)
+    listener.close()
+    stream.send(Ready())
+    try:
+        await_go(stream)
+    except BaseException:
+        running.processes.kill_agents()
+        running.processes.end(led=False)
+        raise
+    return running.job
+
+
+def _seen_by_ssh() -> str:
+    """The address by which the command has reached this host; empty without ssh, or when it is loopback."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    addr = words[2].partition("%")[0] if len(words) == 4 else ""
+    return "" if addr.startswith("127.") or addr == "::1" else addr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""A job on hosts that one command reaches by ssh: ``--hosts`` and ``--hostfile``.
+
+The first host is the head, on which the first master runs. The command follows it from here, and keeps a copy of the
+job's directory (`mirror`), so that ``unirun status`` and ``logs`` work here as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from unirun.collocation import Inventory
+from unirun.errors import RendezvousError, UnirunError
+from unirun.launcher.hosts.connection import Remote, carried, reach
+from unirun.launcher.hosts.hostlist import Host
+from unirun.launcher.hosts.lobby import (
+    Guest,
+    Unfit,
+    assign,
+    inventory_of,
+    misfits,
+    part,
+    refusal,
+    tell,
+)
+from unirun.launcher.hosts.member import task_json, versions
+from unirun.launcher.hosts.mirror import Mirror
+from unirun.launcher.launch import task_of
+from unirun.launcher.local import RunningJob
+from unirun.launcher.planned import PlannedJob
+from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.creation import new_uid
+from unirun.rendezvous.store.url import anchored
+from unirun.spec import JobSpec
+from unirun.wire.address import TcpAddress
+from unirun.wire.certificates import make_tls
+from unirun.wire.handshake import new_token
+from unirun.wire.lobby import Assigned, Dismissed, Go, Invite, Offer
+
+COMMAND = "command"
+"""The name in the certificate of a command that is no node."""
+
+LOST = 15.0
+"""Seconds without a master after which a job on other hosts is given up. A master that dies has a successor in one or
+two."""
+
+REST = 10.0
+"""Seconds that hosts have to send the rest of their output after the job's end."""
+
+
+def run_over_ssh(
+    hosts: Sequence[Host],
+    spec: JobSpec,
+    make_plan: Callable[[Inventory], PlannedJob],
+    *,
+    store: str | None,
+    interface: str,
+    insecure: bool,
+    quiet: bool,
+) -> int:
+    """Run a job on `hosts`; `make_plan` plans it for what they have. Returns its exit code.
+
+    Raises `RendezvousError` with all hosts that cannot take part, and what `make_plan` raises.
+    """
+    return asyncio.run(_Run(hosts, spec, store, interface, insecure).run(make_plan, quiet=quiet))
+
+
+class _Run:
+    """One job over ssh, from the first connection to its end."""
+
+    def __init__(
+        self, hosts: Sequence[Host], spec: JobSpec, store: str | None, interface: str, insecure: bool
+    ) -> None:
+        self._hosts, self._spec = hosts, spec
+        self._store = anchored(store) if store is not None else None
+        self._interface, self._insecure = interface, insecure
+        self._token, self._uid = new_token(), new_uid()
+        self._remotes: dict[str, Remote] = {}
+
+    async def run(self, make_plan: Callable[[Inventory], PlannedJob], *, quiet: bool) -> int:
+        """Launch and follow the job."""
+        guests: list[Guest] = []
+        try:
+            guests = await self._invite_all()
+            if found := misfits([guest.offer for guest in guests], versions()):
+                raise refusal(found)
+            planned = make_plan(self._inventory(guests))
+            guests = await self._without_excluded(guests, planned)
+            head = guests[0].offer.masters
+            if head is None:
+                raise RendezvousError(f"{guests[0].node} has not told where masters listen")
+            await assign(guests, self._assignments(planned, guests, head))
+            job, lock = self._own_directory(planned.spec, head)
+            try:
+                await tell(guests, Go())
+                return await self._follow(job, planned, quiet=quiet)
+            finally:
+                os.close(lock)
+        except BaseException as error:
+            await part(guests, Dismissed(f"the job was not started: {error}"))
+            raise
+        finally:
+            await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
+
+    async def _invite_all(self) -> list[Guest]:
+        """Start the process of each node and hear its offer. Raises `RendezvousError` with all that went wrong."""
+        unfit: dict[str, Unfit] = {}
+        guests: dict[str, Guest] = {}
+
+        async def one(host: Host) -> None:
+            try:
+                async with asyncio.timeout(self._spec.join_timeout):
+                    remote = self._remotes[host.name] = await reach(host)
+                    await remote.ready()
+                    remote.stream.send(self._invitation(host))
+                    guests[host.name] = Guest(remote.stream, await self._offer(remote))
+            except TimeoutError:
+                problem = f"it has not answered within {self._spec.join_timeout:g} s"
+                unfit[host.name] = Unfit(host.name, problem, f"try: ssh {host.target}")
+            except UnirunError as error:
+                unfit[host.name] = Unfit(host.name, error.problem, error.remedy)
+
+        await asyncio.gather(*(one(host) for host in self._hosts))
+        if unfit:
+            # What the others say of themselves is told as well: all that has to be mended, at once.
+            found = misfits([guest.offer for guest in guests.values()], versions())
+            raise refusal([*(unfit[host.name] for host in self._hosts if host.name in unfit), *found])
+        return [guests[host.name] for host in self._hosts]
+
+    async def _offer(self, remote: Remote) -> Offer:
+        try:
+            word = await remote.stream.receive()
+        except UnirunError as error:
+            raise await remote.failure() from error
+        if isinstance(word, Dismissed):
+            raise RendezvousError(word.problem, word.remedy)
+        if not isinstance(word, Offer):
+            raise RendezvousError(f"it said {type(word).__name__} when it should have made an offer")
+        return word
+
+    def _invitation(self, host: Host) -> Invite:
+        return Invite(
+            token=self._token.hex(),
+            node=host.name,
+            cwd=os.getcwd(),
+            env=carried(os.environ),
+            head=host is self._hosts[0],
+            interface=self._interface,
+            insecure=self._insecure,
+        )
+
+    def _inventory(self, guests: Sequence[Guest]) -> Inventory:
+        """What the hosts have, cut to the slots that the user allows."""
+        slots = {host.name: host.slots for host in self._hosts}
+        nodes = []
+        for node in inventory_of([guest.offer for guest in guests]).nodes:
+            count = slots[node.name]
+            if count is not None and node.devices:
+                node = replace(node, devices=node.devices[:count])
+            elif count is not None:
+                node = replace(node, cpus=node.cpus[:count])
+            nodes.append(node)
+        return Inventory(tuple(nodes))
+
+    async def _without_excluded(self, guests: Sequence[Guest], planned: PlannedJob) -> list[Guest]:
+        excluded = planned.placement.excluded
+        out = [guest for guest in guests if guest.node in excluded]
+        await part(out, Dismissed("the job excludes this node", "see --exclude"))
+        for guest in out:
+            await self._remotes.pop(guest.node).close()
+        return [guest for guest in guests if guest.node not in excluded]
+
+    def _assignments(
+        self, planned: PlannedJob, guests: Sequence[Guest], head: TcpAddress
+    ) -> dict[str, Assigned]:
+        # Each host logs in the node's own directory, and this one keeps a copy of all where the user wants it.
+        spec = replace(planned.spec, log=replace(planned.spec.log, dir=None))
+        planned = replace(planned, spec=spec)
+        names, store = tuple(guest.node for guest in guests), self._store or ""
+        found = {}
+        for name in names:
+            task = replace(task_of(planned, names, name), cwd=os.getcwd())
+            first = name == names[0]
+            found[name] = Assigned(
+                spec.run_id,
+                self._uid,
+                "" if first else task_json(task),
+                head,
+                store,
+                planned.to_json() if first else "",
+            )
+        return found
+
+    def _own_directory(self, spec: JobSpec, head: TcpAddress) -> tuple[JobDir, int]:
+        made = create_job(
+            spec.run_id,
+            self._token,
+            spec.log.dir,
+            self._store,
+            uid=self._uid,
+            head=None if self._store else head,
+        )
+        make_tls(made[0].path, self._token, COMMAND, insecure=self._insecure)
+        return made
+
+    async def _follow(self, job: JobDir, planned: PlannedJob, *, quiet: bool) -> int:
+        # Imported while the agents start.
+        from unirun.launcher.foreground.console import Console
+        from unirun.launcher.foreground.session import Session
+
+        console = Console(quiet=quiet)
+        mirrors = [Mirror(job, name, remote, console.note) for name, remote in self._remotes.items()]
+        processes = RemoteProcesses()
+        copying = asyncio.ensure_future(asyncio.gather(*(mirror.run() for mirror in mirrors)))
+        copying.add_done_callback(lambda _: processes.complete())
+        try:
+            return await Session(RunningJob(job, planned.spec, processes, copied=True), console).run()
+        finally:
+            copying.cancel()
+
+
+class RemoteProcesses:
+    """The processes of a job on other hosts, as far as the command can know of them (`local.Processes`)."""
+
+    def __init__(self) -> None:
+        self._complete = threading.Event()
+        self._alone_since: float | None = None
+        self._master = 0
+
+    @property
+    def master(self) -> int:
+        """The pid of the present master, on its host."""
+        return self._master
+
+    @master.setter
+    def master(self, pid: int) -> None:
+        """Set when a master was reached."""
+        self._master, self._alone_since = pid, None
+
+    def complete(self) -> None:
+        """All files of all nodes are here, and their agents have ended."""
+        self._complete.set()
+
+    def refusal(self, led: bool) -> int | None:
+        """A master that refuses to lead is told by its host."""
+        return None
+
+    def given_up(self, led: bool) -> bool:
+        """Whether no master will be found any more."""
+        self._alone_since = self._alone_since or time.monotonic()
+        return self._complete.is_set() or time.monotonic() > self._alone_since + LOST
+
+    def taken_up(self, job: JobDir) -> bool:
+        """The head has seen to that."""
+        return True
+
+    def reap(self) -> None:
+        """There are no children."""
+
+    def stop_agents(self) -> None:
+        """They are out of reach: when this command is gone, their master ends them."""
+
+    kill_agents = stop_agents
+
+    def end(self, led: bool = True, farewell: float | None = None) -> int | None:
+        """Wait for the rest of the nodes' files."""
+        self._complete.wait(REST if farewell is None else min(farewell, REST))
+        return None

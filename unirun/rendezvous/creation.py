@@ -1,0 +1,142 @@
+"""How the directory of a job is created, and what a finished job of the same id leaves to it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from unirun.errors import JobError
+from unirun.rendezvous.jobdir import HEAD, UID_BEFORE, JobDir, job_at
+from unirun.rendezvous.logdir import make_log_dir
+from unirun.rendezvous.ownership import make_private
+from unirun.wire.address import TcpAddress
+
+
+def new_uid() -> str:
+    """Return a new uid for a job."""
+    return os.urandom(8).hex()
+
+
+def create_job(
+    run_id: str,
+    token: bytes,
+    log_dir: str | None = None,
+    store: str | None = None,
+    *,
+    batch: bool = False,
+    requeued: bool = False,
+    uid: str | None = None,
+    node: str = "",
+    head: TcpAddress | None = None,
+) -> tuple[JobDir, int]:
+    """Create the directory of a new job, with its token and its log directory; `store` is a URL. What a finished job
+    of the same id has left is removed, but for the files of the `batch` job that runs this one. When that is
+    `requeued`, the store is kept too.
+
+    With `node` it is the directory of that node of a job which was launched elsewhere, with the `uid` from there. Its
+    masters are found at `head`, or by the store.
+
+    Returns it with the descriptor of its lock, which agent and master inherit: as long as one process has it open,
+    the job counts as running. Replaces a finished job of the same id, as it is usual to reuse one ``--rdzv-id``.
+    Raises `JobError` when a running job has the id, or a directory cannot be created.
+    """
+    job = job_at(run_id, node)
+    try:
+        make_private(job.path.parent)
+        # Checked again: another user may have created it in the meantime.
+        job = job_at(run_id, node)
+        with one_at_a_time(job.path.parent):
+            lock = _make(
+                job, token, uid or new_uid(), store or job.own_store, head, batch=batch, requeued=requeued
+            )
+    except OSError as error:
+        raise JobError(
+            f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
+            "set UNIRUN_HOME to a directory that you may write",
+        ) from error
+    try:
+        _make_logs(job, log_dir)
+    except JobError:
+        os.close(lock)
+        shutil.rmtree(job.path, ignore_errors=True)
+        raise
+    return job, lock
+
+
+@contextmanager
+def one_at_a_time(root: Path) -> Iterator[None]:
+    """Exclusive lock on `root`: commands must not create or remove a job of the same id concurrently."""
+    handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _make(
+    job: JobDir,
+    token: bytes,
+    uid: str,
+    store: str,
+    head: TcpAddress | None,
+    *,
+    batch: bool,
+    requeued: bool,
+) -> int:
+    if os.path.lexists(job.path):
+        if job.alive():
+            raise JobError(f"job {job.run_id} is running", f"stop it with: unirun stop {job.run_id}")
+        if requeued and (job.path / "uid").exists():
+            (job.path / "uid").replace(job.path / UID_BEFORE)
+        _clear(job.path, (*_OF_BATCH, *_OF_STORE) if requeued else _OF_BATCH if batch else ())
+    job.path.mkdir(0o700, exist_ok=batch)
+    # The umask may have removed permissions of the owner.
+    job.path.chmod(0o700)
+    handle = os.open(job.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(token.hex())
+    # A follower may open it before the master does.
+    job.events.touch(mode=0o600)
+    (job.path / "uid").write_text(uid)
+    if head is None:
+        (job.path / "store").write_text(store)
+    else:
+        job.write_json(HEAD, {"type": "tcp", "addr": head.addr, "port": head.port, "node": head.node})
+    lock = os.open(job.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+_OF_BATCH = ("slurm",)
+_OF_STORE = (UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
+
+
+def _clear(path: Path, keep: Collection[str]) -> None:
+    """Remove the directory `path`; with names in `keep`, all that is in it but those."""
+    if not keep or path.is_symlink():
+        # Which refuses a link.
+        shutil.rmtree(path)
+    for entry in [entry for entry in os.scandir(path) if entry.name not in keep] if keep else ():
+        remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
+        remove(entry.path)
+
+
+def _make_logs(job: JobDir, log_dir: str | None) -> None:
+    """Create the log directory, or with ``--log-dir`` a link to one there."""
+    try:
+        if log_dir is None:
+            make_private(job.logs)
+        else:
+            target = Path(log_dir).expanduser().absolute() / job.run_id
+            make_log_dir(target, job.uid)
+            job.logs.symlink_to(target)
+    except OSError as error:
+        raise JobError(
+            f"logs cannot be written to {log_dir or job.logs}: {(error.strerror or str(error)).lower()}",
+            "choose another --log-dir",
+        ) from error
