@@ -36,7 +36,7 @@ DRAWN_SIDEWAYS = {("observe", "rendezvous"), ("launcher", "master")}
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(
     {
-        *(f"unirun.launcher.{name}" for name in ("child", "preloaded", "renewal")),
+        *(f"unirun.launcher.{name}" for name in ("child", "preloaded", "renewal", "doctor.collective")),
         *(f"unirun.rendezvous.torchrun.{name}" for name in ("backend", "handler", "roundstore")),
     }
 )

@@ -174,8 +174,8 @@ def test_a_job_that_is_preempted_is_told_and_starts_again(slurm: Slurm, tmp_path
     slurm.run("srun", "--partition=urgent", "true")
     assert "asked" in out_of(tmp_path)
     slurm.start_now(job)
-    eventually(lambda: slurm.job(job)["JobState"] == "FAILED", "it has ended")
-    assert (slurm.job(job)["ExitCode"], slurm.job(job)["Restarts"]) == ("7:0", "1")
+    ended = slurm.wait(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "7:0", "1")
 
 
 def test_the_processes_of_a_killed_node_are_gone_and_it_can_start_again(slurm: Slurm, tmp_path: Path) -> None:

@@ -177,6 +177,17 @@ class Slurm:
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def wait(self, job: str, within: float = 60.0) -> dict[str, str]:
+        """Its fields at its end. ``sbatch --wait`` looks ever more seldom, half a minute apart in the end."""
+        found: dict[str, str] = {}
+
+        def ended() -> bool:
+            found.update(self.job(job))
+            return found["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
+
+        wait_until(ended, f"job {job} of Slurm has ended", within)
+        return found
+
     def start_now(self, job: str) -> None:
         """Start a job that was requeued; Slurm would wait for two minutes."""
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")

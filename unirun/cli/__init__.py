@@ -12,7 +12,19 @@ from unirun.launcher.foreground.terminal import drop_output, prepare_streams, sa
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-SUBCOMMANDS = ("plan", "graph", "status", "logs", "events", "stop", "ls", "gc", "warm", "completion")
+SUBCOMMANDS = (
+    "plan",
+    "graph",
+    "status",
+    "logs",
+    "events",
+    "stop",
+    "ls",
+    "gc",
+    "warm",
+    "doctor",
+    "completion",
+)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -32,6 +32,7 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun logs [JOB]      what its workers wrote    unirun stop    end a job
        unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over
        unirun warm [stop]     keep torch imported between jobs
+       unirun doctor          what is wrong with this host, or with --hosts h1,h2,…
        unirun completion bash|zsh"""
 
 

@@ -1,0 +1,124 @@
+"""``unirun doctor`` on real hosts, one of which is not as the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+from tests.testbed.fixtures import available
+from tests.testbed.hosts import HOME, Host, Hosts
+from tests.testbed.slurm import Slurm
+from unirun.launcher.doctor.channels import by_ssh
+from unirun.launcher.doctor.examine import pre_check
+from unirun.launcher.hosts.hostlist import Host as Named
+from unirun.launcher.hosts.hostlist import parse_hosts
+
+from .harness import START, UNIRUN
+
+
+def doctor(host: Host, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the result of ``unirun doctor --json`` on `host`."""
+    done = host.run([UNIRUN, "doctor", "--json", *options], check=False, within=START)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def fake(host: Host, program: str) -> None:
+    """Every Python that a shell starts on `host` runs `program` first."""
+    folder = host.path(HOME) / "fake"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(textwrap.dedent(program))
+    (host.path(HOME) / ".bashrc").write_text(f"export PYTHONPATH={HOME}/fake\necho Welcome\n")
+
+
+def test_hosts_that_are_alike_are_well(hosts: Hosts) -> None:
+    hosts[0].path(HOME / "hosts").write_text("h1 slots=2\nh2 # the second\nroot@h3:4\n")
+    code, found = doctor(hosts[0], "--hostfile", str(HOME / "hosts"))
+    assert [host["facts"]["hostname"] for host in found["hosts"]] == ["h1", "h2", "h3"]
+    assert [host["facts"]["address"] for host in found["hosts"]] == [host.address for host in hosts]
+    assert len(found["links"]) == 6
+    assert all(link["bandwidth"] > 0 and link["rtt"] > 0 for link in found["links"])
+    assert [host["shared"] for host in found["hosts"]] == [["cwd", "home"], [], []]
+    [reduced] = found["all_reduces"]
+    assert (reduced["backend"], reduced["hosts"], reduced["problems"]) == ("gloo", ["h1", "h2", "h3"], {})
+    assert {finding["problem"].split()[0] for finding in found["findings"]} <= {
+        "sends",
+        "receives",
+        "/dev/shm",
+    }
+    assert code == bool(found["findings"])
+
+
+def test_a_slow_host_and_a_wrong_clock_are_named(hosts: Hosts) -> None:
+    hosts[1].netem(delay_ms=8)
+    fake(hosts[2], "import time; now = time.time; time.time = lambda: now() + 5")
+    code, found = doctor(hosts[0], "--hosts", "h[1-3]")
+    assert code == 1
+    told = {tuple(finding["hosts"]): finding["problem"] for finding in found["findings"]}
+    assert "round trip" in told[("h2",)]
+    assert "ahead of" in told[("h3",)]
+
+
+def test_hosts_that_cannot_be_reached_are_named_all_at_once_with_a_remedy(hosts: Hosts) -> None:
+    hosts[1].kill_all(sshd=True)
+    fake(hosts[2], "raise SystemExit('no Python here')")
+    done = hosts[0].run([UNIRUN, "doctor", "--hosts", "h1,h2,h3,nobody"], check=False, within=START)
+    assert done.returncode == 1
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("! ")]
+    assert [line.partition(":")[0] for line in wrong[:3]] == ["! h2", "! h3", "! nobody"]
+    assert "Connection refused" in wrong[0]
+    assert "no Python here" in wrong[1]
+    assert "Could not resolve hostname nobody" in wrong[2]
+
+
+def test_the_named_interface_is_the_one_that_is_examined(hosts: Hosts) -> None:
+    code, found = doctor(hosts[0], "--hosts", "h1,h2", "--interface", "eth7")
+    assert code == 1
+    problem = "no interface 'eth7' with an address"
+    assert [(host["name"], host["problem"]) for host in found["hosts"]] == [("h1", problem), ("h2", problem)]
+
+
+def test_the_check_before_a_job_leaves_bad_hosts_out() -> None:
+    with available(), Hosts(5) as hosts:
+        check_before_a_job(hosts)
+
+
+def check_before_a_job(hosts: Hosts) -> None:
+    hosts[1].kill_all(sshd=True)
+    fake(hosts[2], "import time; now = time.time; time.time = lambda: now() - 5")
+
+    def way(host: Named) -> list[str]:
+        return ["env", f"PATH={hosts.bin}:/usr/bin", *by_ssh(host)]
+
+    good, bad = pre_check(parse_hosts("h1,h2,h3,h4,h5"), way=way)
+    assert [host.name for host in good] == ["h1", "h4", "h5"]
+    assert [*bad] == ["h2", "h3"]
+    assert "Connection refused" in bad["h2"]
+    assert "behind" in bad["h3"]
+
+
+def test_in_an_allocation_of_slurm_its_nodes_are_examined(slurm_of_hosts: Slurm) -> None:
+    out = slurm_of_hosts.folder / "out"
+    command = shlex.join([UNIRUN, "doctor", "--json"])
+    job = slurm_of_hosts.run("sbatch", "--parsable", "-N3", f"--output={out}", f"--wrap={command}").strip()
+    slurm_of_hosts.wait(job, START)
+    found = json.loads(out.read_text())
+    assert [host["facts"]["hostname"] for host in found["hosts"]] == ["h1", "h2", "h3"]
+    assert len(found["links"]) == 6
+    assert not found["all_reduces"][0]["problems"]
+
+
+def test_without_hosts_this_one_is_examined() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [sys.executable, "-m", "unirun", "doctor", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START, check=False)
+    found = json.loads(done.stdout)
+    [host] = found["hosts"]
+    assert host["facts"]["python"].startswith("3.")
+    assert not found["all_reduces"][0]["problems"]
+    assert done.returncode == bool(found["findings"])

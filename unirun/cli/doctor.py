@@ -1,0 +1,63 @@
+"""``unirun doctor``: what is wrong with hosts before a job runs on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import to_builtins
+
+from unirun.cli.commandline import Parser
+from unirun.errors import EXIT_FAILURE, UsageError
+from unirun.launcher.doctor.channels import Way, by_srun, by_ssh, here
+from unirun.launcher.doctor.examine import examine
+from unirun.launcher.doctor.judge import findings
+from unirun.launcher.doctor.report import lines
+from unirun.launcher.foreground.terminal import say
+from unirun.launcher.hosts.hostlist import Host, expand_nodelist, parse_hosts, read_hostfile
+
+
+def main(argv: list[str]) -> int:
+    """Examine hosts and print what was found. Returns 0 when nothing is wrong, else 1. Raises `UsageError`."""
+    parser = Parser(
+        prog="unirun doctor",
+        description="Examine this host; those of --hosts or --hostfile, over ssh; "
+        "or, in a Slurm allocation, its nodes.",
+        epilog="Exit codes: 0 nothing is wrong; 1 something is; 2 usage.",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--hosts", help="h1,h2,user@h3,n[01-16]", metavar="LIST")
+    which.add_argument("--hostfile", help="a file with a host on each line", metavar="FILE")
+    parser.add_argument("--interface", help="the network interface that is examined", metavar="NAME")
+    parser.add_argument("--json", action="store_true", help="one object, for programs")
+    options = parser.parse_args(argv)
+    hosts, way = _hosts(options.hosts, options.hostfile, os.environ)
+    found = asyncio.run(examine(hosts, way, interface=options.interface))
+    wrong = findings(found)
+    if options.json:
+        print(json.dumps({**to_builtins(found), "findings": to_builtins(wrong)}))
+    else:
+        for line in lines(found, wrong):
+            say(line)
+    return EXIT_FAILURE if wrong else 0
+
+
+def _hosts(names: str | None, file: str | None, environ: Mapping[str, str]) -> tuple[tuple[Host, ...], Way]:
+    """The hosts to examine, and how they are reached."""
+    if names is not None:
+        return parse_hosts(names), by_ssh
+    if file is not None:
+        return read_hostfile(Path(file)), by_ssh
+    nodes = environ.get("SLURM_JOB_NODELIST")
+    if nodes is None:
+        name = socket.gethostname()
+        return (Host(name, name),), here
+    if environ.get("SLURM_PROCID", "0") != "0":
+        raise UsageError(
+            "unirun doctor runs once in an allocation", "call it without srun, or with srun --ntasks=1"
+        )
+    return tuple(Host(node, node) for node in expand_nodelist(nodes)), by_srun

@@ -1,0 +1,1 @@
+"""``unirun doctor``: what is wrong with hosts before a job runs on them."""

@@ -1,0 +1,253 @@
+"""The examination: what is asked of which host, and in what order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec.structs import replace
+
+from unirun.errors import RendezvousError
+from unirun.launcher.doctor.channels import REACH, Channel, Unreached, Way, by_ssh
+from unirun.launcher.doctor.judge import bad_hosts, broken_links
+from unirun.launcher.doctor.requests import (
+    AllReduceAs,
+    Find,
+    Found,
+    Listen,
+    Listening,
+    Load,
+    Look,
+    Meet,
+    Met,
+    Reduced,
+    Remove,
+    Tick,
+    Time,
+    Told,
+    Write,
+)
+from unirun.launcher.doctor.rounds import pair_rounds
+from unirun.launcher.doctor.values import AllReduce, Clock, Examination, HostReport, Link
+from unirun.launcher.hosts.hostlist import Host
+
+AT_ONCE = 64
+"""Hosts that are reached at the same time."""
+
+TICKS = 8
+"""Questions for the time of one host; the one that was answered soonest counts."""
+
+CLOCKS_AT_ONCE = 4
+"""Hosts whose clocks are read at the same time: answers must not wait for each other here."""
+
+HOPELESS = 3
+"""A host with so many broken links, and no other, is not tried further."""
+
+COLLECTIVE = 120.0
+"""Seconds for the import of torch and for an all_reduce, which have shorter limits of their own."""
+
+
+def pre_check(
+    hosts: Sequence[Host], interface: str | None = None, way: Way = by_ssh
+) -> tuple[tuple[Host, ...], dict[str, str]]:
+    """The hosts that a job may use, and the names of the others with the reasons.
+
+    The short form: whether each can be reached, versions, clocks, a connection between each pair, and an all_reduce.
+    """
+    bad = bad_hosts(asyncio.run(examine(hosts, way, interface=interface, short=True)))
+    return tuple(host for host in hosts if host.name not in bad), bad
+
+
+async def examine(
+    hosts: Sequence[Host], way: Way, *, interface: str | None = None, short: bool = False
+) -> Examination:
+    """Examine `hosts`, which `way` reaches. `short` leaves out what takes long or does not stop a job: bandwidths and
+    shared directories. What is wrong with a host is in the result."""
+    examiner = _Examiner(hosts, way)
+    try:
+        await examiner.look(interface)
+        await examiner.read_clocks()
+        if not short:
+            await examiner.compare_directories()
+        await examiner.measure_links(bandwidth=not short)
+        await examiner.all_reduce()
+        return examiner.found
+    finally:
+        await examiner.close()
+
+
+class _Examiner:
+    """What was found so far, and the channels to the hosts that could be reached, by name."""
+
+    def __init__(self, hosts: Sequence[Host], way: Way) -> None:
+        self._hosts, self._way = hosts, way
+        self._channels: dict[str, Channel] = {}
+        self._reports = {host.name: HostReport(host.name) for host in hosts}
+        self._links: list[Link] = []
+        self._all_reduces: list[AllReduce] = []
+
+    @property
+    def found(self) -> Examination:
+        return Examination(tuple(self._reports.values()), tuple(self._links), tuple(self._all_reduces))
+
+    @property
+    def _reached(self) -> list[str]:
+        return [report.name for report in self.found.reached]
+
+    def _address(self, name: str) -> str:
+        facts = self._reports[name].facts
+        return facts.address if facts is not None else ""
+
+    async def close(self) -> None:
+        """End all probes."""
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    async def _each(
+        self, names: Sequence[str], do: Callable[[str], Awaitable[None]], at_once: int = AT_ONCE
+    ) -> None:
+        """`do` for all hosts of `names`. One that fails counts as not reached from then on."""
+        turns = asyncio.Semaphore(at_once)
+
+        async def one(name: str) -> None:
+            async with turns:
+                try:
+                    await do(name)
+                except (Unreached, RendezvousError) as error:
+                    self._reports[name] = HostReport(name, problem=error.problem, remedy=error.remedy)
+
+        await asyncio.gather(*(one(name) for name in names))
+
+    async def look(self, interface: str | None) -> None:
+        """Reach all hosts and learn their facts. The first that was reached is the head: the address of each other
+        one is that from which it reaches the head."""
+        targets = {host.name: host for host in self._hosts}
+
+        async def reach(name: str) -> None:
+            self._channels[name] = await Channel.open(targets[name], self._way)
+            await ask(name, None)
+
+        async def ask(name: str, head: str | None) -> None:
+            told = await self._channels[name].ask(Look(os.getcwd(), interface, head), Told, REACH)
+            self._reports[name] = HostReport(name, told.facts)
+
+        await self._each([*targets], reach)
+        head, *others = self._reached or [""]
+        if interface is None:
+            await self._each(others, lambda name: ask(name, self._address(head)))
+
+    async def read_clocks(self) -> None:
+        """As NTP does: the host's clock is read in the middle of the time from question to answer, give or take half
+        of that time."""
+
+        async def read(name: str) -> None:
+            best = Clock(0.0, float("inf"))
+            for _ in range(TICKS):
+                began, counted = time.time(), time.perf_counter()
+                there = (await self._channels[name].ask(Tick(), Time)).now
+                half = (time.perf_counter() - counted) / 2
+                if half < best.uncertainty:
+                    best = Clock(there - began - half, half)
+            self._reports[name] = replace(self._reports[name], clock=best)
+
+        await self._each(self._reached, read, CLOCKS_AT_ONCE)
+
+    async def compare_directories(self) -> None:
+        """Which directories are those of the first host: it writes a file, and the others look for it."""
+        head, *others = self._reached or [""]
+        if not others:
+            return
+        name = f".unirun-doctor-{secrets.token_hex(8)}"
+
+        async def write(host: str) -> None:
+            await note(host, Write(name))
+
+        async def find(host: str) -> None:
+            await note(host, Find(name))
+
+        async def note(host: str, request: Write | Find) -> None:
+            where = (await self._channels[host].ask(request, Found)).where
+            self._reports[host] = replace(self._reports[host], shared=where)
+
+        async def remove(host: str) -> None:
+            await self._channels[host].ask(Remove(name), Found)
+
+        await self._each([head], write)
+        await self._each(others, find)
+        await self._each([head], remove)
+
+    async def measure_links(self, *, bandwidth: bool) -> None:
+        """Rounds of pairs, which do not disturb each other."""
+        broken: Counter[str] = Counter()
+        working: set[str] = set()
+        for pairs in pair_rounds(self._reached):
+            hopeless = {name for name, count in broken.items() if count >= HOPELESS} - working
+            here = [pair for pair in pairs if not hopeless.intersection(pair)]
+            links = await asyncio.gather(*(self._link(*pair, bandwidth=bandwidth) for pair in here))
+            for there, back in links:
+                self._links += [there, back]
+                if there.problem:
+                    broken.update((there.source, there.target))
+                else:
+                    working |= {there.source, there.target}
+
+    async def _link(self, one: str, other: str, *, bandwidth: bool) -> tuple[Link, Link]:
+        """Both directions between two hosts."""
+        nonce = secrets.token_hex(16)
+        try:
+            port = (await self._channels[other].ask(Listen(nonce), Listening)).port
+            meet = Meet(self._address(other), port, nonce, bandwidth)
+            met = await self._channels[one].ask(meet, Met)
+        except (Unreached, RendezvousError) as error:
+            return Link(one, other, problem=error.problem), Link(other, one, problem=error.problem)
+        return Link(one, other, met.rtt, met.sent), Link(other, one, met.rtt, met.received)
+
+    async def all_reduce(self) -> None:
+        """With all hosts that have torch and reach each other; with NCCL, too, when each of them has a GPU."""
+        apart = {name for finding in broken_links(self.found) for name in finding.hosts}
+        reports = [each for each in self.found.reached if each.name not in apart]
+        facts = {each.name: each.facts for each in reports if each.facts is not None and each.facts.torch}
+        if not facts:
+            return
+        names = [*facts]
+        problems: dict[str, str] = {}
+        port = 0
+
+        async def load(name: str) -> None:
+            nonlocal port
+            first = name == names[0]
+            try:
+                listening = await self._channels[name].ask(Load(store=first), Listening, COLLECTIVE)
+            except (Unreached, RendezvousError) as error:
+                problems[name] = error.problem
+            else:
+                port = listening.port or port
+
+        await self._each(names, load)
+        if problems:
+            self._all_reduces.append(AllReduce("gloo", tuple(names), problems=problems))
+            return
+        await self._with("gloo", names, port)
+        if all(each.gpus for each in facts.values()):
+            await self._with("nccl", names, port)
+
+    async def _with(self, backend: str, names: list[str], port: int) -> None:
+        """An all_reduce of `names` with one backend."""
+        times: list[float] = []
+        problems: dict[str, str] = {}
+
+        async def one(name: str) -> None:
+            place = (names.index(name), len(names), self._address(names[0]), port)
+            try:
+                done = await self._channels[name].ask(AllReduceAs(backend, *place), Reduced, COLLECTIVE)
+            except (Unreached, RendezvousError) as error:
+                problems[name] = error.problem
+            else:
+                times.append(done.seconds)
+
+        await self._each(names, one, len(names))
+        seconds = 0.0 if problems else max(times)
+        self._all_reduces.append(AllReduce(backend, tuple(names), seconds, problems))

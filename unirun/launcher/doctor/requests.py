@@ -1,0 +1,147 @@
+"""What the command asks a probe, and its answers: JSON objects, one on each line."""
+
+from __future__ import annotations
+
+from msgspec import DecodeError, json
+
+from unirun.errors import FrameError
+from unirun.launcher.doctor.values import Facts
+from unirun.values import Value
+
+
+class Look(Value, tag=True):
+    """Tell the facts. `cwd` is the command's working directory, which may be there as well.
+
+    The host's address is that of `interface`; without one, that from which it reaches `head`, the address of the first
+    host; the first host itself has no `head` and takes the address by which it was reached.
+    """
+
+    cwd: str
+    interface: str | None
+    head: str | None
+
+
+class Tick(Value, tag=True):
+    """Tell the time."""
+
+
+class Write(Value, tag=True):
+    """Write a file `name` into the working directory and into the home directory."""
+
+    name: str
+
+
+class Find(Value, tag=True):
+    """Tell in which of the two a file `name` is."""
+
+    name: str
+
+
+class Remove(Value, tag=True):
+    """Remove the files `name`."""
+
+    name: str
+
+
+class Listen(Value, tag=True):
+    """Listen on a free port of the host's address, for a peer that proves `nonce`."""
+
+    nonce: str
+
+
+class Meet(Value, tag=True):
+    """Connect to the peer that listens, and measure; `bandwidth` takes some tenths of a second each way."""
+
+    address: str
+    port: int
+    nonce: str
+    bandwidth: bool
+
+
+class Load(Value, tag=True):
+    """Import torch, which may take long, and with `store` open the store for an all_reduce."""
+
+    store: bool
+
+
+class AllReduceAs(Value, tag=True):
+    """Take part in an all_reduce as `rank` of `world`, with the store at `address` and `port`."""
+
+    backend: str
+    rank: int
+    world: int
+    address: str
+    port: int
+
+
+class Told(Value, tag=True):
+    """The facts of a host."""
+
+    facts: Facts
+
+
+class Time(Value, tag=True):
+    """The host's time in seconds since 1970."""
+
+    now: float
+
+
+class Found(Value, tag=True):
+    """The directories, ``cwd`` and ``home``, in which something is, or was written."""
+
+    where: tuple[str, ...]
+
+
+class Listening(Value, tag=True):
+    """The port of a new listening socket; 0 when none was wanted."""
+
+    port: int
+
+
+class Met(Value, tag=True):
+    """The median time of a round trip in seconds; bytes per second that were sent and received, or 0."""
+
+    rtt: float
+    sent: float
+    received: float
+
+
+class Reduced(Value, tag=True):
+    """The median time of an all_reduce in seconds."""
+
+    seconds: float
+
+
+class Failed(Value, tag=True):
+    """What was asked is not possible there, and what to do."""
+
+    problem: str
+    remedy: str = ""
+
+
+Request = Look | Tick | Write | Find | Remove | Listen | Meet | Load | AllReduceAs
+Answer = Told | Time | Found | Listening | Met | Reduced | Failed
+
+_REQUESTS: json.Decoder[Request] = json.Decoder(Request)
+_ANSWERS: json.Decoder[Answer] = json.Decoder(Answer)
+
+
+def to_line(message: Request | Answer) -> bytes:
+    """A line with `message`."""
+    return json.encode(message) + b"\n"
+
+
+def to_request(line: bytes) -> Request:
+    """The request in a line. Raises `FrameError`."""
+    try:
+        return _REQUESTS.decode(line)
+    except DecodeError as error:
+        raise FrameError(f"this is no request: {error}") from error
+
+
+def to_answer(line: bytes) -> Answer:
+    """The answer in a line. Raises `FrameError`."""
+    try:
+        return _ANSWERS.decode(line)
+    except DecodeError as error:
+        raise FrameError(f"this is no answer: {error}") from error
