@@ -15,9 +15,9 @@ Whatever is lost or late on either way, the master got that beat at ``m >= s``. 
 
     ``FENCE / (1 - d)  <  (SILENT + GIVE_UP) / (1 + d)``
 
-which is 5.56 s < 6.73 s for d = 1 %. The rest is the time that the kernel has to end the workers. A cable that is out
-for 3 s is no reason to kill them: the beat that was answered may be `BEAT` old when it is pulled, and the agent
-connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
+which is 5.56 s < 6.73 s for d = 1 %. In the rest the workers end; an agent that is stopped is killed by the kernel,
+0.4 s later. A cable that is out for 3 s is no reason to kill them: the beat that was answered may be `BEAT` old when it
+is pulled, and the agent connects anew within half a second of its return, so 5.0 s of the 5.5 are used.
 
 Other masters, and other ways to know that nobody has given the node up:
 

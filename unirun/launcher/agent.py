@@ -95,7 +95,7 @@ class Agent:
         """Serve one master after another, until `Shutdown` or the end of the process `owner_pid`."""
         adopt_orphans()
         self._descriptors = spare_descriptors()
-        self._loop = loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, lambda: self._apply(events.Abandon("the agent got a signal")))
         self._warm_up()
@@ -111,7 +111,6 @@ class Agent:
         try:
             self._background(self._be_led())
             self._background(self._sample())
-            self._background(self._contact.look_for_signs())
             await self._left.wait()
         finally:
             server.close()
@@ -149,17 +148,15 @@ class Agent:
             self._apply(events.Abandon(f"the agent cannot go on: {error!r}"))
 
     def _fenced(self) -> None:
-        """The node may have been given up: kill the workers now, and leave. Runs in a thread: the loop may be busy."""
-        for _, spawner in list(self._spawners.values()):
-            spawner.kill()
+        """The node may have been given up: kill the workers now, and leave."""
         for worker in self._state.workers.values():
             if worker.pid is not None:
                 kill_group(worker.pid, signal.SIGKILL)
         reason = f"no master has answered for {FENCE:g} s, and the job may go on without this node"
         report(f"unirun-agent: {reason}")
-        # The loop may have ended.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._apply, events.Abandon(reason, at_once=True))
+        if self._master is not None:
+            self._master.abort()
+        self._apply(events.Abandon(reason, at_once=True))
 
     def _warm_up(self) -> None:
         """Start the spawners before the master connects, as importing torch dominates the start of a job."""
@@ -224,7 +221,8 @@ class Agent:
         again: tuple[int, Stream] | None = None
         while True:
             epoch, stream = again or await self._masters.next(self._state.epoch, self._spec.join_timeout)
-            self._contact.begin(stream)
+            for work in self._contact.begin(stream):
+                self._background(work)
             self._apply(events.Led(epoch))
             before, self._master = self._master, stream
             workers, stores = holdings(self._state)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.failover.silence import BEAT, LOOK
-from unirun.launcher.fence import Fence, Guard, clock
+from unirun.launcher.fence import Fence, KillTimer, clock
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.signs import is_marked
 from unirun.rendezvous.store.protocol import Store
@@ -24,14 +25,17 @@ ATTEMPT = 0.5
 """Seconds that an attempt has, and between the beginnings of two. Each third one has twice as long, as the master may
 be busy."""
 
+LAST = 0.4
+"""Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
+
 _BEAT = frame_of(Beat())
 
 
 class Contact:
     """Keeps the contact of the agent of `node` with masters on other hosts.
 
-    `again` connects anew to the master of a term, within so many seconds. `expire` is called, in a thread of its own,
-    when the agent must kill its workers at once.
+    `again` connects anew to the master of a term, within so many seconds. `expire` is called when the agent must
+    kill its workers at once; an agent that cannot do that is killed by the kernel, and its workers with it.
     """
 
     def __init__(
@@ -45,22 +49,29 @@ class Contact:
         self._again, self._expire = again, expire
         self._store: Store | None = None
         self._fence = Fence()
-        self._guard: Guard | None = None
+        self._timer: KillTimer | None = None
         self._heard = 0.0
 
-    def begin(self, stream: Stream) -> None:
-        """A stream to a master begins, with `Join`."""
+    def begin(self, stream: Stream) -> tuple[Coroutine[Any, Any, None], ...]:
+        """A stream to a master begins, with `Join`. Returns what has to run from now on."""
         if not stream.remote:
-            return
+            return ()
         self._heard = time.monotonic()
         self._fence.joins(clock())
-        if self._guard is None:
-            self._guard = Guard(self._fence, self._expire)
+        first = self._timer is None
+        self._timer = self._timer or KillTimer()
+        self._set_timer()
+        return (self._watch(), self._look_for_signs()) if first else ()
 
     def close(self) -> None:
-        """Stop the guard: the workers have ended."""
-        if self._guard is not None:
-            self._guard.close()
+        """The workers have ended."""
+        if self._timer is not None:
+            self._timer.close()
+            self._timer = None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.set(self._fence.until + LAST)
 
     def heard(self) -> None:
         """The master has said something."""
@@ -69,6 +80,7 @@ class Contact:
     def answered(self, beat: Beat) -> None:
         """The master has answered a beat."""
         self._fence.answered(clock(), sure=beat.sure)
+        self._set_timer()
 
     async def keep(self, epoch: int, stream: Stream) -> tuple[int, Stream]:
         """Send beats. Returns another stream to the master, and its term, `epoch` or a later one, when `stream` is
@@ -97,7 +109,13 @@ class Contact:
             stream.send_frame(_BEAT)
             await asyncio.sleep(BEAT)
 
-    async def look_for_signs(self) -> None:
+    async def _watch(self) -> None:
+        """Wait until the fence is over."""
+        while (left := self._fence.until - clock()) > 0:
+            await asyncio.sleep(min(left, LOOK))
+        self._expire()
+
+    async def _look_for_signs(self) -> None:
         """While the master does not answer, look for other signs that the node has not been given up."""
         # Where the store is on the head, an agent elsewhere cannot read it.
         while self._job.head is None:
@@ -111,6 +129,7 @@ class Contact:
                 continue
             if not marked:
                 self._fence.unmarked(began, clock())
+                self._set_timer()
 
     def _is_marked(self) -> bool:
         self._store = self._store or open_store(self._job.store_url)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-import threading
+import os
+import signal
 import time
 from collections import deque
-from collections.abc import Callable
 
 from unirun.failover.silence import FENCE, UNMARKED
-
-CHECK = 0.25
-"""Seconds between two looks at the clock, at most: a host may be suspended for longer than the wait was meant to be."""
 
 
 def clock() -> float:
@@ -67,23 +65,57 @@ class Fence:
             self.until = max(self.until, until)
 
 
-class Guard:
-    """A thread that calls `expire` when the fence is over, also while the event loop is busy."""
+class KillTimer:
+    """A timer of the kernel that kills this process, also one that is stopped or whose interpreter is busy.
 
-    def __init__(self, fence: Fence, expire: Callable[[], None]) -> None:
-        self._fence, self._expire = fence, expire
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="unirun-fence", daemon=True)
-        self._thread.start()
+    The agent's spawners end with it, and the workers with these: each has asked the kernel for that.
+    """
+
+    def __init__(self) -> None:
+        self._libc = _library()
+        self._timer = ctypes.c_void_p()
+        event = _Event(None, int(signal.SIGKILL), _BY_SIGNAL)
+        self._check(
+            self._libc.timer_create(time.CLOCK_BOOTTIME, ctypes.byref(event), ctypes.byref(self._timer))
+        )
+
+    def set(self, at: float) -> None:
+        """Kill at this time of `clock` instead of that which was set before; 0 for never."""
+        when = _Times(0, 0, int(at), int(at % 1 * 1e9))
+        self._check(self._libc.timer_settime(self._timer, _ABSOLUTE, ctypes.byref(when), None))
 
     def close(self) -> None:
-        """Stop looking."""
-        self._closed.set()
+        """Remove the timer."""
+        self._check(self._libc.timer_delete(self._timer))
 
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            left = self._fence.until - clock()
-            if left <= 0:
-                self._expire()
-                return
-            self._closed.wait(min(left, CHECK))
+    def _check(self, result: int) -> None:
+        if result != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+
+_BY_SIGNAL = 0
+_ABSOLUTE = 1
+
+
+class _Event(ctypes.Structure):
+    """``struct sigevent``."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("rest", ctypes.c_byte * 48),
+    )
+
+
+class _Times(ctypes.Structure):
+    """``struct itimerspec``: the interval, then the first time, in seconds and nanoseconds."""
+
+    _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
+
+
+def _library() -> ctypes.CDLL:
+    """What has the timers: libc, or before glibc 2.34 a library of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)

@@ -75,15 +75,13 @@ def test_an_agent_leaves_also_when_stopping_its_workers_fails(
 @pytest.mark.starts_processes
 def test_an_agent_whose_node_may_have_been_given_up_kills_its_workers_and_leaves(agent: Agent) -> None:
     async def play() -> None:
-        agent._loop = asyncio.get_running_loop()
         process = await asyncio.create_subprocess_exec("sleep", "100", start_new_session=True)
         key: SpawnerKey = ()
         spawn = Spawn(1, "actor:0", "script", "a.py", (), False, {}, "/", "/logs", "actor/0/0")
         worker = Worker(1, WorkerId("actor", 0, 0), key, spawn, Phase.ALIVE, process.pid)
         agent._state = replace(agent._state, workers={1: worker}, spawners={key: True})
-        await asyncio.to_thread(agent._fenced)
+        agent._fenced()
         assert await asyncio.wait_for(process.wait(), 20.0) == -signal.SIGKILL
-        await asyncio.sleep(0)
         assert agent._state.leaving
         assert agent._state.workers[1].sent == signal.SIGKILL
 

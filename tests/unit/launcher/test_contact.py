@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -34,7 +33,7 @@ class Hall:
         self.answers = True
         self.beats = 0
         self.attempts: list[tuple[int, float]] = []
-        self.expired = threading.Event()
+        self.expired = asyncio.Event()
         self.contact = Contact(job.job, "n0", self.again, self.expired.set)
 
     async def again(self, epoch: int, timeout: float) -> tuple[int, Stream]:
@@ -45,6 +44,9 @@ class Hall:
 
     async def stream(self) -> Stream:
         return await connect(self.place.address, self.place.credentials)
+
+    def begin(self, stream: Stream) -> None:
+        self.tasks = [asyncio.ensure_future(work) for work in self.contact.begin(stream)]
 
     async def serve(self, stream: Stream) -> None:
         while True:
@@ -58,6 +60,8 @@ class Hall:
             server = Server(self.place.listen(), self.place.credentials, self.serve, lambda *_: None)
             async with asyncio.timeout(PATIENCE):
                 await play()
+            for task in self.tasks:
+                task.cancel()
             self.contact.close()
             server.close()
 
@@ -78,6 +82,7 @@ def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-un
     monkeypatch.setattr(contacts, "LOOK", 0.01)
     monkeypatch.setattr(contacts, "QUIET", 0.1)
     monkeypatch.setattr(contacts, "ATTEMPT", 0.02)
+    monkeypatch.setattr(contacts, "LAST", 60.0)
     with Job() as job:
         yield Hall(Place("insecure", tmp_path), job)
 
@@ -85,7 +90,7 @@ def hall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-un
 def test_beats_that_are_answered_renew_the_fence(hall: Hall) -> None:
     async def play() -> None:
         stream = await hall.stream()
-        hall.contact.begin(stream)
+        hall.begin(stream)
         first = hall.contact._fence.until
         tasks = [asyncio.ensure_future(do) for do in (hall.contact.keep(1, stream), hall.hear(stream))]
         while hall.contact._fence.until < first + 0.1:
@@ -104,7 +109,7 @@ def test_an_agent_that_hears_nothing_connects_anew_until_somebody_answers(hall: 
 
     async def play() -> None:
         stream = await hall.stream()
-        hall.contact.begin(stream)
+        hall.begin(stream)
         epoch, again = await hall.contact.keep(3, stream)
         assert epoch == 3
         assert again is not stream
@@ -120,7 +125,7 @@ def test_there_are_no_beats_to_a_master_on_this_host(hall: Hall, tmp_path: Path)
 
     async def play() -> None:
         stream = await hall.stream()
-        hall.contact.begin(stream)
+        hall.begin(stream)
         keeping = asyncio.ensure_future(hall.contact.keep(1, stream))
         done, _ = await asyncio.wait({keeping}, timeout=0.1)
         assert not done
@@ -129,7 +134,7 @@ def test_there_are_no_beats_to_a_master_on_this_host(hall: Hall, tmp_path: Path)
 
     hall.run(play)
     assert hall.beats == 0
-    assert hall.contact._guard is None
+    assert hall.contact._timer is None
 
 
 def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
@@ -140,8 +145,8 @@ def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
 
     async def play() -> None:
         stream = await hall.stream()
-        hall.contact.begin(stream)
-        assert await asyncio.to_thread(hall.expired.wait, PATIENCE)
+        hall.begin(stream)
+        await hall.expired.wait()
         stream.abort()
 
     hall.run(play)
@@ -150,21 +155,17 @@ def test_an_agent_that_is_not_answered_is_told_to_end_its_workers(
 def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
     hall: Hall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (fences, contacts):
-        monkeypatch.setattr(module, "FENCE", 0.5, raising=False)
+    monkeypatch.setattr(fences, "FENCE", 0.5)
     monkeypatch.setattr(fences, "UNMARKED", 0.4)
 
     async def play() -> None:
         stream = await hall.stream()
-        hall.contact.begin(stream)
+        hall.begin(stream)
         first = hall.contact._fence.until
-        looking = asyncio.ensure_future(hall.contact.look_for_signs())
         while hall.contact._fence.until < first + 0.5:
             await asyncio.sleep(0.01)
-        assert not hall.expired.is_set()
         hall.job.store.txn([], [Put(silent_key("run-1", "n0"), "1")])
-        assert await asyncio.to_thread(hall.expired.wait, PATIENCE)
-        looking.cancel()
+        await hall.expired.wait()
         stream.abort()
 
     hall.run(play)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 
+import pytest
+
 from unirun.failover.silence import FENCE, UNMARKED
-from unirun.launcher.fence import Fence, Guard, clock
+from unirun.launcher.fence import Fence, KillTimer, clock
 
 START = 100.0
 
@@ -101,19 +106,38 @@ def test_it_is_quiet_since_the_latest_proof() -> None:
     assert fence.quiet_for(START + 3.0) == 2.0
 
 
-def test_the_guard_calls_when_the_time_is_over() -> None:
-    fence, expired = Fence(), threading.Event()
-    fence.joins(clock() - FENCE)
-    guard = Guard(fence, expired.set)
-    assert expired.wait(20.0)
-    guard.close()
+@pytest.mark.starts_processes
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_kernel_kills_an_agent_that_does_nothing_about_it(stopped: bool) -> None:
+    program = """
+from unirun.launcher.fence import KillTimer, clock
+timer = KillTimer()
+timer.set(clock() + 100.0)
+timer.set(clock() + 0.3)
+print("set", flush=True)
+while True: pass
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        if stopped:
+            process.send_signal(signal.SIGSTOP)
+        assert process.wait(20.0) == -signal.SIGKILL
 
 
-def test_a_guard_that_is_closed_does_not_call() -> None:
-    fence, expired = Fence(), threading.Event()
-    guard = Guard(fence, expired.set)
-    guard.close()
-    guard._thread.join(20.0)
-    fence.joins(clock() - FENCE)
-    assert not guard._thread.is_alive()
-    assert not expired.is_set()
+def test_a_timer_that_is_set_to_never_or_removed_does_not_kill() -> None:
+    timer = KillTimer()
+    timer.set(clock() + 0.05)
+    timer.set(0)
+    timer.close()
+    other = KillTimer()
+    other.set(clock() + 0.05)
+    other.close()
+    threading.Event().wait(0.1)
+
+
+def test_a_kernel_that_refuses_a_timer_is_an_error() -> None:
+    timer = KillTimer()
+    timer.close()
+    with pytest.raises(OSError, match="Invalid argument"):
+        timer.set(0)
