@@ -81,6 +81,7 @@ class Agent:
         self._master: Stream | None = None
         self._masters = following(job, lock, task, tcp)
         self._contact = Contact(job, task.node, self._masters.again, self._fenced)
+        self._silent: list[Stream] = []
         self._unsent = Backlog()
         self._spawners: dict[SpawnerKey, tuple[Stream, subprocess.Popen[bytes] | Borrowed]] = {}
         self._links: dict[int, set[Stream]] = {}
@@ -227,15 +228,13 @@ class Agent:
             before, self._master = self._master, stream
             workers, stores = holdings(self._state)
             endpoints = {role: str(endpoint) for role, endpoint in self._endpoints.items()}
-            host = socket.gethostname()
-            ending = self._state.ending
-            stream.send(Join(self._state.node, os.getpid(), host, endpoints, workers, stores, ending))
+            about = (self._state.node, os.getpid(), socket.gethostname(), endpoints)
+            stream.send(Join(*about, workers, stores, self._state.ending))
             for ask in self._state.asks.values():
                 stream.send(ask)
             for frame in self._unsent.take():
                 stream.send_frame(frame)
             if before is not None:
-                # The host of that one may be away.
                 self._background(before.close())
             again = await self._until_another_leads(epoch, stream)
 
@@ -256,7 +255,7 @@ class Agent:
             self._master = None
             await stream.close()
         if keeping.done() and not keeping.cancelled():
-            stream.abort()
+            self._silent.append(stream)
             self._master = None
             return keeping.result()
         return None
@@ -266,6 +265,9 @@ class Agent:
             while True:
                 message = await master.receive()
                 self._contact.heard()
+                while self._silent:
+                    # Not before: if it saw the end of that one first, it would give the node up.
+                    self._silent.pop().abort()
                 match message:
                     case Beat():
                         self._contact.answered(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -11,7 +12,7 @@ from unirun.errors import RendezvousError, StoreError, WireError
 from unirun.failover.silence import BEAT, LOOK
 from unirun.launcher.fence import Fence, KillTimer, clock
 from unirun.rendezvous import JobDir
-from unirun.rendezvous.signs import is_marked
+from unirun.rendezvous.signs import is_marked, takes_bytes
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import open_store
 from unirun.wire.aio import Stream, frame_of
@@ -117,19 +118,21 @@ class Contact:
 
     async def _look_for_signs(self) -> None:
         """While the master does not answer, look for other signs that the node has not been given up."""
-        # Where the store is on the head, an agent elsewhere cannot read it.
-        while self._job.head is None:
+        head = self._job.head
+        while True:
             await asyncio.sleep(LOOK)
             if self._fence.quiet_for(clock()) < QUIET:
                 continue
             began = clock()
-            try:
-                marked = await asyncio.to_thread(self._is_marked)
-            except StoreError:
-                continue
-            if not marked:
-                self._fence.unmarked(began, clock())
-                self._set_timer()
+            if head is not None:
+                # The store is on the head, and so is every master.
+                if await asyncio.to_thread(takes_bytes, head, ATTEMPT):
+                    self._fence.nobody_leads(began, clock())
+            else:
+                with contextlib.suppress(StoreError):
+                    if not await asyncio.to_thread(self._is_marked):
+                        self._fence.unmarked(began, clock())
+            self._set_timer()
 
     def _is_marked(self) -> bool:
         self._store = self._store or open_store(self._job.store_url)

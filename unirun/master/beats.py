@@ -40,6 +40,7 @@ class Beats:
         self._term, self._writer, self._agents = term, writer, agents
         self._say, self._lose = say, lose
         self._silence = Silence(time.monotonic())
+        self._origins: dict[str, str] = {}
         self._watchers: dict[Stream, float] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -58,6 +59,12 @@ class Beats:
         """Whether the agent of `node` beats."""
         return self._silence.watches(node)
 
+    def knocked(self, origin: str) -> None:
+        """A host has connected, and may not come to say more: nodes there take it for a sign that nobody leads."""
+        for node, known in self._origins.items():
+            if known == origin and self._silence.watches(node):
+                self._silence.heard(node, time.monotonic())
+
     def forget(self, node: str) -> None:
         """The agent of `node` is gone."""
         self._silence.forget(node)
@@ -65,6 +72,7 @@ class Beats:
     def answer(self, node: str, stream: Stream) -> None:
         """Answer the beat of the agent of `node`."""
         self._silence.heard(node, time.monotonic())
+        self._origins[node] = stream.origin
         now = time.clock_gettime(time.CLOCK_BOOTTIME)
         sure = may_answer(self._term.renewed, now, alone=False) or self._alone()
         stream.send_frame(_SURE if sure else _UNSURE)

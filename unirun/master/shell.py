@@ -127,7 +127,8 @@ class Master:
             self._over.set()
         await self._status_file.write()
         servers = [
-            Server(listener, self._credentials, self._serve, self._refused) for listener in self._listeners
+            Server(listener, self._credentials, self._serve, self._refused, knocked=self._beats.knocked)
+            for listener in self._listeners
         ]
         try:
             async with self._status_file.kept(), self._writer.working(self._over):

@@ -53,6 +53,12 @@ class Stream:
         return bool(self._writer.get_extra_info("socket").family != socket.AF_UNIX)
 
     @property
+    def origin(self) -> str:
+        """The peer's address; empty for a unix socket."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if self.remote and name else ""
+
+    @property
     def peer(self) -> str:
         """The name of the peer's node, which its certificate proves; empty without TLS."""
         return node_of(self._writer.get_extra_info("ssl_object"))
@@ -164,7 +170,8 @@ class Server:
     token. `refused` gets a text for those that have not, and their number so far (`Refusals`).
 
     A connection has `timeout` seconds to prove the token. At most `STRANGERS` may be about to; beyond these the oldest
-    makes room. So whoever connects and remains silent cannot keep others out.
+    makes room. So whoever connects and remains silent cannot keep others out. `knocked` gets the address of each host
+    that connects over TCP, at once.
     """
 
     def __init__(
@@ -175,9 +182,10 @@ class Server:
         refused: Callable[[str, int], None],
         *,
         timeout: float = DEADLINE,
+        knocked: Callable[[str], None] = lambda origin: None,
     ) -> None:
         self._listener, self._token = listener, credentials.token
-        self._handler, self._timeout = handler, timeout
+        self._handler, self._timeout, self._knocked = handler, timeout, knocked
         self._tls = credentials.server_context() if listener.family != socket.AF_UNIX else None
         self._refusals = Refusals(refused)
         self._strangers: dict[asyncio.Task[None], float] = {}
@@ -206,6 +214,8 @@ class Server:
                     self._refusals.add(error)
                     await asyncio.sleep(AGAIN)
                     continue
+                if origin:
+                    self._knocked(origin[0])
                 task = asyncio.ensure_future(self._admit(sock, origin[0] if origin else ""))
                 self._strangers[task] = loop.time()
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from unirun.failover import silence
 from unirun.launcher import contact as contacts
 from unirun.launcher import fence as fences
 from unirun.launcher.contact import Contact
+from unirun.rendezvous import create_job
 from unirun.rendezvous.keys import silent_key
 from unirun.rendezvous.signs import is_marked, takes_bytes
 from unirun.rendezvous.store.protocol import Put
+from unirun.wire import new_token
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server, Stream, connect
 from unirun.wire.messages import Beat
+from unirun.wire.sockets import listen_tcp, tcp_address
 
 PATIENCE = 20.0
 
@@ -165,6 +169,29 @@ def test_an_agent_that_is_not_answered_may_go_on_while_its_node_is_not_marked(
         while hall.contact._fence.until < first + 0.5:
             await asyncio.sleep(0.01)
         hall.job.store.txn([], [Put(silent_key("run-1", "n0"), "1")])
+        await hall.expired.wait()
+        stream.abort()
+
+    hall.run(play)
+
+
+def test_an_agent_without_the_store_may_go_on_while_the_heads_kernel_answers_for_nobody(
+    hall: Hall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master is stopped: the kernel takes connections until the listener is closed."""
+    monkeypatch.setattr(fences, "FENCE", 0.5)
+    head = listen_tcp("127.0.0.1")
+    job, lock = create_job("run-2", new_token(), head=tcp_address(head, "head"))
+    os.close(lock)
+    hall.contact = Contact(job, "n0", hall.again, hall.expired.set)
+
+    async def play() -> None:
+        stream = await hall.stream()
+        hall.begin(stream)
+        first = hall.contact._fence.until
+        while hall.contact._fence.until < first + 0.5:
+            await asyncio.sleep(0.01)
+        head.close()
         await hall.expired.wait()
         stream.abort()
 

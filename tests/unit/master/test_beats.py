@@ -21,6 +21,7 @@ from unirun.job.events import RejoinTimedOut
 from unirun.master import beats
 from unirun.master.beats import unheard
 from unirun.rendezvous.keys import silent_key
+from unirun.rendezvous.signs import takes_bytes
 from unirun.values import WorkerId
 from unirun.wire import Credentials
 from unirun.wire.aio import Stream
@@ -167,6 +168,21 @@ class TestSilence:
             "node n0 is heard again",
         ]
         assert court.status()["phase"] == "succeeded"
+
+    def test_a_host_that_connects_and_says_nothing_is_not_silent(self, court: Court, n0: Credentials) -> None:
+        """Its agent takes what the kernel does for a sign that nobody has given it up."""
+
+        async def play() -> None:
+            agent = await court.agent(n0)
+            await answer(agent)
+            assert court.tcp is not None
+            for _ in range(10):
+                await asyncio.sleep(silence.SILENT / 4)
+                assert await asyncio.to_thread(takes_bytes, court.tcp, 5.0)
+            assert court.events("silence") == []
+            await ends_well(agent)
+
+        assert court.run(play) == []
 
     def test_a_command_that_beats_gets_beats_until_it_is_silent(
         self, court: Court, n0: Credentials, monkeypatch: pytest.MonkeyPatch
