@@ -59,6 +59,7 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
             interface=options.get("interface", ""),
             insecure=bool(options.get("insecure")),
             quiet=bool(options.get("quiet")),
+            sync=bool(options.get("sync")),
         )
     step = None if several_nodes(options) else read_allocation(os.environ)
     if step is None and not several_nodes(options):

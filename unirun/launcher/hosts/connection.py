@@ -89,7 +89,7 @@ class Remote:
 async def reach(host: Host) -> Remote:
     """Start the process of a node on `host`. Raises `RendezvousError` when ssh itself is missing."""
     command = node_command()
-    argv = [*command] if host.target == "localhost" else ["ssh", *OPTIONS, host.target, shlex.join(command)]
+    argv = command if is_local(host) else ["ssh", *OPTIONS, host.target, shlex.join(command)]
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -103,6 +103,11 @@ async def reach(host: Host) -> Remote:
     except OSError as error:
         raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", "install OpenSSH") from error
     return Remote(host, process)
+
+
+def is_local(host: Host) -> bool:
+    """Whether `host` is this one, which needs no ssh."""
+    return host.target == "localhost"
 
 
 def node_command() -> list[str]:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -30,6 +31,7 @@ from unirun.launcher.hosts.lobby import (
 )
 from unirun.launcher.hosts.member import task_json, versions
 from unirun.launcher.hosts.mirror import Mirror
+from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
@@ -62,12 +64,20 @@ def run_over_ssh(
     interface: str,
     insecure: bool,
     quiet: bool,
+    sync: bool,
 ) -> int:
-    """Run a job on `hosts`; `make_plan` plans it for what they have. Returns its exit code.
+    """Run a job on `hosts`; `make_plan` plans it for what they have. With `sync` they get the working tree before.
+    Returns the job's exit code.
 
     Raises `RendezvousError` with all hosts that cannot take part, and what `make_plan` raises.
     """
-    return asyncio.run(_Run(hosts, spec, store, interface, insecure).run(make_plan, quiet=quiet))
+
+    async def play() -> int:
+        if sync:
+            await send_tree(hosts, Path.cwd())
+        return await _Run(hosts, spec, store, interface, insecure).run(make_plan, quiet=quiet)
+
+    return asyncio.run(play())
 
 
 class _Run:

@@ -1,0 +1,27 @@
+"""``--sync``: the working tree comes to hosts that have none."""
+
+from __future__ import annotations
+
+from tests.testbed.hosts import Hosts
+
+from .harness import EXEC, START, UNIRUN
+
+TRAIN = """
+import socket
+import helper
+print(helper.WORD, "on", socket.gethostname(), flush=True)
+"""
+
+
+def test_a_job_runs_on_hosts_that_get_the_working_tree_first(hosts: Hosts) -> None:
+    here = hosts[0].path("/tmp/project")
+    here.mkdir()
+    (here / "train.py").write_text(TRAIN)
+    (here / "helper.py").write_text("WORD = 'sent'\n")
+    command = [UNIRUN, "--hosts", "h2,h3", "--sync", *EXEC, "--nproc-per-node", "1", "train.py"]
+    done = hosts[0].run(command, cwd="/tmp/project", within=START)
+    assert {line for line in done.stdout.splitlines() if line.startswith("[")} == {
+        "[default:0] sent on h2",
+        "[default:1] sent on h3",
+    }
+    assert sorted(path.name for path in here.iterdir()) == ["helper.py", "train.py"]
