@@ -19,6 +19,7 @@ from unirun.launcher.doctor.judge import findings
 from unirun.launcher.doctor.report import lines
 from unirun.launcher.foreground.terminal import say
 from unirun.launcher.hosts.hostlist import Host, expand_nodelist, parse_hosts, read_hostfile
+from unirun.launcher.slurm.allocation import component_lists
 
 
 def main(argv: list[str]) -> int:
@@ -46,10 +47,10 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILURE if wrong else 0
 
 
-def _hosts(names: str | None, file: str | None, environ: Mapping[str, str]) -> tuple[tuple[Host, ...], Way]:
+def _hosts(listed: str | None, file: str | None, environ: Mapping[str, str]) -> tuple[tuple[Host, ...], Way]:
     """The hosts to examine, and how they are reached."""
-    if names is not None:
-        return parse_hosts(names), by_ssh
+    if listed is not None:
+        return parse_hosts(listed), by_ssh
     if file is not None:
         return read_hostfile(Path(file)), by_ssh
     nodes = environ.get("SLURM_JOB_NODELIST")
@@ -60,4 +61,7 @@ def _hosts(names: str | None, file: str | None, environ: Mapping[str, str]) -> t
         raise UsageError(
             "unirun doctor runs once in an allocation", "call it without srun, or with srun --ntasks=1"
         )
-    return tuple(Host(node, node) for node in expand_nodelist(nodes)), by_srun
+    parts = component_lists(environ)
+    components = {node: number for number, part in enumerate(parts) for node in part}
+    names = tuple(components) or expand_nodelist(nodes)
+    return tuple(Host(name, name) for name in names), by_srun(components)

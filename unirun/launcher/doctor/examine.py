@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError
-from unirun.launcher.doctor.channels import REACH, Channel, Unreached, Way, by_ssh
+from unirun.launcher.doctor.channels import REACH, Channel, Way, by_ssh
 from unirun.launcher.doctor.judge import bad_hosts, broken_links
 from unirun.launcher.doctor.requests import (
     AllReduceAs,
@@ -116,7 +116,7 @@ class _Examiner:
             async with turns:
                 try:
                     await do(name)
-                except (Unreached, RendezvousError) as error:
+                except RendezvousError as error:
                     self._reports[name] = HostReport(name, problem=error.problem, remedy=error.remedy)
 
         await asyncio.gather(*(one(name) for name in names))
@@ -201,7 +201,7 @@ class _Examiner:
             port = (await self._channels[other].ask(Listen(nonce), Listening)).port
             meet = Meet(self._address(other), port, nonce, bandwidth)
             met = await self._channels[one].ask(meet, Met)
-        except (Unreached, RendezvousError) as error:
+        except RendezvousError as error:
             return Link(one, other, problem=error.problem), Link(other, one, problem=error.problem)
         return Link(one, other, met.rtt, met.sent), Link(other, one, met.rtt, met.received)
 
@@ -221,7 +221,7 @@ class _Examiner:
             first = name == names[0]
             try:
                 listening = await self._channels[name].ask(Load(store=first), Listening, COLLECTIVE)
-            except (Unreached, RendezvousError) as error:
+            except RendezvousError as error:
                 problems[name] = error.problem
             else:
                 port = listening.port or port
@@ -243,7 +243,7 @@ class _Examiner:
             place = (names.index(name), len(names), self._address(names[0]), port)
             try:
                 done = await self._channels[name].ask(AllReduceAs(backend, *place), Reduced, COLLECTIVE)
-            except (Unreached, RendezvousError) as error:
+            except RendezvousError as error:
                 problems[name] = error.problem
             else:
                 times.append(done.seconds)

@@ -33,7 +33,7 @@ _GPUS = "GPUs"
 """May differ on purpose: some nodes of a job have none."""
 
 _SAME: Mapping[str, tuple[Callable[[Facts], str], str]] = {
-    "Python": (lambda facts: ".".join(facts.python.split(".")[:2]), "use the same Python on all hosts"),
+    "Python": (lambda facts: facts.python, "use the same Python on all hosts"),
     "torch": (lambda facts: facts.torch or "none", "install the same torch on all hosts"),
     "unirun": (lambda facts: facts.unirun, "install the same unirun on all hosts"),
     "GPU driver": (lambda facts: facts.driver or "none", "install the same driver on all hosts"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from unirun.errors import UnirunError
 from unirun.launcher.doctor import network
-from unirun.launcher.doctor.facts import interface_of, read_facts
+from unirun.launcher.doctor.facts import read_facts
 from unirun.launcher.doctor.requests import (
     AllReduceAs,
     Answer,
@@ -33,6 +33,7 @@ from unirun.launcher.doctor.requests import (
     to_line,
     to_request,
 )
+from unirun.launcher.hosts.interfaces import interface_of
 
 
 class Probe:

@@ -13,7 +13,7 @@ class Look(Value, tag=True):
     """Tell the facts. `cwd` is the command's working directory, which may be there as well.
 
     The host's address is that of `interface`; without one, that from which it reaches `head`, the address of the first
-    host; the first host itself has no `head` and takes the address by which it was reached.
+    host; the first host itself has no `head` and takes that of its default route.
     """
 
     cwd: str

@@ -32,6 +32,10 @@ REMEDIES = (
         r"permission denied",
         "it asks for a password or refuses the key: load one with ssh-add, or ssh-copy-id {target}",
     ),
+    (
+        r"identification has changed",
+        "it has another host key than before: if that is right, ssh-keygen -R, then ssh {target}",
+    ),
     (r"host key verification failed|host key is not known", "accept its host key once: ssh {target}"),
     (
         r"could not resolve|name or service not known|nodename nor servname",
@@ -88,8 +92,7 @@ class Remote:
 
 async def reach(host: Host) -> Remote:
     """Start the process of a node on `host`. Raises `RendezvousError` when ssh itself is missing."""
-    command = node_command()
-    argv = command if is_local(host) else ["ssh", *OPTIONS, host.target, shlex.join(command)]
+    argv = on_host(host, "unirun.launcher.hosts.node")
     try:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -110,11 +113,13 @@ def is_local(host: Host) -> bool:
     return host.target == "localhost"
 
 
-def node_command() -> list[str]:
-    """The command on a host. The module path is needed before the environment is sent, and is no secret."""
+def on_host(host: Host, module: str) -> list[str]:
+    """The command line that runs `module` on `host`, by ssh. The module path is needed before the environment is sent,
+    and is no secret."""
     path = os.environ.get("PYTHONPATH")
     prefix = ["env", f"PYTHONPATH={path}"] if path else []
-    return [*prefix, sys.executable, "-P", "-m", "unirun.launcher.hosts.node"]
+    command = [*prefix, sys.executable, "-P", "-m", module]
+    return command if is_local(host) else ["ssh", *OPTIONS, host.target, shlex.join(command)]
 
 
 def explain(host: Host, code: int | None, said: str) -> RendezvousError:
@@ -125,7 +130,7 @@ def explain(host: Host, code: int | None, said: str) -> RendezvousError:
         for line in reversed(lines):
             if re.search(pattern, line, re.IGNORECASE):
                 return RendezvousError(line, remedy.format(target=host.target, python=sys.executable))
-    return RendezvousError(last, f"try: ssh {host.target} {shlex.join(node_command()[-4:-3])} --version")
+    return RendezvousError(last, f"try: ssh {host.target} {shlex.quote(sys.executable)} --version")
 
 
 _OF_THE_HOST = re.compile(

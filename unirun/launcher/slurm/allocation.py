@@ -82,13 +82,13 @@ def unused_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     names = [name for name in ("SLURM_JOB_NODELIST", "SLURMD_NODENAME") if name in environ]
     if len(names) < 2 or "SLURM_STEP_ID" in environ:
         return ()
-    nodes = _component_lists(environ) or [expand_nodelist(environ["SLURM_JOB_NODELIST"])]
+    nodes = component_lists(environ) or [expand_nodelist(environ["SLURM_JOB_NODELIST"])]
     return tuple(node for part in nodes for node in part if node != environ["SLURMD_NODENAME"])
 
 
 def _components(nodes: tuple[str, ...], environ: Mapping[str, str]) -> tuple[int, ...]:
     """The component of each of `nodes`. Raises `UsageError` for a node that is in none."""
-    parts = _component_lists(environ)
+    parts = component_lists(environ)
     if not parts:
         return (0,) * len(nodes)
     found = {node: number for number, part in enumerate(parts) for node in part}
@@ -98,7 +98,7 @@ def _components(nodes: tuple[str, ...], environ: Mapping[str, str]) -> tuple[int
     return tuple(found[node] for node in nodes)
 
 
-def _component_lists(environ: Mapping[str, str]) -> list[tuple[str, ...]]:
+def component_lists(environ: Mapping[str, str]) -> list[tuple[str, ...]]:
     """The nodes of each component of a heterogeneous job; none of another job."""
     lists = []
     for number in range(_number(environ.get("SLURM_HET_SIZE"))):

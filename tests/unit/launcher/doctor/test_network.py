@@ -8,7 +8,7 @@ import pytest
 
 from unirun.errors import RendezvousError
 from unirun.launcher.doctor import network
-from unirun.launcher.doctor.facts import interface_of, own_address, read_facts
+from unirun.launcher.doctor.facts import own_address, read_facts
 
 NONCE = b"0123456789abcdef"
 
@@ -58,12 +58,6 @@ def test_an_address_of_another_host_cannot_be_listened_on() -> None:
 
 def test_the_address_is_that_of_the_named_interface() -> None:
     assert own_address("lo", None) == "127.0.0.1"
-    assert interface_of("127.0.0.1") == "lo"
-
-
-def test_an_unknown_interface_is_an_error_with_those_that_exist() -> None:
-    with pytest.raises(RendezvousError, match="no interface 'ib9' with an address; there are .*lo"):
-        own_address("ib9", None)
 
 
 def test_the_address_is_the_one_from_which_the_head_is_reached() -> None:
@@ -74,6 +68,6 @@ def test_the_facts_of_this_host() -> None:
     facts = read_facts("lo", None)
     assert facts.hostname == socket.gethostname()
     assert (facts.address, facts.interface) == ("127.0.0.1", "lo")
-    assert facts.python.count(".") == 2
+    assert facts.python.count(".") == 1
     assert facts.torch
     assert facts.memory >= facts.shm > 0

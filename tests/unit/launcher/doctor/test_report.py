@@ -20,8 +20,8 @@ def test_hosts_that_are_alike() -> None:
         text(found)
         == """\
 HOST  ADDRESS   PYTHON  TORCH   KERNEL  DRIVER  GPUS  CPUS  MEMORY    SHM       CLOCK
-h1    10.0.0.1  3.11.7  2.13.0  6.1.0   570.1   8     64    549.8 GB  274.9 GB  +0.000 s ±0.0001
-h2    10.0.0.1  3.11.7  2.13.0  6.1.0   570.1   8     64    549.8 GB  274.9 GB  +0.000 s ±0.0001
+h1    10.0.0.1  3.11    2.13.0  6.1.0   570.1   8     64    549.8 GB  274.9 GB  +0.000 s ±0.0001
+h2    10.0.0.1  3.11    2.13.0  6.1.0   570.1   8     64    549.8 GB  274.9 GB  +0.000 s ±0.0001
 
 MB/S  h1    h2
 h1    ·     1000

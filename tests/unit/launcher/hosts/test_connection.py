@@ -1,0 +1,55 @@
+"""The command line of ssh; what ssh, a shell and Python say when it fails, as a problem and a remedy."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from unirun.launcher.hosts.connection import explain, on_host
+from unirun.launcher.hosts.hostlist import Host, parse_hosts
+
+SAID = [
+    (255, "root@h1: Permission denied (publickey,password).", "ssh-copy-id root@h1"),
+    (255, "Host key verification failed.", "accept its host key once: ssh root@h1"),
+    (255, "@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R"),
+    (255, "ssh: Could not resolve hostname h1: Name or service not known", "~/.ssh/config"),
+    (255, "ssh: connect to host h1 port 22: Connection refused", "no sshd listens there"),
+    (255, "ssh: connect to host h1 port 22: Connection timed out", "is the host up?"),
+    (255, "ssh: connect to host h1 port 22: No route to host", "is the host up?"),
+    (127, f"bash: line 1: {sys.executable}: No such file or directory", "install the same environment there"),
+    (1, f"{sys.executable}: Error while finding module specification (ModuleNotFoundError: No module named 'unirun')", "install unirun there"),
+    (1, "something else", f"try: ssh root@h1 {sys.executable} --version"),
+]  # fmt: skip
+
+HOST = Host("h1", "root@h1")
+
+
+@pytest.mark.parametrize(("code", "errors", "remedy"), SAID)
+def test_what_is_said_becomes_a_remedy(code: int, errors: str, remedy: str) -> None:
+    error = explain(HOST, code, f"Welcome to h1\n{errors}\n")
+    assert remedy in error.remedy
+    assert error.problem in errors
+
+
+def test_a_silent_end_is_told_with_its_code() -> None:
+    assert explain(HOST, 3, "").problem == "it ended with exit code 3"
+
+
+def test_ssh_never_asks_and_gets_the_target_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    [host] = parse_hosts("me@h1:4")
+    command = on_host(host, "a.module")
+    assert command[0] == "ssh"
+    assert "BatchMode=yes" in command
+    assert command[-2:] == ["me@h1", f"{sys.executable} -P -m a.module"]
+
+
+def test_the_search_path_of_modules_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/a dir:/b")
+    assert on_host(HOST, "a.module")[-1].startswith("env 'PYTHONPATH=/a dir:/b' ")
+
+
+def test_this_host_needs_no_ssh() -> None:
+    [host] = parse_hosts("localhost")
+    assert "ssh" not in on_host(host, "a.module")
