@@ -28,8 +28,11 @@ from tests.documents import (
 )
 from unirun.cli import SUBCOMMANDS, main, run
 from unirun.cli.commandline import Parser, parse
-from unirun.cli.compose import plan_job
+from unirun.cli.compose import job_spec, plan_job
+from unirun.cli.joboptions import several_nodes
 from unirun.cli.options import PLAN_OPTIONS
+from unirun.collocation import local_inventory
+from unirun.launcher.hosts.hostlist import parse_hosts
 
 NOT_RUN = {
     "pip": "it would install",
@@ -130,7 +133,13 @@ def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif "--slurm" in args:
         assert run.main(["--dry-run", *args]) == 0
     elif args[0] not in SUBCOMMANDS:
-        plan_job(parse(args))
+        line = parse(args)
+        if several_nodes(line.options):
+            # What the hosts have is not known here.
+            job_spec(line, local_inventory(), nodes=(2, 2))
+            parse_hosts(line.options.get("hosts", "h1"))
+        else:
+            plan_job(line)
     else:
         plain = Parser.parse_known_args
 
