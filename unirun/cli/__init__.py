@@ -23,6 +23,7 @@ SUBCOMMANDS = (
     "gc",
     "warm",
     "doctor",
+    "render",
     "completion",
 )
 

@@ -117,11 +117,11 @@ _OF_STORE = (UID_BEFORE, "store.db", "store.db-wal", "store.db-shm")
 
 
 def _clear(path: Path, keep: Collection[str]) -> None:
-    """Remove the directory `path`; with names in `keep`, all that is in it but those."""
+    """Remove the directory `path`, or with names in `keep` all that is in it but those. Raises OSError for a link."""
     if not keep or path.is_symlink():
-        # Which refuses a link.
         shutil.rmtree(path)
-    for entry in [entry for entry in os.scandir(path) if entry.name not in keep] if keep else ():
+        return
+    for entry in [entry for entry in os.scandir(path) if entry.name not in keep]:
         remove = shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink
         remove(entry.path)
 

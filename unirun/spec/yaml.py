@@ -83,6 +83,23 @@ def long_form(data: Mapping[Any, Any]) -> dict[str, Any]:
     return long
 
 
+def write_yaml(*documents: Mapping[str, Any]) -> str:
+    """`documents` of plain values as YAML, in their order; texts of several lines as blocks."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """A class of its own, as representers are kept by class."""
+
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
 def _read_json(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     if overrides:
         raise SpecError([Fault(path, "is no YAML, so nothing can be overridden", "write a job in YAML")])

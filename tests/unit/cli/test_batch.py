@@ -68,7 +68,8 @@ def test_dry_run_prints_the_script_and_leaves_nothing(
     assert run.main(argv.split()) == 0
     text = capsys.readouterr().out
     assert "#SBATCH --gres=gpu:4\n" in text
-    assert f"{sys.executable} -m unirun --rdzv-id train-" in text
+    assert "\nrun_id=train-" in text
+    assert f'{sys.executable} -m unirun --rdzv-id "$run_id" --token-file ' in text
     assert "--roles=actor=gpu,rollout=2 -- train.py --lr 1 &\n" in text
     assert not (script.parent / "home").exists()
 

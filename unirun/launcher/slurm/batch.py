@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from unirun.launcher.slurm.options import BatchOptions, Component
@@ -13,19 +13,40 @@ from unirun.values import Value
 
 
 class Batch(Value):
-    """What is submitted: the job `run_id`, which runs ``unirun`` with the arguments `words` in the directory `cwd`.
+    """What a batch script runs: ``unirun`` with the arguments `words`, as the job `run_id`.
 
-    `program` is how unirun is called on the nodes. `home` is ``$UNIRUN_HOME``. The file `token` has the job's token;
-    None where the job has one node, which makes its own.
+    A script that somebody else submits has no `run_id`, `cwd`, `home` (``$UNIRUN_HOME``) and `output`: the id of the
+    job is made of its `name` and the number that Slurm gives it, and all else is as where it is submitted.
+    `program` is how unirun is called on the nodes.
     """
 
-    run_id: str
+    name: str
     words: tuple[str, ...]
-    cwd: Path
-    home: Path
-    output: str
+    run_id: str | None = None
+    cwd: Path | None = None
+    home: Path | None = None
+    output: str | None = None
     program: tuple[str, ...] = ("unirun",)
-    token: Path | None = None
+
+
+_TOGETHER = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
+_DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
+
+_MAKE_TOKEN = r"""(umask 077; mkdir -p "$job/slurm"; test -s "$job/slurm/token" ||
+  head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$job/slurm/token")"""
+
+_WAIT = r"""step=$!
+trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM
+again=yes
+while [ -n "$again" ]; do
+  again=
+  wait "$step"
+  last=$?
+  # 127: the shell has told its code before.
+  [ "$last" -eq 127 ] || code=$last
+done
+told=$(sed -n 's/.*"ended":[0-9.]*,"code":\([0-9]*\),.*/\1/p' "$job/summary.json" 2>/dev/null)
+exit ${told:-${code:-127}}"""
 
 
 def batch_script(options: BatchOptions, batch: Batch) -> str:
@@ -33,40 +54,35 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
 
     Before the time limit, Slurm sends SIGTERM to the script, which passes it to unirun on all nodes. (srun, which would
     be nearer, kills the step when it gets SIGTERM.) When a node is lost, the others go on. srun's exit code is then
-    that of the killed task, so the code is read from the job's directory.
+    that of the killed task, so the code is read from the job's directory. A job of several nodes has its token in a
+    file there, before unirun starts on any.
     """
-    summary = shlex.quote(str(batch.home / "jobs" / batch.run_id / "summary.json"))
+    quoted = shlex.quote
+    run_id = f'{batch.name}-"$SLURM_JOB_ID"' if batch.run_id is None else batch.run_id
+    home = _DEFAULT_HOME if batch.home is None else quoted(str(batch.home))
     lines = [
         "#!/bin/sh",
         *_directives(options, batch),
         "",
-        f"cd {shlex.quote(str(batch.cwd))} || exit",
-        f"export UNIRUN_HOME={shlex.quote(str(batch.home))} {VARIABLE}={batch.run_id}",
-        *(f"export {name}={shlex.quote(value)}" for name, value in options.env.items()),
-        f"rm -f {summary}",
+        *([] if batch.cwd is None else [f"cd {quoted(str(batch.cwd))} || exit"]),
+        f"run_id={run_id}",
+        f'export UNIRUN_HOME={home} {VARIABLE}="$run_id"',
+        'job="$UNIRUN_HOME/jobs/$run_id"',
+        *(f"export {name}={quoted(value)}" for name, value in options.env.items()),
+        'rm -f "$job/summary.json"',
+        *([_MAKE_TOKEN] if options.several_nodes else []),
         "",
-        f"{shlex.join(_srun(options, batch))} &",
-        "step=$!",
-        "trap 'again=yes; scancel --signal=TERM \"$SLURM_JOB_ID\" 2>/dev/null' TERM",
-        "again=yes",
-        'while [ -n "$again" ]; do',
-        "  again=",
-        '  wait "$step"',
-        "  last=$?",
-        "  # 127: the shell has told its code before.",
-        '  [ "$last" -eq 127 ] || code=$last',
-        "done",
-        rf"""told=$(sed -n 's/.*"ended":[0-9.]*,"code":\([0-9]*\),.*/\1/p' {summary} 2>/dev/null)""",
-        'exit "${told:-${code:-127}}"',
+        f"{_srun(options, batch)} &",
+        _WAIT,
     ]
     return "\n".join(lines) + "\n"
 
 
 def _directives(options: BatchOptions, batch: Batch) -> Iterator[str]:
     whole = {
-        "job_name": batch.run_id,
+        "job_name": batch.run_id or batch.name,
         **options.options,
-        "output": batch.output,
+        **({} if batch.output is None else {"output": batch.output}),
         "open_mode": "append",
         "signal": f"B:TERM@{options.grace}",
     }
@@ -92,20 +108,19 @@ def _directive(key: str, value: str) -> str:
     return f"#SBATCH --{key.replace('_', '-')}={quoted}"
 
 
-def _srun(options: BatchOptions, batch: Batch) -> Sequence[str]:
+def _srun(options: BatchOptions, batch: Batch) -> str:
     """One task on each node. unirun decides what follows from the end of a task and from the loss of a node."""
-    token = ["--token-file", str(batch.token)] if batch.token is not None else []
-    unirun = [*batch.program, "--rdzv-id", batch.run_id, *token, *batch.words]
-    together = ["--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
-    found = ["srun"]
+    token = ' --token-file "$job/slurm/token"' if options.several_nodes else ""
+    unirun = f'{shlex.join(batch.program)} --rdzv-id "$run_id"{token} {shlex.join(batch.words)}'
+    steps = []
     for number, component in enumerate(options.components):
         group = [f"--het-group={number}"] if len(options.components) > 1 else []
         cpus = component.options.get("cpus_per_task")
         # Since Slurm 22.05, srun does not take it from the allocation.
         share = [f"--cpus-per-task={cpus}"] if cpus else []
-        found += [":"] if number else []
-        found += ["--ntasks-per-node=1", *together, *group, *share, *_container(component), *unirun]
-    return found
+        words = ["--ntasks-per-node=1", *_TOGETHER, *group, *share, *_container(component)]
+        steps.append(f"{shlex.join(words)} {unirun}")
+    return f"srun {' : '.join(steps)}"
 
 
 def _container(component: Component) -> list[str]:

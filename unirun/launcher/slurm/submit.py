@@ -17,9 +17,8 @@ from unirun.rendezvous.creation import one_at_a_time
 from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.rendezvous.ownership import make_private
 from unirun.spec import JobSpec
-from unirun.wire import new_token
 
-SCRIPT, OUTPUT, TOKEN = "batch.sh", "output.log", "token"
+SCRIPT, OUTPUT = "batch.sh", "output.log"
 """Files in the directory of the batch job."""
 
 
@@ -27,13 +26,13 @@ def batch_of(spec: JobSpec, options: BatchOptions, words: tuple[str, ...], progr
     """What is submitted to run `spec`, which the arguments `words` of unirun describe, in this directory."""
     job = job_at(spec.run_id)
     return Batch(
-        run_id=spec.run_id,
+        name=spec.name,
         words=words,
+        run_id=spec.run_id,
         cwd=Path.cwd(),
         home=job.path.parent.parent,
         output=options.output or str(job.batch / OUTPUT),
         program=program,
-        token=job.batch / TOKEN if options.several_nodes else None,
     )
 
 
@@ -45,7 +44,7 @@ def submit(spec: JobSpec, options: BatchOptions, batch: Batch) -> tuple[JobDir, 
     """
     job = job_at(spec.run_id)
     try:
-        _make_directory(job, spec, batch_script(options, batch), token=batch.token is not None)
+        _make_directory(job, spec, batch_script(options, batch))
     except OSError as error:
         raise JobError(
             f"the job's directory {job.path} cannot be made: {(error.strerror or str(error)).lower()}",
@@ -62,7 +61,7 @@ def submit(spec: JobSpec, options: BatchOptions, batch: Batch) -> tuple[JobDir, 
     return job, submitted
 
 
-def _make_directory(job: JobDir, spec: JobSpec, script: str, *, token: bool) -> None:
+def _make_directory(job: JobDir, spec: JobSpec, script: str) -> None:
     make_private(job.path.parent)
     with one_at_a_time(job.path.parent):
         if is_alive(job):
@@ -71,10 +70,6 @@ def _make_directory(job: JobDir, spec: JobSpec, script: str, *, token: bool) -> 
             shutil.rmtree(job.path)
         make_private(job.batch)
     (job.batch / SCRIPT).write_text(script)
-    if token:
-        handle = os.open(job.batch / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as file:
-            file.write(new_token().hex())
     write_status(job, _pending(spec))
 
 

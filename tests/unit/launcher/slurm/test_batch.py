@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import stat
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,13 @@ from tests.properties import examples
 from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import parse_slurm
 
-BATCH = Batch(
-    "ppo-1", ("--roles", "actor=4", "train.py"), Path("/data/my job"), Path("/home/u"), "/home/u/o.log"
-)
+
+def of_job(words: Sequence[str], folder: Path) -> Batch:
+    """What `unirun --slurm` submits, in `folder`, which is also the home of jobs."""
+    return Batch("ppo", tuple(words), "ppo-1", folder, folder, "/logs/o.log")
+
+
+BATCH = of_job(["--roles", "actor=4", "train.py"], Path("/data/my job"))
 
 
 def script(*texts: str, batch: Batch = BATCH) -> list[str]:
@@ -30,7 +37,7 @@ def directives(lines: list[str]) -> list[str]:
 def test_the_script_asks_for_what_the_options_say() -> None:
     assert directives(script("nodes=4,partition=debug,time=1:00:00,gres=gpu:8,exclude=n[1-2]")) == [
         "--job-name=ppo-1",
-        "--output=/home/u/o.log",
+        "--output=/logs/o.log",
         "--open-mode=append",
         "--signal=B:TERM@60",
         "--no-kill",
@@ -65,16 +72,16 @@ def test_the_loss_of_a_task_or_a_node_does_not_end_the_step() -> None:
     (step,) = [line for line in script() if line.startswith("srun")]
     assert step == (
         "srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --no-kill "
-        "unirun --rdzv-id ppo-1 --roles actor=4 train.py &"
+        'unirun --rdzv-id "$run_id" --roles actor=4 train.py &'
     )
 
 
-def test_a_job_of_several_nodes_gets_its_token_as_a_file() -> None:
-    batch = Batch(
-        "ppo-1", ("train.py",), Path("/d"), Path("/h"), "/o", token=Path("/h/jobs/ppo-1/slurm/token")
-    )
-    (step,) = [line for line in script("nodes=2", batch=batch) if line.startswith("srun")]
-    assert "--token-file /h/jobs/ppo-1/slurm/token train.py" in step
+def test_a_job_of_several_nodes_has_its_token_in_a_file() -> None:
+    lines = script("nodes=2")
+    (step,) = [line for line in lines if line.startswith("srun")]
+    assert ' --token-file "$job/slurm/token" ' in step
+    assert any("/dev/urandom" in line for line in lines)
+    assert not any("token" in line for line in script("nodes=1"))
 
 
 STUBS = """\
@@ -83,11 +90,21 @@ scancel() { :; }
 """
 
 
-def run_with_stubs(folder: Path, text: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def run_with_stubs(
+    folder: Path, text: str, code: int = 0, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The script in a shell in which `srun` keeps its arguments."""
     head, _, body = text.partition("\n")
     (folder / "script").write_text(f"{head}\n{STUBS.replace('CODE', str(code))}{body}")
-    return subprocess.run(["sh", folder / "script"], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        ["sh", folder / "script"],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 WORDS = st.lists(
@@ -103,7 +120,7 @@ def test_arguments_and_variables_arrive_as_they_were_given(
     tmp_path_factory: pytest.TempPathFactory, words: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("a 'folder'")
-    batch = Batch("ppo-1", tuple(words), folder, folder, "/o")
+    batch = of_job(words, folder)
     done = run_with_stubs(folder, batch_script(parse_slurm(["env_vars=A=1 & 2"]), batch))
     assert (done.returncode, done.stderr) == (0, "")
     expected = ["unirun", "--rdzv-id", "ppo-1", *words]
@@ -113,7 +130,7 @@ def test_arguments_and_variables_arrive_as_they_were_given(
 @pytest.mark.starts_processes
 @pytest.mark.parametrize("code", [0, 1, 3, 143])
 def test_the_exit_code_is_that_of_srun_where_the_job_tells_none(tmp_path: Path, code: int) -> None:
-    batch = Batch("ppo-1", (), tmp_path, tmp_path, "/o")
+    batch = of_job((), tmp_path)
     assert run_with_stubs(tmp_path, batch_script(parse_slurm(["nodes=1"]), batch), code).returncode == code
 
 
@@ -127,10 +144,38 @@ def test_the_exit_code_is_that_of_srun_where_the_job_tells_none(tmp_path: Path, 
     ],
 )
 def test_the_exit_code_is_the_jobs_own_where_a_node_was_lost(tmp_path: Path, summary: str, code: int) -> None:
-    batch = Batch("ppo-1", (), tmp_path, tmp_path, "/o")
+    batch = of_job((), tmp_path)
     text = batch_script(parse_slurm(["nodes=1"]), batch)
     (tmp_path / "jobs" / "ppo-1").mkdir(parents=True)
     (tmp_path / "jobs" / "ppo-1" / "summary.json").write_text("{}")
     late = f"echo {shlex.quote(summary)} > jobs/ppo-1/summary.json\n"
     done = run_with_stubs(tmp_path, text.replace("while", f"{late}while", 1), 137)
     assert done.returncode == code
+
+
+@pytest.mark.starts_processes
+def test_the_token_is_made_once_and_others_cannot_read_it(tmp_path: Path) -> None:
+    text = batch_script(parse_slurm(["nodes=2"]), of_job((), tmp_path))
+    tokens = []
+    for _ in range(2):
+        done = run_with_stubs(tmp_path, text)
+        assert (done.returncode, done.stderr) == (0, "")
+        token = tmp_path / "jobs" / "ppo-1" / "slurm" / "token"
+        assert len(bytes.fromhex(token.read_text())) == 32
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent, tmp_path / "jobs")]
+        assert modes == [0o600, 0o700, 0o700]
+        assert (tmp_path / "words").read_text().split("\0")[7:9] == ["--token-file", str(token)]
+        tokens.append(token.read_text())
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.starts_processes
+def test_a_script_for_others_runs_where_it_is_submitted_and_is_called_after_its_slurm_job(
+    tmp_path: Path,
+) -> None:
+    text = batch_script(parse_slurm(["nodes=1"]), Batch("ppo", ("--config", "job.yaml")))
+    assert "--job-name=ppo\n" in text
+    done = run_with_stubs(tmp_path, text, environ={"SLURM_JOB_ID": "12", "HOME": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+    words = (tmp_path / "words").read_text().split("\0")
+    assert words[4:-1] == ["unirun", "--rdzv-id", "ppo-12", "--config", "job.yaml"]
