@@ -130,7 +130,7 @@ def parsed(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a command of unirun apart, as it does itself; plan a job, and start nothing."""
     if args[0] == "plan":
         plan_job(parse(args[1:], "unirun plan", PLAN_OPTIONS))
-    elif "--slurm" in args:
+    elif args[0] not in SUBCOMMANDS and "--slurm" in args:
         assert run.main(["--dry-run", *args]) == 0
     elif args[0] not in SUBCOMMANDS:
         line = parse(args)

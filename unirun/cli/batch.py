@@ -41,7 +41,8 @@ def submit_job(line: CommandLine) -> int:
     contained = any(component.container_image for component in options.components)
     # In a container, this interpreter need not be there.
     program = ("unirun",) if contained else (sys.executable, "-m", "unirun")
-    batch = batch_of(spec, options, tuple(words_of(line)), program)
+    words = (*_components(spec, options), *words_of(line))
+    batch = batch_of(spec, options, words, program)
     if given.get("dry_run"):
         sys.stdout.write(batch_script(options, batch))
         return 0
@@ -79,6 +80,18 @@ def _inventory(component: Component) -> Inventory:
     number = re.search(r"[0-9]+$", gpus)
     devices = tuple(Device(str(index), "GPU") for index in range(int(number[0]) if number else bool(gpus)))
     return Inventory((Node("node0", tuple(range(int(options.get("cpus_per_task", "1")))), devices),))
+
+
+def _components(spec: JobSpec, options: BatchOptions) -> Iterator[str]:
+    """The component of each role, where there are several: that which names it, else that which names none."""
+    if len(options.components) == 1:
+        return
+    named = {role: number for number, each in enumerate(options.components) for role in each.roles}
+    others = next((number for number, each in enumerate(options.components) if not each.roles), None)
+    for role in spec.roles:
+        number = named.get(role.name, others)
+        if number is not None and role.entry.kind != "trainer":
+            yield f"--component={role.name}={number}"
 
 
 def _check_roles(spec: JobSpec, options: BatchOptions) -> None:

@@ -39,6 +39,7 @@ def options_to_job(
     scope.folders(options.get("cwd", ()))
     scope.scoped("max_restarts", options.get("max_restarts", ()))
     scope.scoped("count", options.get("nproc_per_node", ()), job_key="nproc_per_node")
+    scope.scoped("component", options.get("component", ()), needs_role=True)
     scope.environment(options.get("env", ()))
     if roles:
         job["roles"] = roles

@@ -129,6 +129,13 @@ OURS: tuple[Option, ...] = (
         "K=V,…",
         many=True,
     ),
+    Option(
+        "--component",
+        NODES,
+        "the role's ranks are on the nodes of this component of a heterogeneous Slurm job, counted from 0",
+        "ROLE=N",
+        many=True,
+    ),
     Option("--dry-run", OUTPUT, "with --slurm: print the batch script, submit nothing"),
     Option("--detach", OUTPUT, "start the job and return; see unirun status, logs, stop", short="-d"),
     Option("--quiet", OUTPUT, "show what workers write and errors, nothing else", short="-q"),

@@ -54,6 +54,7 @@ class Node(Value):
 
     `memory` and `hugepages` are in bytes, 0 when not known: what the job may use, and what is set aside for huge
     pages. `numa` are its NUMA nodes in the order of their numbers; empty when it has but one, or does not say.
+    `component` is the component of a heterogeneous Slurm job that it belongs to; 0 in other jobs.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Node(Value):
     memory: int = 0
     hugepages: int = 0
     numa: tuple[NumaNode, ...] = ()
+    component: int = 0
 
 
 class Inventory(Value, dict=True, gc=True):

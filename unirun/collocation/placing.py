@@ -188,6 +188,7 @@ def _role_request(role: RoleSpec, device: str | None) -> RoleRequest:
         per_node=role.per_node,
         per_group=role.per_group,
         devices=role.devices,
+        component=role.component,
     )
 
 

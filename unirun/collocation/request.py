@@ -17,7 +17,8 @@ class RoleRequest(Value):
     slots of `device` (``cpu``: a slot for one process; ``cuda``, or another type that the inventory knows), which are
     on one node; a fraction is a share of one slot. A role with `device` None needs no slot, only a node. `per_node` is
     how many ranks a node holds that holds any. `per_group` cuts the ranks into groups of that many consecutive ones,
-    each on one node. `devices` are the only ones, by index, that the role may have on any node.
+    each on one node. `devices` are the only ones, by index, that the role may have on any node. With `component`, all
+    its nodes are of that one.
     """
 
     name: str
@@ -28,6 +29,7 @@ class RoleRequest(Value):
     per_node: int | None = None
     per_group: int | None = None
     devices: tuple[str, ...] | None = None
+    component: int | None = None
 
 
 class Ties(Value):

@@ -42,7 +42,8 @@ class RoleSpec(Value):
 
     A rank takes `slots` of `device` (``cpu``, ``cuda`` or another type; None: of what the nodes have), a fraction being
     a share of one. With `least` there may be fewer ranks than `count` where there is no room for all. `per_group` cuts
-    the ranks into groups of that many, each on one node; `devices` are the only ones, by index, that it may have.
+    the ranks into groups of that many, each on one node; `devices` are the only ones, by index, that it may have. With
+    `component`, its nodes are those of that component of a heterogeneous Slurm job.
     """
 
     name: str
@@ -60,6 +61,7 @@ class RoleSpec(Value):
     slots: float = 1.0
     per_group: int | None = None
     devices: tuple[str, ...] | None = None
+    component: int | None = None
 
 
 class LogSpec(Value):

@@ -32,7 +32,17 @@ JOB_WIDE_KEYS = (*ENTRY_KINDS, "args", "env", "cwd", "max_restarts", "start_meth
 AUTO_DEVICE = ("auto_visible_device", "enable_ray_auto_visible_device")
 """The second name is the one under which DLRover's users know it."""
 
-ROLE_KEYS = (*JOB_WIDE_KEYS, "count", "per_node", "per_group", "device", "slots", "devices", *AUTO_DEVICE)
+ROLE_KEYS = (
+    *JOB_WIDE_KEYS,
+    "count",
+    "per_node",
+    "per_group",
+    "device",
+    "slots",
+    "devices",
+    "component",
+    *AUTO_DEVICE,
+)
 TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method")
 START_METHODS: dict[str, StartMethod] = {
     "fork": "fork",
@@ -134,6 +144,7 @@ def _needs(role: Section, count: int) -> dict[str, Any]:
         "slots": _slots(role),
         "per_group": _divisor(role, "per_group", count, "every group"),
         "devices": _devices(role) if role.given("devices") else None,
+        "component": role.integer("component", 0, 0) if role.given("component") else None,
     }
 
 

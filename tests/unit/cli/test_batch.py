@@ -69,7 +69,7 @@ def test_dry_run_prints_the_script_and_leaves_nothing(
     text = capsys.readouterr().out
     assert "#SBATCH --gres=gpu:4\n" in text
     assert "\nrun_id=train-" in text
-    assert f'{sys.executable} -m unirun --rdzv-id "$run_id" --token-file ' in text
+    assert f'{sys.executable} -m unirun --rdzv-id "$run_id" --roles=' in text
     assert "--roles=actor=gpu,rollout=2 -- train.py --lr 1 &\n" in text
     assert not (script.parent / "home").exists()
 

@@ -38,6 +38,11 @@ def hosts(
     )
 
 
+def component_of(node: str) -> int:
+    """The component of a node in property tests: that of pairs of neighbours."""
+    return int(node.removeprefix("n")) // 2 % 2
+
+
 def _links(
     index: int, count: int, nvlink: Callable[[int, int], object] | None
 ) -> tuple[tuple[str, str], ...]:
@@ -141,6 +146,8 @@ def node_faults(request: Request, where: Nodes) -> Iterator[str]:
     """What is wrong with the nodes of ranks."""
     for role in request.roles:
         each = where[role.name]
+        if role.component is not None and {component_of(node) for node in each} - {role.component}:
+            yield f"{role.name} component"
         if role.per_node and set(Counter(each).values()) - {role.per_node}:
             yield f"{role.name} per_node"
         if role.per_group:

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.unit.collocation.checking import hosts
+from tests.unit.collocation.checking import component_of, hosts
 from unirun.collocation.inventory import Inventory
 from unirun.collocation.planning.problem import problem_of
 from unirun.collocation.request import Request, RoleRequest, Ties
@@ -19,11 +19,12 @@ NAMES = ("a", "b", "c")
 
 @st.composite
 def inventories(draw: st.DrawFn, most: int = 3) -> Inventory:
-    return hosts(
+    found = hosts(
         *draw(st.lists(st.sampled_from([4, 4, 3, 2, 2, 1, 0]), min_size=1, max_size=most)),
         numas=draw(st.sampled_from([1, 2])),
         nvlink=draw(st.sampled_from([None, None, lambda i, _: i // 2, lambda i, n: i % (n // 2 or 1)])),
     )
+    return Inventory(tuple(replace(node, component=component_of(node.name)) for node in found.nodes))
 
 
 @st.composite
@@ -43,6 +44,7 @@ def requests(draw: st.DrawFn, elastic: bool = False, most: int = 4) -> Request:
         ("per_node", (1, 2)),
         ("per_group", (2,)),
         ("devices", (("0",), ("0", "1"), ("1", "3"))),
+        ("component", (0, 0, 1)),
     ):
         for at, role in enumerate(request.roles):
             if draw(st.integers(0, 5)) == 0:

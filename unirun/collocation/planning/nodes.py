@@ -53,6 +53,7 @@ class NodeKind(Value, eq=False, dict=True, gc=True):
     slots: tuple[KindSlot, ...]
     distances: dict[str, Distances]
     held: Cells
+    component: int = 0
 
     @cached_property
     def free(self) -> Counter[str]:
@@ -66,7 +67,7 @@ class NodeKind(Value, eq=False, dict=True, gc=True):
     def shape(self) -> object:
         """Equal for kinds on which the same cells fit, however near each other their slots are."""
         slots = sorted((s.type, s.numa, s.name, s.free, tuple(sorted(s.users))) for s in self.slots)
-        return self.held, tuple(slots)
+        return self.held, self.component, tuple(slots)
 
 
 class Kinds:
@@ -84,7 +85,7 @@ class Kinds:
         cpus = CPU in self._problem.types
 
         def key(node: Node) -> object:
-            return described(node) if devices else (), (node.cpus, node.numa) if cpus else ()
+            return node.component, described(node) if devices else (), (node.cpus, node.numa) if cpus else ()
 
         found: dict[int, NodeKind] = {}
         # Explanations repeat one node for all that are alike. Neighbours mostly are, and a comparison is fast.
@@ -110,8 +111,8 @@ class Kinds:
                 for number, (slot, island) in enumerate(zip(slots, of, strict=True))
             ]
         # Devices may have names of their own on each node, as with masks by UUID: these nodes are of one kind.
-        same = (tuple(found), tuple(distances.values()))
-        return self._known.setdefault(same, NodeKind(same[0], distances, self._none))
+        same = (tuple(found), tuple(distances.values()), node.component)
+        return self._known.setdefault(same, NodeKind(same[0], distances, self._none, node.component))
 
     def units(self, node: Node) -> Counter[str]:
         """The units that empty `node` has, by type of slot: far less work than its kind."""
@@ -137,11 +138,11 @@ class Kinds:
             free = slot.free - sum(stacks[stack].units for stack in here)
             slots.append(slot._replace(free=free, users=frozenset(here)))
         same = (kind, held, tuple(slots))
-        return self._known.setdefault(same, NodeKind(same[2], kind.distances, held))
+        return self._known.setdefault(same, NodeKind(same[2], kind.distances, held, kind.component))
 
-    def full(self, held: Cells) -> NodeKind:
-        """A kind with nothing left beside the cells `held`."""
-        return self._known.setdefault(held, NodeKind((), {}, held))
+    def full(self, held: Cells, component: int) -> NodeKind:
+        """A kind of a component with nothing left beside the cells `held`."""
+        return self._known.setdefault((held, component), NodeKind((), {}, held, component))
 
 
 def described(node: Node) -> tuple[object, ...]:

@@ -80,7 +80,9 @@ class Trials:
         self.like: dict[str, Node] = {}
         """By the name of a node, in the order of the inventory: the first node that is like it."""
         for node in inventory.nodes:
-            self.like[node.name] = first.setdefault((described(node), node.cpus, node.numa), node)
+            self.like[node.name] = first.setdefault(
+                (described(node), node.cpus, node.numa, node.component), node
+            )
         self._kinds = tuple(first.values())
 
     def nodes(self, request: Request, more: int = 0) -> list[Node]:
@@ -248,6 +250,8 @@ def _variants(role: RoleRequest, trials: Trials) -> Iterator[Variants]:
         yield ({"per_group": size} for size in (*parts, None))
     if role.devices is not None:
         yield [{"devices": None}]
+    if role.component is not None:
+        yield [{"component": None}]
 
 
 def _with_role(request: Request, role: RoleRequest, **changes: Any) -> Request:
@@ -285,7 +289,7 @@ def without_a_constraint(request: Request) -> Iterator[Request]:
         yield replace(request, tainted=frozenset())
     yield from _without_a_group(request)
     for role in request.roles:
-        for what in ("devices", "per_group", "per_node"):
+        for what in ("devices", "component", "per_group", "per_node"):
             if getattr(role, what) is not None:
                 yield _with_role(request, role, **{what: None})
         if role.slots > 1:
@@ -371,3 +375,5 @@ def _differences_of_role(one: RoleRequest, other: RoleRequest) -> Iterator[Diffe
             yield Difference(text, f"{name} {what} {size}", name)
     if one.devices != other.devices:
         yield Difference(f"any device for {name}", f"{name} devices {join(one.devices or ())}", name)
+    if one.component != other.component:
+        yield Difference(f"{name} in any component", f"{name} component {one.component}", name)

@@ -64,9 +64,9 @@ class Packer:
         there = [number + held for number, held in zip(cells, kind.held, strict=True)]
         present = {bundle for bundle, number in enumerate(there) if number}
         for bundle in present:
-            if self.problem.bundles[bundle].single and there[bundle] > 1:
-                return False
-            if self.problem.apart[bundle] & present:
+            own = self.problem.bundles[bundle]
+            elsewhere = own.component not in (None, kind.component)
+            if elsewhere or (own.single and there[bundle] > 1) or self.problem.apart[bundle] & present:
                 return False
         need: Counter[str] = Counter()
         for number, demand in zip(cells, self._demands, strict=True):

@@ -55,12 +55,14 @@ class Stack(Value):
 
 
 class Bundle(Value):
-    """Stacks with ranks on the same nodes: `least` to `most` cells; with `single`, no node has two of them."""
+    """Stacks with ranks on the same nodes: `least` to `most` cells; with `single`, no node has two of them. With
+    `component`, these nodes are of that one."""
 
     stacks: tuple[Stack, ...]
     least: int
     most: int
     single: bool
+    component: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -286,8 +288,19 @@ def _bundle(parts: Sequence[tuple[RoleRequest, ...]], unit: int, faults: list[Fa
         fits = join(f"{part[0].name}={each}" for part, each in zip(parts, ranks, strict=True))
         problem = f"{counts} cannot be cut into parts of {fits}"
         faults.append(Fault(names[0], problem, f"use multiples of {fits}"))
+    components = {role.name: role.component for part in parts for role in part if role.component is not None}
+    if len({*components.values()}) > 1:
+        said = join(f"{name} {number}" for name, number in components.items())
+        problem = f"{both(names)} share nodes, and differ in component: {said}"
+        faults.append(Fault(f"{names[0]}.component", problem, "give them the same"))
     stacks = zip(parts, ranks, groups, strict=True)
-    return Bundle(tuple(_stack(*each, unit) for each in stacks), bottom, top, bool(on_node))
+    return Bundle(
+        tuple(_stack(*each, unit) for each in stacks),
+        bottom,
+        top,
+        bool(on_node),
+        next(iter(components.values()), None),
+    )
 
 
 def _stack(roles: tuple[RoleRequest, ...], ranks: int, group: int, unit: int) -> Stack:

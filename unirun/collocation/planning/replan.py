@@ -120,7 +120,7 @@ class _Survivors:
         counts = [Counter(cells) for cells in homes]
         names = [node.name for node in nodes]
         helds: Iterable[Cells] = zip(*(map(count.get, names, repeat(0)) for count in counts), strict=True)
-        sizes = [(tuple(map(_type, node.devices)), len(node.cpus)) for node in nodes]
+        sizes = [(tuple(map(_type, node.devices)), len(node.cpus), node.component) for node in nodes]
         pairs = list(zip(sizes, helds, strict=True))
         demands = [bundle.demand() for bundle in self.problem.bundles]
 
@@ -133,7 +133,11 @@ class _Survivors:
             )
 
         alike = dict(zip(pairs, nodes, strict=True))
-        full = {pair: kinds.full(pair[1]) for pair, node in alike.items() if is_full(node, pair[1])}
+        full = {
+            pair: kinds.full(pair[1], node.component)
+            for pair, node in alike.items()
+            if is_full(node, pair[1])
+        }
         found = list(map(full.get, pairs))
         open_ = [node for node, kind in zip(nodes, found, strict=True) if kind is None]
         taken: dict[str, list[tuple[int, Assignment]]] = {node.name: [] for node in open_}

@@ -18,6 +18,7 @@ from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import Member
 from unirun.launcher.orders import AgentTask
+from unirun.launcher.slurm.allocation import component_here
 from unirun.rendezvous import create_job
 from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.spec import JobSpec
@@ -51,7 +52,7 @@ def offer(
     faults: tuple[tuple[str, str], ...] = (),
 ) -> Offer:
     """What this host brings into a job as `node`."""
-    inventory = replace(local_inventory().nodes[0], name=node)
+    inventory = replace(local_inventory().nodes[0], name=node, component=component_here(os.environ))
     return Offer(node, socket.gethostname(), rank, to_json(inventory).decode(), versions(), masters, faults)
 
 

@@ -76,6 +76,12 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
+def component_here(environ: Mapping[str, str]) -> int:
+    """The component of a heterogeneous job that this node belongs to; 0 in another job and outside of any."""
+    found = read_allocation(environ)
+    return 0 if found is None else found.components[found.index]
+
+
 def unused_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     """The other nodes of an allocation that has several, in whose shell or batch script this process runs without a
     step: a job that it starts has only this node."""

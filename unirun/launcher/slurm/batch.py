@@ -32,9 +32,6 @@ class Batch(Value):
 _TOGETHER = ("--kill-on-bad-exit=0", "--wait=0", "--no-kill")
 _DEFAULT_HOME = '"${UNIRUN_HOME:-${XDG_STATE_HOME:-$HOME/.local/state}/unirun}"'
 
-_MAKE_TOKEN = r"""(umask 077; mkdir -p "$job/slurm"; test -s "$job/slurm/token" ||
-  head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$job/slurm/token")"""
-
 _WAIT = r"""step=$!
 trap 'again=yes; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM
 again=yes
@@ -54,8 +51,7 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
 
     Before the time limit, Slurm sends SIGTERM to the script, which passes it to unirun on all nodes. (srun, which would
     be nearer, kills the step when it gets SIGTERM.) When a node is lost, the others go on. srun's exit code is then
-    that of the killed task, so the code is read from the job's directory. A job of several nodes has its token in a
-    file there, before unirun starts on any.
+    that of the killed task, so the code is read from the job's directory.
     """
     quoted = shlex.quote
     run_id = f'{batch.name}-"$SLURM_JOB_ID"' if batch.run_id is None else batch.run_id
@@ -70,7 +66,6 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
         'job="$UNIRUN_HOME/jobs/$run_id"',
         *(f"export {name}={quoted(value)}" for name, value in options.env.items()),
         'rm -f "$job/summary.json"',
-        *([_MAKE_TOKEN] if options.several_nodes else []),
         "",
         f"{_srun(options, batch)} &",
         _WAIT,
@@ -110,8 +105,7 @@ def _directive(key: str, value: str) -> str:
 
 def _srun(options: BatchOptions, batch: Batch) -> str:
     """One task on each node. unirun decides what follows from the end of a task and from the loss of a node."""
-    token = ' --token-file "$job/slurm/token"' if options.several_nodes else ""
-    unirun = f'{shlex.join(batch.program)} --rdzv-id "$run_id"{token} {shlex.join(batch.words)}'
+    unirun = f'{shlex.join(batch.program)} --rdzv-id "$run_id" {shlex.join(batch.words)}'
     steps = []
     for number, component in enumerate(options.components):
         group = [f"--het-group={number}"] if len(options.components) > 1 else []

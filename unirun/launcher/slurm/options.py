@@ -101,11 +101,6 @@ class BatchOptions(Value):
     grace: int = GRACE
     output: str | None = None
 
-    @property
-    def several_nodes(self) -> bool:
-        """Whether the job may have more than one node."""
-        return len(self.components) > 1 or self.components[0].options["nodes"] != "1"
-
 
 def parse_slurm(texts: Sequence[str]) -> BatchOptions:
     """The batch job that the values of all ``--slurm`` describe, each with one component, or with several that have

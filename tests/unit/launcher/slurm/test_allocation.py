@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unirun.errors import UsageError
-from unirun.launcher.slurm.allocation import Allocation, read_allocation, unused_nodes
+from unirun.launcher.slurm.allocation import Allocation, component_here, read_allocation, unused_nodes
 
 STEP = {
     "SLURMD_NODENAME": "n2",
@@ -66,6 +66,8 @@ def test_nodes_of_a_heterogeneous_job_know_their_component(word: str) -> None:
     found = read_allocation(environ)
     assert found is not None
     assert found.components == (0, 1, 1)
+    assert component_here(environ) == 1
+    assert component_here(STEP) == component_here({}) == 0
 
 
 def test_a_requeued_job_knows_how_often() -> None:

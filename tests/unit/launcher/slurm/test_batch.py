@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,14 +75,6 @@ def test_the_loss_of_a_task_or_a_node_does_not_end_the_step() -> None:
     )
 
 
-def test_a_job_of_several_nodes_has_its_token_in_a_file() -> None:
-    lines = script("nodes=2")
-    (step,) = [line for line in lines if line.startswith("srun")]
-    assert ' --token-file "$job/slurm/token" ' in step
-    assert any("/dev/urandom" in line for line in lines)
-    assert not any("token" in line for line in script("nodes=1"))
-
-
 STUBS = """\
 srun() { for word; do printf '%s\\0' "$word"; done >words; return CODE; }
 scancel() { :; }
@@ -151,22 +142,6 @@ def test_the_exit_code_is_the_jobs_own_where_a_node_was_lost(tmp_path: Path, sum
     late = f"echo {shlex.quote(summary)} > jobs/ppo-1/summary.json\n"
     done = run_with_stubs(tmp_path, text.replace("while", f"{late}while", 1), 137)
     assert done.returncode == code
-
-
-@pytest.mark.starts_processes
-def test_the_token_is_made_once_and_others_cannot_read_it(tmp_path: Path) -> None:
-    text = batch_script(parse_slurm(["nodes=2"]), of_job((), tmp_path))
-    tokens = []
-    for _ in range(2):
-        done = run_with_stubs(tmp_path, text)
-        assert (done.returncode, done.stderr) == (0, "")
-        token = tmp_path / "jobs" / "ppo-1" / "slurm" / "token"
-        assert len(bytes.fromhex(token.read_text())) == 32
-        modes = [stat.S_IMODE(path.stat().st_mode) for path in (token, token.parent, tmp_path / "jobs")]
-        assert modes == [0o600, 0o700, 0o700]
-        assert (tmp_path / "words").read_text().split("\0")[7:9] == ["--token-file", str(token)]
-        tokens.append(token.read_text())
-    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.starts_processes

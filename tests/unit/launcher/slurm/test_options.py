@@ -24,7 +24,7 @@ def test_options_of_a_job_with_one_component() -> None:
         "cpus_per_task": "16",
         "account": "ml",
     }
-    assert (found.requeue, found.grace, found.output, found.several_nodes) == (True, 60, None, True)
+    assert (found.requeue, found.grace, found.output) == (True, 60, None)
 
 
 def test_scheduling_fields_of_other_launchers_are_known() -> None:
@@ -39,7 +39,6 @@ def test_scheduling_fields_of_other_launchers_are_known() -> None:
     assert component.container_image == "docker://a/b:1"
     assert found.options == {"begin": "now+1hour", "deadline": "2026-12-01T00:00"}
     assert found.env == {"A": "1", "B": "x=y"}
-    assert not found.several_nodes
 
 
 def test_the_batch_jobs_own_settings() -> None:
@@ -60,7 +59,6 @@ def test_a_heterogeneous_job_has_components_with_roles(texts: list[str]) -> None
         Component({"nodes": "1", "partition": "big"}, ("learner",)),
         Component({"nodes": "4", "partition": "small"}, ("actor", "rollout")),
     )
-    assert found.several_nodes
 
 
 def test_later_components_have_the_partition_and_the_time_of_the_first() -> None:
