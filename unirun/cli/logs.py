@@ -14,7 +14,7 @@ from unirun.cli.stored import JOB_HELP, STORE_HELP, find_here
 from unirun.errors import JobElsewhere, JobError, UsageError
 from unirun.observe.batchjob import read_batch
 from unirun.observe.status import ENDED, read_status, read_summary
-from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.jobdir import JobDir, directories_of_nodes
 from unirun.values import WorkerId
 
 
@@ -83,6 +83,8 @@ def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> It
     known = [role.name for role in status.roles]
     if role_wanted and role_wanted not in known:
         raise UsageError(f"job {job.run_id} has no role {role_wanted!r}", f"it has {', '.join(known)}")
+    # In a step of Slurm each node writes into a directory of its own.
+    folders = (job, *directories_of_nodes(job))
     for role in status.roles:
         for worker in role.workers:
             if (role_wanted and role_wanted != role.name) or (
@@ -92,9 +94,10 @@ def _files(job: JobDir, who: str | None, names: list[str], *, every: bool) -> It
             first = 0 if every else worker.incarnation
             for incarnation in range(first, worker.incarnation + 1):
                 for name in names:
-                    path = job.worker_logs(WorkerId(role.name, worker.rank, incarnation)) / name
-                    if path.is_file():
-                        yield path, f"[{role.name}:{worker.rank}] ".encode()
+                    for folder in folders:
+                        path = folder.worker_logs(WorkerId(role.name, worker.rank, incarnation)) / name
+                        if path.is_file():
+                            yield path, f"[{role.name}:{worker.rank}] ".encode()
 
 
 def _follow(job: JobDir, who: str | None, names: list[str], lines: int | None) -> None:

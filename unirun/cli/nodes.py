@@ -75,7 +75,8 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     store = store_url(options.get("store"))
     meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
     if not meeting.head:
-        return run_member(meeting, quiet=quiet)
+        # srun shows the output of all nodes together, so that the head's notes are enough.
+        return run_member(meeting, quiet=quiet or step is not None)
     if step is None:
         return run_head(meeting, make_plan, store=store, quiet=quiet)
 

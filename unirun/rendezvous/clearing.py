@@ -12,7 +12,7 @@ from pathlib import Path
 from unirun.errors import JobError, StoreError
 from unirun.rendezvous.creation import one_at_a_time
 from unirun.rendezvous.election import campaign, leader_of
-from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.jobdir import JobDir, directories_of_nodes
 from unirun.rendezvous.keys import index_key, job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.wire.address import UnixAddress
@@ -52,7 +52,8 @@ def clear_here(job: JobDir) -> int:
 
 def _directories(job: JobDir) -> tuple[Path, ...]:
     logs = job.own_logs()
-    return (logs, job.path) if logs else (job.path,)
+    nodes = [each.path for each in directories_of_nodes(job)]
+    return (*nodes, *([logs] if logs else []), job.path)
 
 
 def _size(path: Path) -> int:

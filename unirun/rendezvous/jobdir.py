@@ -277,6 +277,13 @@ def job_at(run_id: str, node: str = "") -> JobDir:
     return JobDir(jobs_root(node) / run_id)
 
 
+def directories_of_nodes(job: JobDir) -> list[JobDir]:
+    """Return the directories that the nodes of `job` have beside its own, where hosts share the home directory."""
+    root = unirun_home() / "nodes"
+    found = [JobDir(path) for path in sorted(root.glob(f"*/{job.run_id}"))]
+    return [each for each in found if (each.path / "uid").exists() and each.uid == job.uid]
+
+
 def all_jobs() -> Iterator[JobDir]:
     """Yield every job of this user, the oldest first. Raises `JobError`."""
     root = jobs_root()

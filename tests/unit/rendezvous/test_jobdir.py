@@ -14,7 +14,7 @@ import pytest
 from tests.unit.rendezvous.jobdirs import Create, create, home, locks
 from unirun.errors import JobError
 from unirun.rendezvous import JobDir, all_jobs, create_job, jobs_root
-from unirun.rendezvous.jobdir import job_at
+from unirun.rendezvous.jobdir import directories_of_nodes, job_at
 from unirun.values import WorkerId
 from unirun.wire import load_token, new_token
 
@@ -78,6 +78,14 @@ class TestCreateJob:
             assert (job.path / "store.db").exists()
             assert job.uid_before == before != job.uid
             before = job.uid
+
+    def test_the_directories_of_a_jobs_nodes_are_found_beside_its_own(self, create: Create) -> None:
+        job = create()
+        mine, other = (job_at(job.run_id, node) for node in ("n1", "n2"))
+        for node, uid in ((mine, job.uid), (other, "another")):
+            node.path.mkdir(parents=True)
+            (node.path / "uid").write_text(uid)
+        assert directories_of_nodes(job) == [mine]
 
     def test_a_new_job_has_a_log_directory(self, create: Create) -> None:
         job = create()
