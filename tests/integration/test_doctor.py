@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 import textwrap
 from typing import Any
 
@@ -20,7 +17,7 @@ from unirun.launcher.doctor.examine import pre_check
 from unirun.launcher.hosts.hostlist import Host as Named
 from unirun.launcher.hosts.hostlist import parse_hosts
 
-from .harness import START, UNIRUN
+from .harness import START, UNIRUN, Unirun
 
 
 def doctor(host: Host, *options: str) -> tuple[int, dict[str, Any]]:
@@ -117,12 +114,11 @@ def test_in_an_allocation_of_slurm_its_nodes_are_examined(slurm_of_hosts: Slurm,
     assert not found["all_reduces"][0]["problems"]
 
 
-def test_without_hosts_this_one_is_examined() -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    command = [sys.executable, "-m", "unirun", "doctor", "--json", "--interface", "lo"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START, check=False)
-    found = json.loads(done.stdout)
+@pytest.mark.cold
+def test_without_hosts_this_one_is_examined(unirun: Unirun) -> None:
+    result = unirun("doctor", "--json", "--interface", "lo")
+    found = json.loads(result.out)
     [host] = found["hosts"]
     assert host["facts"]["python"].startswith("3.")
     assert not found["all_reduces"][0]["problems"]
-    assert done.returncode == bool(found["findings"])
+    assert result.code == bool(found["findings"])

@@ -84,6 +84,9 @@ def test_a_pulled_cable_stops_traffic_until_it_is_plugged_in(hosts: Hosts) -> No
 def test_a_bad_cable_delays_what_its_host_sends(hosts: Hosts) -> None:
     hosts[1].netem(delay_ms=60)
     assert (connects(hosts[0], hosts[1], timeout=10.0) or 0.0) > 0.06
+    hosts[1].cable(up=False)
+    hosts[1].cable(up=True)
+    assert (connects(hosts[0], hosts[1], timeout=10.0) or 0.0) > 0.06
     hosts[1].netem(delay_ms=1, loss=1.0)
     assert connects(hosts[0], hosts[1], timeout=0.3) is None
     hosts[1].netem()
