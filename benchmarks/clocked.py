@@ -17,7 +17,8 @@ from pathlib import Path
 
 from unirun.master.lead import lead
 from unirun.rendezvous import JobDir
-from unirun.wire.sockets import listen
+from unirun.wire.credentials import load_credentials
+from unirun.wire.sockets import listen, listen_tcp
 
 
 class Clock:
@@ -52,8 +53,9 @@ def main(folder: str) -> None:
     clock = Clock()
     clock.install()
     threading.Thread(target=clock.tell, daemon=True).start()
-    with listen(path) as listener:
-        lead(job, path, listener)
+    with listen(path) as listener, listen_tcp("127.0.0.1") as tcp:
+        several = load_credentials(job.path).tls is not None
+        lead(job, path, listener, tcp=tcp if several else None)
 
 
 if __name__ == "__main__":

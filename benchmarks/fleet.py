@@ -22,10 +22,11 @@ from pathlib import Path
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import Masters
 from unirun.values import WorkerId
-from unirun.wire import Token, load_token
-from unirun.wire.aio import frame_of
+from unirun.wire.address import Address
+from unirun.wire.aio import connect, frame_of
+from unirun.wire.certificates import temporary
 from unirun.wire.codec import decode
-from unirun.wire.handshake import HELLO_SIZE, PROOF_SIZE, ClientHandshake
+from unirun.wire.credentials import Credentials, load_credentials
 from unirun.wire.messages import Message, OpenStore, StartRole
 from unirun.wire.reports import (
     FromWorker,
@@ -60,12 +61,15 @@ class Agent:
         self._writer: asyncio.StreamWriter | None = None
         self._buffer = bytearray()
 
-    async def follow(self, path: str, token: Token) -> None:
+    async def follow(self, address: Address, credentials: Credentials) -> None:
         """Join, and do as the master says until the stream ends."""
-        reader, self._writer = await asyncio.open_unix_connection(path)
-        handshake = ClientHandshake(token)
-        self._writer.write(handshake.answer(await reader.readexactly(HELLO_SIZE)))
-        handshake.check(await reader.readexactly(PROOF_SIZE))
+        if credentials.tls is None:
+            stream = await connect(address, credentials, timeout=PATIENCE)
+        else:
+            with temporary(credentials.token, self.node) as own:
+                stream = await connect(address, own, timeout=PATIENCE)
+        # Bytes are read as they come: to decode all messages would cost more than the master does.
+        reader, self._writer = stream._bytes, stream._writer
         self.say(Join(self.node, 1, self.node, {self.fleet.role: f"{self.node}:29500"}))
         while data := await reader.read(1 << 20):
             self.received += len(data)
@@ -142,13 +146,14 @@ class Fleet:
         self.up: set[int] = set()
         self.last = 0.0
 
-    def command(self, line: str, path: str, token: Token) -> None:
+    def command(self, line: str, address: Address, credentials: Credentials) -> None:
         """What is to happen next."""
         for agent in self.agents.values():
             agent.received = 0
         match line.split():
             case ["start"]:
-                self._tasks = [asyncio.ensure_future(a.follow(path, token)) for a in self.agents.values()]
+                following = (agent.follow(address, credentials) for agent in self.agents.values())
+                self._tasks = [asyncio.ensure_future(each) for each in following]
             case ["worker", rank]:
                 next(a for a in self.agents.values() if int(rank) in a.ranks).fail(int(rank))
             case ["node", name]:
@@ -169,7 +174,7 @@ class Fleet:
 async def main(folder: str, file: str) -> None:
     """One command after the other."""
     job, plan = JobDir(Path(folder)), json.loads(Path(file).read_text())
-    token = load_token(job.token)
+    credentials = load_credentials(job.path)
     masters = Masters(job)
     while (leader := masters.seat.leader) is None:
         await masters.news(1.0)
@@ -180,7 +185,7 @@ async def main(folder: str, file: str) -> None:
             await fleet.quiet()
             answer = {"received": max(agent.received for agent in fleet.agents.values())}
         else:
-            fleet.command(line, str(leader.address), token)
+            fleet.command(line, leader.address, credentials)
             await fleet.settled(plan["ranks"])
             answer = {"up": len(fleet.up)}
         print(json.dumps(answer), flush=True)

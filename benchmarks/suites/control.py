@@ -33,7 +33,8 @@ from unirun.observe import read_status
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.creation import create_job
 from unirun.spec import Entry, JobSpec, RoleSpec
-from unirun.wire import new_token
+from unirun.wire import load_token, new_token
+from unirun.wire.certificates import make_tls
 
 START = bar("10 000 ranks start: processor time of the master", 5.0)
 WORKER_STEP = bar("10 000 ranks, one worker restarted: longest step of the master", 0.020)
@@ -120,8 +121,11 @@ def settle(fleet: subprocess.Popen[str], command: str, job: JobDir, *, restarts:
 
 
 @contextlib.contextmanager
-def large() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], JobDir]]:
-    """The processes of a master and of its agents, and the directory of their job."""
+def large(
+    hosts: int = NODES, per_node: int = PER_NODE, spares: int = SPARES, *, tls: bool = False
+) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], JobDir]]:
+    """The processes of a master and of its agents, and the directory of their job. With `tls` agents connect over TCP
+    with TLS, each with a certificate of its own."""
     home = Path(tempfile.mkdtemp(prefix="unirun-bench-"))
     before = os.environ.get("UNIRUN_HOME")
     os.environ["UNIRUN_HOME"] = str(home)
@@ -129,13 +133,15 @@ def large() -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str], JobD
     try:
         job, lock = create_job("large", new_token())
         os.close(lock)
-        devices = tuple(Device(str(n), "gpu") for n in range(PER_NODE))
-        nodes = [f"n{n}" for n in range(NODES + SPARES)]
-        inventory = Inventory(tuple(Node(name, tuple(range(PER_NODE)), devices) for name in nodes))
+        if tls:
+            make_tls(job.path, load_token(job.token), "n0")
+        devices = tuple(Device(str(n), "gpu") for n in range(per_node))
+        nodes = [f"n{n}" for n in range(hosts + spares)]
+        inventory = Inventory(tuple(Node(name, tuple(range(per_node)), devices) for name in nodes))
         role = RoleSpec(
-            "rollout", NODES * PER_NODE, Entry("workload", "a:B"), max_restarts=10, restart="process"
+            "rollout", hosts * per_node, Entry("workload", "a:B"), max_restarts=10, restart="process"
         )
-        spec = JobSpec("large", "large", (role,), ("rollout",), join_timeout=120.0, spares=SPARES)
+        spec = JobSpec("large", "large", (role,), ("rollout",), join_timeout=120.0, spares=spares)
         spec, placement = place(spec, inventory)
         state = new_job(spec, placement, started=time.time(), logs="/logs", inventory=inventory, uid=job.uid)
         job.write_first_context(changed_documents(None, state))

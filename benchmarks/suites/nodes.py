@@ -27,6 +27,7 @@ from benchmarks.job import (
     program,
     start_time,
 )
+from benchmarks.suites.control import ask, large
 from tests.testbed.hosts import Host, Hosts
 from tests.testbed.machine import Unavailable
 
@@ -35,6 +36,9 @@ ONE_HOST = Bar("start of 12 ranks on 3 hosts over ssh, without ssh's connect, ÷
 TORCHRUN = Bar("the same ÷ torchrun on the 3 hosts", "ratio", 0.35)
 POWER_OFF = Bar("SIGKILL of all on a host → its ranks past an all_reduce on the spare", "s", 2.5)
 HUNG = Bar("a host hangs → noticed", "s", 5.0)
+
+JOIN = Bar("join of 256 agents over TLS", "s", 10.0)
+AGENTS = 256
 
 COLD = Launcher("unirun", UNIRUN.command, UNIRUN.env)
 
@@ -53,13 +57,25 @@ def figures(runs: int) -> list[Figure]:
             pass
     except Unavailable as error:
         bars = (ONE_HOST, TORCHRUN, POWER_OFF, HUNG)
-        return [Figure(bar, None, runs, bar.unit, missing=str(error)) for bar in bars]
+        missing = [Figure(bar, None, runs, bar.unit, missing=str(error)) for bar in bars]
+        return [*missing, measured(JOIN, runs, join)]
     return [
         compared(ONE_HOST, "s", runs, over_ssh, "one host", partial(start_time, COLD, RANKS)),
         compared(TORCHRUN, "s", runs, over_ssh, "torchrun", by_torchrun),
         measured(POWER_OFF, runs, after_power_off),
         measured(HUNG, runs, until_noticed),
+        measured(JOIN, runs, join),
     ]
+
+
+def join() -> float:
+    """Seconds from the first connection of 256 agents, each with a certificate of its own, until all are told to start
+    their workers. The agents are made up, in one process (`benchmarks.fleet`)."""
+    with large(AGENTS, 1, 0, tls=True) as (_, fleet, _):
+        began = time.monotonic()
+        if ask(fleet, "start")["up"] != AGENTS:
+            raise BenchmarkError("not all ranks are up")
+        return time.monotonic() - began
 
 
 @contextlib.contextmanager
