@@ -17,7 +17,7 @@ from unirun.cli.joboptions import node_count, several_nodes
 from unirun.cli.mistakes import warnings
 from unirun.collocation import Inventory, local_inventory, unknown_nodes
 from unirun.collocation.numa import told_topology
-from unirun.errors import UsageError
+from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import warn
 from unirun.launcher.hosts.byhand import Meeting, is_here, run_head, run_member
 from unirun.launcher.hosts.hostlist import Host, parse_hosts, read_hostfile
@@ -49,6 +49,8 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
         from unirun.launcher.hosts.ssh import run_over_ssh
 
         hosts = hosts_of(options)
+        if options.get("pre_check"):
+            hosts = _checked(hosts, options.get("interface"))
         count = len(hosts), len(hosts)
         spec = job_spec(line, local_inventory(), nodes=count)
         return run_over_ssh(
@@ -107,6 +109,19 @@ def hosts_of(options: Mapping[str, Any]) -> tuple[Host, ...]:
     return parse_hosts(options["hosts"]) if "hosts" in options else read_hostfile(Path(options["hostfile"]))
 
 
+def _checked(hosts: tuple[Host, ...], interface: str | None) -> tuple[Host, ...]:
+    """The hosts that pass the doctor's short examination; the others are told with the reasons. Raises
+    `RendezvousError` when none does."""
+    from unirun.launcher.doctor.examine import pre_check
+
+    good, bad = pre_check(hosts, interface)
+    for name, why in bad.items():
+        warn(f"{name} is left out: {why}")
+    if not good:
+        raise RendezvousError("no host has passed the check", f"see unirun doctor --hosts {','.join(bad)}")
+    return good
+
+
 def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> Meeting:
     """Where the commands of a job meet, by torchrun's options. Raises `UsageError`, `RendezvousError`."""
     host, port = _endpoint(options)
@@ -133,7 +148,7 @@ def meeting_of(options: Mapping[str, Any], spec: JobSpec, count: NodeCount) -> M
         timeout=spec.join_timeout,
         last_call=float(conf.get("last_call_timeout", LAST_CALL)),
         token=token_of_job(secret, options.get("rdzv_id") or f"{host}:{port}"),
-        interface=options.get("interface", ""),
+        interface=options.get("interface") or _bare(options.get("local_addr", "")),
         insecure=bool(options.get("insecure")),
     )
 
@@ -150,6 +165,7 @@ def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) ->
         port=place.port,
         least=len(step.nodes),
         most=len(step.nodes),
+        names=step.nodes,
         timeout=spec.join_timeout,
         last_call=LAST_CALL,
         token=Token(bytes.fromhex(place.token)),
@@ -173,7 +189,12 @@ def _endpoint(options: Mapping[str, Any]) -> tuple[str, int]:
         )
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return _bare(host), int(port)
+
+
+def _bare(host: str) -> str:
+    """An IPv6 address without its brackets; any other name as it is."""
+    return host.removeprefix("[").removesuffix("]")
 
 
 def _node_rank(options: Mapping[str, Any], most: int) -> int:

@@ -104,6 +104,9 @@ OURS: tuple[Option, ...] = (
     ),
     Option("--hosts", NODES, "run on these hosts, over ssh: h1,h2:4,user@h3,n[01-16]", "HOST,…"),
     Option("--hostfile", NODES, "the same from a file: h1, h1:4 or h1 slots=4 on each line", "FILE"),
+    Option(
+        "--pre-check", NODES, "examine the hosts first (unirun doctor), and leave out those that are not well"
+    ),
     Option("--sync", NODES, "send the working tree to the hosts first, without what git ignores"),
     Option(
         "--interface",

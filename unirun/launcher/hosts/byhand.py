@@ -46,7 +46,8 @@ class Meeting(Value):
 
     This host is `node`, with the node rank `rank` (-1: any); it is the head if `head`. The head listens at `host`, a
     name or an address, and `port`, and waits for `least` to `most` nodes, `timeout` seconds at most; once there are
-    `least`, `last_call` seconds for the others. `interface` is the user's choice, empty for none.
+    `least`, `last_call` seconds for the others. `names` are those of the nodes, by rank, where they are known.
+    `interface` is the user's choice, empty for none.
     """
 
     node: str
@@ -59,6 +60,7 @@ class Meeting(Value):
     timeout: float
     last_call: float
     token: Token
+    names: tuple[str, ...] = ()
     interface: str = ""
     insecure: bool = False
 
@@ -85,7 +87,7 @@ def run_head(
         temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials,
         asyncio.Runner() as runner,
     ):
-        lobby = Lobby(meeting.most, here)
+        lobby = Lobby(meeting.most, here, meeting.names)
         with publish(address):
             runner.run(_gather(lobby, meeting, listener, credentials))
         guests = lobby.guests

@@ -121,10 +121,11 @@ async def part(guests: Sequence[Guest], word: Message) -> None:
 
 
 class Lobby:
-    """Nodes that connect by themselves, until there are enough of them. `taken` are the names and ranks in use."""
+    """Nodes that connect by themselves, until there are `most` with the one that is `here`. `names` are those of all
+    nodes by rank, where they are known."""
 
-    def __init__(self, most: int, here: Offer) -> None:
-        self._most, self._here = most, here
+    def __init__(self, most: int, here: Offer, names: Sequence[str] = ()) -> None:
+        self._most, self._here, self._names = most, here, names
         self._guests: dict[str, Guest] = {}
         self._news = asyncio.Event()
         self._closed = asyncio.Event()
@@ -196,10 +197,11 @@ class Lobby:
     def _missing(self, least: int, timeout: float) -> RendezvousError:
         here = [self._here, *(guest.offer for guest in self._guests.values())]
         ranks = {each.rank for each in here}
-        gone = [str(rank) for rank in range(self._most) if rank not in ranks]
-        which = f"; missing is node rank {', '.join(gone)}" if all(each.rank >= 0 for each in here) else ""
-        names = ", ".join(each.node for each in here)
+        gone = [rank for rank in range(self._most) if rank not in ranks]
+        names = ", ".join(self._names[rank] if self._names else f"node rank {rank}" for rank in gone)
+        missing = f"; missing: {names}" if -1 not in ranks else ""
+        came = ", ".join(each.node for each in here)
         return RendezvousError(
-            f"{len(here)} of {least} nodes have come within {timeout:g} s: {names}{which}",
+            f"{len(here)} of {least} nodes have come within {timeout:g} s: {came}{missing}",
             "start the command on the others, or raise --rdzv-conf join_timeout=SECONDS",
         )
