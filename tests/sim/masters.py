@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable
 
+from tests.sim.network import BeatsModel
 from tests.sim.stage import Stage
 from tests.sim.store import RUN, Killed
 from tests.sim.world import Pipe, Planted
@@ -36,7 +37,7 @@ from unirun.master.step import step
 from unirun.rendezvous.election import Term, campaign
 from unirun.rendezvous.keys import job_prefix
 from unirun.wire.address import UnixAddress
-from unirun.wire.messages import Message, Shutdown, View
+from unirun.wire.messages import Beat, Message, Shutdown, View
 from unirun.wire.reports import Join
 
 GOODBYE = 5.0
@@ -48,7 +49,8 @@ class MasterModel:
     def __init__(self, stage: Stage, number: int, deposing: int) -> None:
         self.stage, self.number = stage, number
         self.node = stage.rng.choice([*stage.nodes])
-        self.client = stage.client()
+        self.client = stage.client(self.node)
+        self.beats = BeatsModel(self)
         self.client.interrupt = self._crash_in_write
         self.alive = True
         self.term: Term | None = None
@@ -110,6 +112,7 @@ class MasterModel:
             self._hit_bug(error, "begin")
             return
         self.over = state.phase in JOB_ENDS
+        self.beats.begin()
         self._add(commands)
         stage.clock.after(TERM_TTL / 3, self._keep_term)
         if state.phase in JOB_ENDS:
@@ -133,10 +136,10 @@ class MasterModel:
         """SIGSTOP, and SIGCONT later."""
         self._frozen_until = self.stage.clock.now + seconds
 
-    def _awake(self, do: Callable[[], None]) -> None:
+    def awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when it does not hang any more."""
         if self.hangs:
-            self.stage.clock.after(self._frozen_until - self.stage.clock.now, lambda: self._awake(do))
+            self.stage.clock.after(self._frozen_until - self.stage.clock.now, lambda: self.awake(do))
         elif self.alive:
             do()
 
@@ -175,7 +178,7 @@ class MasterModel:
 
     def joined(self, join: Join, pipe: Pipe) -> None:
         """The first message of an agent has arrived."""
-        self._awake(lambda: self._join(join, pipe))
+        self.awake(lambda: self._join(join, pipe))
 
     def _join(self, join: Join, pipe: Pipe) -> None:
         self.agents[join.node] = pipe
@@ -194,14 +197,23 @@ class MasterModel:
         assert self.state.verdict is not None
         self.agents[node].send(shutdown_order(self.state, self.state.verdict))
 
-    def heard(self, node: str, message: Message) -> None:
-        """A message of an agent has arrived."""
+    def heard(self, node: str, message: Message, pipe: Pipe) -> None:
+        """A message of an agent has arrived; `pipe` is the way back to it."""
 
         def hear() -> None:
-            if node in self.agents and node not in self.sent_away and isinstance(message, Event):
+            if self.agents.get(node) is not pipe or node in self.sent_away:
+                return
+            if isinstance(message, Beat):
+                self.beats.answer(node, pipe)
+            elif isinstance(message, Event):
                 self.apply(message)
 
-        self._awake(hear)
+        self.awake(hear)
+
+    def abort(self, node: str) -> None:
+        """Close the stream of an agent that is given up."""
+        if node in self.agents:
+            self.agents.pop(node).close(lambda _: self.stage.nodes[node].stream_ended(self))
 
     def cut(self, node: str) -> None:
         """What is on its way to an agent is lost."""
@@ -214,9 +226,10 @@ class MasterModel:
         def end() -> None:
             if self.agents.get(node) is pipe:
                 del self.agents[node]
+                self.beats.forget(node)
                 self.apply(AgentLost(node, reason))
 
-        self._awake(end)
+        self.awake(end)
 
     # what the shell does
 
@@ -225,7 +238,7 @@ class MasterModel:
         if not self.leads:
             return
         if self.hangs:
-            self._awake(lambda: self.apply(event))
+            self.awake(lambda: self.apply(event))
             return
         before = self.state
         self.stage.trace(f"master {self.number}: {event}")
@@ -257,7 +270,7 @@ class MasterModel:
         when = self.stage.clock.now + delay
         if self.state is not self.ledger.kept and when < self._next_write:
             self._next_write = when
-            self.stage.clock.after(delay, lambda: self._awake(lambda: self._write_planned(when)))
+            self.stage.clock.after(delay, lambda: self.awake(lambda: self._write_planned(when)))
 
     def _write_planned(self, when: float) -> None:
         """An earlier plan may have come before this one."""
@@ -286,7 +299,7 @@ class MasterModel:
         except StoreError as error:
             self.stage.trace(f"master {self.number} cannot write: {error}")
             self._end_unwritten()
-            self.stage.clock.after(0.4, lambda: self._awake(lambda: self._write(target)))
+            self.stage.clock.after(0.4, lambda: self.awake(lambda: self._write(target)))
             return
         self.stage.trace(f"master {self.number} has written")
         if changed_documents(self.ledger.kept, target):
@@ -332,7 +345,7 @@ class MasterModel:
                         if node in self.agents:
                             self._send_view(node, message)
                 case After(delay, then):
-                    self.stage.clock.after(delay, lambda then=then: self.apply(then))  # type: ignore[misc]
+                    self.beats.after(delay, then)
                 case Finish():
                     self._finish()
 
@@ -355,11 +368,13 @@ class MasterModel:
         if not self.leads:
             return
         if self.hangs:
-            self._awake(self._keep_term)
+            self.awake(self._keep_term)
             return
         assert self.term is not None
+        began = self.beats.now()
         try:
             self.term.keep()
+            self.beats.renewed = began
         except Fenced as error:
             self.die(str(error))
             return

@@ -1,18 +1,15 @@
-"""The model of what is not pure: spawners with their processes, and the world that all share."""
+"""The model of what is not pure: spawners with their processes."""
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tests.sim.processes import Process, StoreModel, rng_delay
-from tests.sim.world import Clock, Habits, Pipe, Plan
+from tests.sim.world import Habits, Pipe
 from unirun.launcher import events
 from unirun.launcher.environment import FRESH, SpawnerKey
-from unirun.launcher.state import AgentState
-from unirun.rendezvous.store.protocol import Store
 from unirun.roles.formation import NEWS, STUCK
 from unirun.values import WorkerId
 from unirun.wire.messages import Hello, Message, View
@@ -31,63 +28,7 @@ from unirun.wire.spawning import (
 from unirun.wire.views import updated, whole
 
 if TYPE_CHECKING:
-    from tests.sim.node import Led, Node
-
-
-class World(Protocol):
-    """What nodes and spawners need of the simulation."""
-
-    clock: Clock
-    rng: random.Random
-    plan: Plan
-    stores: dict[str, StoreModel]
-    queues: dict[str, list[Callable[[], None]]]
-    """By role, who has connected to its socket while no store is served there."""
-
-    def next_pid(self) -> int:
-        """A pid that was never used."""
-
-    def wall(self, node: str) -> float:
-        """The wall clock of a node."""
-
-    def lost(self, node: str) -> bool:
-        """Whether the job goes on without a node."""
-
-    def born(self, process: Process) -> None:
-        """A process is there."""
-
-    def peers_see(self, process: Process) -> None:
-        """A process has failed: peers of its role may follow."""
-
-    def disturb(self, role: str) -> None:
-        """The store of a role is gone: those who wait in it may fail."""
-
-    def size(self, role: str) -> int:
-        """The number of ranks of a role."""
-
-    def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
-        """SIGKILL has come for a process whose code has failed at `since`."""
-
-    def left(self, process: Process, store: StoreModel) -> None:
-        """A process has died while it waited in a store."""
-
-    def kill_pids(self, pids: tuple[int, ...]) -> None:
-        """SIGKILL."""
-
-    def trace(self, text: str) -> None:
-        """Note something for a failing seed."""
-
-    def client(self) -> Store:
-        """A way to the store."""
-
-    def master_at(self, number: int) -> Led:
-        """The process of a master, alive or not."""
-
-    def start_master(self, deposing: int) -> None:
-        """Start the process of a master."""
-
-    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
-        """Check what must hold after a step of an agent's core."""
+    from tests.sim.node import Node
 
 
 class Spawner:

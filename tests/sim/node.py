@@ -7,8 +7,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from tests.sim.model import Spawner, World
+from tests.sim.model import Spawner
+from tests.sim.network import ContactModel
 from tests.sim.processes import Process, Who
+from tests.sim.stage import World
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
 from unirun.launcher import core, events
@@ -19,7 +21,7 @@ from unirun.launcher.standby import PATIENCE, STEADY
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
 from unirun.rendezvous.keys import job_prefix
-from unirun.wire.messages import ExitAck, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
+from unirun.wire.messages import Beat, ExitAck, Message, OpenStore, Shutdown, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import Kill
 
@@ -27,14 +29,15 @@ from unirun.wire.spawning import Kill
 class Led(Protocol):
     """What a node sees of a master's process."""
 
+    node: str
     leads: bool
     hangs: bool
 
     def joined(self, join: Join, pipe: Pipe) -> None:
         """The first message of an agent has arrived."""
 
-    def heard(self, node: str, message: Message) -> None:
-        """A message of an agent has arrived."""
+    def heard(self, node: str, message: Message, pipe: Pipe) -> None:
+        """A message of an agent has arrived; `pipe` is the way back to it."""
 
     def stream_ended(self, node: str, pipe: Pipe, reason: str) -> None:
         """The stream of an agent has ended; `pipe` is the way back to it."""
@@ -57,10 +60,12 @@ class Node:
         self.alive = True
         self.spawners: dict[SpawnerKey, Spawner] = {}
         self.exits: list[Who] = []
-        self.client = world.client()
+        self.client = world.client(name)
         self.master: Led | None = None
         self.to_master: Pipe | None = None
         self._to_agent: Pipe | None = None
+        # A silent stream to the same master: the way back, and what it closes.
+        self._silent: list[tuple[Led, Pipe, Pipe]] = []
         self._looking = False
         self._frozen_until = 0.0
         self._since = self._connected = 0.0
@@ -69,6 +74,7 @@ class Node:
         self._attempts, self._coming_up_until = Attempts(), 0.0
         self.orders = Orders(JOB, AgentTask(world.plan.spec, name, (name,), "/", "127.0.0.1"), {})
         keys = self.orders.spawners
+        self.contact = ContactModel(self)
         self.state = AgentState(name, self.orders.in_place, spawners=dict.fromkeys(keys, False))
         for key in keys:
             self.spawners[key] = Spawner(self, key)
@@ -87,10 +93,10 @@ class Node:
         """SIGSTOP to the agent, and SIGCONT later."""
         self._frozen_until = self.world.clock.now + seconds
 
-    def _awake(self, do: Callable[[], None]) -> None:
+    def awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when the agent does not hang any more."""
         if self.hangs_for > 0:
-            self.world.clock.after(self.hangs_for, lambda: self._awake(do))
+            self.world.clock.after(self.hangs_for, lambda: self.awake(do))
         elif self.alive:
             do()
 
@@ -103,7 +109,7 @@ class Node:
             self._look()
 
     def _look(self) -> None:
-        self._awake(self._look_now)
+        self.awake(self._look_now)
 
     def _look_now(self) -> None:
         if not self.alive or self.master is not None:
@@ -113,7 +119,9 @@ class Node:
             leader = leader_of(self.client, job_prefix("sim"))
             if leader is not None and leader.epoch >= self.state.epoch:
                 master = self.world.master_at(leader.pid)
-                if not master.leads:
+                if not self.world.network.joins(self.name, master.node):
+                    pass
+                elif not master.leads:
                     if self._dead[0] != leader.epoch:
                         self._dead = (leader.epoch, self.world.clock.now)
                     self._start_in_turn(self._dead[1], leader.epoch)
@@ -128,7 +136,7 @@ class Node:
 
     def _check(self) -> None:
         """Whether another leads, or the one that leads hangs."""
-        self._awake(self._check_now)
+        self.awake(self._check_now)
 
     def _check_now(self) -> None:
         self.world.clock.after(CHECK, self._check)
@@ -142,7 +150,8 @@ class Node:
             self._start_in_turn(0.0, 0)
         elif leader.epoch > self.state.epoch:
             master = self.world.master_at(leader.pid)
-            if master.leads and not master.hangs:
+            here = self.world.network.joins(self.name, master.node)
+            if here and master.leads and not master.hangs:
                 self._connect(master, leader.epoch)
 
     def _start_in_turn(self, vacant: float, deposing: int) -> None:
@@ -154,6 +163,16 @@ class Node:
             self._attempts, self._coming_up_until = Attempts(attempts.number + 1, now), now + delay
             self.world.clock.after(delay, lambda: self.world.start_master(deposing))
 
+    def connect_anew(self) -> None:
+        """The stream is silent: try another one to the same master. The old one is open until that one speaks."""
+        master, pipe, back = self.master, self.to_master, self._to_agent
+        if master is None or pipe is None or back is None or not master.leads or master.hangs:
+            return
+        if self.world.network.joins(self.name, master.node):
+            self._silent.append((master, pipe, back))
+            self.master = None
+            self._connect(master, self.state.epoch)
+
     def _connect(self, master: Led, epoch: int) -> None:
         self._disconnect("it follows another")
         world, name = self.world, self.name
@@ -162,7 +181,12 @@ class Node:
             self._attempts = Attempts()
         self._connected = clock.now
         self.apply(events.Led(epoch))
-        to_agent = Pipe(clock, rng, slow, lambda message: self._receive(epoch, message))
+        ways, host = world.network, master.node
+
+        def answered(message: Message) -> None:
+            self.awake(lambda: self._heard(epoch, message, to_agent))
+
+        to_agent = Pipe(clock, rng, slow, answered, lambda: ways.until(host, name))
         first = True
 
         def arrived(message: Message) -> None:
@@ -172,12 +196,14 @@ class Node:
                 first = False
                 master.joined(message, to_agent)
             else:
-                master.heard(name, message)
+                master.heard(name, message, to_agent)
 
-        self.master, self.to_master = master, Pipe(clock, rng, slow, arrived)
+        self.master = master
+        self.to_master = Pipe(clock, rng, slow, arrived, lambda: ways.until(name, host))
         self._to_agent = to_agent
         endpoints = {role.name: f"10.0.0.1:{n + 1}" for n, role in enumerate(world.plan.spec.roles)}
         self.to_master.send(Join(name, 1, name, endpoints, *holdings(self.state), self.state.ending))
+        self.contact.begin()
 
     def _disconnect(self, reason: str) -> None:
         master, pipe, back = self.master, self.to_master, self._to_agent
@@ -191,6 +217,7 @@ class Node:
         if master is not None and self.to_master is not None:
             self.to_master.cut = True
             master.cut(self.name)
+            self.world.broken(self.name)
             self._disconnect("it was cut")
             self._look_from_now()
 
@@ -203,10 +230,11 @@ class Node:
             self.to_master.cut = True
         else:
             master.cut(self.name)
-        self.world.clock.after(seconds, lambda: self._awake(lambda: self._break(master)))
+        self.world.clock.after(seconds, lambda: self.awake(lambda: self._break(master)))
 
     def _break(self, master: Led) -> None:
         if self.master is master:
+            self.world.broken(self.name)
             self._disconnect("it was broken")
             self._look_from_now()
 
@@ -218,10 +246,16 @@ class Node:
                 self.master = self.to_master = self._to_agent = None
                 self._look_from_now()
 
-        self._awake(end)
+        self.awake(end)
 
-    def _receive(self, epoch: int, message: Message) -> None:
-        self._awake(lambda: self._obey(epoch, message))
+    def _heard(self, epoch: int, message: Message, pipe: Pipe) -> None:
+        """A message of a master, on the stream whose way back is `pipe`. Streams that were left are not read."""
+        if pipe is self._to_agent:
+            for master, there, back in self._silent:
+                there.close(lambda error, m=master, b=back: m.stream_ended(self.name, b, f"{error}"))  # type: ignore[misc]
+            self._silent.clear()
+            self.contact.heard(message)
+            self._obey(epoch, message)
 
     def _obey(self, epoch: int, message: Message) -> None:
         match message:
@@ -231,6 +265,8 @@ class Node:
                 self.apply(events.Order(epoch, self.orders.store(message, 5)))
             case StopWorkers() | View() | ExitAck() | Shutdown():
                 self.apply(events.Order(epoch, message))
+            case Beat():
+                pass
             case _:
                 raise AssertionError(f"the master sent an agent {message}")
 
@@ -239,7 +275,7 @@ class Node:
         if not self.alive:
             return
         if self.hangs_for > 0:
-            self._awake(lambda: self.apply(event))
+            self.awake(lambda: self.apply(event))
             return
         before = self.state
         self.state, commands = core.step(self.state, event)

@@ -10,24 +10,24 @@ from importlib import import_module
 
 import pytest
 
-from tests.sim.invariants import Invariants
+from tests.sim.accidents import Accidents
 from tests.sim.masters import MasterModel
+from tests.sim.network import LOOKS, Network
 from tests.sim.node import Node
 from tests.sim.processes import Process, StoreModel
 from tests.sim.store import Client, FencedStore
 from tests.sim.views import Views
 from tests.sim.world import Clock, make_plan
+from unirun.failover import silence
 from unirun.job.events import (
     Command,
     Event,
     Finish,
-    OwnerLost,
     ToAgent,
     ToAgents,
 )
 from unirun.job.state import JOB_ENDS, JobState, new_job
 from unirun.job.transition import Transition
-from unirun.launcher import events
 from unirun.master.persistence import context_store
 from unirun.master.persistence.context import changed_documents
 from unirun.wire.messages import Stop
@@ -43,7 +43,7 @@ PATIENCE = 300.0
 """Seconds after which somebody stops a job that does not end of itself."""
 
 
-class Simulation(Invariants):
+class Simulation(Accidents):
     """The history of one seed. `run` raises AssertionError or IllegalTransition when something is wrong."""
 
     def __init__(self, seed: int) -> None:
@@ -64,6 +64,8 @@ class Simulation(Invariants):
         self.bugs = 0
         self.aborted = False
         self._clients: list[Client] = []
+        self.network = Network(self.clock)
+        self._broken: set[str] = set()
         self.store = FencedStore(lambda: self.clock.now)
         self.state = self.first_state()
         self.finish: Finish | None = None
@@ -86,8 +88,13 @@ class Simulation(Invariants):
     def born(self, process: Process) -> None:
         """A process is there: nobody else may hold its rank."""
         rank = process.who[:2]
-        # One that is cut off is sent away when it comes back, and ends its workers then.
-        sent_away = {node.name for node in self.nodes.values() if self.state.given_up(node.name)}
+        # One whose stream has ended is sent away when it comes back, and ends its workers then. One that is silent has
+        # ended them before.
+        sent_away = {
+            node.name
+            for node in self.nodes.values()
+            if self.state.given_up(node.name) and (node.name in self._broken or not self.plan.hosts)
+        }
         holders = [p.who for p in self.processes if p.alive and p.who[:2] == rank and p.node not in sent_away]
         assert not holders, f"{process.who} is started while {holders} lives"
         own = self._slots(process)
@@ -153,10 +160,11 @@ class Simulation(Invariants):
 
     # what masters ask for
 
-    def client(self) -> Client:
+    def client(self, host: str) -> Client:
         """A way to the store for a new process."""
         client = Client(self.store, self.clock, self.rng, self.plan)
         client.away_until = self._away_until
+        client.host_away = lambda: self.network.away(host)
         self._clients.append(client)
         return client
 
@@ -177,6 +185,18 @@ class Simulation(Invariants):
     def aborting(self, epoch: int, state: JobState) -> None:
         """A master ends a job that none can lead."""
         self._epoch, self.state, self.aborted = max(epoch, self._epoch), state, True
+
+    def broken(self, node: str) -> None:
+        """The stream of a node ends though its agent lives: it is given up at once."""
+        self._broken.add(node)
+
+    def fenced(self, node: str) -> None:
+        """The agent of a node ends as it may have been given up."""
+        assert not self.steady, f"the workers of {node} are killed without need"
+
+    def given_up_silent(self, node: str) -> None:
+        """A master gives up a node that is silent."""
+        assert not self.steady, f"{node} is given up without need"
 
     def start_master(self, deposing: int) -> None:
         """Start the process of a master."""
@@ -245,12 +265,13 @@ class Simulation(Invariants):
                 self.clock.after(self.rng.uniform(0.0, 0.2), node.join)
         self.start_master(0)
         for when, what in self.plan.accidents:
-            self.clock.after(when, lambda what=what: self._accident(what))
+            self.clock.after(when, lambda what=what: self.accident(what))
         self.clock.after(PATIENCE - 1.0, self._must_have_stores)
         self.clock.after(PATIENCE - 1.0, self._must_know)
         self.clock.after(PATIENCE, self._lose_patience)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(context_store, "MAX_OPERATIONS", self.plan.operations)
+            patch.setattr(silence, "LOOK", LOOKS)
             if self.plan.planted:
                 patch.setattr(deciding, "_handle", self._handle)
             while self.clock.turn():
@@ -271,66 +292,3 @@ class Simulation(Invariants):
         self.tell(Stop(signal.SIGTERM, "it takes too long"))
         if (self.finish is None or self.waived) and not self._hopeless:
             self.clock.after(60.0, self._lose_patience)
-
-    def _accident(self, what: str) -> None:
-        self.trace(f"accident: {what}")
-        node = self.rng.choice([*self.nodes.values()])
-        alive = [master for master in self.masters if master.alive]
-        if what == "stop_unwritten":
-            # The store is away when somebody wants the job to end, and the master that sees to it dies.
-            self._trouble_masters("store_away", alive)
-            self.clock.after(self.rng.uniform(0.0, 3.0), lambda: self._accident("stop"))
-            self.clock.after(self.rng.uniform(1.0, 10.0), lambda: self._accident("master_killed"))
-        elif what.startswith("stop"):
-            signum = self.rng.choice((signal.SIGTERM, signal.SIGINT))
-            self.tell(Stop(signum, what, 0.0 if what == "stop_now" else None))
-            if what == "stop_again":
-                self.clock.after(self.rng.uniform(0, 1), lambda: self.tell(Stop(signum, what)))
-        elif what == "owner":
-            self.clock.after(self.rng.uniform(0, 0.1), lambda: self.tell(OwnerLost()))
-            lost = events.Abandon("the unirun command is gone")
-            for each in self.nodes.values():
-                self.clock.after(self.rng.uniform(0, 0.1), lambda n=each: n.apply(lost))
-        elif what == "agent_killed":
-            node.die("killed")
-        elif what == "agent_signalled":
-            node.apply(events.Abandon("the agent got a signal"))
-        elif what in ("master_killed", "master_hangs", "master_cut_off", "store_away"):
-            self._trouble_masters(what, alive)
-        elif what == "agent_cut_off":
-            node.cut_off()
-        elif what == "clock_jumps":
-            jump = self.rng.choice((-3600.0, -1.0, 1.0, 3600.0))
-            self.plan.skews[node.name] = self.plan.skews.get(node.name, 0.0) + jump
-        elif what in ("agent_hears_nothing", "agent_says_nothing", "agent_hangs", "spawner_hangs"):
-            self._trouble_node(what, node)
-        elif node.spawners:
-            self.rng.choice([*node.spawners.values()]).die()
-
-    def _trouble_node(self, what: str, node: Node) -> None:
-        seconds = self.rng.choice((0.5, 5.0, 20.0))
-        if what == "agent_hangs":
-            node.hang(seconds)
-        elif what != "spawner_hangs":
-            node.lose_one_way(to_master=what == "agent_says_nothing", seconds=seconds)
-        elif node.spawners:
-            self.rng.choice([*node.spawners.values()]).hang(seconds)
-        self.troubled = max(self.troubled, self.clock.now + seconds + 30.0)
-
-    def _trouble_masters(self, what: str, alive: list[MasterModel]) -> None:
-        seconds = self.rng.choice((0.5, 5.0, 20.0))
-        if what == "store_away":
-            self._away_until = self.clock.now + seconds
-            for client in self._clients:
-                client.away_until = self._away_until
-        elif alive:
-            master = self.rng.choice(alive)
-            if what == "master_killed":
-                master.die("killed")
-                seconds = 5.0
-            elif what == "master_hangs":
-                master.hang(seconds)
-            else:
-                master.client.away_until = self.clock.now + seconds
-        # Until things are as before, and a moment longer.
-        self.troubled = max(self.troubled, self.clock.now + seconds + 30.0)

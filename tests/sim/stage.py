@@ -1,20 +1,24 @@
-"""What a simulated master needs of the simulation."""
+"""What simulated masters, nodes and spawners need of the simulation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from tests.sim.masters import MasterModel
-import random
-from typing import Protocol
-
-from tests.sim.node import Node
-from tests.sim.store import Client
-from tests.sim.world import Clock, Plan
-from unirun.job.events import Command, Event
-from unirun.job.state import JobState
-from unirun.rendezvous.store.memory import MemoryStore
+    from tests.sim.network import Network
+    from tests.sim.node import Led, Node
+    from tests.sim.processes import Process, StoreModel
+    from tests.sim.store import Client
+    from tests.sim.world import Clock, Plan
+    from unirun.job.events import Command, Event
+    from unirun.job.state import JobState
+    from unirun.launcher import events
+    from unirun.launcher.state import AgentState
+    from unirun.rendezvous.store.memory import MemoryStore
+    from unirun.rendezvous.store.protocol import Store
 
 
 class Stage(Protocol):
@@ -28,8 +32,11 @@ class Stage(Protocol):
     waived: bool
     """Whether a job has ended without that being written."""
 
-    def client(self) -> Client:
+    def client(self, host: str) -> Client:
         """A way to the store for a new process."""
+
+    def given_up_silent(self, node: str) -> None:
+        """A master gives up a node that is silent."""
 
     def first_state(self) -> JobState:
         """The state of the job before anything happened."""
@@ -56,3 +63,67 @@ class Stage(Protocol):
 
     def aborting(self, epoch: int, state: JobState) -> None:
         """A master ends a job that none can lead."""
+
+
+class World(Protocol):
+    """What nodes and spawners need of the simulation."""
+
+    clock: Clock
+    rng: random.Random
+    plan: Plan
+    stores: dict[str, StoreModel]
+    queues: dict[str, list[Callable[[], None]]]
+    """By role, who has connected to its socket while no store is served there."""
+
+    def next_pid(self) -> int:
+        """A pid that was never used."""
+
+    def wall(self, node: str) -> float:
+        """The wall clock of a node."""
+
+    def lost(self, node: str) -> bool:
+        """Whether the job goes on without a node."""
+
+    def born(self, process: Process) -> None:
+        """A process is there."""
+
+    def peers_see(self, process: Process) -> None:
+        """A process has failed: peers of its role may follow."""
+
+    def disturb(self, role: str) -> None:
+        """The store of a role is gone: those who wait in it may fail."""
+
+    def size(self, role: str) -> int:
+        """The number of ranks of a role."""
+
+    def killed_while_it_ended(self, node: Node, number: int, since: float) -> None:
+        """SIGKILL has come for a process whose code has failed at `since`."""
+
+    def left(self, process: Process, store: StoreModel) -> None:
+        """A process has died while it waited in a store."""
+
+    def kill_pids(self, pids: tuple[int, ...]) -> None:
+        """SIGKILL."""
+
+    def trace(self, text: str) -> None:
+        """Note something for a failing seed."""
+
+    network: Network
+
+    def client(self, host: str) -> Store:
+        """A way to the store."""
+
+    def fenced(self, node: str) -> None:
+        """The agent of a node ends as it may have been given up."""
+
+    def broken(self, node: str) -> None:
+        """The stream of a node ends though its agent lives."""
+
+    def master_at(self, number: int) -> Led:
+        """The process of a master, alive or not."""
+
+    def start_master(self, deposing: int) -> None:
+        """Start the process of a master."""
+
+    def checked_agent(self, node: Node, before: AgentState, event: events.Event) -> None:
+        """Check what must hold after a step of an agent's core."""

@@ -45,10 +45,11 @@ class Client:
     def __init__(self, store: MemoryStore, clock: Clock, rng: random.Random, plan: Plan) -> None:
         self._store, self._clock, self._rng, self._plan = store, clock, rng, plan
         self.away_until = 0.0
+        self.host_away: Callable[[], float] = lambda: 0.0
         self.interrupt: Callable[[], None] = lambda: None
 
     def _here(self) -> None:
-        if self._clock.now < self.away_until:
+        if self._clock.now < max(self.away_until, self.host_away()):
             raise StoreAway("the store cannot be reached")
 
     def get(self, key: str) -> Item | None:

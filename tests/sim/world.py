@@ -7,6 +7,7 @@ between two streams nothing is ordered. Every message goes through its JSON form
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import heapq
 import json
 import random
@@ -55,15 +56,24 @@ class Pipe:
     """One direction of a stream: in order, delayed; `close` delivers an end after all that was sent."""
 
     def __init__(
-        self, clock: Clock, rng: random.Random, slow: float, receive: Callable[[Message], None]
+        self,
+        clock: Clock,
+        rng: random.Random,
+        slow: float,
+        receive: Callable[[Message], None],
+        held: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`held` says until when nothing passes. What is sent in that time comes later, as TCP sends it again."""
         self._clock, self._rng, self._slow, self._receive = clock, rng, slow, receive
+        self._held = held
         self._last = clock.now
         self._open = True
         self.cut = False
 
     def _at(self) -> float:
         delay = self._rng.expovariate(1 / self._slow) if self._rng.random() < 0.9 else self._slow * 20
+        if (away := self._held() - self._clock.now) > 0:
+            delay += away + min(away, 5.0) * self._rng.random()
         self._last = max(self._last, self._clock.now + delay)
         return self._last - self._clock.now
 
@@ -98,6 +108,10 @@ class Habits:
     recovers: float
     """Chance that a worker says that it is recoverable."""
 
+    def lasting(self) -> Habits:
+        """These, of workers that do not end soon."""
+        return dataclasses.replace(self, fails=self.fails / 10, lifetime=20.0, follows=self.follows / 10)
+
 
 @dataclass
 class Plan:
@@ -122,6 +136,10 @@ class Plan:
     """Seconds by which the wall clock of each node is off."""
     disorder: float = 0.0
     """Chance that a view of changes comes twice."""
+    hosts: bool = False
+    """Whether the nodes are hosts, so that there are beats."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """How fast the clock of each node runs."""
     planted: str = ""
     """What has a bug: a class of events, what a master begins with, or its writes."""
 
@@ -186,6 +204,20 @@ ACCIDENTS = (
 )
 
 
+HOST_ACCIDENTS = (
+    "cable_out_briefly",
+    "cable_out_briefly",
+    "cable_out",
+    "cable_of_master_out",
+    "way_out",
+    "way_back_out",
+    "way_there_out",
+    "host_stopped",
+    "host_of_master_stopped",
+)
+"""What befalls nodes that are hosts."""
+
+
 def make_plan(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(seed)
@@ -241,18 +273,52 @@ def make_plan(seed: int) -> Plan:
     inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
     plan = Plan(spec, placement, inventory, habits, slow, accidents, absent, crashes, unknown)
     # Of these each history has one at most, so that it is not longer than others.
-    match rng.choice((*[""] * 8, "late", "late", "pieces", "pieces", "skew", "skew", "planted", "disorder")):
+    match rng.choice(
+        (
+            *[""] * 7,
+            "hosts",
+            "hosts",
+            "late",
+            "late",
+            "pieces",
+            "pieces",
+            "skew",
+            "skew",
+            "planted",
+            "disorder",
+        )
+    ):
         case "late":
             plan.late, plan.unknown = True, plan.unknown or 0.05
         case "pieces":
             plan.operations = rng.choice((1, 2, 4))
         case "skew":
             plan.skews = {node: rng.choice((-3600.0, -2.0, 0.0, 0.5, 3600.0)) for node in nodes}
+        case "hosts":
+            _make_hosts(plan, rng)
         case "disorder":
             plan.disorder = 0.2
         case "planted":
             plan.planted = rng.choice(PLANTED)
     return plan
+
+
+def _make_hosts(plan: Plan, rng: random.Random) -> None:
+    """The nodes are hosts. The job is on several of them, may go on without one, and runs for long enough for that."""
+    plan.hosts, nodes = True, tuple(f"n{n}" for n in range(rng.choice((3, 4))))
+    devices = Device("0", ""), Device("1", "")
+    inventory = Inventory(tuple(Node(name, (0, 1), devices) for name in nodes))
+    plan.rates = {node: rng.choice((0.99, 1.0, 1.01)) for node in nodes}
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        plan.accidents.append((rng.uniform(3.0, 12.0), rng.choice(HOST_ACCIDENTS)))
+    roles = tuple(
+        replace(role, count=min(role.count, 2), max_restarts=5, least=1) for role in plan.spec.roles
+    )
+    spec = replace(plan.spec, roles=roles, spares=1 if len(nodes) == 4 else 0)
+    plan.spec, plan.placement = place(spec, inventory)
+    wanted = {*plan.placement.nodes, *plan.placement.spares}
+    plan.inventory = Inventory(tuple(node for node in inventory.nodes if node.name in wanted))
+    plan.habits = {name: habits.lasting() for name, habits in plan.habits.items()}
 
 
 def _placed(

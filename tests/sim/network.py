@@ -1,0 +1,244 @@
+"""The model of the network between hosts, and what agents and masters make of its silence."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tests.sim.store import RUN, Killed
+from tests.sim.world import Clock, Pipe
+from unirun.errors import Fenced, StoreError
+from unirun.failover.silence import BEAT, GIVE_UP, Silence, may_answer
+from unirun.job.events import AgentLost, Event, JoinTimedOut, RejoinTimedOut
+from unirun.launcher.contact import ATTEMPT, LAST, QUIET
+from unirun.launcher.fence import Fence
+from unirun.rendezvous.signs import is_marked
+from unirun.wire.messages import Beat, Message
+
+if TYPE_CHECKING:
+    from tests.sim.masters import MasterModel
+    from tests.sim.node import Node
+
+LOOKS = 1.0
+"""Seconds between two looks of a master, as a history has fewer turns then."""
+
+OTHERS = "*"
+
+
+class Network:
+    """Until when nothing passes from one host to another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lost: dict[tuple[str, str], float] = {}
+
+    def lose(self, sender: str, receiver: str, seconds: float) -> None:
+        """Lose what `sender` sends to `receiver`."""
+        way = sender, receiver
+        self._lost[way] = max(self._lost.get(way, 0.0), self._clock.now + seconds)
+
+    def pull_cable(self, host: str, seconds: float) -> None:
+        """Cut a host off from all others, and from the store."""
+        self.lose(host, OTHERS, seconds)
+        self.lose(OTHERS, host, seconds)
+
+    def away(self, host: str) -> float:
+        """Until when a host is cut off."""
+        return self._lost.get((host, OTHERS), 0.0)
+
+    def until(self, sender: str, receiver: str) -> float:
+        """Until when nothing passes."""
+        if sender == receiver:
+            return 0.0
+        ways = (sender, receiver), (sender, OTHERS), (OTHERS, receiver)
+        return max(self._lost.get(way, 0.0) for way in ways)
+
+    def joins(self, one: str, other: str) -> bool:
+        """Whether two hosts can connect."""
+        return max(self.until(one, other), self.until(other, one)) <= self._clock.now
+
+
+class ContactModel:
+    """As `unirun.launcher.contact`, without sockets: beats, another stream when one is silent, and the fence."""
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._world = node, node.world
+        self._fence = Fence()
+        self._rate = self._world.plan.rates.get(node.name, 1.0)
+        self._heard = 0.0
+        self._stream = 0
+        self._watches = False
+
+    def _now(self) -> float:
+        """The agent's clock, which runs at a rate of its own."""
+        return self._world.clock.now * self._rate
+
+    def _after(self, seconds: float, do: Callable[[], None]) -> None:
+        self._world.clock.after(seconds / self._rate, do)
+
+    def begin(self) -> None:
+        """A stream begins, with `Join`."""
+        if not self._world.plan.hosts:
+            return
+        self._fence.joins(self._now())
+        self._heard = self._now()
+        self._stream += 1
+        self._beat(self._stream)
+        if not self._watches:
+            self._watches = True
+            self._watch()
+            self._look()
+
+    def heard(self, message: Message) -> None:
+        """The master has said something."""
+        self._heard = self._now()
+        if isinstance(message, Beat):
+            self._fence.answered(self._now(), sure=message.sure)
+
+    def _beat(self, stream: int) -> None:
+        if stream == self._stream and self._node.to_master is not None:
+            self._fence.beats(self._now())
+            self._node.to_master.send(Beat())
+            self._after(BEAT, lambda: self._node.awake(lambda: self._beat(stream)))
+
+    def _watch(self) -> None:
+        """The event loop ends the workers in time. If the agent is stopped, the kernel kills it, and them."""
+        left = self._fence.until - self._now()
+        if not self._node.alive:
+            return
+        if left > 0:
+            self._after(left + 1e-6, self._watch)
+        elif self._node.hangs_for == 0:
+            self._die("its time is over")
+        else:
+            self._after(LAST, lambda: self._die("the kernel has killed it"))
+
+    def _die(self, reason: str) -> None:
+        if self._node.alive:
+            self._world.fenced(self._node.name)
+            self._node.die(reason)
+
+    def _look(self) -> None:
+        if not self._node.alive:
+            return
+        now = self._now()
+        if now - self._heard >= QUIET:
+            self._node.connect_anew()
+        if self._fence.quiet_for(now) >= QUIET:
+            try:
+                if not is_marked(self._node.client, RUN, self._node.name):
+                    self._fence.unmarked(now, now)
+            except StoreError:
+                pass
+        pause = QUIET - max(now - self._heard, self._fence.quiet_for(now), 0.0)
+        self._after(max(ATTEMPT, pause), lambda: self._node.awake(self._look))
+
+
+class BeatsModel:
+    """As `unirun.master.beats`, without sockets."""
+
+    def __init__(self, master: MasterModel) -> None:
+        self._master, self._stage = master, master.stage
+        self._rate = self._stage.plan.rates.get(master.node, 1.0)
+        self._silence = Silence(self.now())
+        self._wishes: deque[tuple[Callable[[], None], Callable[[], object]]] = deque()
+        self.renewed = self.now()
+
+    def now(self) -> float:
+        """The clock of the master's host, which runs at a rate of its own."""
+        return self._stage.clock.now * self._rate
+
+    def begin(self) -> None:
+        """Begin to look."""
+        if self._stage.plan.hosts:
+            self._in_order(self._master.contexts.unmark_silent, lambda: None)
+            self._look_later()
+
+    def answer(self, node: str, pipe: Pipe) -> None:
+        """Answer the beat of an agent."""
+        self._silence.heard(node, self.now())
+        sure = may_answer(self.renewed, self.now(), alone=False) or self._alone()
+        pipe.send(Beat(sure=sure))
+
+    def forget(self, node: str) -> None:
+        """The agent of `node` is gone."""
+        self._silence.forget(node)
+
+    def _alone(self) -> bool:
+        ledger = self._master.ledger
+        state = self._master.state if ledger.due is None else ledger.kept
+        return all(
+            node in self._master.agents and not self._silence.is_silent(node)
+            for node in state.nodes
+            if not state.given_up(node)
+        )
+
+    def after(self, delay: float, event: Event) -> None:
+        """Apply `event` in `delay` seconds, or later."""
+        clock, stalled = self._stage.clock, self._silence.stalled
+
+        def due() -> None:
+            if not self._master.leads:
+                return
+            if not self._stage.plan.hosts or not isinstance(event, JoinTimedOut | RejoinTimedOut):
+                self._master.apply(event)
+                return
+            self._look()
+            away = sorted(self._master.ledger.kept.away | self._master.state.away)
+            if (late := self._silence.stalled - stalled) > 0:
+                self.after(late, event)
+            elif isinstance(event, RejoinTimedOut) and away:
+                self._mark(away, lambda: clock.after(GIVE_UP / self._rate, lambda: self._master.apply(event)))
+            else:
+                self._master.apply(event)
+
+        clock.after(delay / self._rate, lambda: self._master.awake(due))
+
+    def _look_later(self) -> None:
+        self._stage.clock.after(LOOKS / self._rate, lambda: self._master.awake(self._look_on))
+
+    def _look_on(self) -> None:
+        if self._master.leads and not self._master.over:
+            self._look()
+            self._look_later()
+
+    def _look(self) -> None:
+        found = self._silence.look(self.now())
+        for node in (*found.silent, *found.back):
+            self._stage.trace(
+                f"master {self._master.number}: {node} is {'silent' if node in found.silent else 'back'}"
+            )
+        if found.silent:
+            self._mark(found.silent, lambda: self._silence.marked(found.silent, self.now()))
+        if found.back:
+            self._in_order(lambda: self._master.contexts.unmark_silent(found.back), lambda: None)
+        for node in found.lost:
+            self._stage.given_up_silent(node)
+            self._master.abort(node)
+            self._master.apply(AgentLost(node, "it is silent"))
+
+    def _mark(self, nodes: Sequence[str], then: Callable[[], object]) -> None:
+        self._in_order(lambda: self._master.contexts.mark_silent(nodes), then)
+
+    def _in_order(self, do: Callable[[], None], then: Callable[[], object]) -> None:
+        """Do something with the store, after what was asked for before."""
+        self._wishes.append((do, then))
+        if len(self._wishes) == 1:
+            self._work()
+
+    def _work(self) -> None:
+        while self._wishes and self._master.alive:
+            do, then = self._wishes[0]
+            try:
+                do()
+            except Killed:
+                return
+            except Fenced as error:
+                self._master.die(str(error))
+                return
+            except StoreError:
+                self._stage.clock.after(0.4, lambda: self._master.awake(self._work))
+                return
+            self._wishes.popleft()
+            then()
