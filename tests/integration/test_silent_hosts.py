@@ -58,15 +58,18 @@ def test_the_ranks_of_a_host_whose_cable_is_out_run_elsewhere_when_it_has_ended_
     job.ends()
 
 
-def test_the_ranks_of_a_host_that_hangs_run_elsewhere_and_none_of_its_workers_goes_on(job: Ticking) -> None:
+def test_the_ranks_of_a_host_that_hangs_run_elsewhere_and_its_workers_end_when_it_goes_on(
+    job: Ticking,
+) -> None:
     began = time.monotonic()
     job.hosts[1].freeze()
     job.until_up(job.hosts[2], 1, 2, 3)
     assert job.ticks(job.hosts[2], 2, 1)[0] - began < 15.0
-    before = [job.ticks(job.hosts[1], rank, 0)[-1] for rank in (2, 3)]
+    thawed = time.monotonic()
     job.hosts[1].thaw()
     job.nothing_runs_on(job.hosts[1])
-    assert [job.ticks(job.hosts[1], rank, 0)[-1] for rank in (2, 3)] == before
+    # Its spawner and its workers go on in the same moment; the agent is dead by then.
+    assert all(job.ticks(job.hosts[1], rank, 0)[-1] < thawed + 1.0 for rank in (2, 3))
     job.ends()
 
 

@@ -68,7 +68,8 @@ class Fence:
 class KillTimer:
     """A timer of the kernel that kills this process, also one that is stopped or whose interpreter is busy.
 
-    The agent's spawners end with it, and the workers with these: each has asked the kernel for that.
+    Its spawners then end all workers, as after any death of an agent. Where the whole host was stopped they do that in
+    the moment in which it goes on, before the agent itself could have looked at the time.
     """
 
     def __init__(self) -> None:
