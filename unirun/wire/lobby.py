@@ -73,11 +73,12 @@ class Chunk(Value, tag=True):
 
 
 class Resume(Value, tag=True):
-    """Asks for what the files of a node's directory have after these offsets."""
+    """Asks for what the files of a node's directory have after these offsets. `env` is as in `Invite`."""
 
     run_id: str
     node: str
     offsets: dict[str, int]
+    env: dict[str, str]
 
 
 class Complete(Value, tag=True):

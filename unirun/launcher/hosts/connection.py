@@ -22,8 +22,8 @@ OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "Server
 KEPT = 8192
 """Bytes of stderr that are kept for errors."""
 
-SSH_FAILED = 255
-"""The exit code of ssh for its own errors."""
+CLOSE = 2.0
+"""Seconds that ssh has to end."""
 
 _LIMIT = 1 << 26
 
@@ -85,13 +85,20 @@ class Remote:
     async def close(self) -> None:
         """End ssh, not what it has started."""
         self._listening.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        await self._process.wait()
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            # Not `send_signal`, which reaps a process that has ended, whose exit asyncio waits for.
+            with contextlib.suppress(ProcessLookupError):
+                if self._process.returncode is None:
+                    os.kill(self._process.pid, signum)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE):
+                    await self._process.wait()
+                    return
 
 
 async def reach(host: Host) -> Remote:
-    """Start the process of a node on `host`. Raises `RendezvousError` when ssh itself is missing."""
+    """Start the process of a node on `host`, and wait until it speaks. Raises `RendezvousError` with the reason and the
+    remedy."""
     argv = on_host(host, "unirun.launcher.hosts.node")
     try:
         process = await asyncio.create_subprocess_exec(
@@ -105,7 +112,13 @@ async def reach(host: Host) -> Remote:
         )
     except OSError as error:
         raise RendezvousError(f"{argv[0]} cannot be started: {error.strerror}", "install OpenSSH") from error
-    return Remote(host, process)
+    remote = Remote(host, process)
+    try:
+        await remote.ready()
+    except BaseException:
+        await remote.close()
+        raise
+    return remote
 
 
 def is_local(host: Host) -> bool:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from collections.abc import Callable
 from pathlib import PurePosixPath
 
 from unirun.errors import FrameError, RendezvousError, WireError
-from unirun.launcher.hosts.connection import Remote, reach
+from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
 from unirun.rendezvous import JobDir
 from unirun.wire.lobby import Chunk, Complete, Dismissed, Resume
 
 AGAIN = 1.0
 """Seconds between two attempts to reach a host again."""
+
+CONNECT = 15.0
+"""Seconds that an attempt may take."""
 
 
 class Mirror:
@@ -24,7 +28,7 @@ class Mirror:
     """
 
     def __init__(self, job: JobDir, node: str, remote: Remote, note: Callable[[str], None]) -> None:
-        self._job, self._node, self._remote, self._note = job, node, remote, note
+        self._job, self.node, self._remote, self._note = job, node, remote, note
         self._offsets: dict[str, int] = {}
         self.connected = True
 
@@ -32,11 +36,11 @@ class Mirror:
         """Copy until the node's agent has ended and everything is here."""
         while not await self._copied():
             self.connected = False
-            self._note(f"the connection to {self._node} is lost; its ranks go on")
+            self._note(f"the connection to {self.node} is lost; its ranks go on")
             await self._remote.close()
             await self._again()
             self.connected = True
-            self._note(f"the connection to {self._node} is back")
+            self._note(f"the connection to {self.node} is back")
         await self._remote.close()
 
     async def _copied(self) -> bool:
@@ -51,32 +55,35 @@ class Mirror:
                     case Complete():
                         return True
                     case Dismissed(problem):
-                        self._note(f"{self._node}: {problem}")
+                        self._note(f"{self.node}: {problem}")
                         return True
+        except FrameError as error:
+            self._note(f"{self.node}: {error}; no more of its files are copied")
+            return True
         except WireError:
             return False
 
     async def _again(self) -> None:
+        """Connect again, and ask for the rest."""
         while True:
             try:
-                remote = await reach(self._remote.host)
-                async with asyncio.timeout(15.0):
-                    await remote.ready()
+                async with asyncio.timeout(CONNECT):
+                    remote = await reach(self._remote.host)
             except (RendezvousError, TimeoutError):
                 await asyncio.sleep(AGAIN)
                 continue
-            remote.stream.send(Resume(self._job.run_id, self._node, self._offsets))
+            remote.stream.send(Resume(self._job.run_id, self.node, self._offsets, carried(os.environ)))
             self._remote = remote
             return
 
     def _write(self, chunk: Chunk) -> None:
-        """Write a part of a file. Raises `FrameError` for one that a node has no business to write."""
+        """Write a part of a file. Raises `FrameError` for one that a node has no business to write, and for a gap."""
         data = base64.b64decode(chunk.data)
         name = PurePosixPath(chunk.path)
         agent_log = len(name.parts) == 1 and name.match("agent.*.log")
         known = chunk.path in (*GROWING, *REPLACED) or agent_log or name.parts[0] == "logs"
         if not known or ".." in name.parts or name.is_absolute():
-            raise FrameError(f"{self._node} sends a file called {chunk.path!a:.80}")
+            raise FrameError(f"{self.node} sends a file called {chunk.path!a:.80}")
         target = self._job.path / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if chunk.whole:
@@ -84,8 +91,9 @@ class Mirror:
             fresh.write_bytes(data)
             fresh.replace(target)
             return
-        # Not truncated: who follows a file that the worker's start was told of may have made it already.
-        with open(target, "r+b" if target.exists() else "w+b") as file:
-            file.seek(chunk.offset)
+        if chunk.offset != self._offsets.get(chunk.path, 0):
+            raise FrameError(f"{self.node} sends {chunk.path!a:.80} from {chunk.offset} on")
+        # Appended: of the event log, each host has what its own masters have written.
+        with open(target, "ab") as file:
             file.write(data)
         self._offsets[chunk.path] = chunk.offset + len(data)

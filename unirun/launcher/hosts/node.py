@@ -37,8 +37,9 @@ def main() -> int:
     try:
         first = stream.receive(ANSWER)
         match first:
-            case Resume(run_id, node, offsets):
-                feed(job_at(run_id, node), stream, dict(offsets))
+            case Resume():
+                os.environ.update(first.env)
+                feed(_resumed(first), stream, dict(first.offsets))
             case Invite():
                 feed(_take_part(first, stream), stream, {})
             case _:
@@ -49,6 +50,13 @@ def main() -> int:
         stream.send(Dismissed(error.problem, error.remedy))
         return error.exit_code
     return 0
+
+
+def _resumed(resume: Resume) -> JobDir:
+    job = job_at(resume.run_id, resume.node)
+    if not job.path.is_dir():
+        raise RendezvousError(f"its files are gone: {job.path}")
+    return job
 
 
 def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:

@@ -7,16 +7,17 @@ job's directory (`mirror`), so that ``unirun status`` and ``logs`` work here as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from unirun.collocation import Inventory
-from unirun.errors import RendezvousError, UnirunError
+from unirun.errors import JobError, RendezvousError, UnirunError
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import (
@@ -35,6 +36,7 @@ from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
 from unirun.launcher.local import RunningJob
 from unirun.launcher.planned import PlannedJob
+from unirun.observe.status import read_status
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.creation import new_uid
 from unirun.rendezvous.store.url import anchored
@@ -126,7 +128,6 @@ class _Run:
             try:
                 async with asyncio.timeout(self._spec.join_timeout):
                     remote = self._remotes[host.name] = await reach(host)
-                    await remote.ready()
                     remote.stream.send(self._invitation(host))
                     guests[host.name] = Guest(remote.stream, await self._offer(remote))
             except TimeoutError:
@@ -225,20 +226,29 @@ class _Run:
 
         console = Console(quiet=quiet)
         mirrors = [Mirror(job, name, remote, console.note) for name, remote in self._remotes.items()]
-        processes = RemoteProcesses()
-        copying = asyncio.ensure_future(asyncio.gather(*(mirror.run() for mirror in mirrors)))
-        copying.add_done_callback(lambda _: processes.complete())
+        processes = RemoteProcesses(job, self._remotes)
+
+        async def copy(mirror: Mirror) -> None:
+            await mirror.run()
+            processes.complete(mirror.node)
+
+        copying = asyncio.gather(*map(copy, mirrors))
         try:
             return await Session(RunningJob(job, planned.spec, processes, copied=True), console).run()
         finally:
             copying.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await copying
 
 
 class RemoteProcesses:
     """The processes of a job on other hosts, as far as the command can know of them (`local.Processes`)."""
 
-    def __init__(self) -> None:
-        self._complete = threading.Event()
+    def __init__(self, job: JobDir, nodes: Iterable[str]) -> None:
+        self._job = job
+        # The nodes whose agents live, as far as is known, or whose files are not here yet.
+        self._nodes = set(nodes)
+        self._changed = threading.Condition()
         self._alone_since: float | None = None
         self._master = 0
 
@@ -252,9 +262,11 @@ class RemoteProcesses:
         """Set when a master was reached."""
         self._master, self._alone_since = pid, None
 
-    def complete(self) -> None:
-        """All files of all nodes are here, and their agents have ended."""
-        self._complete.set()
+    def complete(self, node: str) -> None:
+        """The agent of `node` has ended, and all its files are here."""
+        with self._changed:
+            self._nodes.discard(node)
+            self._changed.notify_all()
 
     def refusal(self, led: bool) -> int | None:
         """A master that refuses to lead is told by its host."""
@@ -263,7 +275,7 @@ class RemoteProcesses:
     def given_up(self, led: bool) -> bool:
         """Whether no master will be found any more."""
         self._alone_since = self._alone_since or time.monotonic()
-        return self._complete.is_set() or time.monotonic() > self._alone_since + LOST
+        return not self._nodes or time.monotonic() > self._alone_since + LOST
 
     def taken_up(self, job: JobDir) -> bool:
         """The head has seen to that."""
@@ -278,6 +290,16 @@ class RemoteProcesses:
     kill_agents = stop_agents
 
     def end(self, led: bool = True, farewell: float | None = None) -> int | None:
-        """Wait for the rest of the nodes' files."""
-        self._complete.wait(REST if farewell is None else min(farewell, REST))
+        """Wait for the rest of the nodes' files; those that are lost are not waited for."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._nodes <= self._lost(), REST if farewell is None else min(farewell, REST)
+            )
         return None
+
+    def _lost(self) -> set[str]:
+        """The nodes that have been given up, by the copy of the job's status."""
+        try:
+            return set(read_status(self._job).lost)
+        except JobError:
+            return set()
