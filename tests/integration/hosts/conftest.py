@@ -1,0 +1,20 @@
+"""The command for jobs on three hosts; at the end of a test no process of its jobs may be left on any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.testbed.hosts import Hosts
+
+from ..harness import swept
+from .cluster import OnHosts
+
+
+@pytest.fixture
+def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[OnHosts]:
+    """The command on this machine, which has the hosts in its ssh configuration."""
+    with swept(OnHosts(tmp_path, hosts)) as command:
+        yield command

@@ -1,0 +1,156 @@
+"""A host of a running job falls silent, hangs, loses its power or its agent: its ranks go on elsewhere, and never twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from ..harness import CHAOS, SOON, Result, Running, eventually
+from .cluster import LIVING, OnHosts, Start, places, since, starts, title_of
+
+NOTICED = 5.0
+"""Seconds in which a host that hangs must be noticed."""
+
+LOST = 10.0
+"""Seconds in which the ranks of a silent host must run elsewhere: it is silent for 4.8 s, then given up after 2."""
+
+AT_ONCE = 5.0
+"""Seconds in which the ranks run elsewhere of a host whose kernel closes its connections; 1.5 on a machine without other
+work."""
+
+BAD_CABLE = 120.0 if CHAOS else 20.0
+"""Seconds of delay and loss."""
+
+
+@pytest.fixture
+def job(cluster: OnHosts) -> Running:
+    """Four ranks on h1 and h2; h3 is a spare."""
+    job = cluster.over_ssh(LIVING, spares=1)
+    starts(job, 4)
+    cluster.warmed_up()
+    return job
+
+
+def ended_well(cluster: OnHosts, job: Running) -> Result:
+    """Let all workers end, and the command with them."""
+    cluster.enough()
+    end = job.end()
+    assert end.code == 0, end.err
+    return end
+
+
+def moved(cluster: OnHosts, job: Running, within: float) -> list[Start]:
+    """The ranks of h2 have started on h3, all of them once more, within so many seconds."""
+    after = starts(job, 4, 1, within)
+    assert places(after) == ["h1", "h1", "h3", "h3"]
+    return after
+
+
+def nobody_ran_twice(cluster: OnHosts, before: list[Start], after: list[Start]) -> None:
+    """Each rank was dead before its successor has started."""
+    for one, other in zip(before, after, strict=True):
+        assert cluster.last_moment(one) < other.began, (one, other)
+
+
+def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(cluster: OnHosts) -> None:
+    job = cluster.over_ssh(LIVING, actor="count: 6")
+    before = starts(job, 6)
+    cluster.warmed_up()
+    cluster.hosts[1].cable(up=False)
+    time.sleep(3.0)
+    cluster.hosts[1].cable(up=True)
+    back = time.monotonic()
+    # A node that is silent is told of after 4.8 s, and is lost 2 s later.
+    eventually(lambda: since(back) > 4.5, "whatever would follow has followed")
+    assert cluster.events("silence") == []
+    for start in before:
+        assert cluster.last_moment(start) > back
+    end = ended_well(cluster, job)
+    assert len(end.out.splitlines()) == 6
+
+
+def test_ranks_of_a_host_without_a_cable_are_dead_before_they_start_on_the_spare(
+    cluster: OnHosts, job: Running
+) -> None:
+    before = starts(job, 4)
+    cluster.hosts[1].cable(up=False)
+    out = time.monotonic()
+    after = moved(cluster, job, SOON)
+    assert after[2].began - out < LOST
+    nobody_ran_twice(cluster, before, after)
+    told = time.monotonic()
+    end = ended_well(cluster, job)
+    assert since(told) < 5.0, "nobody waits for the logs of a host that is lost"
+    assert "h2: node h2 has been silent for 4.8 s" in end.err
+    assert "placement: actor:2-3 from h2 to h3" in end.err
+
+
+def test_a_host_that_hangs_is_noticed_and_when_it_goes_on_its_workers_and_its_agent_end(
+    cluster: OnHosts, job: Running
+) -> None:
+    before = starts(job, 4)
+    cluster.hosts[1].freeze()
+    frozen = time.monotonic()
+    job.lines(r"h2: node h2 has been silent", within=SOON)
+    assert since(frozen) < NOTICED + 1.0
+    after = moved(cluster, job, SOON)
+    nobody_ran_twice(cluster, before, after)
+    cluster.hosts[1].thaw()
+    thawed = time.monotonic()
+    eventually(lambda: not agents_and_workers(cluster, "h2"), "agent and workers have ended")
+    for start in before[2:]:
+        assert cluster.last_moment(start) - thawed < 1.0, "it has not run on"
+    ended_well(cluster, job)
+
+
+def agents_and_workers(cluster: OnHosts, node: str) -> list[str]:
+    """The titles of the job's processes on a host, without those that only send its files."""
+    return [
+        title for pid in cluster.host(node).pids() if (title := title_of(pid)).startswith(("unirun", "actor"))
+    ]
+
+
+def test_ranks_of_a_killed_agent_go_on_elsewhere_at_once(cluster: OnHosts, job: Running) -> None:
+    before = starts(job, 4)
+    os.kill(cluster.pid_on("h2", "unirun-agent"), signal.SIGKILL)
+    killed = time.monotonic()
+    after = moved(cluster, job, SOON)
+    print(f"{after[2].began - killed:.2f} s")
+    assert after[2].began - killed < AT_ONCE
+    nobody_ran_twice(cluster, before, after)
+    ended_well(cluster, job)
+
+
+@pytest.mark.parametrize("power", ["off", "on"])
+def test_ranks_of_a_host_whose_processes_are_all_killed_go_on_on_the_spare(
+    cluster: OnHosts, job: Running, power: str
+) -> None:
+    before = starts(job, 4)
+    if power == "off":
+        cluster.hosts[1].cable(up=False)
+    cluster.hosts[1].kill_all(sshd=power == "off")
+    killed = time.monotonic()
+    after = moved(cluster, job, SOON)
+    print(f"{after[2].began - killed:.2f} s")
+    assert after[2].began - killed < (LOST if power == "off" else AT_ONCE)
+    nobody_ran_twice(cluster, before, after)
+    ended_well(cluster, job)
+
+
+@pytest.mark.timeout(300)
+def test_delay_and_loss_are_no_reason_for_an_alarm(cluster: OnHosts) -> None:
+    job = cluster.over_ssh(LIVING, actor="count: 6")
+    before = starts(job, 6)
+    cluster.warmed_up()
+    for host in cluster.hosts:
+        host.netem(delay_ms=20, loss=0.01)
+    time.sleep(BAD_CABLE)
+    assert cluster.events("silence") == cluster.events("agent_lost") == []
+    for host in cluster.hosts:
+        host.netem()
+    assert len(starts(job, 6)) == len(before)
+    end = ended_well(cluster, job)
+    assert len(end.out.splitlines()) == 6

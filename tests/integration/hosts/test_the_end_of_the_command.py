@@ -1,0 +1,57 @@
+"""The command of a job over ssh is killed or interrupted: nothing is left on any host."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from unirun.rendezvous import JobDir
+
+from ..harness import eventually
+from .cluster import LIVING, OnHosts, since, starts
+
+GONE = 10.0
+"""Seconds after which nothing of a job may be left on any host."""
+
+STUBBORN = """
+    # Does not end when it is told to, nor does its child.
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("up", os.environ["RANK"], flush=True)
+    time.sleep(600)
+"""
+
+
+def nothing_is_left(cluster: OnHosts) -> None:
+    """No process on any host, but for sshd; and no lock of the job is held."""
+    for host in cluster.hosts:
+        eventually(lambda host=host: not cluster.others(host.name), f"{host.name} has no process", GONE)
+        job = JobDir(cluster.folder(host.name))
+        eventually(lambda job=job: not job.alive(), f"the lock of {host.name} is free", GONE)
+
+
+def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster: OnHosts) -> None:
+    job = cluster.over_ssh(LIVING, actor="count: 6")
+    starts(job, 6)
+    job.signal(signal.SIGKILL)
+    killed = time.monotonic()
+    nothing_is_left(cluster)
+    print(f"{since(killed):.1f} s")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupted_once_or_twice_a_job_ends_on_all_hosts(cluster: OnHosts, times: int) -> None:
+    script = LIVING if times == 1 else STUBBORN
+    job = cluster.over_ssh(script, actor="count: 3, per_node: 1")
+    job.lines(r"\] up", 3)
+    job.signal(signal.SIGINT)
+    job.lines("SIGINT: stopping")
+    if times == 2:
+        job.signal(signal.SIGINT)
+        job.lines("SIGINT: killing the workers now")
+    end = job.end()
+    assert end.code == 130, end.err
+    nothing_is_left(cluster)
