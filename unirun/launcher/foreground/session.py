@@ -97,7 +97,7 @@ class Session:
         self._master: Stream | None = None
         self._requests = StopRequests()
         self._forcing: asyncio.Task[None] | None = None
-        self._led = False
+        self._led, self._epoch = False, 0
         self._heard = 0.0
         self._silent: Stream | None = None
         self._alone_since = time.monotonic()
@@ -150,11 +150,13 @@ class Session:
         master = await self._masters.reach(leader)
         if leader.epoch > 1 and not self._led:
             self._console.note("the job's first master has died; another leads")
-        elif self._silent is not None:
+        elif self._silent is not None and leader.epoch == self._epoch:
             self._console.note("the job's master answers again")
         elif self._led:
-            self._console.note(f"the job's master has died; another leads (term {leader.epoch})")
-        self._led = True
+            # Where the store is on another host, terms are not known.
+            term = f" (term {leader.epoch})" if leader.epoch else ""
+            self._console.note(f"the job's master has died; another leads{term}")
+        self._led, self._epoch = True, leader.epoch
         self._heard = time.monotonic()
         self._processes.master = leader.pid
         master.send(Attach(owner=not self._member))

@@ -53,6 +53,10 @@ LOST = 15.0
 """Seconds without a master after which a job on other hosts is given up. A master that dies has a successor in one or
 two."""
 
+LOST_STORE = 60.0
+"""The same when masters may run on several hosts: one whose host falls silent has a successor when its term is over and
+the hosts have noticed."""
+
 REST = 10.0
 """Seconds that hosts have to send the rest of their output after the job's end."""
 
@@ -275,7 +279,8 @@ class RemoteProcesses:
     def given_up(self, led: bool) -> bool:
         """Whether no master will be found any more."""
         self._alone_since = self._alone_since or time.monotonic()
-        return not self._nodes or time.monotonic() > self._alone_since + LOST
+        limit = LOST if self._job.head is not None else LOST_STORE
+        return not self._nodes or time.monotonic() > self._alone_since + limit
 
     def taken_up(self, job: JobDir) -> bool:
         """The head has seen to that."""

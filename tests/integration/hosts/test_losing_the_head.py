@@ -1,0 +1,48 @@
+"""The first host, on which the master runs, is lost. With a store elsewhere the job goes on under another master."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ..harness import CHAOS, SOON
+from .cluster import LIVING, OnHosts, places, since, starts
+
+
+@pytest.mark.parametrize("power", ["off", "on"] if CHAOS else ["on"])
+def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
+    cluster: OnHosts, power: str
+) -> None:
+    job = cluster.over_ssh(LIVING, spares=1)
+    starts(job, 4)
+    if power == "off":
+        cluster.hosts[0].cable(up=False)
+    cluster.hosts[0].kill_all(sshd=power == "off")
+    killed = time.monotonic()
+    end = job.end()
+    print(f"{since(killed):.1f} s")
+    assert end.code == 4, end.err
+    assert "its state was on node h1 alone; with --store etcd://… the job would go on" in end.err
+    cluster.assert_nothing_left()
+
+
+@pytest.mark.parametrize("power", ["off", "on"] if CHAOS else ["on"])
+def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, power: str) -> None:
+    servers = cluster.hosts.etcd()
+    job = cluster.over_ssh(LIVING, "--store", servers.url(timeout=5), spares=1)
+    before = starts(job, 4)
+    cluster.warmed_up()
+    if power == "off":
+        cluster.hosts[0].cable(up=False)
+    cluster.hosts[0].kill_all(sshd=power == "off")
+    killed = time.monotonic()
+    after = starts(job, 4, 1)
+    print(f"{after[0].began - killed:.1f} s")
+    assert sorted(places(after)) == ["h2", "h2", "h3", "h3"]
+    for one, other in zip(before, after, strict=True):
+        assert cluster.last_moment(one) < other.began
+    job.lines("the job's master has died; another leads", within=SOON)
+    cluster.enough()
+    end = job.end()
+    assert end.code == 0, end.err
