@@ -24,6 +24,7 @@ import torch
 
 from tests.contract.board import Board
 from tests.contract.desk import Desk, Gates
+from tests.unit.wire.places import credentials_in
 from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher
@@ -36,10 +37,12 @@ from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Transport
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
+from unirun.wire import Credentials
 from unirun.wire.handshake import Token
 from unirun.wire.reports import CallCount, Calls
 
-KINDS = ("inproc", "socket", "torch")
+KINDS = ("inproc", "socket", "tls", "insecure", "torch")
+"""Over TLS and TCP every process is on a node of its own."""
 
 SOON = 30.0
 """Seconds in which everything must have happened that nothing holds up, on a busy machine."""
@@ -61,7 +64,12 @@ def open_transport(kind: str, me: WorkerId, folder: Path, token: Token) -> Trans
     if kind == "inproc":
         return InprocTransport()
     if kind == "socket":
-        return SocketTransport(folder, token)
+        return SocketTransport(folder, Credentials(token))
+    if kind in ("tls", "insecure"):
+        node = f"{me.role}-{me.rank}-{os.urandom(4).hex()}"
+        home = folder.parent / node
+        credentials = credentials_in(home, token, node, insecure=kind == "insecure")
+        return SocketTransport(home / "calls", credentials, "127.0.0.1")
     from unirun.roles.transport.rpc_agent import RpcAgent
     from unirun.roles.transport.torch_rpc import TorchTransport
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -16,28 +18,52 @@ import pytest
 import torch
 
 from tests.contract.stage import SOON, Stage, eventually
+from tests.unit.wire.places import credentials_in
 from unirun.errors import ChannelError
-from unirun.roles.transport import sockets
+from unirun.roles.transport import listener
 from unirun.roles.transport.frames import INLINE, RELEASE, REPLY, REQUEST, encode_header
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.roles.transport.segments import MANY
-from unirun.roles.transport.sockets import SocketTransport
+from unirun.roles.transport.sockets import Endpoint, SocketTransport
 from unirun.values import WorkerId
+from unirun.wire import Credentials, new_token
 from unirun.wire.address import UnixAddress
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token, new_token
+from unirun.wire.credentials import server_name
+from unirun.wire.handshake import ANSWER_SIZE, HELLO_SIZE, ClientHandshake, Token
 
 ME, YOU = WorkerId("desk", 0, 0), WorkerId("trainer", 0, 0)
+NUMBERS = itertools.count()
 
 
 class House:
     """A worker that listens, and whatever has been handed to it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.token, self.folder = new_token(), folder
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.token, self._folder = kind, new_token(), folder
         self.requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.transport = SocketTransport(folder, self.token)
+        self.refused: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.folder = folder / "worker" / "calls"
+        self.credentials = self.on("worker")
+        self.transport = SocketTransport(
+            self.folder,
+            self.credentials,
+            "127.0.0.1" if self.tcp else "",
+            lambda text, count: self.refused.put(text),
+        )
         self.endpoint = self.transport.serve(ME, self.take)
+        there = Endpoint.parse(self.endpoint)
+        self.path, self.address = there.path, there.tcp or UnixAddress.here(there.path)
+
+    @property
+    def tcp(self) -> bool:
+        """Whether guests come from other nodes."""
+        return self.kind != "unix"
+
+    def on(self, node: str, token: Token | None = None) -> Credentials:
+        """What somebody on `node` has."""
+        insecure = self.kind == "insecure"
+        return credentials_in(self._folder / node, token or self.token, node, tls=self.tcp, insecure=insecure)
 
     def take(self, parcel: Parcel, reply: Reply) -> None:
         """Remember what came, and send it back."""
@@ -47,20 +73,25 @@ class House:
     @contextlib.contextmanager
     def guest(self, token: Token | None = None) -> Iterator[SocketTransport]:
         """Somebody who calls, with the right token or another."""
-        transport = SocketTransport(self.folder, token or self.token)
+        node = f"guest-{next(NUMBERS)}"
+        transport = SocketTransport(self._folder / node / "calls", self.on(node, token))
         yield transport
         transport.close()
 
     def knock(self) -> socket.socket:
-        """A connection that has said nothing yet."""
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(SOON)
-        sock.connect(self.endpoint)
-        return sock
+        """A connection that has said nothing yet; over TLS, it has a certificate of the job."""
+        if isinstance(self.address, UnixAddress):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(SOON)
+            sock.connect(self.path)
+            return sock
+        sock = socket.create_connection((self.address.addr, self.address.port), SOON)
+        context = self.credentials.client_context()
+        return context.wrap_socket(sock, server_hostname=server_name("worker")) if context else sock
 
     def enter(self) -> socket.socket:
         """A connection that has proved the token."""
-        sock = BlockingStream.connect(UnixAddress.here(self.endpoint), self.token).socket
+        sock = BlockingStream.connect(self.address, self.credentials).socket
         sock.settimeout(SOON)
         return sock
 
@@ -76,10 +107,10 @@ class House:
             return answer == b"are you there?"
 
 
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+@pytest.fixture(params=["unix", "tls", "insecure"])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     """A worker in this process."""
-    house = House(tmp_path / "calls")
+    house = House(request.param, tmp_path)
     yield house
     house.transport.close()
 
@@ -100,7 +131,8 @@ class TestHandshake:
         reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
         with house.guest(new_token()) as guest:
             guest.connect(ME, house.endpoint, reasons.put)
-            assert "closed the connection" in reasons.get(timeout=SOON)
+            reason = "is not node worker of this job" if house.kind == "tls" else "closed the connection"
+            assert reason in reasons.get(timeout=SOON)
         assert house.requests.empty()
         assert house.answers()
 
@@ -108,7 +140,7 @@ class TestHandshake:
         with house.knock() as sock:
             hello = sock.recv(HELLO_SIZE)
             answer = ClientHandshake(new_token()).answer(hello)
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):
                 sock.sendall(answer + encode_header(REQUEST, 1, 5, []) + b"hello")
             assert closed_by_peer(sock)
         assert house.answers()
@@ -121,7 +153,7 @@ class TestHandshake:
     )
     def test_noise_ends_the_handshake(self, house: House, noise: bytes) -> None:
         with house.knock() as sock:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):
                 sock.sendall(noise)
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -137,7 +169,7 @@ class TestHandshake:
     def test_a_silent_peer_is_disconnected_at_the_deadline_of_the_handshake(
         self, house: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sockets, "DEADLINE", 0.3)
+        monkeypatch.setattr(listener, "DEADLINE", 0.3)
         began = time.monotonic()
         with house.knock() as silent, house.knock() as slow:
             slow.sendall(b"unirun")
@@ -150,8 +182,19 @@ class TestHandshake:
         with house.guest() as guest, pytest.raises(ChannelError, match="desk:0 cannot be reached"):
             guest.connect(ME, str(tmp_path / "nobody"), lambda reason: None)
 
+    def test_a_worker_that_listens_no_more_breaks_the_channel(self, tmp_path: Path) -> None:
+        house = House("tls", tmp_path)
+        house.transport.close()
+        reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+        with house.guest() as guest:
+            try:
+                guest.connect(ME, house.endpoint, reasons.put)
+            except ChannelError as error:
+                reasons.put(str(error))
+            assert "Connection refused" in reasons.get(timeout=SOON)
+
     def test_the_sockets_are_for_their_owner_only(self, house: House) -> None:
-        assert os.stat(house.endpoint).st_mode & 0o077 == 0
+        assert os.stat(house.path).st_mode & 0o077 == 0
         assert os.stat(house.folder).st_mode & 0o077 == 0
 
 
@@ -164,7 +207,7 @@ class TestFrames:
             b"\xff" * 64,
             encode_header(REPLY, 1, 0, []),
             encode_header(RELEASE, 77, 0, []),
-            encode_header(REQUEST, 1, 0, [INLINE + 1]),
+            encode_header(REQUEST, 1, 0, [1 << 62]),
             encode_header(REQUEST, 1, 0, [1 << 20], 5),
             encode_header(9, 1, 0, []),
         ],
@@ -192,7 +235,8 @@ class TestFrames:
                 sock.sendall(bytes([byte]))
             assert house.requests.get(timeout=SOON) == b"hello"
 
-    def test_a_descriptor_of_something_else_ends_the_connection(self, house: House, tmp_path: Path) -> None:
+    def test_a_descriptor_of_something_else_ends_the_connection(self, tmp_path: Path) -> None:
+        house = House("unix", tmp_path)
         small = os.open(tmp_path / "small", os.O_RDWR | os.O_CREAT)
         before = len(os.listdir("/proc/self/fd"))
         with house.enter() as sock:
@@ -203,6 +247,7 @@ class TestFrames:
         eventually(
             lambda: len(os.listdir("/proc/self/fd")) < before, "the descriptor that was sent is closed"
         )
+        house.transport.close()
 
     def test_a_peer_that_does_not_read_delays_no_other(self, house: House) -> None:
         with house.enter() as sock:
@@ -212,14 +257,16 @@ class TestFrames:
             poll.register(sock, select.POLLOUT)
             data = memoryview(frame * 100)
             while data and poll.poll(200):
-                data = data[sock.send(data) :]
+                # TLS may have room for less than a record.
+                with contextlib.suppress(ssl.SSLWantWriteError):
+                    data = data[sock.send(data) :]
             assert house.answers()
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+@pytest.fixture(scope="module", params=["socket", "tls"])
+def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Workers that are processes, over sockets."""
-    stage = Stage("socket", tmp_path_factory.mktemp("memory") / "calls")
+    stage = Stage(request.param, tmp_path_factory.mktemp("memory") / "calls")
     yield stage
     stage.close()
 

@@ -341,7 +341,7 @@ class Agent:
         self._apply(events.TimerExpired(expiry.pid, session, expiry.scopes, expiry.signal))
 
     def _refused(self, text: str, count: int) -> None:
-        self._tell(Notice(self._state.node, f"at the agent {text} ({count} so far)"))
+        self._tell(Notice(self._state.node, f"at the agent {text} ({count} so far)", "refused"))
 
     async def _serve_worker(self, link: Stream) -> None:
         try:

@@ -77,6 +77,8 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
             return state, [ToLink(worker.id, whole(state.view))] if state.view is not None else []
         case Stuck():
             return _end_stuck(state, worker, event.message)
+        case Notice():
+            return state, [ToMaster(replace(event.message, source=str(worker.who)))]
         case Metrics():
             return state, [ToMaster(FromWorker(worker.who, event.message))]
         case Calls(counts):

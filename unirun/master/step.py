@@ -108,7 +108,7 @@ def _handle(transition: Transition, event: Event) -> None:
         case StoreEnded():
             store_ended(transition, event)
         case Notice():
-            transition.record("notice", f"{event.source}: {event.text}", event.source)
+            transition.record(event.kind, f"{event.source}: {event.text}", event.source)
             transition.send(ToWatchers(event))
         case Stop():
             _stop(transition, event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unirun.errors import ChannelError, UsageError
+from unirun.errors import ChannelError, UsageError, WireError
 from unirun.roles.calls.caller import Caller
 from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
@@ -19,8 +20,8 @@ from unirun.roles.peers import Peers
 from unirun.roles.transport.protocol import Transport
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
-from unirun.wire.handshake import load_token
-from unirun.wire.reports import Serving
+from unirun.wire.credentials import load_credentials
+from unirun.wire.reports import Notice, Serving
 
 if TYPE_CHECKING:
     from unirun.roles.transport.rpc_agent import RpcAgent
@@ -34,6 +35,8 @@ class Session:
         self.folder = Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
         """The directory of this worker's job; None without a launcher."""
         self.me = WorkerId(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
+        # The address of this host that others can connect to, in a job of several hosts.
+        self._addr = environ.get("UNIRUN_ADDR", "")
         self._lock = threading.RLock()
         self._transport: Transport | None = None
         self._agent: RpcAgent | None = None
@@ -62,10 +65,17 @@ class Session:
         if welcome.transport == "socket":
             from unirun.roles.transport.sockets import SocketTransport
 
-            return SocketTransport(self.folder / "calls", load_token(self.folder / "token"))
+            return SocketTransport(
+                self.folder / "calls", load_credentials(self.folder), self._addr, self._refused
+            )
         from unirun.roles.transport.torch_rpc import TorchTransport
 
         return TorchTransport(self._rpc_agent())
+
+    def _refused(self, text: str, count: int) -> None:
+        """Connections for calls are refused in threads; the end of this process must not show."""
+        with contextlib.suppress(WireError):
+            self._peers.tell(Notice(str(self.me), f"{text} ({count} so far)", "refused"))
 
     def _rpc_agent(self) -> RpcAgent:
         """The agent of torch.distributed.rpc of this process; it listens from its first use on."""

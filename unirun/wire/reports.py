@@ -206,10 +206,11 @@ class Join(Value, tag=True):
 
 
 class Notice(Value, tag=True):
-    """A message for users; no decision depends on it. `source` is ``role:rank`` or a node."""
+    """A message for users; no decision depends on it. `source` is ``role:rank`` or a node; `kind` that of its event."""
 
     source: str
     text: str
+    kind: Literal["notice", "refused"] = "notice"
 
 
 class Sample(Value, tag=True):

@@ -71,8 +71,10 @@ class ReliableChannel:
         return True
 
     def forget(self, call: OpenCall) -> None:
-        """Do not send a call again; its answer is acked and dropped."""
-        self._parts.pop(call.seq, None)
+        """Do not send a call again; its answer is acked and dropped. Whoever made it may change its arguments."""
+        channel = self._channel
+        if self._parts.pop(call.seq, None) is not None and channel is not None:
+            channel.keep()
 
     def lose(self) -> list[Part]:
         """The worker is gone: close the connection. Returns the calls that were not answered."""

@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from unirun.errors import CallError, FrameError
-from unirun.roles.transport.frames import INLINE, RELEASE, Frame, FrameParser, encode_header
+from unirun.roles.transport.frames import (
+    INLINE,
+    MAX_INLINE,
+    RELEASE,
+    Frame,
+    FrameParser,
+    encode_header,
+    stream_of,
+)
 from unirun.roles.transport.protocol import Parcel
 from unirun.roles.transport.segments import Segment, SegmentPool, map_segment
 
@@ -30,6 +38,9 @@ class Connection:
 
     Frames that are not urgent are gathered, and up to `BATCH` of them are written with one system call. They are also
     written as soon as the receiving thread is idle. Before `open` every frame waits.
+
+    Large buffers go through shared memory on a unix socket. On others they are written as they are, so they must not be
+    changed before they are sent, or `keep` was called.
     """
 
     def __init__(
@@ -40,8 +51,9 @@ class Connection:
         self._wants_to_write = wants_to_write
         self._lock = threading.Lock()
         self._waiting: deque[tuple[memoryview, int | None]] = deque()
+        self._shares = sock.family == socket.AF_UNIX
         self._pool = SegmentPool()
-        self._parser = FrameParser()
+        self._parser = FrameParser(INLINE if self._shares else MAX_INLINE)
         self._handles: deque[int] = deque()
         self._released: deque[int] = deque()
         self._held: list[bytes] = []
@@ -69,6 +81,9 @@ class Connection:
                 frame = encode_header(kind, tag, len(head), []) + head
             elif sum(sizes := [buffer.nbytes for buffer in buffers]) <= INLINE:
                 frame = b"".join((encode_header(kind, tag, len(head), sizes), head, *buffers))
+            elif not self._shares:
+                self._stream(encode_header(kind, tag, len(head), sizes) + head, buffers)
+                return True
             else:
                 segment = self._share(buffers, sum(sizes))
                 self._write(
@@ -104,59 +119,92 @@ class Connection:
             self._waiting.append((memoryview(data)[sent:], left))
             self._wants_to_write(True)
 
+    def _stream(self, begin: bytes, buffers: Sequence[memoryview]) -> None:
+        """Write a frame with large buffers behind what waits."""
+        pieces = stream_of(b"".join((*self._held, begin)), buffers)
+        self._held.clear()
+        self._waiting.extend((memoryview(piece), None) for piece in pieces if len(piece))
+        self._write_waiting()
+
     def _try(self, data: bytes | memoryview, handle: int | None) -> int:
         try:
-            if handle is not None:
-                return socket.send_fds(self.socket, [data], [handle], socket.MSG_NOSIGNAL)
-            return self.socket.send(data, socket.MSG_NOSIGNAL)
+            return self.put(data, handle)
         except BlockingIOError:
             return 0
         except OSError:
             # Mostly the peer has ended. Whatever it is, the reading thread sees the end and reports it.
-            with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
+            self._shut()
             return len(data)
+
+    def put(self, data: bytes | memoryview, handle: int | None = None) -> int:
+        """Write to the socket, with a descriptor. Returns how many bytes it took. Raises OSError."""
+        if handle is not None:
+            return socket.send_fds(self.socket, [data], [handle], socket.MSG_NOSIGNAL)
+        return self.socket.send(data, socket.MSG_NOSIGNAL)
+
+    def _shut(self) -> None:
+        """End the stream in both directions, which wakes a thread that polls the socket."""
+        with contextlib.suppress(OSError):
+            # Not the method of a TLS socket: after that it would write and read without TLS.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def flush(self) -> None:
         """Write the frames that wait, as many as the socket takes."""
         with self._lock:
-            while self._opened and not self._closed:
-                if not self._waiting:
-                    if not self._held:
-                        break
-                    self._write(())
-                    continue
-                data, handle = self._waiting.popleft()
-                sent = self._try(data, handle)
-                if sent and handle is not None:
-                    os.close(handle)
-                    handle = None
-                if sent < len(data):
-                    self._waiting.appendleft((data[sent:], handle))
-                    self._wants_to_write(True)
-                    return
-            self._wants_to_write(False)
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._opened and not self._closed:
+            if not self._waiting:
+                if not self._held:
+                    break
+                self._write(())
+                continue
+            data, handle = self._waiting.popleft()
+            sent = self._try(data, handle)
+            if sent and handle is not None:
+                os.close(handle)
+                handle = None
+            if sent < len(data):
+                self._waiting.appendleft((data[sent:], handle))
+                self._wants_to_write(True)
+                return
+        self._wants_to_write(False)
+
+    def keep(self) -> None:
+        """Copy what waits to be written: whose it is may change it from now on."""
+        with self._lock:
+            if not self._shares:
+                self._waiting = deque((memoryview(bytes(data)), handle) for data, handle in self._waiting)
 
     def receive(self) -> Iterator[tuple[Frame, Parcel]]:
         """The frames of one read. Raises `FrameError` for malformed ones, OSError or EOFError at the end of the
         stream."""
-        try:
-            count, ancillary, _, _ = self.socket.recvmsg_into([self._parser.space()], _ANCILLARY)
-        except BlockingIOError:
-            return
+        more = True
+        while more:
+            try:
+                count, more = self.get(self._parser.space())
+            except BlockingIOError:
+                return
+            if count == 0:
+                raise EOFError("the peer closed the connection")
+            for frame in self._parser.received(count):
+                if frame.kind == RELEASE:
+                    with self._lock:
+                        self._pool.release(frame.tag)
+                    continue
+                yield frame, Parcel(frame.head, self._buffers(frame))
+
+    def get(self, space: memoryview) -> tuple[int, bool]:
+        """Read from the socket. Returns how many bytes came, and whether to read again before it is polled. Raises
+        OSError."""
+        count, ancillary, _, _ = self.socket.recvmsg_into([space], _ANCILLARY)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 found = array.array("i")
                 found.frombytes(data[: len(data) - len(data) % found.itemsize])
                 self._handles.extend(found)
-        if count == 0:
-            raise EOFError("the peer closed the connection")
-        for frame in self._parser.received(count):
-            if frame.kind == RELEASE:
-                with self._lock:
-                    self._pool.release(frame.tag)
-                continue
-            yield frame, Parcel(frame.head, self._buffers(frame))
+        return count, False
 
     def _buffers(self, frame: Frame) -> tuple[memoryview, ...]:
         if frame.segment is None:
@@ -179,6 +227,5 @@ class Connection:
             self._handles.clear()
             self._pool.close()
             # `close` alone does not wake a thread that polls the socket.
-            with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)
+            self._shut()
             self.socket.close()

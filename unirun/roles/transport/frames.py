@@ -5,14 +5,15 @@
     kind(1) flags(1) nothing(2) buffers(4) head(4) tag(8)
     length of each buffer, 8 each | segment(8), if SHARED | head | buffers
 
-`head` is the length of the head. With the flag `SHARED` the buffers are not in the stream: the descriptor of the
-memory that holds them, one behind the other at multiples of `ALIGN`, comes with the frame.
+`head` is the length of the head. Buffers of more than `INLINE` bytes in all are one behind the other at multiples of
+`ALIGN`: with the flag `SHARED` in memory whose descriptor comes with the frame, else in the stream, from which they are
+read into their final place.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from unirun.errors import FrameError
@@ -27,7 +28,11 @@ _KINDS = (REQUEST, REPLY, RELEASE)
 SHARED = 1
 ALIGN = 64
 INLINE = 1 << 18
-"""Bytes of all buffers up to which they are in the stream; above, they are in shared memory."""
+"""Bytes of all buffers up to which they are read with other frames."""
+
+MAX_INLINE = 1 << 46
+SMALL = 1 << 16
+"""Bytes of a buffer from which it is written by itself."""
 
 MAX_HEAD = 1 << 31
 MAX_BUFFERS = 1 << 24
@@ -67,21 +72,32 @@ def offsets(sizes: tuple[int, ...] | list[int]) -> tuple[list[int], int]:
 
 
 class FrameParser:
-    """Parses a stream of bytes, which are read into `space` and announced with `received`."""
+    """Parses a stream of bytes, which are read into `space` and announced with `received`. A frame has at most `most`
+    bytes of buffers in the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = INLINE) -> None:
         self._give_room(_START)
         self._begin = self._end = 0
+        self._most = most
+        # A frame with large buffers that has begun, and the part of its memory that is not read yet.
+        self._large: Frame | None = None
+        self._rest = memoryview(b"")
 
     def _give_room(self, size: int) -> None:
         self._view = memoryview(bytearray(size))
 
     def space(self) -> memoryview:
         """The memory into which the next bytes are read."""
-        return self._view[self._end :]
+        return self._rest if self._large is not None else self._view[self._end :]
 
     def received(self, count: int) -> Iterator[Frame]:
         """Parse `count` more bytes in `space`. Raises `FrameError` for malformed frames."""
+        if self._large is not None:
+            self._rest = self._rest[count:]
+            if not self._rest.nbytes:
+                whole, self._large = self._large, None
+                yield whole
+            return
         self._end += count
         need = _HEADER.size
         while (have := self._end - self._begin) >= _HEADER.size:
@@ -91,7 +107,11 @@ class FrameParser:
                 break
             begin, self._begin = self._begin, self._begin + need
             if flags or buffers:
-                yield self._frame(begin + _HEADER.size, kind, flags, buffers, head, tag)
+                frame = self._frame(begin + _HEADER.size, kind, flags, buffers, head, tag)
+                if not self._rest.nbytes:
+                    yield frame
+                else:
+                    self._large = frame
             else:
                 # Most frames have no buffers.
                 yield Frame(kind, tag, bytes(self._view[self._begin - head : self._begin]))
@@ -117,9 +137,9 @@ class FrameParser:
         if flags or not buffers or have < need:
             return need + head
         inline = sum(struct.unpack_from(f"<{buffers}Q", self._view, self._begin + _HEADER.size))
-        if inline > INLINE:
+        if inline > self._most:
             raise FrameError(f"a frame with {inline} bytes of buffers in the stream")
-        return int(need + head + inline)
+        return int(need + head + (inline if inline <= INLINE else 0))
 
     def _frame(self, at: int, kind: int, flags: int, buffers: int, head: int, tag: int) -> Frame:
         """The frame whose header ends at `at`."""
@@ -129,8 +149,37 @@ class FrameParser:
         at += head
         if flags:
             return Frame(kind, tag, text, lengths[:-1], (), lengths[-1])
+        if sum(lengths) > INLINE:
+            return Frame(kind, tag, text, lengths, self._begin_large(lengths))
         inline = []
         for size in lengths:
             inline.append(memoryview(bytearray(self._view[at : at + size])))
             at += size
         return Frame(kind, tag, text, lengths, tuple(inline))
+
+    def _begin_large(self, sizes: tuple[int, ...]) -> tuple[memoryview, ...]:
+        """The memory of large buffers, with what has come of them; what has not is read into `_rest`."""
+        places, total = offsets(sizes)
+        try:
+            memory = memoryview(bytearray(total))
+        except MemoryError as error:
+            raise FrameError(f"there is no memory for a frame of {total} bytes") from error
+        count = min(self._end - self._begin, total)
+        memory[:count] = self._view[self._begin : self._begin + count]
+        self._begin += count
+        self._rest = memory[count:]
+        return tuple(memory[place : place + size] for place, size in zip(places, sizes, strict=True))
+
+
+def stream_of(begin: bytes, buffers: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
+    """What is written of a frame that begins with `begin` and has large buffers; only small ones are copied."""
+    small: list[bytes | memoryview] = [begin]
+    for buffer in buffers:
+        padding = bytes(-buffer.nbytes % ALIGN)
+        if buffer.nbytes < SMALL:
+            small += (buffer, padding)
+        else:
+            yield b"".join(small)
+            yield buffer.cast("B")
+            small = [padding]
+    yield b"".join(small)

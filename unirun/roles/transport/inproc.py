@@ -41,6 +41,9 @@ class _Channel:
         answer = own(reply)
         self._executor.soon(lambda: done(answer) if self._open else None)
 
+    def keep(self) -> None:
+        """Everything is sent at once."""
+
     def close(self) -> None:
         self._open = False
         self._server.channels.discard(self)

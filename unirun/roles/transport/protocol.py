@@ -66,6 +66,9 @@ class Channel(Protocol):
         function that waits and calls `done` in the waiting thread.
         """
 
+    def keep(self) -> None:
+        """Copy what has not been sent yet: nobody waits for a call any more, and its buffers may be changed."""
+
     def close(self) -> None:
         """Close the channel; no callback is called any more. Safe to call twice."""
 

@@ -176,6 +176,9 @@ class _Channel:
         if was_open:
             self._broken(reason.partition(" (this error")[0] or "the connection has ended")
 
+    def keep(self) -> None:
+        """Nothing can be done: torch reads the memory when it sends it."""
+
     def close(self) -> None:
         with self._lock:
             self._open = False

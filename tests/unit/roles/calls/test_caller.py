@@ -101,6 +101,9 @@ class Answering:
         self.asked.append(decode_request(parcel.head).method)
         done(self.answer)
 
+    def keep(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """There is nothing to close."""
 
@@ -135,6 +138,9 @@ class Post(Unreachable):
                 post.open[peer.rank].append(done)
                 post.patience.append(patience)
                 return (lambda: done(RESULT)) if patience is not None else None
+
+            def keep(self) -> None:
+                """Nothing waits."""
 
             def close(self) -> None:
                 """Nothing to close."""
@@ -271,6 +277,9 @@ class Silent:
     def call(self, parcel: Any, done: Any, patience: float | None = None) -> None:
         """Nothing comes back."""
 
+    def keep(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -354,6 +363,9 @@ class Noting:
         class Noted:
             def call(self, parcel: Parcel, done: object, patience: float | None = None) -> None:
                 notes.append(decode_request(parcel.head).method.encode())
+
+            def keep(self) -> None:
+                """Nothing waits."""
 
             def close(self) -> None:
                 """Nothing to close."""

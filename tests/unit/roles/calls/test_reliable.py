@@ -51,6 +51,9 @@ class Line:
         if request.method != ACK.decode():
             self.waiting[request.seq] = done
 
+    def keep(self) -> None:
+        assert not self._closed
+
     def close(self) -> None:
         self.open, self._closed = False, True
 

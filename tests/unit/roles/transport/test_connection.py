@@ -5,17 +5,28 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.wire.places import credentials_in
 from unirun.errors import FrameError
 from unirun.roles.transport.connection import BATCH, Connection
 from unirun.roles.transport.frames import INLINE, REPLY, REQUEST
 from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.tls import TlsConnection
+from unirun.wire import new_token
+from unirun.wire.credentials import server_name
+from unirun.wire.sockets import listen_tcp
 
 SOON = 10.0
+
+
+KINDS = ("unix", "tcp", "tls")
 
 
 class End:
@@ -23,7 +34,8 @@ class End:
 
     def __init__(self, sock: socket.socket, *, opened: bool = True) -> None:
         self.wants = False
-        self.connection = Connection(sock, self._want, opened=opened)
+        kind = TlsConnection if isinstance(sock, ssl.SSLSocket) else Connection
+        self.connection = kind(sock, self._want, opened=opened)
 
     def _want(self, wanted: bool) -> None:
         self.wants = wanted
@@ -46,12 +58,30 @@ def receive(sender: End, receiver: End, count: int) -> list[tuple[int, Parcel]]:
     return found
 
 
+@pytest.fixture(params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[socket.socket, socket.socket]:
+    """The two sockets."""
+    if request.param == "unix":
+        return socket.socketpair()
+    with listen_tcp("127.0.0.1") as listener:
+        ours, theirs = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    if request.param == "tcp":
+        return ours, theirs
+    credentials = credentials_in(tmp_path / "job", new_token(), "node")
+    client, server = credentials.client_context(), credentials.server_context()
+    assert client is not None
+    assert server is not None
+    with ThreadPoolExecutor() as pool:
+        serving = pool.submit(server.wrap_socket, theirs, server_side=True)
+        return client.wrap_socket(ours, server_hostname=server_name("node")), serving.result(SOON)
+
+
 @pytest.fixture
-def ends() -> Iterator[tuple[End, End]]:
+def ends(pair: tuple[socket.socket, socket.socket]) -> Iterator[tuple[End, End]]:
     """The two."""
-    pair = [End(sock) for sock in socket.socketpair()]
-    yield pair[0], pair[1]
-    for end in pair:
+    one, other = map(End, pair)
+    yield one, other
+    for end in (one, other):
         end.connection.close()
 
 
@@ -92,10 +122,12 @@ def test_far_more_than_a_socket_takes_is_sent_bit_by_bit_and_in_order(ends: tupl
     assert not ends[0].wants
 
 
-def test_far_more_than_a_socket_takes_is_sent_when_it_was_asked_for_before_the_connection_is_open() -> None:
+def test_far_more_than_a_socket_takes_is_sent_when_it_was_asked_for_before_the_connection_is_open(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
     """1. It is asked for. 2. The socket could be written, before the peer has proved the token. 3. The peer has."""
-    sender, receiver = (End(sock, opened=False) for sock in socket.socketpair())
-    sent = parcel(b"x" * (3 << 20))
+    sender, receiver = (End(sock, opened=False) for sock in pair)
+    sent = parcel(b"x" * (32 << 20))
     sender.send(1, sent)
     sender.connection.flush()
     assert not sender.wants, "nothing may be sent yet"
@@ -140,7 +172,7 @@ def test_the_end_of_the_peer_is_an_eof_error(ends: tuple[End, End]) -> None:
     ends[0].connection.close()
     ends[0].connection.close()
     with pytest.raises(EOFError):
-        list(ends[1].connection.receive())
+        receive(*ends, 1)
     assert not ends[0].send(1, parcel(b"x"))
 
 
@@ -148,7 +180,7 @@ def test_sending_to_an_ended_peer_fails_in_the_reading_thread(ends: tuple[End, E
     ends[1].connection.close()
     ends[0].send(1, parcel(b"x" * 1000, 1 << 20))
     with pytest.raises((EOFError, OSError)):
-        list(ends[0].connection.receive())
+        receive(ends[1], ends[0], 1)
 
 
 def test_a_frame_without_its_descriptor_is_refused(ends: tuple[End, End]) -> None:
@@ -157,12 +189,31 @@ def test_a_frame_without_its_descriptor_is_refused(ends: tuple[End, End]) -> Non
 
     raw.send(encode_header(REQUEST, 1, 0, [1 << 20], 3))
     with pytest.raises(FrameError, match="without the descriptor"):
-        list(ends[1].connection.receive())
+        receive(*ends, 1)
+
+
+def test_buffers_that_are_kept_may_be_changed_before_they_are_sent(ends: tuple[End, End]) -> None:
+    memory = bytearray(b"x") * (32 << 20)
+    ends[0].send(1, Parcel(b"head", (memoryview(memory),)))
+    ends[0].connection.keep()
+    memory[:] = bytes(len(memory))
+    ((_, found),) = receive(*ends, 1)
+    assert bytes(found.buffers[0]) == b"x" * len(memory)
+
+
+def test_a_connection_of_tls_that_has_ended_writes_nothing_in_the_clear(ends: tuple[End, End]) -> None:
+    sock = ends[0].connection.socket
+    ends[0].connection._shut()
+    if isinstance(sock, ssl.SSLSocket):
+        assert sock._sslobj is not None, "without it, Python would write what it is given"
+    ends[0].send(1, parcel(b"secret"))
+    with pytest.raises((EOFError, OSError)):
+        receive(*ends, 1)
 
 
 def test_closing_leaves_no_descriptor(ends: tuple[End, End]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    for number in range(10):
+    for number in range(30):
         # Some are in the socket, some wait, and none is ever read.
         ends[0].send(number, parcel(b"x" * 100_000, 1 << 20))
     assert ends[0].wants

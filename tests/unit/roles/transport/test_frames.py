@@ -16,22 +16,25 @@ from unirun.roles.transport.frames import (
     INLINE,
     MAX_BUFFERS,
     MAX_HEAD,
+    MAX_INLINE,
     RELEASE,
     REPLY,
     REQUEST,
     SHARED,
+    SMALL,
     Frame,
     FrameParser,
     encode_header,
     offsets,
+    stream_of,
 )
 
 NUMBERS = st.integers(0, (1 << 64) - 1)
 
 
-def parse(chunks: Iterable[bytes]) -> list[Frame]:
+def parse(chunks: Iterable[bytes], most: int = INLINE) -> list[Frame]:
     """The frames in these chunks, each received as it comes or, where there is less room, in parts."""
-    parser, found = FrameParser(), []
+    parser, found = FrameParser(most), []
     for chunk in chunks:
         left = memoryview(chunk)
         while left:
@@ -47,6 +50,8 @@ def parse(chunks: Iterable[bytes]) -> list[Frame]:
 def bytes_of(frame: Frame) -> bytes:
     """A frame as it is sent."""
     header = encode_header(frame.kind, frame.tag, len(frame.head), list(frame.sizes), frame.segment)
+    if sum(map(len, frame.inline)) > INLINE:
+        return b"".join(stream_of(header + frame.head, frame.inline))
     return b"".join((header, frame.head, *frame.inline))
 
 
@@ -90,6 +95,54 @@ def test_frames_of_extreme_sizes(sizes: list[int]) -> None:
     stream = bytes_of(small) + bytes_of(frame) + bytes_of(small)
     assert parse([stream]) == [small, frame, small]
     assert parse([stream[:20], stream[20:500_000], stream[500_000:]]) == [small, frame, small]
+
+
+SIZES = st.lists(
+    st.sampled_from([0, 1, 63, 64, 65, SMALL - 1, SMALL, INLINE, INLINE + 1, 1 << 20]), min_size=1, max_size=4
+)
+
+
+@examples(40)
+@given(st.lists(SIZES, min_size=1, max_size=3), st.data())
+def test_frames_with_large_buffers_are_the_same_however_the_stream_is_cut(
+    frames: list[list[int]], data: st.DataObject
+) -> None:
+    sent = [
+        inline_frame(REQUEST, tag, b"head", [bytes([tag + n + 1]) * size for n, size in enumerate(sizes)])
+        for tag, sizes in enumerate(frames)
+    ]
+    stream = b"".join(map(bytes_of, sent))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
+    chunks = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert parse(chunks, MAX_INLINE) == sent
+
+
+def test_large_buffers_are_received_where_they_stay() -> None:
+    frame = inline_frame(REQUEST, 1, b"head", [bytes(1 << 20), b"x" * 100, bytes(1 << 20)])
+    stream, parser = bytes_of(frame), FrameParser(MAX_INLINE)
+    parser.space()[:100] = stream[:100]
+    assert list(parser.received(100)) == []
+    rest = parser.space()
+    assert len(rest) == len(stream) - 100, "all that is missing goes to its final place"
+    rest[:] = stream[100:]
+    (found,) = parser.received(len(rest))
+    assert found == frame
+    assert found.inline[0].obj is rest.obj
+
+
+def test_large_buffers_are_sent_from_where_they_are() -> None:
+    large, small = memoryview(bytearray(1 << 20)), memoryview(b"x" * 100)
+    pieces = list(stream_of(b"begin", [small, large, small, small]))
+    assert [len(piece) for piece in pieces] == [5 + 128, 1 << 20, 256]
+    assert isinstance(pieces[1], memoryview)
+    assert pieces[1].obj is large.obj
+
+
+def test_a_frame_for_which_there_is_no_memory_is_refused() -> None:
+    with pytest.raises(FrameError, match="there is no memory for a frame of"):
+        parse([encode_header(REQUEST, 1, 0, [MAX_INLINE])], MAX_INLINE)
+    with pytest.raises(FrameError, match="bytes of buffers in the stream"):
+        parse([encode_header(REQUEST, 1, 0, [MAX_INLINE, 1])], MAX_INLINE)
 
 
 def test_more_buffers_than_two_bytes_can_count() -> None:
