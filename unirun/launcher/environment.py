@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unirun.launcher.hosts.interfaces import interface_of
 from unirun.launcher.timers import ENABLE, PIPE
 from unirun.rendezvous.endpoints import split_endpoint
 from unirun.rendezvous.jobdir import JobDir
@@ -78,7 +79,8 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
         # torch's RPC agent warns of every peer that ends, also normally.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Without these, TensorPipe, gloo and NCCL listen at the address of the host's name, which others may reach.
-    # TensorPipe, for calls, stays on this host wherever the rendezvous stores are.
+    # In a job of several hosts the job's environment has others (`bound_to`). On one host TensorPipe, for calls, stays
+    # there wherever the rendezvous stores are.
     env.setdefault("TP_SOCKET_IFNAME", "lo")
     if is_loopback(spec.master_addr):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -86,6 +88,19 @@ def base_env(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> dict[str
     env.update(spec.env)
     env.update(spec.role(role).env)
     return env
+
+
+def bound_to(addr: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which workers listen for other hosts at `addr` of this host, and torch's libraries at its
+    interface; what is `inherited` for these stays. Raises `RendezvousError` when no interface has the address."""
+    interface = "lo" if is_loopback(addr) else interface_of(addr)
+    # NCCL takes a name without the sign for the beginning of one.
+    names = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "TP_SOCKET_IFNAME": interface,
+    }
+    return {"UNIRUN_ADDR": addr} | {name: value for name, value in names.items() if name not in inherited}
 
 
 def is_fresh(spec: JobSpec, role: str, inherited: Mapping[str, str]) -> bool:

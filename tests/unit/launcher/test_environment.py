@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from unirun.errors import RendezvousError
 from unirun.launcher.environment import (
     base_env,
+    bound_to,
     for_workers,
     is_loopback,
     spawner_key,
@@ -136,6 +138,16 @@ def test_tensorpipe_stays_on_loopback_wherever_the_stores_are() -> None:
 )
 def test_is_loopback_recognises_addresses(addr: str, local: bool) -> None:
     assert is_loopback(addr) is local
+
+
+def test_workers_of_several_hosts_listen_at_the_address_of_their_host_and_at_its_interface() -> None:
+    assert bound_to("127.0.0.1", {"TP_SOCKET_IFNAME": "ib0"}) == {
+        "UNIRUN_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
+    with pytest.raises(RendezvousError, match="has the address"):
+        bound_to("192.0.2.1", {})
 
 
 class TestTheDeviceMask:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError
+from unirun.launcher.environment import bound_to
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import Member
 from unirun.launcher.orders import AgentTask
@@ -109,7 +110,8 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
         head=None if assigned.store else assigned.head,
     )
     # Stores, process groups and calls use this node's own address.
-    task = replace(task, cwd=cwd, addr=addr, spec=replace(task.spec, master_addr=addr))
+    env = {**bound_to(addr, os.environ), **task.spec.env}
+    task = replace(task, cwd=cwd, addr=addr, spec=replace(task.spec, master_addr=addr, env=env))
     try:
         make_tls(job.path, token, node, insecure=insecure)
         endpoints = hold_endpoints(task.spec, addr, task.port)

@@ -35,7 +35,7 @@ class SocketChannel:
         self.number, self._loop, self._broken = sock.fileno(), loop, broken
         self._heard = b""
         self._handshake: ClientHandshake | None = ClientHandshake(token)
-        self._connection = kind(sock, partial(loop.writable, self), opened=False)
+        self._connection = kind(sock, self._wants_to_write, opened=False)
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
         self._reading = threading.Lock()
@@ -57,6 +57,9 @@ class SocketChannel:
             return partial(self._wait, tag, patience)
         self._poll_in_loop()
         return None
+
+    def _wants_to_write(self, wanted: bool) -> None:
+        self._loop.writable(self, wanted)
 
     def keep(self) -> None:
         self._connection.keep()

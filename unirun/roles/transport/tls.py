@@ -78,11 +78,14 @@ class RemoteChannel(SocketChannel):
         broken: Callable[[str], None],
     ) -> None:
         self._address, self._tls = address, credentials.client_context()
-        self._connected = False
+        self._established = self._connected = False
         kind = Connection if self._tls is None else TlsConnection
         super().__init__(sock, credentials.token, loop, broken, kind)
-        # A socket that connects becomes writable.
-        loop.writable(self, True)
+        self._wants_to_write(False)
+
+    def _wants_to_write(self, wanted: bool) -> None:
+        # A socket that connects becomes writable then.
+        super()._wants_to_write(wanted or not self._established)
 
     def ready(self, events: int) -> None:
         super().ready(events | select.EPOLLIN if self._handshake is not None else events)
@@ -112,6 +115,9 @@ class RemoteChannel(SocketChannel):
             sock.getpeername()
         except OSError as error:
             raise BlockingIOError from error
+        if not self._established:
+            self._established = True
+            self._wants_to_write(False)
         if self._tls is not None and not isinstance(sock, ssl.SSLSocket):
             name = server_name(self._address.node)
             sock = self._tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
