@@ -54,7 +54,7 @@ class TestAnErrorOfItsOwn:
         (crash,) = court.run(play)
         assert (crash.epoch, crash.cause[:12]) == (1, "KeyError in ")
         assert 0 <= crash.lasted < 60
-        assert crash.story[-1] == "Notice(source='actor:0', text='hm')"
+        assert crash.story[-1] == repr(Notice("actor:0", "hm"))
         assert len(crash.story) == STORY
         assert crash.story[-2] == repr(FromWorker(WorkerId("actor", 0, 0), Metrics({}, 19.0)))
         assert leader_of(court.store, SEAT) is not None, "the term is the next master's to end"

@@ -48,6 +48,7 @@ class SocketChannel:
     def call(
         self, parcel: Parcel, done: Callable[[Parcel], None], patience: float | None = None
     ) -> Wait | None:
+        """Send a request, as `Channel` says; the calling thread reads the answer itself while it waits."""
         tag = next(self._tags)
         # A worker that is busy does not need this request at once, unless the caller waits for it.
         urgent = patience is not None or len(self._pending) < BUSY
@@ -62,6 +63,7 @@ class SocketChannel:
         self._loop.writable(self, wanted)
 
     def keep(self) -> None:
+        """Copy what is not written yet."""
         self._connection.keep()
 
     def _greet(self, handshake: ClientHandshake) -> None:
@@ -106,6 +108,7 @@ class SocketChannel:
             self._loop.readable(self, True)
 
     def ready(self, events: int) -> None:
+        """Called in the loop's thread: write what waits, and read, unless another thread does."""
         if events & select.EPOLLOUT:
             self._connection.flush()
         # A thread in `_wait` reads everything that comes; epoll reports what is left after it.
@@ -134,6 +137,7 @@ class SocketChannel:
                 self._broken(str(error))
 
     def close(self) -> None:
+        """Close the connection; no callback is called any more."""
         self._open = False
         self._loop.remove(self)
         self._connection.close()

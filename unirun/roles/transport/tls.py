@@ -37,6 +37,7 @@ class TlsConnection(Connection):
         self._using = threading.Lock()
 
     def put(self, data: bytes | memoryview, handle: int | None = None) -> int:
+        """As for a connection without TLS; no descriptor can be sent."""
         view, sent = memoryview(data), 0
         try:
             with self._using:
@@ -48,6 +49,7 @@ class TlsConnection(Connection):
         return sent
 
     def get(self, space: memoryview) -> tuple[int, bool]:
+        """As for a connection without TLS: it reads several records at once."""
         count, left = 0, 0
         sock = cast(ssl.SSLSocket, self.socket)
         try:
@@ -88,6 +90,7 @@ class RemoteChannel(SocketChannel):
         super()._wants_to_write(wanted or not self._established)
 
     def ready(self, events: int) -> None:
+        """As for a channel on this host; whatever has happened, the handshakes go on."""
         super().ready(events | select.EPOLLIN if self._handshake is not None else events)
 
     def _wait(self, tag: int, patience: float) -> None:

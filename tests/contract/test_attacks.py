@@ -1,0 +1,152 @@
+"""Attacks on the listeners of a job of several hosts: each is refused, told of and counted, and all others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, noise_after_the_token, silence
+from tests.unit.master.court import Court
+from tests.unit.master.streams import ends_well
+from tests.unit.wire.places import credentials_in
+from unirun.observe import read_events
+from unirun.roles.transport import listener as listening
+from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.sockets import Endpoint, SocketTransport
+from unirun.values import WorkerId
+from unirun.wire import aio, new_token
+
+ME = WorkerId("desk", 0, 0)
+REFUSED = "a connection from 127.0.0.1 was refused: "
+
+
+class AtMaster:
+    """A master that listens for other hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.court = Court(folder, tcp=True)
+        assert self.court.tcp is not None
+        inside = credentials_in(folder / "n0", self.court.token, "n0")
+        there = self.court.tcp
+        self.target = Target(there.addr, there.port, there.node, inside, folder)
+
+    def during(self, attack: Callable[[Target], None]) -> None:
+        """Attack; then the job's agent joins over TLS, and its workers end well."""
+
+        async def play() -> None:
+            await asyncio.to_thread(attack, self.target)
+            await ends_well(await self.court.agent(self.target.inside))
+
+        assert self.court.run(play) == []
+        assert self.court.status()["phase"] == "succeeded"
+
+    def refused(self) -> list[tuple[str, int]]:
+        """What the job's events say, and the number of refusals so far."""
+        events = [event for event in read_events(self.court.job.events) if event.kind == "refused"]
+        return [(event.text, int(event.details.get("count", 0))) for event in events]
+
+
+class AtWorker:
+    """A worker that takes calls from other hosts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._token = folder, new_token()
+        self._told: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.transport = SocketTransport(
+            folder / "calls",
+            credentials_in(folder / "there", self._token, "there"),
+            "127.0.0.1",
+            lambda text, count: self._told.put((text, count)),
+        )
+        self.endpoint = self.transport.serve(ME, lambda parcel, reply: reply(parcel))
+        there = Endpoint.parse(self.endpoint).tcp
+        assert there is not None
+        inside = credentials_in(folder / "here", self._token, "here")
+        self.target = Target(there.addr, there.port, there.node, inside, folder)
+
+    def during(self, attack: Callable[[Target], None]) -> None:
+        """Attack, and then call."""
+        attack(self.target)
+        caller = SocketTransport(self._folder / "none", self.target.inside)
+        answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        channel = caller.connect(ME, self.endpoint, lambda reason: answers.put(reason.encode()))
+        channel.call(Parcel(b"are you there?"), lambda parcel: answers.put(parcel.head))
+        assert answers.get(timeout=SOON) == b"are you there?"
+        caller.close()
+
+    def refused(self) -> list[tuple[str, int]]:
+        """The first refusal that was told."""
+        return [self._told.get(timeout=SOON)]
+
+
+@pytest.fixture(params=[AtMaster, AtWorker])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AtMaster | AtWorker]:
+    place = request.param(tmp_path)
+    yield place
+    if isinstance(place, AtWorker):
+        place.transport.close()
+
+
+@pytest.mark.parametrize("attack", OUTSIDE, ids=lambda attack: attack.__name__)
+def test_a_stranger_is_refused_and_counted_and_the_job_goes_on(
+    place: AtMaster | AtWorker, attack: Callable[[Target], None]
+) -> None:
+    place.during(attack)
+    counts = [count for text, count in place.refused() if text.startswith(REFUSED)]
+    assert counts == [1]
+
+
+@pytest.mark.parametrize("attack", INSIDE, ids=lambda attack: attack.__name__)
+def test_a_master_ends_the_stream_of_who_sends_anything_but_messages(
+    tmp_path: Path, attack: Callable[[Target], None]
+) -> None:
+    place = AtMaster(tmp_path)
+    place.during(attack)
+    ((text, _),) = place.refused()
+    assert text.startswith("a connection ended early: ")
+
+
+def test_a_worker_ends_the_connection_of_who_sends_anything_but_frames(tmp_path: Path) -> None:
+    place = AtWorker(tmp_path)
+    place.during(noise_after_the_token)
+    place.transport.close()
+
+
+def test_silent_connections_keep_nobody_out(
+    place: AtMaster | AtWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (aio, listening):
+        monkeypatch.setattr(module, "STRANGERS", 4)
+        monkeypatch.setattr(module, "GRACE", 0.1)
+    held = []
+    place.during(lambda target: held.extend(silence(target, 4)))
+    assert place.refused() != []
+    for sock in held:
+        sock.close()
+
+
+AS_NOBODY = """
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+"""
+
+
+@pytest.mark.starts_processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_reaches_no_unix_socket_of_a_job(place: AtMaster | AtWorker) -> None:
+    path = place.court.path if isinstance(place, AtMaster) else Path(Endpoint.parse(place.endpoint).path)
+
+    def attack(target: Target) -> None:
+        command = [sys.executable, "-S", "-c", AS_NOBODY, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert "PermissionError" in done.stderr, done.stderr
+
+    place.during(attack)
