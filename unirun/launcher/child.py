@@ -97,11 +97,10 @@ class StoreTask(Value):
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         listener = socket.socket(fileno=self.handle)
-        port = listener.getsockname()[1]
+        address, port = listener.getsockname()[:2]
         listener.detach()
-        store = TCPStore(
-            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=self.handle
-        )
+        # It also connects to itself. In a job of several hosts nobody listens on loopback.
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=self.handle)
         store.set(GENERATION_KEY, str(self.generation))
         signal.pause()
         del store
