@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ..testbed.fixtures import available
 from ..testbed.slurm import Slurm
-from .harness import EXEC, START, Running, Script, Unirun, eventually
+from .harness import EXEC, START, UNIRUN, Running, Script, Unirun, eventually
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 WAIT = "import time; print('here', flush=True); time.sleep(600)"
 
@@ -104,17 +108,97 @@ def test_what_sbatch_refuses_leaves_nothing(command: Unirun, script: Script) -> 
     assert [*(command.home / "jobs").iterdir()] == []
 
 
-def test_a_requeued_job_finds_what_its_workers_had_saved(
+def test_a_job_is_told_to_end_before_its_time_limit(command: Unirun, script: Script, cluster: Slurm) -> None:
+    """Slurm looks at time limits once in 30 s, so a job of a minute is told in its first half."""
+    job = command.start("--slurm", "nodes=1,time=1,grace=59", *EXEC, script(WAIT))
+    assert job.end(90).code == 143
+    assert cluster.job(slurm_id(job))["JobState"] == "FAILED", "it has not reached the limit"
+
+
+def test_a_preempted_job_begins_anew_and_finds_what_its_workers_had_saved(
     command: Unirun, script: Script, cluster: Slurm
 ) -> None:
     script(SAVES, "saves.py")
-    job = command.start("--slurm", "nodes=1", "--roles", "a=1@saves:Actor", "--trainer", "saves:Trainer")
+    job = command.start("--slurm", "nodes=2", "--roles", "a=1@saves:Actor", "--trainer", "saves:Trainer")
     job.lines("saved")
     number = slurm_id(job)
-    cluster.run("scontrol", "requeue", number)
+    cluster.run("srun", "--partition=urgent", "--nodes=3", "--exclusive", "true")
     eventually(lambda: cluster.job(number)["JobState"] == "PENDING", "the job is requeued")
     cluster.start_now(number)
     result = job.end()
     assert result.code == 0, result.err
     assert "found None requeued 0" in result.out
     assert "found b'half' requeued 1" in result.out
+
+
+class TestJobsOnThreeNodes:
+    """The head is n1, and each node has a part of the ranks."""
+
+    def test_a_torchrun_script_runs_in_a_step(self, command: Unirun, cluster: Slurm) -> None:
+        step = ("srun", "-N3", "--ntasks-per-node=1", UNIRUN, "--nproc-per-node", "1")
+        done = command.start_program([*step, str(EXAMPLES / "ddp_digits" / "train.py")]).end(2 * START)
+        assert done.code == 0, done.err
+        (accuracy,) = re.findall(r"final loss [\d.]+ accuracy ([\d.]+)", done.out)
+        assert float(accuracy) > 0.9
+        assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"}
+        assert len(re.findall("ranks of 1 role up", done.err)) == 1, "one node tells it"
+
+    def test_two_roles_are_submitted_and_cancelled(
+        self, command: Unirun, tmp_path: Path, cluster: Slurm
+    ) -> None:
+        roles = (
+            "--roles",
+            "actor=2,rollout=2",
+            EXAMPLES / "ppo_cartpole" / "train.py",
+            "--out",
+            tmp_path / "x.png",
+        )
+        job = command.start("--slurm", "nodes=3,cpus_per_task=2", *roles)
+        job.lines("seed 0  update +1 ")
+        assert len({worker["node"] for worker in command.workers().values()}) > 1
+        assert "[actor:0] seed 0  update   1 " in command("logs").out
+        cluster.run("scancel", slurm_id(job))
+        assert job.end().code == 143
+        assert (command.status()["phase"], command.status()["code"]) == ("stopped", 143)
+
+    def test_a_trainer_with_workloads_is_submitted(self, command: Unirun, tmp_path: Path) -> None:
+        short = ("config.solved=100", "config.bar=50", f"config.out={tmp_path / 'reward.png'}")
+        job = ("--slurm", "nodes=3,cpus_per_task=2", "--config", "job.yaml", *short)
+        done = command(*job, cwd=EXAMPLES / "ppo_cartpole", within=2 * START)
+        assert done.code == 0, done.err
+        assert "1 of 1 seeds reached 50" in done.out
+
+    def test_roles_of_a_heterogeneous_job_are_on_their_components(
+        self, command: Unirun, script: Script
+    ) -> None:
+        train = script("import os; print(os.environ['ROLE_NAME'], os.environ['UNIRUN_NODE'], flush=True)")
+        components = ("--slurm", "nodes=1,roles=learner", "--slurm", "nodes=2")
+        done = command(*components, *EXEC, "--roles", "actor=4,learner=2", train)
+        assert done.code == 0, done.err
+        where = dict.fromkeys(re.findall(r"\] (\w+) (n\d)", done.out))
+        assert {node for role, node in where if role == "learner"} == {"n1"}
+        assert {node for role, node in where if role == "actor"} <= {"n2", "n3"}
+
+    def test_the_job_goes_on_when_a_node_is_lost_and_has_its_own_exit_code(
+        self, command: Unirun, script: Script, cluster: Slurm
+    ) -> None:
+        script(
+            """
+            import os, time
+            print("rank", os.environ["RANK"], "on", os.environ["UNIRUN_NODE"], flush=True)
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                time.sleep(600)
+            """
+        )
+        roles = "{a: {count: 2, per_node: 1, max_restarts: 1}}"
+        job_file = script(f"{{script: train.py, start_method: exec, roles: {roles}}}", "job.yaml")
+        job = command.start("--slurm", "nodes=3", "--config", job_file)
+        before = job.lines(r"rank \d on (n\d)", 2)
+        lost = next(node for node in before if node != "n1")
+        cluster.kill_node(lost)
+        try:
+            result = job.end()
+            assert result.code == 0, result.err
+            assert {worker["node"] for worker in command.workers().values()} == {"n1", "n2", "n3"} - {lost}
+        finally:
+            cluster.start_node(lost)

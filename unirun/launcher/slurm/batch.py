@@ -43,15 +43,22 @@ while [ -n "$again" ]; do
   [ "$last" -eq 127 ] || code=$last
 done
 told=$(sed -n 's/.*"ended":[0-9.]*,"code":\([0-9]*\),.*/\1/p' "$job/summary.json" 2>/dev/null)
-exit ${told:-${code:-127}}"""
+code=${told:-${code:-127}}"""
+
+_REQUEUE = """\
+if [ "$code" -ne 0 ] && scontrol show job "$SLURM_JOB_ID" 2>/dev/null | grep -q 'PreemptTime=[0-9]'; then
+  # Of preempted jobs, Slurm requeues those that it had to kill. Then it ends this script.
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi"""
 
 
 def batch_script(options: BatchOptions, batch: Batch) -> str:
     """A script for sbatch, in the language of ``sh``, that runs the job and leaves with its exit code.
 
     Before the time limit, Slurm sends SIGTERM to the script, which passes it to unirun on all nodes. (srun, which would
-    be nearer, kills the step when it gets SIGTERM.) When a node is lost, the others go on. srun's exit code is then
-    that of the killed task, so the code is read from the job's directory.
+    be nearer, kills the step when it gets SIGTERM.) A job that ends because it is preempted is requeued. When a node is
+    lost, the others go on. srun's exit code is then that of the killed task, so the code is read from the job's
+    directory.
     """
     quoted = shlex.quote
     run_id = f'{batch.name}-"$SLURM_JOB_ID"' if batch.run_id is None else batch.run_id
@@ -69,6 +76,8 @@ def batch_script(options: BatchOptions, batch: Batch) -> str:
         "",
         f"{_srun(options, batch)} &",
         _WAIT,
+        *([_REQUEUE] if options.requeue else []),
+        'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 

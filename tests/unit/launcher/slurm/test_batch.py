@@ -78,6 +78,8 @@ def test_the_loss_of_a_task_or_a_node_does_not_end_the_step() -> None:
 STUBS = """\
 srun() { for word; do printf '%s\\0' "$word"; done >words; return CODE; }
 scancel() { :; }
+sleep() { :; }
+scontrol() { case $1 in show) echo "JobId=1 PreemptTime=$PREEMPTED Power=";; *) echo "$@" >told;; esac; }
 """
 
 
@@ -154,3 +156,24 @@ def test_a_script_for_others_runs_where_it_is_submitted_and_is_called_after_its_
     assert (done.returncode, done.stderr) == (0, "")
     words = (tmp_path / "words").read_text().split("\0")
     assert words[4:-1] == ["unirun", "--rdzv-id", "ppo-12", "--config", "job.yaml"]
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("code", "preempted", "options", "requeued"),
+    [
+        (143, "2026-11-23T07:26:52", "nodes=1", True),
+        (143, "None", "nodes=1", False),
+        (0, "2026-11-23T07:26:52", "nodes=1", False),
+        (143, "2026-11-23T07:26:52", "nodes=1,requeue=no", False),
+    ],
+)
+def test_a_job_that_has_ended_because_it_was_preempted_is_requeued(
+    tmp_path: Path, code: int, preempted: str, options: str, requeued: bool
+) -> None:
+    """Slurm itself requeues only what is still there at the end of the grace time."""
+    text = batch_script(parse_slurm([options]), of_job((), tmp_path))
+    done = run_with_stubs(tmp_path, text, code, environ={"PREEMPTED": preempted, "SLURM_JOB_ID": "12"})
+    assert done.returncode == code
+    assert (tmp_path / "told").exists() == requeued
+    assert not requeued or (tmp_path / "told").read_text() == "requeue 12\n"
