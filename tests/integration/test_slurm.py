@@ -98,6 +98,7 @@ def test_a_pending_job_tells_why_and_can_be_stopped(command: Unirun, script: Scr
     assert command("gc", "--older-than", "0s").code == 0
     assert command("stop").code == 0
     assert job.end().code == 143
+    assert command.status()["reason"] == "its batch job has ended before it began"
 
 
 def test_what_sbatch_refuses_leaves_nothing(command: Unirun, script: Script) -> None:

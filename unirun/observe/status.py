@@ -21,6 +21,9 @@ FAILURES = 20
 
 T = TypeVar("T", bound=Value)
 
+PENDING = "pending"
+"""The phase of a job that waits for Slurm."""
+
 ENDED = ("succeeded", "failed", "stopped", "lost")
 
 
@@ -202,7 +205,9 @@ def read_status(job: JobDir) -> JobStatus:
         raise _foreign(str(job.state))
     if alive or status.phase in ENDED or is_active(job):
         return status
-    return replace(status, phase="lost", reason="its processes are gone and left no end")
+    never = "its batch job has ended before it began"
+    reason = never if status.phase == PENDING else "its processes are gone and left no end"
+    return replace(status, phase="lost", reason=reason)
 
 
 def _foreign(where: str) -> JobError:

@@ -148,7 +148,8 @@ class Session:
     async def _follow_master(self, leader: Leader) -> Ended:
         """Follow one master until the job ends. Raises `WireError` when the master is gone before that."""
         master = await self._masters.reach(leader)
-        if leader.epoch > 1 and not self._led:
+        if leader.epoch > 1 and not self._led and not self._job.uid_before:
+            # (Terms go on from those of the run before in a job that Slurm has requeued.)
             self._console.note("the job's first master has died; another leads")
         elif self._silent is not None and leader.epoch == self._epoch:
             self._console.note("the job's master answers again")

@@ -12,7 +12,7 @@ from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import BatchOptions
 from unirun.observe import JobStatus, RoleStatus, WorkerStatus, write_status
 from unirun.observe.batchjob import BatchJob, ask_slurm, write_batch
-from unirun.observe.status import is_alive
+from unirun.observe.status import PENDING, is_alive
 from unirun.rendezvous.creation import one_at_a_time
 from unirun.rendezvous.jobdir import JobDir, job_at
 from unirun.rendezvous.ownership import make_private
@@ -78,12 +78,12 @@ def _pending(spec: JobSpec) -> JobStatus:
     roles = tuple(
         RoleStatus(
             name=role.name,
-            phase="pending",
+            phase=PENDING,
             generation=0,
             restarts=0,
             max_restarts=role.max_restarts,
-            workers=tuple(WorkerStatus(rank, "pending", "", 0, None, "") for rank in range(role.count)),
+            workers=tuple(WorkerStatus(rank, PENDING, "", 0, None, "") for rank in range(role.count)),
         )
         for role in spec.roles
     )
-    return JobStatus(spec.run_id, spec.name, "pending", "it waits for Slurm", time.time(), None, None, roles)
+    return JobStatus(spec.run_id, spec.name, PENDING, "it waits for Slurm", time.time(), None, None, roles)
