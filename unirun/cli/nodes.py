@@ -42,8 +42,9 @@ LAST_CALL = 30.0
 def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     """Run the job over ssh, or as one of the commands on its nodes. Returns its exit code.
 
-    `options` are those of `line` and of the environment.
+    `options` are those of `line` and of the environment. Raises `UsageError`, `RendezvousError`.
     """
+    _refuse(options)
     if "hosts" in options or "hostfile" in options:
         # Imported here: asyncio's subprocesses are needed for nothing else.
         from unirun.launcher.hosts.ssh import run_over_ssh
@@ -86,6 +87,20 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
         return published(step, Place(address.addr, address.port, meeting.token.hex()))
 
     return run_head(meeting, make_plan, store=store, quiet=quiet, publish=publish)
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Refuse what a job of several hosts cannot have. Raises `UsageError`."""
+    if "stdin" in options:
+        raise UsageError("--stdin: a worker on another host has no terminal", "leave it out")
+    if "inventory" in options:
+        raise UsageError("--inventory: the nodes of this job are real", "leave it out, or plan with it")
+    for option in ("sync", "pre_check"):
+        if options.get(option) and "hosts" not in options and "hostfile" not in options:
+            raise UsageError(
+                f"--{option.replace('_', '-')} is for hosts that are reached by ssh",
+                "name them: --hosts h1,h2",
+            )
 
 
 def planned(line: CommandLine, inventory: Inventory, nodes: NodeCount, run_id: str) -> PlannedJob:

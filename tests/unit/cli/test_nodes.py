@@ -8,7 +8,7 @@ import pytest
 from unirun.cli.commandline import parse
 from unirun.cli.compose import job_spec
 from unirun.cli.joboptions import node_count, several_nodes
-from unirun.cli.nodes import hosts_of, meeting_of
+from unirun.cli.nodes import hosts_of, meeting_of, run_on_hosts
 from unirun.collocation import Inventory, Node
 from unirun.errors import JobError, UsageError
 from unirun.launcher.hosts.byhand import Meeting
@@ -142,3 +142,20 @@ class TestHosts:
             hosts_of({"hosts": "h1", "hostfile": "f"})
         with pytest.raises(UsageError, match="--rdzv-endpoint is for a command on each node"):
             hosts_of({"hosts": "h1", "rdzv_endpoint": "h1:1"})
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"hosts": "h1", "stdin": "a:0"}, "--stdin: a worker on another host has no terminal"),
+            ({"hosts": "h1", "inventory": "fake:nodes=2"}, "--inventory: the nodes of this job are real"),
+            (
+                {"nnodes": "2", "sync": True},
+                "--sync is for hosts that are reached by ssh; name them: --hosts",
+            ),
+            ({"nnodes": "2", "pre_check": True}, "--pre-check is for hosts that are reached by ssh"),
+        ],
+    )
+    def test_what_hosts_cannot_have_is_refused(self, options: dict[str, Any], says: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            run_on_hosts(parse(["train.py"]), options)
+        assert says in str(caught.value)
