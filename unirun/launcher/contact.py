@@ -26,6 +26,9 @@ ATTEMPT = 0.5
 """Seconds that an attempt has, and between the beginnings of two. Each third one has twice as long, as the master may
 be busy."""
 
+ANSWER = 0.9
+"""Seconds in which the store must answer whether the node is marked: a member of etcd on a dead host takes a third."""
+
 LAST = 0.4
 """Seconds after the end of the fence at which the kernel kills an agent that has not done anything about it."""
 
@@ -135,5 +138,5 @@ class Contact:
             self._set_timer()
 
     def _is_marked(self) -> bool:
-        self._store = self._store or open_store(self._job.store_url)
+        self._store = self._store or open_store(self._job.store_url, timeout=ANSWER)
         return is_marked(self._store, self._job.run_id, self._node)

@@ -30,8 +30,9 @@ def anchored(url: str) -> str:
     return url if whole == paths else str(replace(address, **whole))
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, timeout: float | None = None) -> Store:
     """Open the store at `url`. Raises `UsageError` for an invalid URL, and `StoreError` when it cannot be opened.
+    `timeout` is in seconds, for etcd in place of that of the URL.
 
     Imports sqlite3 or grpc on demand.
     """
@@ -47,7 +48,7 @@ def open_store(url: str) -> Store:
         if not (error.name or "").startswith(("grpc", "google")):
             raise
         raise _missing(error.name or "") from error
-    return EtcdStore(address, password)
+    return EtcdStore(replace(address, timeout=timeout or address.timeout), password)
 
 
 def _missing(package: str) -> UsageError:
