@@ -22,8 +22,7 @@ def job(hosts: Hosts) -> Iterator[Ticking]:
         ticking.until_up(hosts[1], 0, 2, 3)
         yield ticking
     finally:
-        ticking.command.kill()
-        ticking.command.wait()
+        ticking.kill()
 
 
 def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(job: Ticking) -> None:
@@ -82,3 +81,19 @@ def test_a_master_that_hangs_on_the_head_costs_no_other_host_its_workers(job: Ti
     job.ends()
     assert job.events("agent_lost") == []
     assert not job.ticks(job.hosts[1], 2, 1)
+
+
+def test_a_head_that_is_cut_off_costs_no_other_host_its_workers_when_the_store_is_etcd(hosts: Hosts) -> None:
+    """Nobody answers the other agents for a while; they see in etcd that their nodes have not been given up."""
+    job = Ticking(hosts, by_hand=True, store=hosts.etcd().url())
+    try:
+        job.until_up(hosts[0], 0, 0, 1)
+        job.until_up(hosts[1], 0, 2, 3)
+        hosts[0].cable(up=False)
+        job.until_up(hosts[2], 1, 0, 1)
+        assert job.ticks(hosts[0], 0, 0)[-1] < job.ticks(hosts[2], 0, 1)[0]
+        job.until_up(hosts[1], 1, 2, 3)
+        job.ends()
+    finally:
+        hosts[0].cable(up=True)
+        job.kill()

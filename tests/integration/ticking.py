@@ -29,14 +29,44 @@ EVENTS = "/run/unirun-testbed/home/.local/state/unirun/jobs/ticking/events.jsonl
 class Ticking:
     """A job of four ranks on h1 and h2, with h3 held back, whose ranks write down when they run."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, *, by_hand: bool = False, store: str = "") -> None:
+        """With `by_hand` there is a command on each host, otherwise one on the head, which reaches the others by ssh."""
         self.hosts = hosts
         for host in hosts:
             host.path("/tmp/ticks").mkdir()
             host.path("/tmp/train.py").write_text(dedent(TICKING))
             host.path("/tmp/job.yaml").write_text(JOB)
-        options = ["--hosts", "h1,h2,h3", "--config", "/tmp/job.yaml", "--rdzv-id", "ticking", *EXEC]
-        self.command = hosts[0].popen([UNIRUN, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            host.path("/tmp/token").write_text("5a" * 32)
+            host.path("/tmp/token").chmod(0o600)
+        meeting = [
+            "--nnodes",
+            "3",
+            "--rdzv-endpoint",
+            f"{hosts[0].address}:29400",
+            "--token-file",
+            "/tmp/token",
+        ]
+        options = [*(meeting if by_hand else ["--hosts", "h1,h2,h3"]), "--config", "/tmp/job.yaml"]
+        options += ["--rdzv-id", "ticking", *EXEC, *(["--store", store] if store else [])]
+        self.commands = [
+            host.popen(
+                [UNIRUN, *options, *(["--node-rank", number] if by_hand else [])],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            for number, host in enumerate(hosts if by_hand else [hosts[0]])
+        ]
+
+    @property
+    def command(self) -> subprocess.Popen[bytes]:
+        """The command on the last host that has one."""
+        return self.commands[-1]
+
+    def kill(self) -> None:
+        """End all commands."""
+        for command in self.commands:
+            command.kill()
+            command.communicate()
 
     def ticks(self, host: Host, rank: int, incarnation: int) -> list[float]:
         """When a worker has run, in seconds of the machine's clock."""

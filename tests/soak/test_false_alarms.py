@@ -37,8 +37,7 @@ def test_no_node_is_silent_while_agents_and_masters_are_stopped_for_a_second_at_
     with available(), contextlib.ExitStack() as stack:
         hosts = stack.enter_context(Hosts(3))
         job = Ticking(hosts)
-        stack.callback(job.command.wait)
-        stack.callback(job.command.kill)
+        stack.callback(job.kill)
         job.until_up(hosts[0], 0, 0, 1)
         job.until_up(hosts[1], 0, 2, 3)
         for _ in range(LOAD):

@@ -82,9 +82,11 @@ class Stream:
     async def close(self) -> None:
         """Send what is queued, then close. It is no error when the peer is gone."""
         self._writer.close()
-        try:
-            await asyncio.wait_for(self._writer.wait_closed(), DEADLINE)
-        except (OSError, TimeoutError):
+        closing = asyncio.ensure_future(self._writer.wait_closed())
+        closing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # Not `wait_for`: when this is cancelled, it would end the wait of others that close the same stream.
+        closed, _ = await asyncio.wait({closing}, timeout=DEADLINE)
+        if not closed:
             self._writer.transport.abort()
 
 
