@@ -28,6 +28,7 @@ from benchmarks.job import (
     start_time,
 )
 from benchmarks.suites.control import ask, large
+from benchmarks.tls import large_call, small_call
 from tests.testbed.hosts import Host, Hosts
 from tests.testbed.machine import Unavailable
 
@@ -39,6 +40,9 @@ HUNG = Bar("a host hangs → noticed", "s", 5.0)
 
 JOIN = Bar("join of 256 agents over TLS", "s", 10.0)
 AGENTS = 256
+
+TLS_LARGE = Bar("call with 64 MB over TLS ÷ over TCP", "ratio", 1.10)
+TLS_SMALL = Bar("small call over TLS ÷ over TCP", "ratio", 1.15)
 
 COLD = Launcher("unirun", UNIRUN.command, UNIRUN.env)
 
@@ -52,19 +56,24 @@ args: [{points}, train]
 
 def figures(runs: int) -> list[Figure]:
     """All figures of this suite, each from `runs` runs; none where hosts cannot be made."""
+    anywhere = [
+        measured(JOIN, runs, join),
+        compared(TLS_LARGE, "us", runs, partial(large_call, "tls"), "TCP", partial(large_call, "insecure")),
+        compared(TLS_SMALL, "us", runs, partial(small_call, "tls"), "TCP", partial(small_call, "insecure")),
+    ]
     try:
         with Hosts(1):
             pass
     except Unavailable as error:
         bars = (ONE_HOST, TORCHRUN, POWER_OFF, HUNG)
         missing = [Figure(bar, None, runs, bar.unit, missing=str(error)) for bar in bars]
-        return [*missing, measured(JOIN, runs, join)]
+        return [*missing, *anywhere]
     return [
         compared(ONE_HOST, "s", runs, over_ssh, "one host", partial(start_time, COLD, RANKS)),
         compared(TORCHRUN, "s", runs, over_ssh, "torchrun", by_torchrun),
         measured(POWER_OFF, runs, after_power_off),
         measured(HUNG, runs, until_noticed),
-        measured(JOIN, runs, join),
+        *anywhere,
     ]
 
 

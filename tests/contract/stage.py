@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.refs import InvocationRef
-from unirun.roles.peers import Peer
+from unirun.roles.peers import Peer, Peers
 from unirun.roles.transport import inproc
 from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.protocol import Transport
@@ -175,7 +175,7 @@ def call(
     board = Board()
     board.put(*places)
     transport = open_transport(kind, me, folder, token)
-    caller = Caller(me, board, transport, call_timeout=SOON)
+    caller = Caller(me, cast(Peers, board), transport, call_timeout=SOON)
     script(role_group(caller, places[0].address.role, len(places)), control)
     caller.close()
     transport.close()
@@ -341,7 +341,7 @@ class Stage:
         self.transport = open_transport(kind, self.me, folder, self.token)
         self.told: list[Calls] = []
         self.caller = Caller(
-            self.me, self.board, self.transport, call_timeout=2 * SOON, tell=self.told.append
+            self.me, cast(Peers, self.board), self.transport, call_timeout=2 * SOON, tell=self.told.append
         )
         self.players: tuple[Player, ...] = ()
 

@@ -6,10 +6,8 @@ Both present a certificate of the job's own certificate authority (`unirun.wire.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
 
 from unirun.errors import JobError
 from unirun.values import Value
@@ -95,17 +93,23 @@ def load_credentials(folder: Path) -> Credentials:
 def server_name(node: str) -> str:
     """The DNS name in the certificate of `node`, which TLS compares. A node's name may be longer than a DNS label, have
     capitals and underscores, or look like an address; its hash does not."""
+    import hashlib
+
     return "n" + hashlib.sha256(_octets(node)).hexdigest()[:60]
 
 
 def node_uri(node: str) -> str:
     """The URI in the certificate of `node`, from which its name can be read."""
+    from urllib.parse import quote
+
     return NODE_URI + quote(_octets(node), safe="")
 
 
 def node_of(connection: ssl.SSLObject | ssl.SSLSocket | None) -> str:
     """The name of the peer's node, which TLS has verified; empty without TLS."""
     found = connection.getpeercert() if connection is not None else None
+    from urllib.parse import unquote
+
     names: Any = (found or {}).get("subjectAltName", ())
     uri = next((value for kind, value in names if kind == "URI"), "")
     return unquote(uri.removeprefix(NODE_URI), errors="surrogateescape")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +39,8 @@ def listen_tcp(addr: str, port: int = 0, *, backlog: int = BACKLOG) -> socket.so
 
     Raises `UsageError` for a name and for an address that stands for all, `RendezvousError` when it cannot be bound.
     """
+    import ipaddress
+
     try:
         parsed = ipaddress.ip_address(addr)
     except ValueError as error:

@@ -111,6 +111,16 @@ def test_run_does_not_import_the_master_the_console_and_the_explanations() -> No
 
 
 @pytest.mark.starts_processes
+def test_a_stream_on_one_host_imports_nothing_of_tls() -> None:
+    code = "import sys, unirun.wire.link; print(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    ).stdout
+    assert {"unirun.wire.credentials", "unirun.wire.blocking"} <= set(output.split())
+    assert {"ssl", "cryptography", "asyncio", "unirun.wire.certificates"} & set(output.split()) == set()
+
+
+@pytest.mark.starts_processes
 def test_the_package_itself_imports_nothing() -> None:
     code = "import sys; before = set(sys.modules); import unirun; print(sorted(set(sys.modules) - before))"
     output = subprocess.run(
