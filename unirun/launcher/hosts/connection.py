@@ -27,7 +27,10 @@ CLOSE = 2.0
 
 _LIMIT = 1 << 26
 
-REMEDIES = (
+SSH_FAILED = 255
+"""The exit code of ssh for its own errors."""
+
+BY_SSH = (
     (
         r"permission denied",
         "it asks for a password or refuses the key: load one with ssh-add, or ssh-copy-id {target}",
@@ -43,10 +46,13 @@ REMEDIES = (
     ),
     (r"connection refused", "no sshd listens there; see Port in ~/.ssh/config"),
     (r"timed out|no route to host|network is unreachable", "is the host up? try: ssh {target}"),
+)
+BY_HOST = (
     (r"no module named '?unirun", "install unirun there, in the environment of {python}"),
+    (r"permission denied", "may {target} run {python} there?"),
     (r"no such file|not found", "install the same environment there: {python}"),
 )
-"""What ssh or the remote shell say, and what to do about it."""
+"""What ssh itself, or the host's shell about Python, say, and what to do about it."""
 
 
 class Remote:
@@ -139,8 +145,11 @@ def explain(host: Host, code: int | None, said: str) -> RendezvousError:
     """The error for a host whose process has ended with `code`, having `said` that on stderr."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else f"it ended with exit code {code}"
-    for pattern, remedy in REMEDIES:
-        for line in reversed(lines):
+    # A login may write other lines, as that there is no home directory.
+    about_python = [line for line in lines if sys.executable in line]
+    known, about = (BY_SSH, lines) if code == SSH_FAILED else (BY_HOST, about_python)
+    for pattern, remedy in known:
+        for line in reversed(about):
             if re.search(pattern, line, re.IGNORECASE):
                 return RendezvousError(line, remedy.format(target=host.target, python=sys.executable))
     return RendezvousError(last, f"try: ssh {host.target} {shlex.quote(sys.executable)} --version")

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -94,12 +95,8 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
     task = from_json(AgentTask, assigned.task)
     addr = choose(interface) if interface else route_to(assigned.head.addr)
     cwd = task.cwd or os.getcwd()
-    missing = missing_files(task.spec, cwd)
-    if missing:
-        raise RendezvousError(
-            f"{socket.gethostname()} has no {', '.join(missing)}",
-            "put it there, share the directory, or use --sync",
-        )
+    for problem, remedy in missing(needs(task.spec, cwd)):
+        raise RendezvousError(problem, remedy)
     job, lock = create_job(
         assigned.run_id,
         token,
@@ -123,16 +120,24 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
     return Member(job, lock, task, endpoints, listener)
 
 
-def missing_files(spec: JobSpec, cwd: str) -> list[str]:
-    """The scripts and directories of `spec` that this host does not have."""
-    found = [cwd] if not os.path.isdir(cwd) else []
+def needs(spec: JobSpec, cwd: str) -> list[str]:
+    """The directories and scripts that every host of a job in `cwd` must have."""
+    found = [cwd]
     for role in spec.roles:
         at = Path(cwd, role.cwd or "")
-        if role.cwd and not at.is_dir():
-            found.append(str(at))
-        if role.entry.kind == "script" and not Path(at, role.entry.target).is_file():
+        found.append(str(at))
+        if role.entry.kind == "script":
             found.append(str(Path(at, role.entry.target)))
     return list(dict.fromkeys(found))
+
+
+def missing(paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """The problem and its remedy when this host does not have all of `paths`."""
+    gone = [path for path in paths if not os.path.exists(path)]
+    if not gone:
+        return ()
+    remedy = "put it there, share the directory, or use --sync"
+    return ((f"{socket.gethostname()} has no {', '.join(gone)}", remedy),)
 
 
 def _dismissal(word: object) -> RendezvousError:

@@ -14,7 +14,7 @@ import sys
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.launcher.hosts.feed import feed
 from unirun.launcher.hosts.interfaces import choose, reachable_address
-from unirun.launcher.hosts.member import ANSWER, await_go, offer, take_part
+from unirun.launcher.hosts.member import ANSWER, await_go, missing, offer, take_part
 from unirun.launcher.hosts.stdio import over_stdio
 from unirun.launcher.local import start_agent
 from unirun.launcher.planned import PlannedJob
@@ -63,18 +63,14 @@ def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:
     """Take part in a job. Returns its directory here, with the agent running."""
     os.environ.update(invite.env)
     token = Token(bytes.fromhex(invite.token))
-    faults: list[tuple[str, str]] = []
-    try:
+    faults = missing(invite.needs)
+    if not faults:
         os.chdir(invite.cwd)
-    except OSError as error:
-        faults.append(
-            (f"{invite.cwd}: {(error.strerror or '').lower()}", "make it there, share it, or use --sync")
-        )
     if invite.head:
-        return _lead(invite, stream, token, tuple(faults))
+        return _lead(invite, stream, token, faults)
     member = take_part(
         stream,
-        offer(invite.node, faults=tuple(faults)),
+        offer(invite.node, faults=faults),
         token,
         insecure=invite.insecure,
         interface=invite.interface,

@@ -30,7 +30,7 @@ from unirun.launcher.hosts.lobby import (
     refusal,
     tell,
 )
-from unirun.launcher.hosts.member import task_json, versions
+from unirun.launcher.hosts.member import needs, task_json, versions
 from unirun.launcher.hosts.mirror import Mirror
 from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
@@ -164,6 +164,7 @@ class _Run:
             node=host.name,
             cwd=os.getcwd(),
             env=carried(os.environ),
+            needs=tuple(needs(self._spec, os.getcwd())),
             head=host is self._hosts[0],
             interface=self._interface,
             insecure=self._insecure,

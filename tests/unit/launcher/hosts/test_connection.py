@@ -19,6 +19,7 @@ SAID = [
     (255, "ssh: connect to host h1 port 22: No route to host", "is the host up?"),
     (127, f"bash: line 1: {sys.executable}: No such file or directory", "install the same environment there"),
     (1, f"{sys.executable}: Error while finding module specification (ModuleNotFoundError: No module named 'unirun')", "install unirun there"),
+    (126, f"Could not chdir to home directory /home/me: No such file or directory\nsh: 1: {sys.executable}: Permission denied", "may root@h1 run"),
     (1, "something else", f"try: ssh root@h1 {sys.executable} --version"),
 ]  # fmt: skip
 
