@@ -25,19 +25,19 @@ class Listener:
     owners: frozenset[int]
 
 
-def listeners_of(pids: Collection[int]) -> list[Listener]:
-    """All sockets on which these processes listen."""
+def listeners_of(pids: Collection[int], net: Path = Path("/proc/net")) -> list[Listener]:
+    """All sockets on which these processes listen; `net` has the tables of their network."""
     owners = _owners(pids)
     found = []
     for kind in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6", "packet"):
-        for line in _lines(kind):
+        for line in _lines(net / kind):
             fields = line.split()
             inode = fields[8] if kind == "packet" else fields[9]
             if inode not in owners or (kind.startswith("tcp") and fields[3] != _TCP_LISTEN):
                 continue
             host, port = ("", 0) if kind == "packet" else _address(fields[1])
             found.append(Listener(kind, host, port, owners[inode]))
-    for line in _lines("unix"):
+    for line in _lines(net / "unix"):
         fields = line.split(None, 7)
         if fields[6] in owners and int(fields[3], 16) & _UNIX_LISTENS:
             path = fields[7].rstrip("\n") if len(fields) > 7 else ""
@@ -45,9 +45,9 @@ def listeners_of(pids: Collection[int]) -> list[Listener]:
     return found
 
 
-def _lines(kind: str) -> list[str]:
+def _lines(table: Path) -> list[str]:
     try:
-        return Path("/proc/net", kind).read_text().splitlines()[1:]
+        return table.read_text().splitlines()[1:]
     except FileNotFoundError:
         return []
 

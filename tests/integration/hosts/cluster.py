@@ -108,7 +108,11 @@ class OnHosts(Unirun):
 
     def folder(self, node: str) -> Path:
         """The node's own directory of the job."""
-        return self.host(node).path(self.home / "nodes" / node / "mine")
+        return self.host(node).path(self.folder_inside(node))
+
+    def folder_inside(self, node: str) -> Path:
+        """The same as processes of the host see it."""
+        return self.home / "nodes" / node / "mine"
 
     def others(self, node: str) -> list[str]:
         """The command lines of all processes of a host but sshd."""
