@@ -16,7 +16,7 @@ from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousErro
 from unirun.job.state import new_job
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import RunningJob, first_words, start_processes
-from unirun.launcher.orders import AgentTask
+from unirun.launcher.orders import AgentTask, on_host
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts
@@ -161,9 +161,8 @@ def _tasks(planned: PlannedJob, inventory: Inventory, head: Head | None, *, alon
     """What each agent of this host has to know; `alone`: agents elsewhere cannot start masters."""
     spec, names = planned.spec, tuple(node.name for node in inventory.nodes)
     if head is not None:
-        spec = replace(spec, master_addr=head.address.addr)
         task = task_of(planned, names if not alone else (head.node,), head.node)
-        return [replace(task, spec=spec, addr=spec.master_addr, cwd=os.getcwd())]
+        return [on_host(task, head.address.addr, os.getcwd())]
     return [replace(task_of(planned, names, name), addr=spec.master_addr, cwd=os.getcwd()) for name in names]
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
 
 from unirun.launcher.environment import (
     FRESH,
     SpawnerKey,
     base_env,
+    bound_to,
     is_fresh,
     spawner_env,
     spawner_key,
@@ -47,6 +51,12 @@ class AgentTask(Value):
     cwd: str
     addr: str
     port: int = 0
+
+
+def on_host(task: AgentTask, addr: str, cwd: str) -> AgentTask:
+    """The task of an agent on one of several hosts: there stores, process groups and calls are at `addr`."""
+    env = {**bound_to(addr, os.environ), **task.spec.env}
+    return replace(task, cwd=cwd, addr=addr, spec=replace(task.spec, master_addr=addr, env=env))
 
 
 class Orders:

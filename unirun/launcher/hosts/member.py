@@ -16,10 +16,9 @@ from msgspec.structs import replace
 
 from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError
-from unirun.launcher.environment import bound_to
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import Member
-from unirun.launcher.orders import AgentTask
+from unirun.launcher.orders import AgentTask, on_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.rendezvous import create_job
 from unirun.rendezvous.endpoints import hold_endpoints
@@ -106,9 +105,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
         node=node,
         head=None if assigned.store else assigned.head,
     )
-    # Stores, process groups and calls use this node's own address.
-    env = {**bound_to(addr, os.environ), **task.spec.env}
-    task = replace(task, cwd=cwd, addr=addr, spec=replace(task.spec, master_addr=addr, env=env))
+    task = on_host(task, addr, cwd)
     try:
         make_tls(job.path, token, node, insecure=insecure)
         endpoints = hold_endpoints(task.spec, addr, task.port)
