@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
 
-from .harness import EXEC, START, UNIRUN, Script
+from ..harness import EXEC, START, UNIRUN, Script
 
 WHERE = """
     import os, socket
