@@ -43,10 +43,11 @@ class Accidents(Invariants):
     @property
     def steady(self) -> bool:
         """Whether nothing has happened for which a node may be given up. A cable that was out for three seconds is no
-        reason, where messages take no longer than a tenth of a second."""
+        reason, where messages take no longer than a tenth of a second and a master is there."""
         about_hosts = [what for _, what in self.plan.accidents if what in HOST_ACCIDENTS]
-        others = {what for _, what in self.plan.accidents} & REASONS
-        return about_hosts == ["cable_out_briefly"] and not others and self.plan.slow < 0.01
+        others = {what for _, what in self.plan.accidents}
+        led = not self.plan.crashes and "master_killed" not in others
+        return about_hosts == ["cable_out_briefly"] and led and not others & REASONS and self.plan.slow < 0.01
 
     def accident(self, what: str) -> None:
         """Let it happen, to somebody."""

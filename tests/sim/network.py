@@ -176,7 +176,7 @@ class BeatsModel:
 
     def after(self, delay: float, event: Event) -> None:
         """Apply `event` in `delay` seconds, or later."""
-        clock, stalled = self._stage.clock, self._silence.stalled
+        clock, end = self._stage.clock, self._running_time() + delay
 
         def due() -> None:
             if not self._master.leads:
@@ -186,14 +186,17 @@ class BeatsModel:
                 return
             self._look()
             away = sorted(self._master.ledger.kept.away | self._master.state.away)
-            if (late := self._silence.stalled - stalled) > 0:
-                self.after(late, event)
+            if (left := end - self._running_time()) > 0.001:
+                clock.after(left / self._rate, lambda: self._master.awake(due))
             elif isinstance(event, RejoinTimedOut) and away:
                 self._mark(away, lambda: clock.after(GIVE_UP / self._rate, lambda: self._master.apply(event)))
             else:
                 self._master.apply(event)
 
         clock.after(delay / self._rate, lambda: self._master.awake(due))
+
+    def _running_time(self) -> float:
+        return self.now() - self._silence.stalled
 
     def _look_later(self) -> None:
         self._stage.clock.after(LOOKS / self._rate, lambda: self._master.awake(self._look_on))

@@ -275,8 +275,7 @@ def make_plan(seed: int) -> Plan:
     # Of these each history has one at most, so that it is not longer than others.
     match rng.choice(
         (
-            *[""] * 7,
-            "hosts",
+            *[""] * 8,
             "hosts",
             "late",
             "late",

@@ -46,6 +46,7 @@ class Beats:
 
     def begin(self) -> None:
         """Begin to look. Not called in a job on one host."""
+        self._silence = Silence(time.monotonic())
         self._looking = asyncio.ensure_future(self._look_on())
         # What a master before this one has marked may be with this one.
         self._writer.unmark()
@@ -97,18 +98,17 @@ class Beats:
     def after(self, delay: float, event: Event, apply: Callable[[Event], object]) -> None:
         """Apply `event` in `delay` seconds. If nodes have to join in that time, it does not count while this master
         does not run; and those of another master are marked `GIVE_UP` seconds before they are given up."""
-        loop, stalled = asyncio.get_running_loop(), self._silence.stalled
+        loop, end = asyncio.get_running_loop(), self._running_time() + delay
 
         def due() -> None:
             if self._looking is None or not isinstance(event, JoinTimedOut | RejoinTimedOut):
                 apply(event)
                 return
             self._look()
-            again = partial(loop.call_later, GIVE_UP, apply, event)
-            if (late := self._silence.stalled - stalled) > 0:
-                self.after(late, event, apply)
+            if (left := end - self._running_time()) > 0.001:
+                loop.call_later(left + 0.001, due)
             elif isinstance(event, RejoinTimedOut) and (away := sorted(self._writer.certain.away)):
-                self._writer.mark(away, again)
+                self._writer.mark(away, partial(loop.call_later, GIVE_UP, apply, event))
             else:
                 apply(event)
 
