@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
+from unirun.job.offers import AgentTask
 from unirun.launcher import events
 from unirun.launcher.agent import Agent
-from unirun.launcher.orders import AgentTask
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire import aio, frames, new_token

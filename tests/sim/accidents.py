@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 import signal
 
+from msgspec import to_builtins
+from msgspec.json import encode as to_json
+
 from tests.sim.invariants import Invariants
 from tests.sim.masters import MasterModel
 from tests.sim.network import Network
 from tests.sim.node import Node
 from tests.sim.store import Client
 from tests.sim.world import HOST_ACCIDENTS
-from unirun.job.events import Event, OwnerLost
+from unirun.collocation import Device
+from unirun.collocation import Node as InventoryNode
+from unirun.job.events import Arrived, Event, OwnerLost
 from unirun.launcher import events
-from unirun.wire.messages import Stop
+from unirun.wire.lobby import Offer
+from unirun.wire.messages import Drain, Stop
 
 REASONS = frozenset(
     [
@@ -69,6 +75,13 @@ class Accidents(Invariants):
             lost = events.Abandon("the unirun command is gone")
             for each in self.nodes.values():
                 self.clock.after(self.rng.uniform(0, 0.1), lambda n=each: n.apply(lost))
+        elif what == "node_comes":
+            name = f"late{len(self.nodes)}-{self.rng.randrange(1000)}"
+            devices = tuple(Device(str(number), "") for number in range(4))
+            there = to_json(to_builtins(InventoryNode(name, (0, 1), devices))).decode()
+            self.tell(Arrived(Offer(name, "host", -1, there, {})))
+        elif what == "node_drained":
+            self.tell(Drain(node.name))
         elif what == "agent_killed":
             node.die("killed")
         elif what == "agent_signalled":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 
 from tests.sim.masters import MasterModel
 from tests.sim.node import Node
@@ -16,12 +17,22 @@ from unirun.job.events import (
     Command,
     Event,
     Finish,
+    GrowthDue,
     JoinTimedOut,
     LossesDue,
     RejoinTimedOut,
     ToAgents,
 )
-from unirun.job.state import JOB_ENDS, ROLE_ENDS, JobPhase, JobState, RolePhase, RoleState
+from unirun.job.state import (
+    JOB_ENDS,
+    ROLE_ENDS,
+    ROLE_WORKS,
+    JobPhase,
+    JobState,
+    RolePhase,
+    RoleState,
+    WorkerPhase,
+)
 from unirun.job.transition import VIEW_DELAY
 from unirun.job.views import leader
 from unirun.launcher import events
@@ -29,12 +40,15 @@ from unirun.launcher.state import AgentState
 from unirun.launcher.worker_messages import EXIT_LIMIT
 from unirun.master.persistence.context import changed_documents, restore
 from unirun.master.persistence.context_store import read_context
-from unirun.wire.messages import Message, StartRole, StopWorkers, View
+from unirun.wire.messages import Drain, Message, StartRole, StopWorkers, View
 from unirun.wire.reports import Join, WorkerExited
 from unirun.wire.spawning import StoreEnded, StoreOpened
 
 LOSSES = LossesDue | JoinTimedOut | RejoinTimedOut
 """The events by which nodes are given up."""
+
+MOVES = Drain | GrowthDue
+"""The events by which ranks move though nothing has failed."""
 
 DEAD = (RolePhase.FAILED, RolePhase.STOPPED)
 
@@ -69,6 +83,8 @@ class Invariants:
     masters: list[MasterModel]
     nodes: dict[str, Node]
     views: Views
+    orderly: Counter[str]
+    """By role, how often it was started again as nodes have come or left."""
     _began: float
     _orders_lost: bool
 
@@ -94,17 +110,25 @@ class Invariants:
                 assert role.opened in (old.opened, role.generation)
             assert role.restarts >= old.restarts
             assert role.opened >= old.opened
-            if len(role.workers) != len(old.workers):
-                assert isinstance(event, StoreOpened | LOSSES), f"{event} makes {name} smaller"
+            if isinstance(event, MOVES):
+                assert (role.restarts, after.failures) == (old.restarts, before.failures), (
+                    "that is no failure"
+                )
+                self.orderly[name] += role.phase is RolePhase.RESTARTING and old.phase in ROLE_WORKS
+            if len(role.workers) > len(old.workers):
+                assert isinstance(event, GrowthDue), f"{event} makes {name} larger"
+            elif len(role.workers) != len(old.workers):
+                assert isinstance(event, StoreOpened | LOSSES | Drain), f"{event} makes {name} smaller"
                 assert len(after.placement.of_role(name)) == len(role.workers) < len(old.workers)
             if role.restart == "role":
                 # A rank of which an order was lost on the way has started less often.
-                assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost
-                assert role.generation <= role.restarts
+                assert len({w.incarnation for w in role.workers}) == 1 or self._orders_lost or self.orderly
+                assert role.generation <= role.restarts + self.orderly[name]
             for worker, earlier in zip(role.workers, old.workers, strict=False):
                 if isinstance(event, Join):
                     continue
-                assert worker.incarnation in (earlier.incarnation, earlier.incarnation + 1)
+                again = old.dropped if earlier.phase is WorkerPhase.WAITING else earlier.incarnation
+                assert worker.incarnation in (earlier.incarnation, again + 1)
                 if worker.incarnation != earlier.incarnation:
                     joins = isinstance(event, WorkerExited) and event.worker[:2] == (
                         name,
@@ -116,7 +140,8 @@ class Invariants:
                     assert joins or not earlier.live, f"{name}:{worker.rank} is started while it lives"
                     assert worker.generation > earlier.generation
             if role.generation != old.generation and not isinstance(event, Join):
-                assert isinstance(event, WorkerExited | StoreEnded | LOSSES), f"{event} starts one of {name}"
+                allowed = isinstance(event, WorkerExited | StoreEnded | LOSSES | MOVES)
+                assert allowed, f"{event} starts one of {name}"
                 if isinstance(event, WorkerExited | StoreEnded):
                     assert role_of(event) == name, f"{event} starts a new generation of {name}"
         if after.phase is JobPhase.SUCCEEDED:
@@ -145,8 +170,9 @@ class Invariants:
         if state.phase is JobPhase.RUNNING and len(state.nodes) > 1:
             ended = [name for name in state.spec.primary if state.roles[name].phase in DEAD]
             assert not ended, f"the job runs on without {ended}"
-        if state.placement.lost != before.placement.lost:
-            assert isinstance(event, LOSSES)
+        gone = {*state.placement.lost} - {*before.placement.lost}
+        asked = {*before.draining, event.node} if isinstance(event, Drain) else {*before.draining}
+        assert isinstance(event, LOSSES) or gone <= asked, f"{event} makes {gone} leave"
 
     def _check_reforming(self, before: JobState, event: Event) -> None:
         """What befalls one worker of a role that lives on changes nothing for its peers."""
@@ -235,11 +261,11 @@ class Invariants:
     def _check_order(self, before: JobState, event: Event, message: Message) -> None:
         """A worker is stopped when its own role restarts or the job ends, never for another role."""
         if isinstance(message, StopWorkers) and self.state.phase is JobPhase.RUNNING:
-            assert isinstance(event, WorkerExited | Join | LOSSES)
+            assert isinstance(event, WorkerExited | Join | LOSSES | MOVES)
             assert not isinstance(event, WorkerExited) or event.worker.role == message.role
             role = self.state.roles[message.role]
             alone = role.restart == "process" and role.phase is not RolePhase.STOPPING
-            assert not alone or isinstance(event, Join | LOSSES), "a worker is stopped for its peer"
+            assert not alone or isinstance(event, Join | LOSSES | Drain), "a worker is stopped for its peer"
         if isinstance(message, StartRole):
             # A node that comes back may tell, too, that the job is over.
             assert self.state.phase is JobPhase.RUNNING or isinstance(event, Join)

@@ -95,6 +95,10 @@ class Spawner:
         before = self.world.stores.get(role)
         # Where its node is gone, the store that nobody has met in is served on another.
         newer = before is None or before.generation < request.generation
+        if before is not None and before.generation > request.generation:
+            # Its node is drained.
+            self._tell(StoreOpened(role, request.generation))
+            return
         assert newer or self.world.lost(before.spawner.node.name), f"{role} has {before} already"
         if before is not None:
             before.alive = False
@@ -166,7 +170,8 @@ class Spawner:
         store = self.world.stores.get(role)
         if not process.alive or process.failed is not None or process.waits is not None:
             return
-        if store is None or not store.alive:
+        elsewhere = store and store.spawner.node is not self.node and self.world.drained(self.node.name)
+        if store is None or not store.alive or elsewhere:
             self.world.queues.setdefault(role, []).append(lambda: self._meet(number, process))
             return
         if store.generation <= process.met:

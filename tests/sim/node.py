@@ -13,10 +13,11 @@ from tests.sim.processes import Process, Who
 from tests.sim.stage import World
 from tests.sim.world import JOB, Pipe
 from unirun.errors import StoreError
+from unirun.job.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.candidacy import Attempts, start_at, turns
 from unirun.launcher.environment import SpawnerKey
-from unirun.launcher.orders import AgentTask, Orders
+from unirun.launcher.orders import Orders
 from unirun.launcher.standby import PATIENCE, STEADY
 from unirun.launcher.state import AgentState, holdings
 from unirun.rendezvous.election import leader_of
@@ -156,7 +157,7 @@ class Node:
 
     def _start_in_turn(self, vacant: float, deposing: int) -> None:
         now, placement = self.world.clock.now, self.world.plan.placement
-        nodes = {*placement.nodes, *placement.spares}
+        nodes = {*placement.nodes, *placement.spares, self.name}
         attempts = replace(self._attempts, coming_up=now < self._coming_up_until)
         if now >= start_at(vacant, turns(sorted(nodes), self.state.epoch)[self.name], attempts, len(nodes)):
             delay = self.world.rng.uniform(0.2, 0.6)

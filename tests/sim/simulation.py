@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 
@@ -25,11 +26,13 @@ from unirun.job.events import (
     Finish,
     ToAgent,
     ToAgents,
+    ToGuest,
 )
 from unirun.job.state import JOB_ENDS, JobState, new_job
 from unirun.job.transition import Transition
 from unirun.master.persistence import context_store
 from unirun.master.persistence.context import changed_documents
+from unirun.wire.lobby import Go
 from unirun.wire.messages import Stop
 from unirun.wire.reports import Join
 from unirun.wire.spawning import StoreOpened
@@ -61,6 +64,7 @@ class Simulation(Accidents):
         self._away_until = 0.0
         self._epoch = 0
         self._orders_lost = False
+        self.orderly: Counter[str] = Counter()
         self.bugs = 0
         self.aborted = False
         self._clients: list[Client] = []
@@ -84,6 +88,10 @@ class Simulation(Accidents):
     def lost(self, node: str) -> bool:
         """Whether the job goes on without a node."""
         return self.state.given_up(node)
+
+    def drained(self, node: str) -> bool:
+        """Whether a node is to leave, so that roles meet elsewhere."""
+        return node in self.state.draining
 
     def born(self, process: Process) -> None:
         """A process is there: nobody else may hold its rank."""
@@ -242,6 +250,9 @@ class Simulation(Accidents):
 
     def carried_out(self, master: MasterModel, command: Command) -> None:
         """A master does something: it is the one that leads, and what it does follows from what is in the store."""
+        if isinstance(command, ToGuest) and isinstance(command.message, Go):
+            node = self.nodes[command.node] = Node(self, command.node)
+            self.clock.after(self.rng.uniform(0.0, 1.0), node.join)
         if isinstance(command, Finish):
             self.trace(f"the job ends with {command.verdict}")
             if self.finish is not None and not self.waived:

@@ -81,6 +81,9 @@ class World(Protocol):
     def wall(self, node: str) -> float:
         """The wall clock of a node."""
 
+    def drained(self, node: str) -> bool:
+        """Whether a node is to leave, so that roles meet elsewhere."""
+
     def lost(self, node: str) -> bool:
         """Whether the job goes on without a node."""
 

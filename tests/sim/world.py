@@ -176,6 +176,8 @@ PLANTED = (
     "RejoinTimedOut",
     "Stop",
     "ViewDue",
+    "Drain",
+    "GrowthDue",
 )
 
 ACCIDENTS = (
@@ -193,6 +195,8 @@ ACCIDENTS = (
     "master_cut_off",
     "store_away",
     "stop_unwritten",
+    "node_comes",
+    "node_drained",
     "agent_cut_off",
     "agent_hears_nothing",
     "agent_says_nothing",
@@ -231,7 +235,7 @@ def make_plan(seed: int) -> Plan:
             Entry(kinds[name], f"{name}.py"),
             env={"OMP_NUM_THREADS": "2"} if rng.random() < 0.2 else {},
             max_restarts=rng.choice((0, 0, 1, 2, 5)),
-            least=1 if rng.random() < 0.3 else None,
+            least=1 if rng.random() < 0.4 else None,
             start_method="exec" if rng.random() < 0.2 else "fork",
             restart="process" if kinds[name] in CALLS else "role",
         )
@@ -285,6 +289,7 @@ def make_plan(seed: int) -> Plan:
             "skew",
             "planted",
             "disorder",
+            *["moves"] * 4 * bool(inventory.nodes),
         )
     ):
         case "late":
@@ -297,6 +302,10 @@ def make_plan(seed: int) -> Plan:
             _make_hosts(plan, rng)
         case "disorder":
             plan.disorder = 0.2
+        case "moves":
+            plan.habits = {name: dataclasses.replace(habit, lifetime=5.0) for name, habit in habits.items()}
+            moves = (rng.choice(("node_comes", "node_drained")) for _ in range(rng.randint(2, 6)))
+            plan.accidents += [(rng.uniform(0.3, 6.0), move) for move in moves]
         case "planted":
             plan.planted = rng.choice(PLANTED)
     return plan

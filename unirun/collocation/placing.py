@@ -88,8 +88,13 @@ def _as_jobs(
         excluded=excluded,
         masks=_masks(spec, inventory),
     )
-    roles = tuple(replace(role, count=len(placement.of_role(role.name))) for role in spec.roles)
+    roles = tuple(_placed(role, len(placement.of_role(role.name))) for role in spec.roles)
     return replace(spec, roles=roles), placement
+
+
+def _placed(role: RoleSpec, count: int) -> RoleSpec:
+    """The role with `count` ranks, which may become as many as it was to have."""
+    return replace(role, count=count, most=None if role.least is None else max(role.count, role.most or 0))
 
 
 def _own_masks(spec: JobSpec, assignments: Sequence[Assignment]) -> list[str]:

@@ -41,7 +41,10 @@ def seen_graph(state: JobState) -> Graph:
         if not state.spec.edges:
             edges.pop((edge.source, edge.target, ""), None)
         edges.setdefault((edge.source, edge.target, edge.invocation), edge)
-    return replace(graph, edges=tuple(edges.values()))
+    # A role may have grown.
+    sizes = state.sizes
+    roles = tuple(replace(role, count=max(role.count, sizes[role.name])) for role in graph.roles)
+    return replace(graph, roles=roles, edges=tuple(edges.values()))
 
 
 def waiting(state: JobState) -> tuple[str, ...]:

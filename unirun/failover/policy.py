@@ -11,7 +11,8 @@ Action = Literal["restart_role", "restart_worker", "join", "end_job"]
 
 
 class Decision(Value):
-    """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up.
+    """`action` and the `reason` for it in words. `budget_spent`: restarts were allowed, and are used up. `free`: it is
+    no consequence of a failure, and spends no restart.
 
     ``restart_worker`` starts the lost workers again and makes a new generation; ``join`` starts one again for the
     generation that is being formed, and spends no restart.
@@ -20,6 +21,7 @@ class Decision(Value):
     action: Action
     reason: str
     budget_spent: bool = False
+    free: bool = False
 
 
 class Budget(Value):
@@ -46,6 +48,7 @@ class Loss(Value):
     `stale`: the worker had not begun to form the role's present generation; it was still in an earlier one, which
     another death had ended, or could not be woken in that.
     `elsewhere`: the ranks go to other nodes. `together`: all ranks of the role have to restart, whatever its level is.
+    `asked`: nothing has failed, somebody wants them to leave.
     """
 
     what: str
@@ -57,6 +60,7 @@ class Loss(Value):
     stale: bool = False
     elsewhere: bool = False
     together: bool = False
+    asked: bool = False
 
     @property
     def who(self) -> str:
@@ -93,6 +97,8 @@ def decide(loss: Loss, history: History) -> Decision:
         return Decision(
             "join", f"{loss.what}; it was in a generation that another death had ended, and {joins}"
         )
+    if loss.asked:
+        return _move(loss, history)
     if history.budget.left <= 0:
         return _without_budget(loss, history.budget)
     restart = f"{loss.what}; {history.budget}"
@@ -103,6 +109,16 @@ def decide(loss: Loss, history: History) -> Decision:
         return Decision("restart_worker", f"{restart} of role {loss.role}")
     manner = "elsewhere" if loss.elsewhere else "alone"
     return Decision("restart_worker", f"{restart}: {loss.who} {manner}, {_survivors(loss.role, history)}")
+
+
+def _move(loss: Loss, history: History) -> Decision:
+    """The decision when ranks leave because somebody has asked for that."""
+    if history.restart == "role" or loss.together:
+        others = f", with {loss.who} elsewhere" if loss.elsewhere else ""
+        return Decision("restart_role", f"{loss.what}; role {loss.role} starts again{others}", free=True)
+    return Decision(
+        "restart_worker", f"{loss.what}; {loss.who} moves, {_survivors(loss.role, history)}", free=True
+    )
 
 
 def _without_budget(loss: Loss, budget: Budget) -> Decision:

@@ -1,8 +1,9 @@
-"""Where ranks go when nodes are lost: those that need not move stay where they are."""
+"""Where ranks go when nodes are lost, leave or come: those that need not move stay where they are."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -32,25 +33,39 @@ def place_without(state: JobState, gone: Collection[str]) -> Placement:
     if not here:
         return same
     if not all(_has_done_its_work(role, worker) for role, worker in here):
-        return _placed_again(state, gone)
+        return placed_again(state, gone)
     try:
-        found = _placed_again(state, gone)
+        found = placed_again(state, gone)
     except PlacementError:
         return same
     moves = any(why_all_restart(role, state.placement, found) for role in state.roles.values())
     return same if moves else found
 
 
-def why_all_restart(role: RoleState, before: Placement, after: Placement) -> str:
-    """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not."""
+def why_all_restart(role: RoleState, before: Placement, after: Placement, gone: Collection[str] = ()) -> str:
+    """Why all ranks of a role have to be started again, in words, though few are missing; empty when they have not.
+
+    Ranks on the nodes `gone` are lost, or leave anyhow.
+    """
     if role.phase not in ROLE_WORKS:
         # The role has ended, or all of its workers were told to end.
         return ""
     old, new = before.of_role(role.name), after.of_role(role.name)
-    if len(new) != len(old):
+    if len(new) > len(old):
+        return f"{role.name} grows from {len(old)} to {len(new)} ranks"
+    if len(new) < len(old):
         return f"{role.name} has room for {len(new)} of {len(old)} ranks"
-    moving = [w.rank for w in role.live if (w.node, w.own) != (new[w.rank].node, new[w.rank].own)]
+    moving = [
+        w.rank
+        for w in role.live
+        # Those that are not where they should be were told to end before.
+        if w.node not in gone and _is_at(w, old[w.rank]) and not _is_at(w, new[w.rank])
+    ]
     return f"{role.name}:{show_ranks(moving)} make room for others" if moving else ""
+
+
+def _is_at(worker: WorkerState, place: Assignment) -> bool:
+    return (worker.node, worker.own) == (place.node, place.own)
 
 
 def moves(before: Placement, after: Placement) -> list[tuple[str, str]]:
@@ -72,13 +87,27 @@ def _has_done_its_work(role: RoleState, worker: WorkerState) -> bool:
     return worker.ended_well and formed and role.phase is not RolePhase.RESTARTING
 
 
-def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
+def placed_again(
+    state: JobState,
+    gone: Collection[str],
+    *,
+    aside: Collection[str] = (),
+    most: Mapping[str, int] = MappingProxyType({}),
+) -> Placement:
     """All roles that have not ended, without the nodes `gone`; the others leave their slots to them. Raises
-    `PlacementError`."""
-    usable = {*state.without(gone), *gone, *state.placement.lost}
+    `PlacementError`.
+
+    Nodes that are draining, or `aside`, get no ranks either. The roles in `most` may get as many ranks as it says.
+    """
+    aside = {*aside, *state.draining}
+    usable = {*state.without(gone), *gone, *state.placement.lost, *aside}
     nodes = tuple(node for node in state.inventory.nodes if node.name in usable)
     names = [name for name, role in state.roles.items() if role.phase not in ROLE_ENDS]
     roles = tuple(_as_it_is(state, state.role_spec(name)) for name in names)
+    roles = tuple(
+        replace(role, least=role.count, count=most.get(role.name, role.count)) if most else role
+        for role in roles
+    )
     groups = {
         key: tuple(left for group in groups if len(left := tuple(n for n in group if n in names)) > 1)
         for key, groups in state.spec.groups.items()
@@ -94,17 +123,22 @@ def _placed_again(state: JobState, gone: Collection[str]) -> Placement:
         replace(state.spec, roles=roles, **groups),
         Inventory(nodes),
         replace(state.placement, assignments=places),
-        gone,
+        {*gone, *aside},
         ties=ties_of(graph),
     )
-    return replace(found, assignments=tuple(_kept(state, found)), excluded=state.placement.excluded)
+    return replace(
+        found,
+        assignments=tuple(_kept(state, found)),
+        excluded=state.placement.excluded,
+        lost=tuple(name for name in found.lost if name in gone or name in state.placement.lost),
+    )
 
 
 def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
     """The spec of a role with its current number of ranks, and the least that it can go on with.
 
-    A role that has shrunk does not grow again: the remaining ranks have taken over the work. Workloads keep their
-    number once they run, because callers rely on it.
+    A role that has shrunk grows only when nodes come: the remaining ranks have taken over the work. Workloads keep
+    their number once they run, because callers rely on it.
     """
     count = len(state.placement.of_role(role.name))
     fixed = role.restart == "process" and state.phase is not JobPhase.LAUNCHING
@@ -122,6 +156,7 @@ def _kept(state: JobState, found: Placement) -> list[Assignment]:
         if role.phase in ROLE_ENDS:
             places += before
         else:
-            for new, old in zip(found.of_role(role.name), before, strict=False):
-                places.append(old if new == old else new)
+            there = found.of_role(role.name)
+            places += [old if new == old else new for new, old in zip(there, before, strict=False)]
+            places += there[len(before) :]
     return places

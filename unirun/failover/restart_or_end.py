@@ -62,6 +62,7 @@ def settle(transition: Transition, role: RoleState) -> None:
         role = replace(role, phase=RolePhase.RUNNING)
         transition.record("running", f"role {role.name}: every rank runs", role.name)
         transition.tell_soon()
+        transition.grow_soon()
     transition.put(role)
 
 
@@ -141,11 +142,11 @@ def restart(transition: Transition, role: RoleState, decision: Decision) -> None
     if decision.action == "join":
         start_missing(transition, role)
         return
-    role = replace(role, restarts=role.restarts + 1)
+    role = replace(role, restarts=role.restarts + (not decision.free))
     if decision.action == "restart_worker":
         form_anew(transition, replace(role, phase=RolePhase.REFORMING))
         return
-    role = replace(role, phase=RolePhase.RESTARTING)
+    role = replace(role, phase=RolePhase.RESTARTING, orderly=decision.free)
     transition.put(role)
     transition.stop(role, signal.SIGTERM, transition.state.spec.shutdown_timeout)
     advance(transition, role)

@@ -92,6 +92,9 @@ def take_up(
     for role in list(transition.state.roles.values()):
         if role.phase in ROLE_ENDS or leader(transition.state, role.name) != event.node:
             continue
+        if role.phase is RolePhase.RESTARTING and role.opened == role.generation:
+            # Its workers are about to end: the next store is opened after that, on another node perhaps.
+            continue
         store = stores.get(role.name)
         if store is None or store.generation < role.generation:
             order_store(transition, role)
@@ -129,7 +132,9 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
     transition.put(role)
     if role.phase not in ROLE_WORKS and role.living < before:
         advance(transition, role)
-    if role.phase in (RolePhase.RESTARTING, RolePhase.STOPPING) and living:
+    if role.phase not in (RolePhase.RESTARTING, RolePhase.STOPPING):
+        living = [rank for rank in living if transition.state.misplaced(role, role.workers[rank])]
+    if living:
         grace = transition.state.spec.shutdown_timeout
         transition.send(
             ToAgent(event.node, StopWorkers(role.name, tuple(living), int(signal.SIGTERM), grace))

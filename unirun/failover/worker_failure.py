@@ -33,12 +33,17 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     role, worker = found
     end = Exit(event.code, event.signal)
     works = role.phase in ROLE_WORKS
+    # Its rank goes to another node: it was told to end, whatever its own reason is.
+    moves = works and obstructs
+    if moves and end.ok and event.cause == "order":
+        # A clean exit on request is not success.
+        end = Exit(signal=event.sent)
     text = f"{event.worker} ended: {end}{', ' + event.note if event.note else ''}"
     if event.cause != "own" or role.phase not in ROLE_WORKS:
         transition.cause = role.cause
     transition.record("exit", text, str(event.worker))
     role = role.with_worker(worker.ended(end))
-    if works and event.cause == "order":
+    if works and event.cause == "order" and not moves:
         raise IllegalTransition(f"{text}, by an order that no master has written")
     if works and event.cause == "leaving":
         # Its agent has ended it; AgentLost or OwnerLost follows with the reason.
@@ -46,9 +51,12 @@ def exited(transition: Transition, event: WorkerExited) -> None:
     transition.put(role)
     if obstructs:
         clear_the_way(transition)
-    if end.ok or _obeyed(event):
+    if end.ok or moves or role.orderly or _obeyed(event):
         advance(transition, transition.role(role.name))
-        transition.tell_soon()
+        if end.ok or event.sent is not None:
+            transition.tell_soon()
+        else:
+            transition.tell_now()
         return
     failure = failure_of(transition.state, role, worker, event, end)
     if role.phase in ROLE_WORKS:

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from unirun.graph import show_ranks
 from unirun.job.state import Verdict
 from unirun.values import Value
-from unirun.wire.messages import Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers
+from unirun.wire.lobby import Offer
+from unirun.wire.messages import Drain, Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers
 from unirun.wire.reports import (
     FromWorker,
     Join,
@@ -30,6 +31,16 @@ class AgentLost(Value):
 
 class LossesDue(Value):
     """The time in which lost agents are gathered into one decision is over."""
+
+
+class Arrived(Value):
+    """A node that wants to join the running job has bound its endpoints."""
+
+    offer: Offer
+
+
+class GrowthDue(Value):
+    """The time in which nodes that have come are gathered into one decision is over."""
 
 
 class OwnerLost(Value):
@@ -60,6 +71,9 @@ Event = (
     | StoreEnded
     | Notice
     | Stop
+    | Drain
+    | Arrived
+    | GrowthDue
     | AgentLost
     | LossesDue
     | OwnerLost
@@ -87,6 +101,13 @@ class ToAgents(Value):
 class ToWatchers(Value):
     """Send `message` to every CLI that follows the job."""
 
+    message: Message
+
+
+class ToGuest(Value):
+    """Send `message` to a node that wants to join the job."""
+
+    node: str
     message: Message
 
 
@@ -122,7 +143,7 @@ class After(Value):
     event: Event
 
 
-Command = ToAgent | ToAgents | ToWatchers | Record | Finish | KeepMetrics | After
+Command = ToAgent | ToAgents | ToWatchers | ToGuest | Record | Finish | KeepMetrics | After
 
 
 def order_text(node: str, message: Message) -> tuple[str, ...] | None:

@@ -54,7 +54,14 @@ def opened(transition: Transition, role: RoleState) -> None:
     if role.phase is RolePhase.RESTARTING:
         # The role may have shrunk; the surplus workers have ended by now.
         places = transition.state.placement.of_role(role.name)
-        role = replace(role, phase=RolePhase.STARTING, workers=Ranks(role.workers[: len(places)]))
+        surplus = [worker.incarnation for worker in role.workers[len(places) :]]
+        role = replace(
+            role,
+            phase=RolePhase.STARTING,
+            workers=Ranks(role.workers[: len(places)]),
+            orderly=False,
+            dropped=max(role.dropped, *surplus, -1),
+        )
         transition.record("restart", f"role {role.name} starts as generation {role.generation}", role.name)
     # A rank that had succeeded is started again, because the others wait for it; except when it was in this generation
     # already: `WorkerFormed` may arrive before `StoreOpened`.
@@ -86,18 +93,22 @@ def _complete(transition: Transition, role: RoleState, newcomers: Sequence[Worke
         transition.record("restart", f"{', '.join(names)} {joins}", *names)
     places = transition.state.placement.of_role(role.name)
     for worker in newcomers:
-        incarnation = 0 if worker.phase is WorkerPhase.WAITING else worker.incarnation + 1
+        # A rank that the role had before it became smaller has had workers.
+        before = role.dropped if worker.phase is WorkerPhase.WAITING else worker.incarnation
         place = places[worker.rank]
-        role = role.with_worker(worker.ordered(incarnation, role.generation, place.node, place.own))
+        role = role.with_worker(worker.ordered(before + 1, role.generation, place.node, place.own))
     transition.put(role)
     transition.tell_now()
     _start(transition, role, [worker.rank for worker in newcomers])
 
 
 def obstructed(state: JobState, role: RoleState) -> bool:
-    """Whether a worker that has to leave still runs where ranks of `role` are to start: both would use one device."""
-    if not state.placement.lost:
+    """Whether a worker that has to leave still runs: where ranks of `role` are to start, as both would use one device;
+    or at a rank of `role` itself, which nobody else may hold meanwhile."""
+    if not state.placement.lost and not state.draining:
         return False
+    if any(state.misplaced(role, worker) for worker in role.live):
+        return True
     places = state.placement.of_role(role.name)
     wanted = {place.node for place, worker in zip(places, role.workers, strict=False) if not worker.live}
     return any(

@@ -130,6 +130,8 @@ class RoleState(Value):
 
     `generation` is what is decided, `opened` the last one whose store is there: workers learn of a generation only
     when they can meet in its store. `cause` is the id of the event that its phase and generation follow from.
+    `orderly`: its workers are told to end because nodes leave or have come, not because of a failure. `dropped` is the
+    greatest incarnation of the ranks that it had before it became smaller, -1 if there were none.
     """
 
     name: str
@@ -141,6 +143,8 @@ class RoleState(Value):
     opened: int = 0
     restarts: int = 0
     cause: str = ""
+    orderly: bool = False
+    dropped: int = -1
 
     @property
     def live(self) -> tuple[WorkerState, ...]:
@@ -226,6 +230,8 @@ class JobState(Value):
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
     `owned`: it must not outlive the command that has started it, which attaches as its owner.
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
+    `head` is the only node on which masters can run, empty when they can on each. Nodes that are `draining` leave as
+    soon as nothing runs there. `newcomers` have joined the running job; roles that may grow have not been offered them.
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
@@ -255,6 +261,9 @@ class JobState(Value):
     epoch: int = 0
     recorded: int = 0
     cause: str = ""
+    head: str = ""
+    draining: tuple[str, ...] = ()
+    newcomers: tuple[str, ...] = ()
 
     def with_role(self, role: RoleState) -> JobState:
         """This state with one role replaced."""
@@ -285,10 +294,9 @@ class JobState(Value):
     def without(self, gone: Collection[str]) -> tuple[str, ...]:
         """The nodes that can have ranks without `gone`: with an agent, or expected while the job launches."""
         coming = self.phase is JobPhase.LAUNCHING
+        out = {*gone, *self.placement.lost, *self.draining}
         return tuple(
-            node
-            for node in self.inventory.names
-            if node not in gone and node not in self.placement.lost and (coming or node in self.agents)
+            node for node in self.inventory.names if node not in out and (coming or node in self.agents)
         )
 
     def misplaced(self, role: RoleState, worker: WorkerState) -> bool:
@@ -320,13 +328,16 @@ def new_job(
     uid: str = "",
     owned: bool = False,
     inventory: Inventory = NOTHING,
+    head: str = "",
 ) -> JobState:
     """The state of a job before its first event."""
     roles = {
         role.name: RoleState(role.name, role.entry.kind, role.restart, waiting(placement, role.name))
         for role in spec.roles
     }
-    return JobState(spec, placement, roles, started, logs, uid=uid, owned=owned, inventory=inventory)
+    return JobState(
+        spec, placement, roles, started, logs, uid=uid, owned=owned, inventory=inventory, head=head
+    )
 
 
 def waiting(placement: Placement, role: str) -> Ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition
-from unirun.job.events import After, Command, Record, ToAgent, ToAgents, ToWatchers, ViewDue
+from unirun.job.events import After, Command, GrowthDue, Record, ToAgent, ToAgents, ToWatchers, ViewDue
 from unirun.job.state import JobState, RoleState, Told, WorkerState
 from unirun.job.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
@@ -14,8 +14,12 @@ from unirun.wire.messages import Message, RoleChanged, StopWorkers, View, Worker
 VIEW_DELAY, VIEW_DELAY_PER_AGENT = 0.1, 0.0002
 """Seconds in which changes are gathered into one view, unless a worker waits for it: at least, and for each agent."""
 
+GATHER = 1.0
+"""Seconds in which nodes that have come are gathered into one decision: roles that grow start again."""
 
-CAUSES = frozenset({"start", "exit", "agent_lost", "store", "stop", "decision", "restart", "stopping"})
+CAUSES = frozenset(
+    {"start", "exit", "agent_lost", "drain", "store", "stop", "decision", "restart", "stopping"}
+)
 """The kinds of events that others follow from."""
 
 
@@ -76,6 +80,11 @@ class Transition:
             delay = max(VIEW_DELAY, VIEW_DELAY_PER_AGENT * len(self.state.agents))
             self.send(After(delay, ViewDue()))
 
+    def grow_soon(self) -> None:
+        """If nodes have come, decide about the growth of roles, after a delay in which more may come."""
+        if self.state.newcomers:
+            self.send(After(GATHER, GrowthDue()))
+
     def stop(self, role: RoleState, signum: int, grace: float) -> None:
         """Order the end of all that lives of `role`."""
         ranks: dict[str, list[int]] = {}
@@ -98,7 +107,8 @@ class Transition:
         """The live worker that is meant, or None when the message is about one that has ended."""
         role, rank, incarnation = who
         found = self.role(role)
-        if not 0 <= rank < self.state.role_spec(role).count:
+        spec = self.state.role_spec(role)
+        if not 0 <= rank < max(spec.count, spec.most or 0):
             raise IllegalTransition(f"there is no worker {who}")
         if rank >= len(found.workers):
             # The role has become smaller.

@@ -16,13 +16,14 @@ from msgspec.structs import replace
 
 from unirun.errors import Refused, WireError
 from unirun.failover.silence import FENCE
+from unirun.job.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.notes import Notes, tail
-from unirun.launcher.orders import AgentTask, Orders, welcome
+from unirun.launcher.orders import Orders, welcome
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,
@@ -337,8 +338,7 @@ class Agent:
             await stream.close()
 
     def _late(self, expiry: Expiry) -> None:
-        session = session_of(expiry.pid)
-        self._apply(events.TimerExpired(expiry.pid, session, expiry.scopes, expiry.signal))
+        self._apply(events.TimerExpired(expiry.pid, session_of(expiry.pid), expiry.scopes, expiry.signal))
 
     def _refused(self, text: str, count: int) -> None:
         self._tell(Notice(self._state.node, f"at the agent {text} ({count} so far)", "refused"))

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from unirun.collocation import Inventory
 from unirun.collocation.capacity import host_ceilings, refuse_impossible
 from unirun.errors import EXIT_FAILURE, JobError, PlacementError, RendezvousError
+from unirun.job.offers import AgentTask
 from unirun.job.state import new_job
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.local import RunningJob, first_words, start_processes
-from unirun.launcher.orders import AgentTask, on_host
+from unirun.launcher.orders import on_host
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.launcher.warm.leaving import choices, leave_behind, leaves_behind, starts

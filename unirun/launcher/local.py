@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from unirun.errors import RendezvousError, UnirunError
+from unirun.job.offers import AgentTask
 from unirun.launcher.agent import Agent
-from unirun.launcher.orders import AgentTask
 from unirun.launcher.process import kill_children, set_title
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from unirun.job.offers import AgentTask
 from unirun.launcher.environment import (
     FRESH,
     SpawnerKey,
@@ -23,7 +24,7 @@ from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
-from unirun.values import Value, WorkerId
+from unirun.values import WorkerId
 from unirun.wire.messages import OpenStore, RoleBrief, StartRole, StartWorker, View, Welcome
 from unirun.wire.spawning import Borrow, ServeStore, Spawn
 from unirun.wire.views import whole
@@ -36,21 +37,6 @@ PRELOAD_CALLS = ("unirun.roles.worker_main",)
 
 CALLS = ("workload", "trainer", "function")
 """The kinds of entries that `unirun.roles.worker_main` runs, which may serve or make calls."""
-
-
-class AgentTask(Value):
-    """The input of the agent of `node`, one of `nodes`; it may be on another host than the command.
-
-    Workers start in the directory `cwd`. The roles' rendezvous stores listen at `addr`, an address of the agent's host;
-    that of the first role has `port` (0: any free one).
-    """
-
-    spec: JobSpec
-    node: str
-    nodes: tuple[str, ...]
-    cwd: str
-    addr: str
-    port: int = 0
 
 
 def on_host(task: AgentTask, addr: str, cwd: str) -> AgentTask:

@@ -17,8 +17,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from unirun.errors import RendezvousError, WireError
+from unirun.job.offers import AgentTask
 from unirun.launcher.candidacy import Attempts, start_at, turns
-from unirun.launcher.orders import AgentTask
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.masters import MasterGone, Masters, appointed
 from unirun.reporting import report

@@ -7,6 +7,8 @@ import signal
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
+from unirun.failover.arrivals import arrived, grow
+from unirun.failover.draining import drain, leave_when_empty
 from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
 from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
 from unirun.failover.takeover import REJOIN_TIMEOUT, all_back, bare, take_up
@@ -14,8 +16,10 @@ from unirun.failover.worker_failure import exited, store_ended
 from unirun.graph import sound
 from unirun.job.events import (
     AgentLost,
+    Arrived,
     Command,
     Event,
+    GrowthDue,
     JoinTimedOut,
     KeepMetrics,
     LossesDue,
@@ -37,7 +41,7 @@ from unirun.job.state import (
 )
 from unirun.job.transition import Transition, output_of
 from unirun.values import WorkerId
-from unirun.wire.messages import Stop
+from unirun.wire.messages import Drain, Stop
 from unirun.wire.reports import (
     Calls,
     FromWorker,
@@ -69,6 +73,7 @@ def step(state: JobState, event: Event, now: float) -> tuple[JobState, list[Comm
     transition = Transition(state, now)
     try:
         _handle(transition, event)
+        leave_when_empty(transition)
         end_if_over(transition)
     except IllegalTransition as error:
         error.cause = transition.cause
@@ -112,6 +117,12 @@ def _handle(transition: Transition, event: Event) -> None:
             transition.send(ToWatchers(event))
         case Stop():
             _stop(transition, event)
+        case Drain(node):
+            drain(transition, node)
+        case Arrived():
+            arrived(transition, event)
+        case GrowthDue():
+            grow(transition)
         case OwnerLost():
             _stop(transition, Stop(signal.SIGTERM, "the unirun command was killed", OWNER_LOST_GRACE))
         case AgentLost(node, reason):
@@ -155,6 +166,8 @@ def _join(transition: Transition, event: Join) -> None:
     transition.record("join", f"{event.node} joined (pid {event.pid})", event.node)
     if event.ending is not None and state.verdict is None:
         end_as_told(transition, event.ending)
+    if event.node in state.newcomers:
+        transition.grow_soon()
     if transition.state.phase is JobPhase.LAUNCHING:
         form_if_all_are_there(transition)
     else:

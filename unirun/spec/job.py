@@ -41,9 +41,10 @@ class RoleSpec(Value):
     for whatever fits. `auto_visible_device`: whether a worker's device mask is set to the devices that it was given.
 
     A rank takes `slots` of `device` (``cpu``, ``cuda`` or another type; None: of what the nodes have), a fraction being
-    a share of one. With `least` there may be fewer ranks than `count` where there is no room for all. `per_group` cuts
-    the ranks into groups of that many, each on one node; `devices` are the only ones, by index, that it may have. With
-    `component`, its nodes are those of that component of a heterogeneous Slurm job.
+    a share of one. With `least` there may be fewer ranks than `count` where there is no room for all; once it is
+    placed, `count` is how many it has, and `most` how many it may have when nodes join. `per_group` cuts the ranks into
+    groups of that many, each on one node; `devices` are the only ones, by index, that it may have. With `component`,
+    its nodes are those of that component of a heterogeneous Slurm job.
     """
 
     name: str
@@ -57,6 +58,7 @@ class RoleSpec(Value):
     per_node: int | None = None
     auto_visible_device: bool = True
     least: int | None = None
+    most: int | None = None
     device: str | None = None
     slots: float = 1.0
     per_group: int | None = None
@@ -88,9 +90,9 @@ class JobSpec(Value):
     processor time are read; exits are seen at once, whatever it is. `collocations` are groups of roles that share
     devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
     and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those called
-    `exclude_nodes` are not used. `edges` say which role calls which (`unirun.graph`). `call_timeout` is how long a call
-    between roles may take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the
-    stdin of the command.
+    `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls which
+    (`unirun.graph`). `call_timeout` is how long a call between roles may take, and `transport` what carries it. `stdin`
+    names the worker, as ``actor:0``, that has the stdin of the command.
     """
 
     name: str
@@ -116,6 +118,7 @@ class JobSpec(Value):
     isolations: tuple[tuple[str, ...], ...] = ()
     spares: int = 0
     exclude_nodes: tuple[str, ...] = ()
+    most_nodes: int | None = None
     edges: tuple[Edge, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "socket"

@@ -30,7 +30,8 @@ from unirun.spec.roles import (
 from unirun.spec.together import group_faults, handle_faults
 
 LOG_KEYS = LogSpec.__struct_fields__
-JOB_KEYS = tuple(dict.fromkeys((*JobSpec.__struct_fields__, "trainer", "nproc_per_node", *JOB_WIDE_KEYS)))
+_FIELDS = tuple(name for name in JobSpec.__struct_fields__ if name != "most_nodes")
+JOB_KEYS = tuple(dict.fromkeys((*_FIELDS, "trainer", "nproc_per_node", *JOB_WIDE_KEYS)))
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
 

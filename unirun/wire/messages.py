@@ -6,8 +6,8 @@ agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample View
 master→agent  Appointed Beat OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
 worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
 agent→worker  Welcome View Answer
-CLI→master    Attach Stop Beat
-master→CLI    Beat WorkerOutput RoleChanged Notice Ended
+CLI→master    Attach Stop Drain Beat
+master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 before there is a master: `unirun.wire.lobby`
@@ -226,6 +226,20 @@ class Stop(Value, tag=True):
         return 128 + self.signal if self.code is None else self.code
 
 
+class Drain(Value, tag=True):
+    """Asks that `node` leaves the job."""
+
+    node: str
+
+
+class Drained(Value, tag=True):
+    """The answer: `node` has left, or why it cannot."""
+
+    node: str
+    problem: str = ""
+    remedy: str = ""
+
+
 class RoleChanged(Value, tag=True):
     """The progress of a role: `running` of `total` workers are in the user's code."""
 
@@ -294,6 +308,8 @@ Message = (
     | Welcome
     | Attach
     | Stop
+    | Drain
+    | Drained
     | RoleChanged
     | WorkerOutput
     | Ended

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from unirun.cli import main
+from unirun.job.offers import AgentTask
 from unirun.launcher import local
 from unirun.launcher.agent import Agent
-from unirun.launcher.orders import AgentTask
 from unirun.rendezvous import JobDir
 
 HOSTS = Path(sys.argv[1])

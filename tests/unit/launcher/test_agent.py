@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from unirun.errors import Refused
+from unirun.job.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.agent import Agent
 from unirun.launcher.environment import SpawnerKey
 from unirun.launcher.events import Command, Event, Phase, Worker
-from unirun.launcher.orders import AgentTask
 from unirun.launcher.state import AgentState
 from unirun.rendezvous import create_job
 from unirun.spec import Entry, JobSpec, RoleSpec

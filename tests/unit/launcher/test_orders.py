@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from unirun.job.offers import AgentTask
 from unirun.launcher.environment import FRESH
-from unirun.launcher.orders import PRELOAD, AgentTask, Orders
+from unirun.launcher.orders import PRELOAD, Orders
 from unirun.rendezvous import JobDir
 from unirun.spec import Entry, JobSpec, RoleSpec
 from unirun.wire.messages import StartRole, StartWorker

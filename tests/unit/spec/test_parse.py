@@ -197,6 +197,8 @@ def write_code() -> None:
 def as_job_file(spec: JobSpec) -> dict[str, Any]:
     """The mapping that a person would write for `spec`."""
     data = spec.to_json()
+    # That is an option of the command.
+    del data["most_nodes"]
     every = ("env", "cwd", "max_restarts", "start_method")
     data["roles"] = {
         role["name"]: {

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import RendezvousError, WireError
+from unirun.job.offers import inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hosts.interfaces import choose, is_own, resolve
-from unirun.launcher.hosts.lobby import Lobby, assign, inventory_of, misfits, part, refusal
-from unirun.launcher.hosts.member import offer, take_part, task_json, versions
+from unirun.launcher.hosts.lobby import Lobby, assign, part, refusal
+from unirun.launcher.hosts.member import offer, take_part
 from unirun.launcher.launch import Head, launch, task_of
 from unirun.launcher.local import RunningJob, start_agent
 from unirun.launcher.planned import PlannedJob
@@ -133,7 +134,7 @@ def tasks(planned: PlannedJob, head: Head, store: str | None) -> dict[str, Assig
     )
     return {
         name: Assigned(
-            planned.spec.run_id, head.uid, task_json(task_of(planned, names, name)), head.address, store or ""
+            planned.spec.run_id, head.uid, task_of(planned, names, name).to_json(), head.address, store or ""
         )
         for name in names
         if name != head.node

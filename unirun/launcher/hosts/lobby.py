@@ -9,12 +9,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from unirun.collocation import Inventory
-from unirun.collocation.inventory import Node
 from unirun.errors import RendezvousError, UnirunError, WireError
+from unirun.job.offers import Unfit
 from unirun.values import Value
 from unirun.wire.aio import Stream
-from unirun.wire.codec import from_json
 from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
 from unirun.wire.messages import Message
 
@@ -34,19 +32,6 @@ class Guest(Value):
         return self.offer.node
 
 
-class Unfit(Value):
-    """Why a node cannot take part."""
-
-    node: str
-    problem: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.node}: {self.problem}; {self.remedy}" if self.remedy else f"{self.node}: {self.problem}"
-        )
-
-
 def refusal(unfit: Sequence[Unfit]) -> RendezvousError:
     """One error for all nodes that cannot take part."""
     if len(unfit) == 1:
@@ -54,24 +39,6 @@ def refusal(unfit: Sequence[Unfit]) -> RendezvousError:
     return RendezvousError(
         f"{len(unfit)} nodes cannot take part\n" + "\n".join(f"  {each}" for each in unfit)
     )
-
-
-def misfits(offers: Sequence[Offer], ours: Mapping[str, str]) -> list[Unfit]:
-    """The nodes whose versions are not `ours`, and those that have said themselves why they cannot take part."""
-    found = []
-    for offered in offers:
-        found += [Unfit(offered.node, problem, remedy) for problem, remedy in offered.faults]
-        for name, version in ours.items():
-            theirs = offered.versions.get(name, "")
-            if theirs != version:
-                problem = f"it has {name} {theirs}, here it is {version}" if theirs else f"it has no {name}"
-                found.append(Unfit(offered.node, problem, f"install {name} {version} there"))
-    return found
-
-
-def inventory_of(offers: Sequence[Offer]) -> Inventory:
-    """The nodes as they describe themselves. Raises `FrameError`."""
-    return Inventory(tuple(from_json(Node, each.inventory) for each in offers))
 
 
 async def each(

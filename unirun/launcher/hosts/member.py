@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
-from msgspec import to_builtins
 from msgspec.json import encode as to_json
 from msgspec.structs import replace
 
 from unirun.collocation import local_inventory
 from unirun.errors import RendezvousError, UnirunError
+from unirun.job.offers import AgentTask, versions
 from unirun.launcher.hosts.interfaces import choose, route_to
 from unirun.launcher.local import Member
-from unirun.launcher.orders import AgentTask, on_host
+from unirun.launcher.orders import on_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.rendezvous import create_job
 from unirun.rendezvous.endpoints import hold_endpoints
@@ -29,21 +27,11 @@ from unirun.wire.certificates import make_tls
 from unirun.wire.codec import from_json
 from unirun.wire.handshake import Token
 from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
+from unirun.wire.messages import Appointed
 from unirun.wire.sockets import listen_tcp
 
 ANSWER = 600.0
 """Seconds that a node waits for the launcher's next word; the launcher has the deadline, and its end is noticed."""
-
-
-def versions() -> dict[str, str]:
-    """The versions that must be the same on all hosts of a job. A missing package has none."""
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for name, package in (("torch", "torch"), ("unirun", "torch-unirun")):
-        try:
-            found[name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
 
 
 def offer(
@@ -66,6 +54,9 @@ def take_part(
     """
     stream.send(offered)
     assigned = stream.receive(ANSWER)
+    if isinstance(assigned, Appointed):
+        # The job has begun, and a master answers where the lobby was.
+        assigned = stream.receive(ANSWER)
     if not isinstance(assigned, Assigned):
         raise _dismissal(assigned)
     try:
@@ -141,8 +132,3 @@ def _dismissal(word: object) -> RendezvousError:
     if isinstance(word, Dismissed):
         return RendezvousError(word.problem, word.remedy)
     return RendezvousError(f"the launcher said {type(word).__name__} where a task was due")
-
-
-def task_json(task: AgentTask) -> str:
-    """A task as text."""
-    return to_json(to_builtins(task)).decode()

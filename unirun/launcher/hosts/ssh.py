@@ -18,19 +18,17 @@ from msgspec.structs import replace
 
 from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
+from unirun.job.offers import Unfit, inventory_of, misfits, versions
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import (
     Guest,
-    Unfit,
     assign,
-    inventory_of,
-    misfits,
     part,
     refusal,
     tell,
 )
-from unirun.launcher.hosts.member import needs, task_json, versions
+from unirun.launcher.hosts.member import needs
 from unirun.launcher.hosts.mirror import Mirror
 from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
@@ -205,7 +203,7 @@ class _Run:
             found[name] = Assigned(
                 spec.run_id,
                 self._uid,
-                "" if first else task_json(task),
+                "" if first else task.to_json(),
                 head,
                 store,
                 planned.to_json() if first else "",

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from unirun.errors import RendezvousError, UsageError
+from unirun.job.offers import Unfit
 from unirun.launcher.hosts.connection import OPTIONS, explain, is_local
 from unirun.launcher.hosts.hostlist import Host
-from unirun.launcher.hosts.lobby import Unfit, refusal
+from unirun.launcher.hosts.lobby import refusal
 
 LEFT_OUT = frozenset(
     (".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from unirun.job.offers import AgentTask
 from unirun.launcher.environment import FRESH, for_workers
-from unirun.launcher.orders import AgentTask, Orders
+from unirun.launcher.orders import Orders
 from unirun.launcher.warm.borrowing import VARIABLE, Choice, choose, running, some_start, start
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec

@@ -41,7 +41,7 @@ from unirun.master.persistence.documents import (
     values_of,
 )
 
-SCHEMA = 6
+SCHEMA = 7
 
 _NODES, _PLACES, _FAILURES = 100, 50, 8
 _ENDPOINTS = 1000
@@ -66,10 +66,16 @@ def urgent(before: JobState, after: JobState) -> bool:
     they are in the store. What agents can report again is not urgent."""
     if before is after:
         return False
-    return _decided_of_job(before) != _decided_of_job(after) or any(
+    if _other_nodes(before, after) or _decided_of_job(before) != _decided_of_job(after):
+        return True
+    return any(
         role is not (old := before.roles[name]) and (_decided(old) != _decided(role) or _turned(old, role))
         for name, role in after.roles.items()
     )
+
+
+def _other_nodes(before: JobState, after: JobState) -> bool:
+    return before.inventory is not after.inventory and before.inventory != after.inventory
 
 
 def _decided(role: RoleState) -> tuple[Any, ...]:
@@ -92,7 +98,9 @@ def changed_documents(before: JobState | None, after: JobState) -> Changes:
     found: Changes = {}
     if before is None:
         found |= packed("spec", after.spec.to_json())
-        found |= packed("inventory", to_builtins(after.inventory))
+    if before is None or _other_nodes(before, after):
+        pieces = packed("inventory", to_builtins(before.inventory)) if before is not None else ()
+        found |= dict.fromkeys(pieces) | packed("inventory", to_builtins(after.inventory))
     old = _runs(before) if before else {}
     for name, run in _runs(after).items():
         found |= changed_blocks(name, old.get(name), run, _plain)

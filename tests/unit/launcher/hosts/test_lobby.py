@@ -11,7 +11,7 @@ from msgspec.json import encode as to_json
 
 from unirun.collocation.inventory import Node
 from unirun.errors import RendezvousError
-from unirun.launcher.hosts.lobby import Guest, Lobby, assign, inventory_of, misfits, part, refusal
+from unirun.launcher.hosts.lobby import Guest, Lobby, assign, part
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Stream
 from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
@@ -146,22 +146,3 @@ class TestTheStart:
             assert lines[2].startswith("  h3: the peer closed the stream")
 
         run(play)
-
-
-def test_other_versions_and_faults_of_nodes_are_told_with_the_remedy() -> None:
-    offers = [
-        offer("h1"),
-        offer("h2", versions={"torch": "2.11.0"}),
-        offer("h3", versions={"unirun": ""}, faults=(("/job: no such file", "share it"),)),
-    ]
-    found = [str(each) for each in misfits(offers, OURS)]
-    assert found == [
-        "h2: it has torch 2.11.0, here it is 2.13.0; install torch 2.13.0 there",
-        "h3: /job: no such file; share it",
-        "h3: it has no unirun; install unirun 0.1.0 there",
-    ]
-    assert refusal(misfits(offers[:2], OURS)).remedy == "install torch 2.13.0 there"
-
-
-def test_the_inventory_is_what_the_nodes_say_of_themselves() -> None:
-    assert inventory_of([offer("b"), offer("a")]).names == ("b", "a")

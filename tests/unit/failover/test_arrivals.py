@@ -1,0 +1,169 @@
+"""Nodes that join a running job: who is let in, and which roles grow."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import to_builtins
+from msgspec.json import encode as to_json
+from msgspec.structs import replace
+
+from tests.unit.failover.losses import gone, nodes, places, ranks, scripts
+from tests.unit.failover.takeover import join, take_over
+from tests.unit.job.job import TERM, Job
+from tests.unit.master.persistence.documents import kept, written
+from unirun.collocation import Device, Node
+from unirun.failover.arrivals import trouble
+from unirun.job.events import After, Arrived, GrowthDue, ToGuest
+from unirun.job.transition import GATHER
+from unirun.master.persistence.context import restore, urgent
+from unirun.wire.lobby import Dismissed, Go, Offer
+from unirun.wire.messages import StartRole, StopWorkers
+
+OURS = {"python": "3.13"}
+
+
+def offer(node: str, *, devices: int = 2, **more: object) -> Offer:
+    there = Node(node, (0,), tuple(Device(str(number), "") for number in range(devices)))
+    return Offer(node, node, -1, to_json(to_builtins(there)).decode(), OURS, **more)  # type: ignore[arg-type]
+
+
+def elastic(of: int = 2, **more: object) -> Job:
+    """Two to eight actors on nodes with two devices each."""
+    return scripts(8, of=of, least={"actor": 2}, **more).running()
+
+
+def come(job: Job, *names: str) -> Job:
+    """Nodes come, and their agents join."""
+    for name in names:
+        job.on(Arrived(offer(name))).on(job.join(name))
+    return job
+
+
+class TestWhoIsLetIn:
+    def test_a_node_with_another_name_and_the_same_versions(self) -> None:
+        assert trouble(elastic().state, offer("n2"), OURS) is None
+
+    @pytest.mark.parametrize(
+        ("offered", "problem"),
+        [
+            (offer("n1"), "the job has a node called n1"),
+            (offer("n2"), "the job had a node called n2"),
+            (offer("n9", faults=(("it has no script", "put it there"),)), "it has no script"),
+            (replace(offer("n9"), versions={"python": "3.12"}), "it has python 3.12, here it is 3.13"),
+        ],
+    )
+    def test_no_other_one(self, offered: Offer, problem: str) -> None:
+        job = elastic(of=3).on(gone("n2"))
+        refusal = trouble(job.state, offered, OURS)
+        assert refusal is not None
+        assert refusal.problem == problem
+
+    def test_not_more_than_the_job_may_have_but_one_in_the_place_of_a_lost_one(self) -> None:
+        job = elastic()
+        job.state = replace(job.state, spec=replace(job.state.spec, most_nodes=2))
+        assert trouble(job.state, offer("n2"), OURS) == Dismissed(
+            "the job has 2 nodes, the most that it may have", "see --nnodes"
+        )
+        assert trouble(job.on(gone("n1")).state, offer("n2"), OURS) is None
+
+    def test_nobody_when_the_job_ends(self) -> None:
+        job = elastic()
+        for rank in range(4):
+            job.exits("actor", rank)
+        assert trouble(job.state, offer("n2"), OURS) == Dismissed("the job is ending")
+
+    def test_of_two_with_one_name_the_second_is_dismissed(self) -> None:
+        job = elastic().on(Arrived(offer("n2")), Arrived(offer("n2")))
+        answers = [command.message for command in job.commands if isinstance(command, ToGuest)]
+        assert [type(answer) for answer in answers] == [Go, Dismissed]
+
+
+class TestANodeThatHasCome:
+    def test_it_is_in_the_store_before_it_is_let_in(self) -> None:
+        job = elastic()
+        before = job.state
+        job.on(Arrived(offer("n2")))
+        assert urgent(before, job.state)
+        assert kept(job.state) == restore(written(job.state))
+        assert job.state.nodes == ("n0", "n1", "n2")
+
+    def test_it_is_a_spare_for_a_job_that_does_not_grow(self) -> None:
+        job = come(scripts(of=2).running(), "n2").on(GrowthDue())
+        assert job.commands == []
+        assert job.state.placement.spares == ("n2",)
+        job.on(gone("n1")).exits("actor", 0, by=TERM, asked=TERM).exits("actor", 1, by=TERM, asked=TERM)
+        assert ranks(job) == {"n0": [0, 1], "n2": [2, 3]}
+
+
+class TestGrowth:
+    def test_a_role_that_may_have_more_ranks_starts_again_with_them_and_spends_no_restart(self) -> None:
+        job = come(elastic(), "n2")
+        assert After(GATHER, GrowthDue()) in job.commands
+        job.on(GrowthDue())
+        assert job.orders(StopWorkers) == [
+            StopWorkers("actor", (0, 1), TERM, 30.0),
+            StopWorkers("actor", (2, 3), TERM, 30.0),
+        ]
+        assert "n2 joined; actor grows from 4 to 6 ranks" in job.records
+        assert kept(job.state) == restore(written(job.state))
+        job.obey()
+        assert ranks(job) == {"n0": [0, 1], "n1": [2, 3], "n2": [4, 5]}
+        (order, *_) = job.orders(StartRole)
+        assert (order.world_size, order.restarts, order.generation) == (6, 0, 1)
+        assert job.all_run("actor").phases() == {"actor": "running"}
+        assert job.state.failures == ()
+
+    def test_nodes_that_come_within_a_second_are_one_restart(self) -> None:
+        job = come(elastic(), "n2", "n3").on(GrowthDue()).obey().all_run("actor").on(GrowthDue())
+        assert job.commands == []
+        assert (len(places(job)), job.state.roles["actor"].generation) == (8, 1)
+
+    def test_a_role_that_starts_again_after_a_failure_grows_when_it_runs(self) -> None:
+        job = elastic().exits("actor", 0, 1)
+        come(job, "n2").on(GrowthDue())
+        assert job.commands == []
+        job.obey()
+        for rank in (1, 2, 3):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        job.all_run("actor")
+        assert After(GATHER, GrowthDue()) in job.commands
+        assert len(places(job.on(GrowthDue()))) == 6
+
+    def test_ranks_that_a_role_had_once_go_on_with_the_next_incarnation(self) -> None:
+        job = elastic(of=3)
+        job.exits("actor", 0, 1)
+        for rank in range(1, 6):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        job.all_run("actor").on(gone("n2"))
+        for rank in range(4):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        assert len(job.all_run("actor").state.roles["actor"].workers) == 4
+        come(job, "n3").on(GrowthDue()).obey()
+        started = {m.rank: m.incarnation for order in job.orders(StartRole) for m in order.members}
+        assert started == {0: 3, 1: 3, 2: 3, 3: 3, 4: 2, 5: 2}
+
+    def test_a_node_that_is_lost_before_the_role_has_grown_takes_the_new_ranks_with_it(self) -> None:
+        job = come(elastic(), "n2").on(GrowthDue()).on(gone("n2"))
+        for rank in range(4):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        assert ranks(job) == {"n0": [0, 1], "n1": [2, 3]}
+        assert job.all_run("actor").phases() == {"actor": "running"}
+
+    def test_workloads_keep_their_number_because_callers_rely_on_it(self) -> None:
+        job = Job({"actor": 8}, kinds={"actor": "workload"}, inventory=nodes(2), least={"actor": 2}).running()
+        assert come(job, "n2").on(GrowthDue()).commands == []
+
+    def test_nodes_that_the_job_holds_back_are_not_used(self) -> None:
+        job = elastic(spares=1)
+        assert places(job) == ["n0", "n0"]
+        come(job, "n2", "n3").on(GrowthDue())
+        assert len({*places(job)}) == 3
+
+    def test_a_new_master_does_what_was_due(self) -> None:
+        job = come(elastic(), "n2")
+        before = job.state
+        take_over(job)
+        for node in ("n0", "n1", "n2"):
+            join(job, before, node)
+        assert After(GATHER, GrowthDue()) in job.commands
+        assert len(places(job.on(GrowthDue()))) == 6

@@ -1,0 +1,93 @@
+"""Nodes that join a running job: who is let in, and which roles grow.
+
+A node that has come is a spare. When all roles run, those that have fewer ranks than they may have get more, and start
+again as a whole: nodes that come within `GATHER` seconds are one such restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from unirun.collocation import Inventory
+from unirun.errors import PlacementError
+from unirun.failover.moving import Cause, relocate, relocation_to
+from unirun.failover.relocation import placed_again
+from unirun.job.events import Arrived, ToGuest
+from unirun.job.offers import inventory_of, misfits
+from unirun.job.state import ROLE_ENDS, JobPhase, JobState, RolePhase
+from unirun.job.transition import Transition
+from unirun.wire.lobby import Dismissed, Go, Offer
+
+
+def trouble(state: JobState, offer: Offer, ours: Mapping[str, str]) -> Dismissed | None:
+    """Why a node is not let in, None if it is. `ours` are the versions that it must have."""
+    if state.phase not in (JobPhase.LAUNCHING, JobPhase.RUNNING):
+        return Dismissed("the job is ending")
+    if not state.inventory.nodes:
+        return Dismissed("its ranks can be nowhere but where they are")
+    if offer.node in state.nodes:
+        had = "had" if state.given_up(offer.node) else "has"
+        return Dismissed(f"the job {had} a node called {offer.node}", "give it another name: --node-name")
+    most = state.spec.most_nodes
+    if most is not None and len(set(state.nodes) - {*state.placement.lost}) >= most:
+        return Dismissed(f"the job has {most} nodes, the most that it may have", "see --nnodes")
+    for unfit in misfits([offer], ours):
+        return Dismissed(unfit.problem, unfit.remedy)
+    return None
+
+
+def arrived(transition: Transition, event: Arrived) -> None:
+    """A node has bound its endpoints: it is a part of the job, unless another one was faster."""
+    offer, state = event.offer, transition.state
+    refusal = trouble(state, offer, offer.versions)
+    if refusal is not None:
+        transition.send(ToGuest(offer.node, refusal))
+        return
+    transition.state = replace(
+        state,
+        inventory=Inventory((*state.inventory.nodes, *inventory_of([offer]).nodes)),
+        placement=replace(state.placement, spares=(*state.placement.spares, offer.node)),
+        newcomers=(*state.newcomers, offer.node),
+    )
+    transition.record("arrival", f"{offer.node} comes into the job, from host {offer.host}", offer.node)
+    transition.send(ToGuest(offer.node, Go()))
+
+
+def grow(transition: Transition) -> None:
+    """Give roles more ranks where nodes have come. Waits until every role runs, as one that starts again would have to
+    start twice."""
+    state = transition.state
+    come = tuple(node for node in state.newcomers if node in state.agents)
+    unsettled = any(role.phase not in (RolePhase.RUNNING, *ROLE_ENDS) for role in state.roles.values())
+    if not come or state.phase is not JobPhase.RUNNING or state.away or state.losses or unsettled:
+        return
+    transition.state = replace(state, newcomers=tuple(node for node in state.newcomers if node not in come))
+    most = _most(state)
+    if not most:
+        return
+    busy = {place.node for place in state.placement.assignments}
+    idle = [node for node in state.without(()) if node not in busy]
+    try:
+        placement = placed_again(state, (), aside=idle[max(len(idle) - state.spec.spares, 0) :], most=most)
+    except PlacementError:
+        return
+    if all(len(placement.of_role(name)) == len(state.roles[name].workers) for name in most):
+        return
+    cause = Cause(come, f"{', '.join(come)} joined", asked=True, come=True)
+    found = relocation_to(state, transition.state, placement, cause, (), {})
+    relocate(transition, state, cause, found)
+    transition.tell_now()
+
+
+def _most(state: JobState) -> dict[str, int]:
+    """The roles that may have more ranks than they have, and how many. Others call workloads by their number, which
+    stays."""
+    return {
+        role.name: most
+        for role in state.roles.values()
+        if role.restart == "role"
+        and role.phase is RolePhase.RUNNING
+        and (most := state.role_spec(role.name).most or 0) > len(role.workers)
+    }
