@@ -55,17 +55,28 @@ def nobody_ran_twice(cluster: OnHosts, before: list[Start], after: list[Start]) 
         assert cluster.last_moment(one) < other.began, (one, other)
 
 
-def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(cluster: OnHosts) -> None:
+@pytest.mark.timeout(300)
+def test_a_bad_cable_and_one_that_is_out_for_three_seconds_restart_nothing(cluster: OnHosts) -> None:
+    """
+    1. Packets of all hosts are late by 20 ms, and one of a hundred is lost.
+    2. Then the cable of one host is out for three seconds.
+    3. No node was reported as silent, and every rank has run all the time.
+    """
     job = cluster.over_ssh(LIVING, actor="count: 6")
     before = starts(job, 6)
-    cluster.warmed_up()
+    for host in cluster.hosts:
+        host.netem(delay_ms=20, loss=0.01)
+    time.sleep(BAD_CABLE)
+    assert cluster.events("silence") == []
+    for host in cluster.hosts:
+        host.netem()
     cluster.hosts[1].cable(up=False)
     time.sleep(3.0)
     cluster.hosts[1].cable(up=True)
     back = time.monotonic()
-    # A node that is silent is told of after 4.8 s, and is lost 2 s later.
-    eventually(lambda: since(back) > 4.5, "whatever would follow has followed")
-    assert cluster.events("silence") == []
+    # A node that is silent is told of after 4.8 s.
+    eventually(lambda: since(back) > 3.0, "whatever would follow has followed")
+    assert cluster.events("silence") == cluster.events("agent_lost") == []
     for start in before:
         assert cluster.last_moment(start) > back
     end = ended_well(cluster, job)
@@ -81,6 +92,7 @@ def test_ranks_of_a_host_without_a_cable_are_dead_before_they_start_on_the_spare
     after = moved(cluster, job, SOON)
     assert after[2].began - out < LOST
     nobody_ran_twice(cluster, before, after)
+    assert agents_and_workers(cluster, "h2") == []
     told = time.monotonic()
     end = ended_well(cluster, job)
     assert since(told) < 5.0, "nobody waits for the logs of a host that is lost"
@@ -113,44 +125,18 @@ def agents_and_workers(cluster: OnHosts, node: str) -> list[str]:
     ]
 
 
-def test_ranks_of_a_killed_agent_go_on_elsewhere_at_once(cluster: OnHosts, job: Running) -> None:
+@pytest.mark.parametrize("lost", ["agent", "processes", "power"] if CHAOS else ["processes"])
+def test_ranks_of_a_host_that_is_killed_start_on_the_spare(cluster: OnHosts, job: Running, lost: str) -> None:
+    """What is lost is the agent, all processes while the kernel closes their connections, or all without a word."""
     before = starts(job, 4)
-    os.kill(cluster.pid_on("h2", "unirun-agent"), signal.SIGKILL)
+    if lost == "agent":
+        os.kill(cluster.pid_on("h2", "unirun-agent"), signal.SIGKILL)
+    else:
+        cluster.hosts[1].cable(up=lost != "power")
+        cluster.hosts[1].kill_all(sshd=lost == "power")
     killed = time.monotonic()
     after = moved(cluster, job, SOON)
     print(f"{after[2].began - killed:.2f} s")
-    assert after[2].began - killed < AT_ONCE
+    assert after[2].began - killed < (LOST if lost == "power" else AT_ONCE)
     nobody_ran_twice(cluster, before, after)
     ended_well(cluster, job)
-
-
-@pytest.mark.parametrize("power", ["off", "on"])
-def test_ranks_of_a_host_whose_processes_are_all_killed_go_on_on_the_spare(
-    cluster: OnHosts, job: Running, power: str
-) -> None:
-    before = starts(job, 4)
-    if power == "off":
-        cluster.hosts[1].cable(up=False)
-    cluster.hosts[1].kill_all(sshd=power == "off")
-    killed = time.monotonic()
-    after = moved(cluster, job, SOON)
-    print(f"{after[2].began - killed:.2f} s")
-    assert after[2].began - killed < (LOST if power == "off" else AT_ONCE)
-    nobody_ran_twice(cluster, before, after)
-    ended_well(cluster, job)
-
-
-@pytest.mark.timeout(300)
-def test_delay_and_loss_are_no_reason_for_an_alarm(cluster: OnHosts) -> None:
-    job = cluster.over_ssh(LIVING, actor="count: 6")
-    before = starts(job, 6)
-    cluster.warmed_up()
-    for host in cluster.hosts:
-        host.netem(delay_ms=20, loss=0.01)
-    time.sleep(BAD_CABLE)
-    assert cluster.events("silence") == cluster.events("agent_lost") == []
-    for host in cluster.hosts:
-        host.netem()
-    assert len(starts(job, 6)) == len(before)
-    end = ended_well(cluster, job)
-    assert len(end.out.splitlines()) == 6

@@ -9,7 +9,7 @@ import pytest
 
 from unirun.rendezvous import JobDir
 
-from ..harness import eventually
+from ..harness import CHAOS, eventually
 from .cluster import LIVING, OnHosts, since, starts
 
 GONE = 10.0
@@ -42,7 +42,7 @@ def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster:
     print(f"{since(killed):.1f} s")
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, 2] if CHAOS else [2])
 def test_interrupted_once_or_twice_a_job_ends_on_all_hosts(cluster: OnHosts, times: int) -> None:
     script = LIVING if times == 1 else STUBBORN
     job = cluster.over_ssh(script, actor="count: 3, per_node: 1")
