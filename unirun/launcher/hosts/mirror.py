@@ -6,7 +6,7 @@ import asyncio
 import base64
 import os
 from collections.abc import Callable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from unirun.errors import FrameError, RendezvousError, WireError
 from unirun.launcher.hosts.connection import Remote, carried, reach
@@ -51,17 +51,23 @@ class Mirror:
                 message = await stream.receive()
                 match message:
                     case Chunk():
-                        self._write(message)
+                        self._take(message)
                     case Complete():
                         return True
                     case Dismissed(problem):
                         self._note(f"{self.node}: {problem}")
                         return True
-        except FrameError as error:
-            self._note(f"{self.node}: {error}; no more of its files are copied")
+        except (FrameError, OSError) as error:
+            self._note(f"{self.node}: {error}; its files are not copied any more, and stay there")
             return True
         except WireError:
             return False
+
+    def _take(self, chunk: Chunk) -> None:
+        offset = self._offsets.get(chunk.path, 0)
+        write(self._job.path, self.node, chunk, offset)
+        if not chunk.whole:
+            self._offsets[chunk.path] = offset + len(base64.b64decode(chunk.data))
 
     async def _again(self) -> None:
         """Connect again, and ask for the rest."""
@@ -76,24 +82,28 @@ class Mirror:
             self._remote = remote
             return
 
-    def _write(self, chunk: Chunk) -> None:
-        """Write a part of a file. Raises `FrameError` for one that a node has no business to write, and for a gap."""
-        data = base64.b64decode(chunk.data)
-        name = PurePosixPath(chunk.path)
-        agent_log = len(name.parts) == 1 and name.match("agent.*.log")
-        known = chunk.path in (*GROWING, *REPLACED) or agent_log or name.parts[0] == "logs"
-        if not known or ".." in name.parts or name.is_absolute():
-            raise FrameError(f"{self.node} sends a file called {chunk.path!a:.80}")
-        target = self._job.path / name
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if chunk.whole:
-            fresh = target.with_suffix(".new")
-            fresh.write_bytes(data)
-            fresh.replace(target)
-            return
-        if chunk.offset != self._offsets.get(chunk.path, 0):
-            raise FrameError(f"{self.node} sends {chunk.path!a:.80} from {chunk.offset} on")
-        # Appended: of the event log, each host has what its own masters have written.
-        with open(target, "ab") as file:
-            file.write(data)
-        self._offsets[chunk.path] = chunk.offset + len(data)
+
+def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:
+    """Write what `node` sends into the job's directory `folder`: all of a file, or what follows after `offset`.
+
+    Raises `FrameError` for a file that a node has no business to write, and for a gap; OSError.
+    """
+    name = PurePosixPath(chunk.path)
+    agent_log = len(name.parts) == 1 and name.match("agent.*.log")
+    log = len(name.parts) > 1 and name.parts[0] == "logs"
+    known = chunk.path in (*GROWING, *REPLACED) or agent_log or log
+    if not known or ".." in name.parts:
+        raise FrameError(f"{node} sends a file called {chunk.path!a:.80}")
+    data = base64.b64decode(chunk.data)
+    target = folder / name
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if chunk.whole:
+        fresh = target.with_suffix(".new")
+        fresh.write_bytes(data)
+        fresh.replace(target)
+        return
+    if chunk.offset != offset:
+        raise FrameError(f"{node} sends {chunk.path!a:.80} from {chunk.offset} on, not {offset}")
+    # Appended: of the event log, each host has what its own masters have written.
+    with open(target, "ab") as file:
+        file.write(data)

@@ -1,0 +1,111 @@
+"""The files of a node's directory are sent as they grow, and written on the command's side."""
+
+from __future__ import annotations
+
+import base64
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.errors import FrameError
+from unirun.launcher.hosts.feed import MOST, feed
+from unirun.launcher.hosts.mirror import write
+from unirun.rendezvous import JobDir
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.lobby import Chunk, Complete
+
+
+def sent(job: JobDir, offsets: dict[str, int]) -> list[Chunk]:
+    """What a node whose agent has ended sends after `offsets`."""
+    here, there = socket.socketpair()
+    for end in (here, there):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+    with BlockingStream(here) as node, BlockingStream(there) as command:
+        feed(job, node, dict(offsets))
+        chunks = []
+        while not isinstance(message := command.receive(5.0), Complete):
+            assert isinstance(message, Chunk)
+            chunks.append(message)
+    return chunks
+
+
+def taken(chunks: list[Chunk], folder: Path, offsets: dict[str, int]) -> None:
+    """Write what was sent, as `Mirror` does."""
+    for chunk in chunks:
+        write(folder, "h1", chunk, offsets.get(chunk.path, 0))
+        if not chunk.whole:
+            offsets[chunk.path] = chunk.offset + len(base64.b64decode(chunk.data))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobDir:
+    """The directory of a node."""
+    made = JobDir(tmp_path / "node" / "mine")
+    made.path.mkdir(parents=True)
+    (made.path / "logs" / "actor" / "0" / "0").mkdir(parents=True)
+    return made
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The directory that the command keeps."""
+    (tmp_path / "copy").mkdir()
+    return tmp_path / "copy"
+
+
+LOG = "logs/actor/0/0/stdout.log"
+
+
+def test_files_are_copied_and_after_a_reconnect_only_what_is_new(job: JobDir, copy: Path) -> None:
+    text = b"x" * (MOST + 5)
+    (job.path / LOG).write_bytes(text)
+    (job.path / "agent.h1.log").write_bytes(b"")
+    (job.path / "state.json").write_bytes(b"{}")
+    (job.path / "token").write_bytes(b"secret")
+    offsets: dict[str, int] = {}
+    taken(sent(job, offsets), copy, offsets)
+    assert (copy / LOG).read_bytes() == text
+    assert (copy / "state.json").read_bytes() == b"{}"
+    assert not (copy / "token").exists()
+    with (job.path / LOG).open("ab") as file:
+        file.write(b"more")
+    again = sent(job, offsets)
+    assert sum(len(base64.b64decode(chunk.data)) for chunk in again if chunk.path == LOG) == len(b"more")
+    taken(again, copy, offsets)
+    assert (copy / LOG).read_bytes() == text + b"more"
+
+
+def test_event_logs_of_masters_on_two_hosts_follow_each_other(job: JobDir, copy: Path) -> None:
+    (job.path / "events.jsonl").write_bytes(b"first\n")
+    taken(sent(job, {}), copy, {})
+    (job.path / "events.jsonl").write_bytes(b"second\n")
+    taken(sent(job, {}), copy, {})
+    assert (copy / "events.jsonl").read_bytes() == b"first\nsecond\n"
+
+
+def test_a_gap_in_a_file_is_refused(copy: Path) -> None:
+    with pytest.raises(FrameError, match="from 3 on, not 0"):
+        write(copy, "h1", Chunk("events.jsonl", 3, ""), 0)
+
+
+NAMES = st.sampled_from(["..", ".", "", "token", "tls", "logs", "state.json", "agent.h1.log", "/", "x", "~"])
+
+
+@given(parts=st.lists(NAMES, max_size=4), whole=st.booleans())
+def test_a_node_writes_logs_and_known_files_only(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], whole: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("copy")
+    inside = folder / "job"
+    (inside / "logs").mkdir(parents=True)
+    try:
+        write(inside, "h1", Chunk("/".join(parts), 0, base64.b64encode(b"x").decode(), whole=whole), 0)
+    except FrameError:
+        assert not [path for path in folder.rglob("*") if path.is_file()]
+        return
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(inside)
+        assert name.parts[0] == "logs" or str(name) in ("state.json", "agent.h1.log")
