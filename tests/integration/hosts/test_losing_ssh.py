@@ -81,7 +81,7 @@ def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: OnHosts) ->
     os.kill(ssh_to(job, "h1"), signal.SIGKILL)
     for pid in sessions(cluster, "h2"):
         os.kill(pid, signal.SIGKILL)
-    job.lines(r"the connection to h[12] is lost; its ranks go on", 2)
+    job.lines(r"the connection to h[12] is lost; no rank depends on it", 2)
     cluster.place("go", "")
     job.lines(r"the connection to h[12] is back", 2)
     complete(job, shown)

@@ -36,7 +36,7 @@ class Mirror:
         """Copy until the node's agent has ended and everything is here."""
         while not await self._copied():
             self.connected = False
-            self._note(f"the connection to {self.node} is lost; its ranks go on")
+            self._note(f"the connection to {self.node} is lost; no rank depends on it")
             await self._remote.close()
             await self._again()
             self.connected = True
