@@ -14,14 +14,14 @@ from unirun.collocation.inventory import Node
 from unirun.spec import JobSpec
 from unirun.values import Value
 from unirun.wire.codec import from_json
-from unirun.wire.lobby import Offer
+from unirun.wire.lobby import Member, Offer
 
 
 class AgentTask(Value):
     """The input of the agent of `node`, one of `nodes`; it may be on another host than the command.
 
     Workers start in the directory `cwd`. The roles' rendezvous stores listen at `addr`, an address of the agent's host;
-    that of the first role has `port` (0: any free one).
+    that of the first role has `port` (0: any free one). `etcd` are the members of the job's own etcd, if it has one.
     """
 
     spec: JobSpec
@@ -30,6 +30,7 @@ class AgentTask(Value):
     cwd: str
     addr: str
     port: int = 0
+    etcd: tuple[Member, ...] = ()
 
     def to_json(self) -> str:
         """The task as text; `from_json` of `unirun.wire.codec` reads it."""

@@ -72,10 +72,11 @@ class Agent:
         lock: int,
         stdin: int | None = None,
         tcp: socket.socket | None = None,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         """`endpoints` are the bound endpoints of the roles' rendezvous stores; `stdin` is a descriptor for the job's
-        reader (`JobSpec.reader`); `tcp` is as for `Standby`."""
-        self._job, self._spec = job, task.spec
+        reader (`JobSpec.reader`); `tcp` is as for `Standby`; the processes `kept` are no workers'."""
+        self._job, self._spec, self._kept = job, task.spec, kept
         self._orders = Orders(job, task, for_workers(os.environ), stdin)
         self._endpoints = endpoints
         self._state = AgentState(task.node, in_place=self._orders.in_place)
@@ -126,7 +127,7 @@ class Agent:
             await self._end_spawners()
             if self._master is not None:
                 await self._master.close()
-            kill_children(keep=self._masters.pids)
+            kill_children(keep=self._masters.pids | self._kept)
             self._masters.close()
             self._filters.finish()
 
@@ -200,7 +201,7 @@ class Agent:
             case events.KillGroups(pids):
                 for pid in pids:
                     kill_group(pid, signal.SIGKILL)
-                kill_children(keep={*(popen.pid for popen in self._popens), *self._masters.pids})
+                kill_children(keep=self._kept.union((each.pid for each in self._popens), self._masters.pids))
             case events.Signal(pid, signum):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signum)

@@ -27,12 +27,14 @@ from unirun.observe import write_status
 from unirun.observe.batchjob import is_active, own_batch
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.jobdir import job_at
+from unirun.rendezvous.ownetcd import wait_until_up
 from unirun.rendezvous.store.url import anchored
 from unirun.spec import JobSpec
 from unirun.values import Value
 from unirun.wire import Token, new_token
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
+from unirun.wire.lobby import Member
 from unirun.wire.sockets import listen
 
 MOST_NODES = 16
@@ -67,7 +69,8 @@ def run(
 
 class Head(Value):
     """This host as the first one of a job on several: its name as a `node`, the job's token and uid, and where masters
-    listen. `folder` is the node in whose name it keeps its files, when the command is elsewhere."""
+    listen. `folder` is the node in whose name it keeps its files, when the command is elsewhere. `etcd` are the members
+    of the job's own etcd."""
 
     node: str
     token: Token
@@ -76,6 +79,7 @@ class Head(Value):
     address: TcpAddress
     insecure: bool = False
     folder: str = ""
+    etcd: tuple[Member, ...] = ()
 
 
 def launch(
@@ -116,6 +120,8 @@ def launch(
         # Imported in the master's process, while the agents start.
         from unirun.master.lead import lead
 
+        if head is not None and head.etcd:
+            wait_until_up(job.store_url)
         lead(job, socket_path, listener, agents=agents, tcp=head.listener if head is not None else None)
 
     if not detach:
@@ -154,7 +160,8 @@ def _create(spec: JobSpec, store: str | None, head: Head | None) -> tuple[JobDir
         batch=batch and not head.folder,
         requeued=requeued and not head.folder,
     )
-    make_tls(made[0].path, head.token, head.node, insecure=head.insecure)
+    addrs = {head.address.addr, *(each.addr for each in head.etcd if each.node == head.node)}
+    make_tls(made[0].path, head.token, head.node, insecure=head.insecure, addrs=tuple(addrs))
     return made
 
 
@@ -163,7 +170,7 @@ def _tasks(planned: PlannedJob, inventory: Inventory, head: Head | None, *, alon
     spec, names = planned.spec, tuple(node.name for node in inventory.nodes)
     if head is not None:
         task = task_of(planned, names if not alone else (head.node,), head.node)
-        return [on_host(task, head.address.addr, os.getcwd())]
+        return [replace(on_host(task, head.address.addr, os.getcwd()), etcd=head.etcd)]
     return [replace(task_of(planned, names, name), addr=spec.master_addr, cwd=os.getcwd()) for name in names]
 
 

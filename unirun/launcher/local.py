@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 from unirun.errors import RendezvousError, UnirunError
 from unirun.job.offers import AgentTask
 from unirun.launcher.agent import Agent
+from unirun.launcher.etcd_member import running_member
 from unirun.launcher.process import kill_children, set_title
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
@@ -75,8 +76,9 @@ def start_processes(
             raise
         os.close(refusal)
         try:
-            agent = Agent(job, task, endpoints, lock, stdin, tcp)
-            asyncio.run(agent.run(owner))
+            with running_member(job, task) as kept:
+                agent = Agent(job, task, endpoints, lock, stdin, tcp, kept)
+                asyncio.run(agent.run(owner))
         finally:
             for endpoint in endpoints.values():
                 endpoint.close()
@@ -130,8 +132,11 @@ def start_agent(member: Member, *, owner: int | None) -> Processes:
     """
 
     def run_agent(_: int | None) -> None:
-        agent = Agent(member.job, member.task, member.endpoints, member.lock, tcp=member.listener)
-        asyncio.run(agent.run(owner))
+        with running_member(member.job, member.task) as kept:
+            agent = Agent(
+                member.job, member.task, member.endpoints, member.lock, tcp=member.listener, kept=kept
+            )
+            asyncio.run(agent.run(owner))
 
     pid = _fork("unirun-agent", member.job.agent_log(member.task.node), run_agent)
     member.close()

@@ -42,6 +42,7 @@ from unirun.errors import FrameError, JobError
 from unirun.names import RUN_ID_RULE, is_run_id
 from unirun.rendezvous.logdir import MARK
 from unirun.rendezvous.ownership import exposure, is_ours, owner
+from unirun.rendezvous.store.url import HERE
 from unirun.values import Value, WorkerId
 from unirun.wire.address import TcpAddress
 
@@ -77,7 +78,7 @@ class JobDir(Value):
     @property
     def store_url(self) -> str:
         """URL of the store with the job's context. Raises `JobError`."""
-        return self._read("store")
+        return self._read("store").replace(HERE, str(self.path))
 
     @property
     def own_store(self) -> str:

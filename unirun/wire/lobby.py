@@ -32,11 +32,21 @@ class Invite(Value, tag=True):
     insecure: bool = False
 
 
+class Member(Value):
+    """A member of an etcd of the job's own: its node, and where it listens for clients and for other members."""
+
+    node: str
+    addr: str
+    client: int
+    peer: int
+
+
 class Offer(Value, tag=True):
     """A node offers to take part. `rank` is the position that it wants, -1 for any.
 
     `inventory` is its `collocation.Node` in JSON, `versions` those of Python, torch and unirun. `masters` is where
-    masters will listen when this node is the head. `faults` are reasons why it cannot take part, each with a remedy.
+    masters will listen when this node is the head. `etcd` is the member of an etcd that it can be. `faults` are reasons
+    why it cannot take part, each with a remedy.
     """
 
     node: str
@@ -46,13 +56,14 @@ class Offer(Value, tag=True):
     versions: dict[str, str]
     masters: TcpAddress | None = None
     faults: tuple[tuple[str, str], ...] = ()
+    etcd: Member | None = None
 
 
 class Assigned(Value, tag=True):
     """The node's task: an `AgentTask` in JSON. An empty `cwd` or `addr` in it is for the node to fill in.
 
-    Masters are found at `head`, or by the store of this URL. A head that the launcher has invited gets the `planned`
-    job in JSON instead of a task, and starts the first master.
+    Masters are found at `head`, or by the store of this URL; `etcd` are the members of the job's own etcd. A head that
+    the launcher has invited gets the `planned` job in JSON instead of a task, and starts the first master.
     """
 
     run_id: str
@@ -61,6 +72,7 @@ class Assigned(Value, tag=True):
     head: TcpAddress
     store: str = ""
     planned: str = ""
+    etcd: tuple[Member, ...] = ()
 
 
 class Chunk(Value, tag=True):

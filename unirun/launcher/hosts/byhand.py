@@ -19,7 +19,7 @@ from unirun.collocation import Inventory
 from unirun.errors import RendezvousError, WireError
 from unirun.job.offers import inventory_of, misfits, versions
 from unirun.launcher.foreground.terminal import drop_input, warn
-from unirun.launcher.hosts.interfaces import choose, is_own, resolve
+from unirun.launcher.hosts.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.hosts.lobby import Lobby, assign, part, refusal
 from unirun.launcher.hosts.member import offer, take_part
 from unirun.launcher.launch import Head, launch, task_of
@@ -27,7 +27,7 @@ from unirun.launcher.local import RunningJob, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
 from unirun.rendezvous.creation import new_uid
-from unirun.rendezvous.store.url import anchored
+from unirun.rendezvous.ownetcd import store_for
 from unirun.values import Value
 from unirun.wire.address import TcpAddress
 from unirun.wire.aio import Server
@@ -82,8 +82,7 @@ def run_head(
     addr = choose(meeting.interface) if meeting.interface else resolve(meeting.host)
     listener = listen_tcp(addr, meeting.port)
     address = TcpAddress(addr, listener.getsockname()[1], meeting.node)
-    here = offer(meeting.node, meeting.rank)
-    url = anchored(store) if store is not None else None
+    here = offer(meeting.node, meeting.rank, addr=addr)
     with (
         temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials,
         asyncio.Runner() as runner,
@@ -97,13 +96,16 @@ def run_head(
             if found := misfits(offers, versions()):
                 raise refusal(found)
             planned = make_plan(inventory_of(offers))
-            head = Head(meeting.node, meeting.token, new_uid(), listener, address, meeting.insecure)
+            url, members = store_for(store, offers, insecure=meeting.insecure)
+            head = Head(
+                meeting.node, meeting.token, new_uid(), listener, address, meeting.insecure, etcd=members
+            )
             named = tasks(planned, head, url)
             wanted = [guest for guest in guests if guest.node in named]
             unwanted = [guest for guest in guests if guest.node not in named]
             runner.run(part(unwanted, Dismissed("the job excludes this node", "see --exclude")))
             runner.run(assign(guests := wanted, named))
-            running = launch(planned, store=store, head=head)
+            running = launch(planned, store=url, head=head)
         except BaseException as error:
             runner.run(part(guests, Dismissed(f"the job was not started: {error}")))
             raise
@@ -117,8 +119,13 @@ def run_member(meeting: Meeting, *, quiet: bool) -> int:
     with temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials:
         stream = _reach_head(meeting, credentials)
         with stream:
+            addr = choose(meeting.interface) if meeting.interface else route_to(resolve(meeting.host))
             member = take_part(
-                stream, offer(meeting.node, meeting.rank), meeting.token, insecure=meeting.insecure
+                stream,
+                offer(meeting.node, meeting.rank, addr=addr),
+                meeting.token,
+                insecure=meeting.insecure,
+                interface=meeting.interface,
             )
     adopt_orphans()
     running = RunningJob(
@@ -134,7 +141,11 @@ def tasks(planned: PlannedJob, head: Head, store: str | None) -> dict[str, Assig
     )
     return {
         name: Assigned(
-            planned.spec.run_id, head.uid, task_of(planned, names, name).to_json(), head.address, store or ""
+            planned.spec.run_id,
+            head.uid,
+            replace(task_of(planned, names, name), etcd=head.etcd).to_json(),
+            head.address,
+            store or "",
         )
         for name in names
         if name != head.node

@@ -20,6 +20,7 @@ from unirun.launcher.orders import on_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.rendezvous import create_job
 from unirun.rendezvous.endpoints import hold_endpoints
+from unirun.rendezvous.ownetcd import possible_member
 from unirun.spec import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
@@ -39,10 +40,13 @@ def offer(
     rank: int = -1,
     masters: TcpAddress | None = None,
     faults: tuple[tuple[str, str], ...] = (),
+    *,
+    addr: str,
 ) -> Offer:
-    """What this host brings into a job as `node`."""
+    """What this host brings into a job as `node`; others reach it at `addr`."""
     inventory = replace(local_inventory().nodes[0], name=node, component=component_here(os.environ))
-    return Offer(node, socket.gethostname(), rank, to_json(inventory).decode(), versions(), masters, faults)
+    about = to_json(inventory).decode(), versions()
+    return Offer(node, socket.gethostname(), rank, *about, masters, faults, possible_member(node, addr))
 
 
 def take_part(
@@ -98,7 +102,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
     )
     task = on_host(task, addr, cwd)
     try:
-        make_tls(job.path, token, node, insecure=insecure)
+        make_tls(job.path, token, node, insecure=insecure, addrs=certified(task, addr))
         endpoints = hold_endpoints(task.spec, addr, task.port)
         listener = listen_tcp(addr) if assigned.store else None
     except BaseException:
@@ -106,6 +110,11 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
         shutil.rmtree(job.path, ignore_errors=True)
         raise
     return Member(job, lock, task, endpoints, listener)
+
+
+def certified(task: AgentTask, addr: str) -> tuple[str, ...]:
+    """The addresses that the certificate of the task's node has to name: clients of etcd know no names."""
+    return tuple({addr, *(each.addr for each in task.etcd if each.node == task.node)})
 
 
 def needs(spec: JobSpec, cwd: str) -> list[str]:

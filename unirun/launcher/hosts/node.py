@@ -70,7 +70,7 @@ def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:
         return _lead(invite, stream, token, faults)
     member = take_part(
         stream,
-        offer(invite.node, faults=faults),
+        offer(invite.node, faults=faults, addr=_own_address(invite)),
         token,
         insecure=invite.insecure,
         interface=invite.interface,
@@ -83,10 +83,10 @@ def _lead(
     invite: Invite, stream: BlockingStream, token: Token, faults: tuple[tuple[str, str], ...]
 ) -> JobDir:
     """Take part as the head, which starts the first master."""
-    addr = choose(invite.interface) if invite.interface else _seen_by_ssh() or reachable_address()
+    addr = _own_address(invite)
     listener = listen_tcp(addr)
     address = TcpAddress(addr, listener.getsockname()[1], invite.node)
-    stream.send(offer(invite.node, masters=address, faults=faults))
+    stream.send(offer(invite.node, masters=address, faults=faults, addr=addr))
     assigned = stream.receive(ANSWER)
     if not isinstance(assigned, Assigned):
         raise RendezvousError("the head was dismissed")
@@ -94,7 +94,9 @@ def _lead(
     from unirun.launcher.launch import Head, launch
 
     planned = PlannedJob.from_json(assigned.planned)
-    head = Head(invite.node, token, assigned.uid, listener, address, invite.insecure, folder=invite.node)
+    head = Head(
+        invite.node, token, assigned.uid, listener, address, invite.insecure, invite.node, assigned.etcd
+    )
     running = launch(planned, store=assigned.store or None, head=head)
     listener.close()
     stream.send(Ready())
@@ -105,6 +107,11 @@ def _lead(
         running.processes.end(led=False)
         raise
     return running.job
+
+
+def _own_address(invite: Invite) -> str:
+    """The address by which others most likely reach this host."""
+    return choose(invite.interface) if invite.interface else _seen_by_ssh() or reachable_address()
 
 
 def _seen_by_ssh() -> str:

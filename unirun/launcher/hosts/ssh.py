@@ -37,12 +37,12 @@ from unirun.launcher.planned import PlannedJob
 from unirun.observe.status import read_status
 from unirun.rendezvous import JobDir, create_job
 from unirun.rendezvous.creation import new_uid
-from unirun.rendezvous.store.url import anchored
+from unirun.rendezvous.ownetcd import store_for
 from unirun.spec import JobSpec
 from unirun.wire.address import TcpAddress
 from unirun.wire.certificates import make_tls
 from unirun.wire.handshake import new_token
-from unirun.wire.lobby import Assigned, Dismissed, Go, Invite, Offer
+from unirun.wire.lobby import Assigned, Dismissed, Go, Invite, Member, Offer
 
 COMMAND = "command"
 """The name in the certificate of a command that is no node."""
@@ -91,7 +91,8 @@ class _Run:
         self, hosts: Sequence[Host], spec: JobSpec, store: str | None, interface: str, insecure: bool
     ) -> None:
         self._hosts, self._spec = hosts, spec
-        self._store = anchored(store) if store is not None else None
+        self._store = store
+        self._etcd: tuple[Member, ...] = ()
         self._interface, self._insecure = interface, insecure
         self._token, self._uid = new_token(), new_uid()
         self._remotes: dict[str, Remote] = {}
@@ -108,6 +109,9 @@ class _Run:
             head = guests[0].offer.masters
             if head is None:
                 raise RendezvousError(f"{guests[0].node} has not told where masters listen")
+            self._store, self._etcd = store_for(
+                self._store, [guest.offer for guest in guests], insecure=self._insecure
+            )
             await assign(guests, self._assignments(planned, guests, head))
             job, lock = self._own_directory(planned.spec, head)
             try:
@@ -198,7 +202,7 @@ class _Run:
         names, store = tuple(guest.node for guest in guests), self._store or ""
         found = {}
         for name in names:
-            task = replace(task_of(planned, names, name), cwd=os.getcwd())
+            task = replace(task_of(planned, names, name), cwd=os.getcwd(), etcd=self._etcd)
             first = name == names[0]
             found[name] = Assigned(
                 spec.run_id,
@@ -207,6 +211,7 @@ class _Run:
                 head,
                 store,
                 planned.to_json() if first else "",
+                self._etcd,
             )
         return found
 

@@ -14,6 +14,9 @@ from unirun.rendezvous.store.protocol import Store
 
 STORE_VARIABLE = "UNIRUN_STORE"
 
+HERE = "{job}"
+"""Stands for the directory of the job in a URL that is the same on all hosts."""
+
 
 def store_url(option: str | None) -> str | None:
     """The value of ``--store``, else of ``UNIRUN_STORE``, else None."""
@@ -23,6 +26,9 @@ def store_url(option: str | None) -> str | None:
 def anchored(url: str) -> str:
     """Make every path in `url` absolute: agents and other commands have other working directories. Raises
     `UsageError`."""
+    if HERE in url:
+        # Each host has its own paths in it.
+        return url
     address = parse_address(url)
     names = ("path",) if isinstance(address, SqliteAddress) else ("cacert", "cert", "key", "password_file")
     paths = {name: getattr(address, name) for name in names if getattr(address, name) is not None}
