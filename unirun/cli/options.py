@@ -92,7 +92,7 @@ OURS: tuple[Option, ...] = (
     Option(
         "--store",
         NODES,
-        "where the job's state is kept: sqlite:PATH or etcd://H:2379,…?prefix=/x (default: "
+        "where the job's state is kept: sqlite:PATH, etcd://H:2379,…?prefix=/x, or etcd for one of its own (default: "
         "$UNIRUN_STORE, else a file of the job)",
         "URL",
     ),

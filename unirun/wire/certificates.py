@@ -79,7 +79,7 @@ def _usage(only: str) -> dict[str, bool]:
 
 
 def issue(token: Token, node: str, addrs: Sequence[str] = ()) -> tuple[bytes, bytes]:
-    """The authority's certificate, whose key is the same for everybody who has the token; and one for `node` and its
+    """The authority's certificate, which is the same for everybody who has the token; and one for `node` and its
     `addrs`, with a new key. Both in PEM. Raises `JobError` when the package cryptography is missing.
 
     Keys are on P-256: gRPC, with which etcd is reached, does not know Ed25519.
@@ -110,7 +110,7 @@ def issue(token: Token, node: str, addrs: Sequence[str] = ()) -> tuple[bytes, by
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.KeyUsage(**_usage("key_cert_sign")), critical=True)
         .add_extension(authority_key, critical=False)
-        .sign(signer, digest)
+        .sign(signer, digest, ecdsa_deterministic=True)
     )
     key = ec.generate_private_key(curve)
     names: list[x509.GeneralName] = [

@@ -28,9 +28,10 @@ def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
 
 
 @pytest.mark.parametrize("power", ["off", "on"] if CHAOS else ["on"])
-def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, power: str) -> None:
-    servers = cluster.hosts.etcd()
-    job = cluster.over_ssh(LIVING, "--store", servers.url(timeout=5), spares=1)
+@pytest.mark.parametrize("etcd", ["of somebody else", "of the job"])
+def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, power: str, etcd: str) -> None:
+    store = "etcd" if etcd == "of the job" else cluster.hosts.etcd().url(timeout=5)
+    job = cluster.over_ssh(LIVING, "--store", store, spares=1)
     before = starts(job, 4)
     cluster.warmed_up()
     if power == "off":
