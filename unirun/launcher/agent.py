@@ -20,6 +20,7 @@ from unirun.job.offers import AgentTask
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact
+from unirun.launcher.ends import end_of
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.notes import Notes, tail
@@ -333,7 +334,7 @@ class Agent:
             else:
                 self._popens.discard(popen)
             del self._spawners[key]
-            reason = f"its spawner {why or _describe(code)}; see {self._job.agent_log(self._state.node)}"
+            reason = f"its spawner {why or end_of(code)}; see {self._job.agent_log(self._state.node)}"
             self._apply(events.SpawnerDown(key, reason, time.time()))
         finally:
             await stream.close()
@@ -393,9 +394,3 @@ class Agent:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
-
-
-def _describe(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"

@@ -6,6 +6,7 @@ ends of all its workers, and sends them to the next master in one message.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 
 from msgspec.structs import replace
@@ -82,3 +83,8 @@ def last_words(stderr: str) -> str:
             # faulthandler prints other threads first, and the innermost frame of each thread first.
             return "\n".join([lines[at], *lines[here[0] if here else at + 1 :]][:TAIL_LINES])
     return "\n".join(lines[-TAIL_LINES:])
+
+
+def end_of(code: int) -> str:
+    """How a process has ended, in words, by its `subprocess.Popen.returncode`."""
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
