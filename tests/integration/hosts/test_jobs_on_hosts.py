@@ -86,8 +86,12 @@ def test_commands_on_each_host_show_the_output_of_their_own_ranks(hosts: Hosts, 
         "/tmp/job/token",
     )
     commands = [
-        host.popen([UNIRUN, *meeting, *EXEC, *ROLES, train], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for host in hosts
+        host.popen(
+            [UNIRUN, *meeting, "--node-rank", str(rank), *EXEC, *ROLES, train],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, host in enumerate(hosts)
     ]
     said = [command.communicate(timeout=START)[0].decode() for command in commands]
     assert [command.returncode for command in commands] == [0, 0, 0], said
