@@ -42,9 +42,9 @@ TORCH_MODULES = frozenset(
 )
 MASTER_SHELLS = frozenset(
     f"unirun.master.{name}"
-    for name in ("shell", "beats", "status_file", "persistence.writer", "lead", "__main__")
+    for name in ("shell", "admission", "beats", "status_file", "persistence.writer", "lead", "__main__")
 )
-"""Streams, the beats on them, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""
+"""Streams, the beats on them, nodes that join, the tasks that write to the store, how a process comes to lead, and that process. All else decides."""
 
 MAY_PICKLE = frozenset(
     {

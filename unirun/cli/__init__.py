@@ -19,6 +19,7 @@ SUBCOMMANDS = (
     "logs",
     "events",
     "stop",
+    "agent",
     "ls",
     "gc",
     "warm",

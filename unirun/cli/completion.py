@@ -32,6 +32,13 @@ _unirun() {{
     status|logs|events|stop|gc)
       [[ $COMP_CWORD -eq 2 ]] && _unirun_jobs "$cur"
       return ;;
+    agent)
+      if [[ $COMP_CWORD -eq 2 ]]; then
+        COMPREPLY=($(compgen -W "join drain" -- "$cur"))
+      elif [[ $COMP_CWORD -ge 3 && $cur != -* ]]; then
+        _unirun_jobs "$cur"
+      fi
+      return ;;
     graph)
       if [[ $COMP_CWORD -eq 2 && $cur != -* ]]; then
         _unirun_jobs "$cur"
@@ -71,6 +78,9 @@ _unirun() {{
   case $words[2] in
     status|logs|events|stop|gc)
       _unirun_jobs
+      return ;;
+    agent)
+      (( CURRENT == 3 )) && compadd join drain || _unirun_jobs
       return ;;
     graph)
       (( CURRENT == 3 )) && _unirun_jobs ;;

@@ -73,7 +73,8 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     quiet = bool(options.get("quiet"))
 
     def make_plan(inventory: Inventory) -> PlannedJob:
-        return planned(line, inventory, (count[0], len(inventory.nodes)), spec.run_id)
+        found = planned(line, inventory, count, spec.run_id)
+        return found if step else replace(found, spec=replace(found.spec, most_nodes=count[1]))
 
     store = store_url(options.get("store"))
     meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
@@ -191,17 +192,20 @@ def step_meeting(options: Mapping[str, Any], spec: JobSpec, step: Allocation) ->
 
 def _endpoint(options: Mapping[str, Any]) -> tuple[str, int]:
     """The head's host and port."""
-    text = options.get("rdzv_endpoint")
-    if text:
-        host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-        host, port = (host, port) if colon else (text, str(PORT))
-    elif "master_addr" in options:
-        host, port = options["master_addr"], str(options.get("master_port", 29500))
-    else:
-        raise UsageError(
-            f"--nnodes {options.get('nnodes')}: nothing says where the nodes meet",
-            "name the head on each of them: --rdzv-endpoint HOST:PORT; or let one command start all: --hosts h1,h2",
-        )
+    if options.get("rdzv_endpoint"):
+        return endpoint(options["rdzv_endpoint"])
+    if "master_addr" in options:
+        return endpoint(f"{options['master_addr']}:{options.get('master_port', 29500)}")
+    raise UsageError(
+        f"--nnodes {options.get('nnodes')}: nothing says where the nodes meet",
+        "name the head on each of them: --rdzv-endpoint HOST:PORT; or let one command start all: --hosts h1,h2",
+    )
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """``HOST[:PORT]``. Raises `UsageError`."""
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    host, port = (host, port) if colon else (text, str(PORT))
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{port!r:.80} is no port", "write --rdzv-endpoint HOST:PORT")
     return _bare(host), int(port)

@@ -6,7 +6,7 @@ import contextlib
 import signal
 
 from unirun.cli.commandline import Parser
-from unirun.cli.stored import STORE_HELP, find_here, refuse_elsewhere, running_jobs
+from unirun.cli.stored import STORE_HELP, find_here, only_one, refuse_elsewhere
 from unirun.errors import JobError, StoreError, UsageError
 from unirun.launcher.foreground.terminal import say
 from unirun.observe.batchjob import BatchJob, batch_state, read_batch
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     signum = signal.SIGKILL if options.now else _signal(options.signal)
     if options.job is not None and options.job.startswith("-"):
         raise UsageError(f"{options.job} is no option of unirun stop", "--now kills at once")
-    job = find_here(options.store, options.job or _only_one(options.store), "stop")
+    job = find_here(options.store, options.job or only_one(options.store, "stop"), "stop")
     batch = read_batch(job)
     if batch is not None and batch_state(batch).active:
         return _cancel(job.run_id, batch, now=options.now, wait=not options.no_wait)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         return 0
     with contextlib.suppress(StoreError):
         # Without the store the leader is not known; following the job waits for it.
-        refuse_elsewhere(job)
+        refuse_elsewhere(job, "stop")
     stop = Stop(int(signum), "unirun stop", 0.0 if options.now else options.grace)
     if options.no_wait:
         with call_master(job) as master:
@@ -90,11 +90,3 @@ def _signal(text: str) -> signal.Signals:
         return signal.Signals[f"SIG{text.upper().removeprefix('SIG')}"]
     except (KeyError, ValueError):
         raise UsageError(f"{text!r} is no signal", "for example SIGTERM or SIGINT") from None
-
-
-def _only_one(store: str | None) -> str | None:
-    """The only running job, or None. Raises `UsageError` when several run."""
-    running = running_jobs(store)
-    if len(running) > 1:
-        raise UsageError(f"{len(running)} jobs run: {', '.join(running)}", "name one: unirun stop JOB")
-    return running[0] if running else None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from unirun.cli.choosing import choose_job
-from unirun.errors import JobElsewhere, JobError, StoreRefused
+from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
@@ -172,14 +172,24 @@ def read_stored(store: Store, run_id: str) -> StoredJob:
     return StoredJob(status, store.url, leader_of(store, prefix), state.logs, hosts)
 
 
-def refuse_elsewhere(job: JobDir) -> None:
+def only_one(option: str | None, command: str) -> str | None:
+    """The only running job, or None. Raises `UsageError` when several run."""
+    running = running_jobs(option)
+    if len(running) > 1:
+        raise UsageError(f"{len(running)} jobs run: {', '.join(running)}", f"name one: unirun {command} JOB")
+    return running[0] if running else None
+
+
+def refuse_elsewhere(job: JobDir, command: str) -> None:
     """Raise `JobElsewhere` when `job`, whose directory is shared, is led on another host and not reached by TCP."""
+    if job.head is not None:
+        return
     with opened(job.store_url) as store:
         leader = leader_of(store, job_prefix(job.run_id))
     address = leader.address if leader is not None else None
     if isinstance(address, UnixAddress) and address.host != socket.gethostname():
         raise JobElsewhere(
             f"job {job.run_id} runs on host {address.host}",
-            f"call unirun stop {job.run_id} there",
+            f"call unirun {command} {job.run_id} there",
             host=address.host,
         )

@@ -18,6 +18,11 @@ ON_ITS_WAY = (JobPhase.LAUNCHING, JobPhase.RUNNING)
 AGAIN = "try again in a moment"
 
 
+def has_left(node: str) -> str:
+    """The answer to who wants a node drained that was."""
+    return f"{node} has left the job already"
+
+
 def drain(transition: Transition, node: str) -> None:
     """Move what runs on `node`. Where that cannot be, whoever has asked is told why, and nothing changes."""
     if node in transition.state.draining:
@@ -50,7 +55,7 @@ def _why_not(state: JobState, node: str) -> Drained | None:
     if node not in state.nodes:
         return Drained(node, f"the job has no node {node}", f"its nodes are {', '.join(state.nodes)}")
     if state.given_up(node):
-        return Drained(node, f"{node} has left the job already")
+        return Drained(node, has_left(node))
     if node == state.head:
         return Drained(
             node,

@@ -108,7 +108,8 @@ def launch(
     job, lock = _create(spec, url, head)
     socket_path = job.master_socket(os.getpid())
     try:
-        _write_first_state(job, planned, inventory, detach)
+        only = head.node if head is not None and url is None else ""
+        _write_first_state(job, planned, inventory, only, owned=not detach)
         listener = listen(socket_path)
     except OSError as error:
         raise JobError(
@@ -226,7 +227,9 @@ def _nodes_with_agents(planned: PlannedJob, head: Head | None) -> Inventory:
     return Inventory(tuple(nodes))
 
 
-def _write_first_state(job: JobDir, planned: PlannedJob, inventory: Inventory, detach: bool) -> None:
+def _write_first_state(
+    job: JobDir, planned: PlannedJob, inventory: Inventory, head: str, *, owned: bool
+) -> None:
     """Leave the context for the first master, and the status for who asks before. Raises OSError."""
     state = new_job(
         planned.spec,
@@ -235,7 +238,8 @@ def _write_first_state(job: JobDir, planned: PlannedJob, inventory: Inventory, d
         started=time.time(),
         logs=str(job.logs.resolve()),
         uid=job.uid,
-        owned=not detach,
+        owned=owned,
+        head=head,
     )
     job.write_first_context(changed_documents(None, state))
     write_status(job, status_of(state, {}, {}))

@@ -26,10 +26,12 @@ from unirun.job.events import (
     Record,
     ToAgent,
     ToAgents,
+    ToGuest,
     ToWatchers,
     order_text,
 )
 from unirun.job.state import JOB_ENDS, JobState, Verdict
+from unirun.master.admission import Admission
 from unirun.master.beats import OWNER_TIMEOUT, Beats, unheard
 from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
@@ -44,7 +46,8 @@ from unirun.wire import load_credentials
 from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
-from unirun.wire.messages import Appointed, Attach, Beat, Message, Shutdown, Stop
+from unirun.wire.lobby import Offer
+from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, Shutdown, Stop
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
 GOODBYE = 5.0
@@ -93,6 +96,7 @@ class Master:
         self._term = term
         self._agents: dict[str, Stream] = {}
         self._beats = Beats(term, self._writer, self._agents, self._say, self._apply)
+        self._admission = Admission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
         self._owner: Stream | None = None
         self._owner_due: asyncio.TimerHandle | None = None
@@ -218,6 +222,8 @@ class Master:
                         self._agents[node].send_frame(frame)
             case ToWatchers(message):
                 self._tell_watchers(message)
+            case ToGuest(node, message):
+                self._admission.answer(node, message)
             case Record(kind, text, number, cause, about):
                 self._log.write(kind, text, id=number, cause=cause, about=about)
             case KeepMetrics(role, rank, when, values):
@@ -255,13 +261,9 @@ class Master:
         """What makes the status as it is now, for another thread."""
         if self._writer.deposed:
             return None
+        memory, cpu = dict(self._memory), dict(self._cpu)
         return partial(
-            status_of,
-            self._writer.certain,
-            dict(self._memory),
-            dict(self._cpu),
-            epoch=self._term.epoch,
-            trouble=self._writer.trouble,
+            status_of, self._writer.certain, memory, cpu, epoch=self._term.epoch, trouble=self._writer.trouble
         )
 
     def _refused(self, text: str, count: int) -> None:
@@ -293,6 +295,8 @@ class Master:
                 case Stop():
                     self._apply(first)
                     await self._follow_watcher(stream)
+                case Offer():
+                    await self._admission.hear(first, stream)
                 case _:
                     self._log.write("refused", f"a connection began with {type(first).__name__}")
         except WireError as error:
@@ -358,7 +362,7 @@ class Master:
                 self._send_farewell(stream)
             while True:
                 message = await stream.receive()
-                if isinstance(message, Stop):
+                if isinstance(message, Stop | Drain):
                     self._apply(message)
                 elif isinstance(message, Notice):
                     self._log.write("notice", message.text)

@@ -101,7 +101,7 @@ class Term:
     def __init__(self, store: Store, prefix: str, leader: Leader, lease: Lease, began: float) -> None:
         self._store, self._prefix, self._leader = store, prefix, leader
         self._lease: Lease | None = lease
-        self.epoch = leader.epoch
+        self.epoch, self.address = leader.epoch, leader.address
         self.ttl = lease.ttl
         self.renewed = began
 

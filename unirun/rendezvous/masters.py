@@ -126,6 +126,8 @@ def call_master(job: JobDir) -> BlockingStream:
     the job's directory, so that a job can be stopped then too.
     """
     credentials = load_credentials(job.path)
+    if job.head is not None:
+        return _led(Leader(0, job.head, 0), credentials)
     try:
         store = open_store(job.store_url)
         try:
@@ -139,6 +141,11 @@ def call_master(job: JobDir) -> BlockingStream:
         return master
     if leader is None:
         raise RendezvousError(f"job {job.run_id} has no master now", "try again in a moment")
+    return _led(leader, credentials)
+
+
+def _led(leader: Leader, credentials: Credentials) -> BlockingStream:
+    """A stream to `leader`, which has said that it leads."""
     master, first = _call(leader.address, credentials)
     try:
         _check(first, leader)

@@ -19,7 +19,8 @@ class Invite(Value, tag=True):
 
     `token` is the job's, in hex; the stream must be one that nobody else reads, as that of ssh. `env` comes on top of
     the receiver's environment. `needs` are files and directories that every host of the job must have. A node that is
-    to be the `head` binds the address of the masters at once. `interface` is the user's choice, empty for none.
+    to be the `head` binds the address of the masters at once. `interface` is the user's choice, empty for none. When
+    the job has begun, its `masters` are asked instead of the sender.
     """
 
     token: str
@@ -28,6 +29,7 @@ class Invite(Value, tag=True):
     env: dict[str, str]
     needs: tuple[str, ...] = ()
     head: bool = False
+    masters: TcpAddress | None = None
     interface: str = ""
     insecure: bool = False
 

@@ -317,6 +317,6 @@ class TestAJobOfAnotherHost:
         job, lock = create_job("mine", new_token(), None, url)
         put(store, running("mine", uid=job.uid))
         with pytest.raises(JobElsewhere, match="job mine runs on host far") as error:
-            refuse_elsewhere(job)
+            refuse_elsewhere(job, "stop")
         assert error.value.host == "far"
         os.close(lock)

@@ -114,8 +114,9 @@ def run_head(
     return _follow(replace(running, node=meeting.node), quiet=quiet)
 
 
-def run_member(meeting: Meeting, *, quiet: bool) -> int:
-    """Take part in the job of the head at `meeting`. Returns the job's exit code. Raises `RendezvousError`."""
+def run_member(meeting: Meeting, *, quiet: bool, detach: bool = False) -> int:
+    """Take part in the job of the head at `meeting`, which may have begun. Returns the job's exit code, and 0 at once
+    with `detach`. Raises `RendezvousError`."""
     with temporary(meeting.token, meeting.node, insecure=meeting.insecure) as credentials:
         stream = _reach_head(meeting, credentials)
         with stream:
@@ -127,6 +128,9 @@ def run_member(meeting: Meeting, *, quiet: bool) -> int:
                 insecure=meeting.insecure,
                 interface=meeting.interface,
             )
+    if detach:
+        start_agent(member, owner=None)
+        return 0
     adopt_orphans()
     running = RunningJob(
         member.job, member.task.spec, start_agent(member, owner=os.getpid()), meeting.node, member=True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import ExitStack
 
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.launcher.hosts.feed import feed
@@ -22,6 +23,7 @@ from unirun.rendezvous import JobDir
 from unirun.rendezvous.jobdir import job_at
 from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
+from unirun.wire.certificates import temporary
 from unirun.wire.handshake import Token
 from unirun.wire.lobby import Assigned, Dismissed, Invite, Ready, Resume
 from unirun.wire.sockets import listen_tcp
@@ -68,14 +70,16 @@ def _take_part(invite: Invite, stream: BlockingStream) -> JobDir:
         os.chdir(invite.cwd)
     if invite.head:
         return _lead(invite, stream, token, faults)
-    member = take_part(
-        stream,
-        offer(invite.node, faults=faults, addr=_own_address(invite)),
-        token,
-        insecure=invite.insecure,
-        interface=invite.interface,
-    )
+    offered = offer(invite.node, faults=faults, addr=_own_address(invite))
+    with ExitStack() as stack:
+        asked = stream
+        if invite.masters is not None:
+            credentials = stack.enter_context(temporary(token, invite.node, insecure=invite.insecure))
+            asked = stack.enter_context(BlockingStream.connect(invite.masters, credentials))
+        member = take_part(asked, offered, token, insecure=invite.insecure, interface=invite.interface)
     start_agent(member, owner=None)
+    if invite.masters is not None:
+        stream.send(Ready())
     return member.job
 
 

@@ -1,0 +1,110 @@
+"""Nodes that come into a running job, by hand and over ssh, and nodes that are taken out."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.testbed.hosts import Host, Hosts
+
+from .harness import EXEC, START, UNIRUN, Script
+
+UNTIL_GROWN = """
+    import os, socket, time
+    size = int(os.environ["WORLD_SIZE"])
+    print("rank", os.environ["RANK"], "of", size, "on", socket.gethostname(), flush=True)
+    if size < 6:
+        time.sleep(600)
+"""
+UNTIL_MOVED = """
+    import os, socket, time
+    generation = os.environ["UNIRUN_GENERATION"]
+    print("rank", os.environ["RANK"], "on", socket.gethostname(), "in", generation, flush=True)
+    if generation == "0":
+        time.sleep(600)
+"""
+JOBS = Path("/run/unirun-testbed/home/.local/state/unirun/jobs")
+
+
+def visible(hosts: Hosts, script: Path) -> Path:
+    """A copy of `script` in the same place on every host, beside a secret that they share."""
+    for host in hosts:
+        folder = host.path("/tmp/job")
+        folder.mkdir()
+        (folder / "train.py").write_text(script.read_text())
+        (folder / "token").write_text("5a" * 32)
+        (folder / "token").chmod(0o600)
+    return Path("/tmp/job/train.py")
+
+
+@contextmanager
+def started(host: Host, *command: object) -> Iterator[subprocess.Popen[bytes]]:
+    """A command on `host`, which is killed if the test fails before it has ended."""
+    with host.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def say(process: subprocess.Popen[bytes], *, until: str) -> str:
+    """What `process` writes, up to a line with `until`."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line.decode()
+        if until in said:
+            return said
+    raise AssertionError(f"{until!r} is not in\n{said}")
+
+
+def test_a_job_grows_by_a_command_that_comes_late_and_by_a_node_that_joins(
+    hosts: Hosts, script: Script
+) -> None:
+    train = visible(hosts, script(UNTIL_GROWN))
+    meeting = ("--nnodes", "1:3", "--nproc-per-node", "2", "--rdzv-endpoint", f"{hosts[0].address}:29400")
+    command = (
+        *(UNIRUN, *meeting, *EXEC, "--token-file", "/tmp/job/token"),
+        *("--rdzv-conf", "last_call_timeout=0", "--rdzv-id", "elastic", train),
+    )
+    with started(hosts[0], *command) as head:
+        said = say(head, until="rank 1 of 2")
+        with started(hosts[1], *command) as late:
+            said += say(late, until="of 4 on h2")
+            token = hosts[2].path("/tmp/job") / "of-the-job"
+            token.write_text((hosts[0].path(JOBS / "elastic") / "token").read_text())
+            token.chmod(0o600)
+            joined = hosts[2].run(
+                [
+                    *(UNIRUN, "agent", "join", "--rdzv-endpoint", f"{hosts[0].address}:29400"),
+                    *("--token-file", "/tmp/job/of-the-job"),
+                ],
+                within=START,
+            )
+            assert "of 6 on h3" in joined.stdout
+            assert late.wait(START) == 0
+        said += head.communicate(timeout=START)[0].decode()
+    assert head.returncode == 0, said
+    assert "h2 joined; default grows from 2 to 4 ranks" in said
+    assert "h3 joined; default grows from 4 to 6 ranks" in said
+
+
+def test_a_node_is_drained_and_another_one_joins_over_ssh(hosts: Hosts, script: Script) -> None:
+    train = visible(hosts, script(UNTIL_MOVED))
+    command = (UNIRUN, "--hosts", "h1,h2", *EXEC, "--roles", "actor=4", "--rdzv-id", "moving", train)
+    with started(hosts[0], *command) as running:
+        said = ""
+        while said.count("in 0") < 4:
+            said += say(running, until="in 0")
+        refused = hosts[0].run([UNIRUN, "agent", "drain", "h1"], within=START, check=False)
+        assert "h1 is the head" in refused.stderr
+        joined = hosts[0].run([UNIRUN, "agent", "join", "moving", "--hosts", "h3"], within=START)
+        assert joined.stdout == "h3 joined\n"
+        drained = hosts[0].run([UNIRUN, "agent", "drain", "h2"], within=START)
+        assert drained.stdout == "h2 has left job moving\n"
+        said += running.communicate(timeout=START)[0].decode()
+    assert running.returncode == 0, said
+    assert "h2 is drained; role actor starts again, with actor:2-3 elsewhere" in said
+    assert {f"rank {rank} on h1 in 1" in said for rank in (0, 1)} == {True}

@@ -1,0 +1,126 @@
+"""The master's side of a node that wants to join, over streams that are real, without a network: socket pairs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from msgspec import to_builtins
+from msgspec.json import encode as to_json
+
+from tests.unit.failover.losses import scripts
+from unirun.collocation import Node
+from unirun.job.events import Arrived, Event
+from unirun.job.offers import AgentTask, versions
+from unirun.master.admission import Admission
+from unirun.rendezvous import JobDir
+from unirun.wire.address import Address, TcpAddress, UnixAddress
+from unirun.wire.aio import Stream
+from unirun.wire.codec import from_json
+from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
+from unirun.wire.messages import Message
+
+HEAD = TcpAddress("10.0.0.1", 29400, "n0")
+
+
+def offer(node: str) -> Offer:
+    return Offer(node, node, -1, to_json(to_builtins(Node(node, (0,)))).decode(), versions())
+
+
+class Desk:
+    """A master with a running job, as far as it is about nodes that join."""
+
+    def __init__(self, folder: Path, address: Address = HEAD) -> None:
+        job = JobDir(folder / "mine")
+        job.path.mkdir()
+        (job.path / "store").write_text(job.own_store)
+        (job.path / "uid").write_text("u1")
+        self.state = scripts().running().state
+        self.applied: list[Event] = []
+        self.admission = Admission(job, address, lambda: self.state, self.apply)
+
+    def apply(self, event: Event) -> bool:
+        self.applied.append(event)
+        return True
+
+    async def visit(self, first: Offer) -> tuple[Stream, asyncio.Task[None]]:
+        ours, theirs = socket.socketpair()
+        here = Stream(*await asyncio.open_unix_connection(sock=ours))
+        there = Stream(*await asyncio.open_unix_connection(sock=theirs))
+        return there, asyncio.ensure_future(self.admission.hear(first, here))
+
+
+async def answer(stream: Stream) -> Message:
+    async with asyncio.timeout(20.0):
+        return await stream.receive()
+
+
+def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written(tmp_path: Path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path)
+        node, hearing = await desk.visit(offer("n9"))
+        word = await answer(node)
+        assert isinstance(word, Assigned)
+        assert (word.run_id, word.uid, word.head, word.store) == ("mine", "u1", HEAD, "")
+        task = from_json(AgentTask, word.task)
+        assert (task.spec, task.node, task.nodes) == (desk.state.spec, "n9", ("n0", "n1", "n2", "n9"))
+        node.send(Ready())
+        async with asyncio.timeout(20.0):
+            while not desk.applied:
+                await asyncio.sleep(0)
+        assert desk.applied == [Arrived(offer("n9"))]
+        desk.admission.answer("n9", Go())
+        assert await answer(node) == Go()
+        await node.close()
+        await hearing
+
+    asyncio.run(play())
+
+
+def test_a_node_that_goes_away_before_it_is_ready_has_changed_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path)
+        node, hearing = await desk.visit(offer("n9"))
+        await answer(node)
+        await node.close()
+        await hearing
+        assert desk.applied == []
+        node, _ = await desk.visit(offer("n9"))
+        assert isinstance(await answer(node), Assigned)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("address", "node", "problem"),
+    [
+        (HEAD, "n1", "the job has a node called n1"),
+        (UnixAddress.here("/master.sock"), "n9", "the job runs on one host"),
+    ],
+)
+def test_a_node_that_is_not_let_in_is_told_why(
+    tmp_path: Path, address: Address, node: str, problem: str
+) -> None:
+    async def play() -> None:
+        stream, hearing = await Desk(tmp_path, address).visit(offer(node))
+        word = await answer(stream)
+        assert isinstance(word, Dismissed)
+        assert word.problem == problem
+        await hearing
+
+    asyncio.run(play())
+
+
+def test_of_two_that_join_under_one_name_the_second_is_refused(tmp_path: Path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path)
+        first, _ = await desk.visit(offer("n9"))
+        await answer(first)
+        second, _ = await desk.visit(offer("n9"))
+        word = await answer(second)
+        assert isinstance(word, Dismissed)
+        assert word.problem == "a node called n9 is joining already"
+
+    asyncio.run(play())

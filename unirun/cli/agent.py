@@ -1,0 +1,173 @@
+"""``unirun agent join|drain``: nodes that come into a running job, and leave it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from unirun.cli.commandline import Parser
+from unirun.cli.nodes import endpoint
+from unirun.cli.stored import STORE_HELP, find_here, only_one, opened, refuse_elsewhere
+from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
+from unirun.failover.draining import AGAIN, has_left
+from unirun.launcher.foreground.terminal import say
+from unirun.launcher.hosts.byhand import Meeting, run_member
+from unirun.launcher.hosts.hostlist import parse_hosts
+from unirun.launcher.hosts.interfaces import resolve
+from unirun.names import is_run_id
+from unirun.observe.status import ENDED, read_summary
+from unirun.rendezvous.election import leader_of
+from unirun.rendezvous.keys import job_prefix
+from unirun.rendezvous.masters import call_master
+from unirun.rendezvous.store.url import store_url
+from unirun.wire.address import TcpAddress
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.credentials import load_credentials
+from unirun.wire.handshake import Token, load_token
+from unirun.wire.messages import Attach, Drain, Drained
+
+JOIN = 60.0
+"""Seconds to reach the job's master."""
+
+PATIENCE = 600.0
+"""Seconds to wait until a node has left; longer than any grace period."""
+
+LOOK_AGAIN = 0.3
+"""Seconds between two attempts."""
+
+CHECK = 3.0
+"""Seconds after which a master that says nothing is asked again."""
+
+
+def main(argv: list[str]) -> int:
+    """Add a node to a running job, or take one out. Returns the exit code."""
+    parser = Parser(prog="unirun agent", description="Nodes that come into a running job, and leave it.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="join|drain")
+    join = actions.add_parser("join", help="make this host, or hosts that ssh reaches, nodes of a job")
+    join.add_argument(
+        "job", nargs="?", help="the job's id; its directory, or the store, says where the master is"
+    )
+    join.add_argument("--rdzv-endpoint", help="where masters of the job listen", metavar="HOST:PORT")
+    join.add_argument("--token-file", help="the job's token, if its directory is not here", metavar="FILE")
+    join.add_argument("--hosts", help="hosts to add by ssh instead of this one", metavar="HOST[,HOST]")
+    join.add_argument("--node-name", help="the node's name (default: the host's)", metavar="NAME")
+    join.add_argument("--interface", help="the interface or address to use", metavar="NAME")
+    join.add_argument("--insecure", action="store_true", help="the job has no TLS")
+    join.add_argument("--quiet", action="store_true", help="leave out unirun's own notes")
+    join.add_argument("-d", "--detach", action="store_true", help="return when the node has joined")
+    join.add_argument("--store", help=STORE_HELP, metavar="URL")
+    drain = actions.add_parser("drain", help="move what runs on a node elsewhere, and let it go")
+    drain.add_argument("node", help="the node; unirun status shows them")
+    drain.add_argument(
+        "job", nargs="?", help="the job's id, or the beginning of it (default: the one that runs)"
+    )
+    drain.add_argument("--store", help=STORE_HELP, metavar="URL")
+    options = parser.parse_args(argv)
+    return _join(options) if options.action == "join" else _drain(options)
+
+
+def _join(options: Any) -> int:
+    address, token, insecure = _place(options)
+    if options.hosts is not None:
+        # Imported here: asyncio's subprocesses are needed for nothing else.
+        from unirun.launcher.hosts.joining import join_over_ssh
+
+        if options.node_name is not None:
+            raise UsageError("--node-name is for this host", "hosts that ssh reaches have their own names")
+        hosts = parse_hosts(options.hosts)
+        join_over_ssh(hosts, address, token, interface=options.interface or "", insecure=insecure)
+        say(f"{', '.join(host.name for host in hosts)} joined")
+        return 0
+    name = options.node_name or socket.gethostname()
+    if not is_run_id(name):
+        raise UsageError(
+            f"--node-name {name!r:.80} is no name of a node", "use letters, digits, '.', '-' and '_'"
+        )
+    meeting = Meeting(
+        node=name,
+        rank=-1,
+        head=False,
+        host=address.addr,
+        port=address.port,
+        least=1,
+        most=1,
+        timeout=JOIN,
+        last_call=0.0,
+        token=token,
+        interface=options.interface or "",
+        insecure=insecure,
+    )
+    return run_member(meeting, quiet=options.quiet, detach=options.detach)
+
+
+def _place(options: Any) -> tuple[TcpAddress, Token, bool]:
+    """Where masters of the job listen, its token, and whether it has no TLS."""
+    if options.token_file is None:
+        if options.rdzv_endpoint is not None:
+            raise UsageError(
+                "--rdzv-endpoint: the node has to prove the job's token",
+                "--token-file names a copy of the file token in the job's directory",
+            )
+        job = find_here(options.store, options.job, "agent join")
+        credentials = load_credentials(job.path)
+        address = job.head or _leader(job.store_url, job.run_id)
+        return address, credentials.token, credentials.insecure
+    token = load_token(Path(options.token_file))
+    if options.rdzv_endpoint is not None:
+        host, port = endpoint(options.rdzv_endpoint)
+        return TcpAddress(resolve(host), port, ""), token, options.insecure
+    url = store_url(options.store)
+    if url is None or options.job is None:
+        raise UsageError(
+            "nothing says where masters of the job listen",
+            "--rdzv-endpoint HOST:PORT, or JOB and --store URL",
+        )
+    return _leader(url, options.job), token, options.insecure
+
+
+def _leader(url: str, run_id: str) -> TcpAddress:
+    """Where the master of a job listens. Raises `JobError`, `StoreError`."""
+    with opened(url) as store:
+        leader = leader_of(store, job_prefix(run_id))
+    if leader is None:
+        raise JobError(f"job {run_id} has no master now", AGAIN)
+    if not isinstance(leader.address, TcpAddress):
+        raise JobError(f"job {run_id} runs on one host", "start it with --hosts or --nnodes")
+    return leader.address
+
+
+def _drain(options: Any) -> int:
+    node = options.node
+    job = find_here(options.store, options.job or only_one(options.store, "agent drain"), "agent drain")
+    refuse_elsewhere(job, f"agent drain {node}")
+    end, asked = time.monotonic() + PATIENCE, False
+    while time.monotonic() < end:
+        if read_summary(job).phase in ENDED:
+            raise JobError(f"job {job.run_id} has ended", "there is nothing to drain")
+        try:
+            with call_master(job) as master:
+                master.send(Attach())
+                master.send(Drain(node))
+                answer = _answer(master, node)
+        except (StoreError, WireError, RendezvousError):
+            # This master is gone, or says nothing yet: who asks twice is answered as who asks once.
+            asked = True
+            time.sleep(LOOK_AGAIN)
+            continue
+        if not answer.problem or (asked and answer.problem == has_left(node)):
+            say(f"{node} has left job {job.run_id}")
+            return 0
+        if answer.remedy != AGAIN:
+            raise JobError(answer.problem, answer.remedy)
+        time.sleep(LOOK_AGAIN)
+    raise JobError(f"{node} has not left within {PATIENCE:g} s", "see unirun status")
+
+
+def _answer(master: BlockingStream, node: str) -> Drained:
+    """What the master says about `node`. Raises `WireError`, and `RendezvousError` when it says nothing for a while."""
+    while True:
+        word = master.receive(CHECK)
+        if isinstance(word, Drained) and word.node == node:
+            return word
