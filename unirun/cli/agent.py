@@ -9,7 +9,7 @@ from typing import Any
 
 from unirun.cli.commandline import Parser
 from unirun.cli.nodes import endpoint
-from unirun.cli.stored import STORE_HELP, find_here, only_one, opened, refuse_elsewhere
+from unirun.cli.stored import STORE_HELP, find_here, find_job, only_one, opened, refuse_elsewhere
 from unirun.errors import JobError, RendezvousError, StoreError, UsageError, WireError
 from unirun.failover.draining import AGAIN, has_left
 from unirun.launcher.foreground.terminal import say
@@ -72,12 +72,16 @@ def _join(options: Any) -> int:
     address, token, insecure = _place(options)
     if options.hosts is not None:
         # Imported here: asyncio's subprocesses are needed for nothing else.
+        from unirun.launcher.hosts.copying import record_hosts, recorded_hosts
         from unirun.launcher.hosts.joining import join_over_ssh
 
         if options.node_name is not None:
             raise UsageError("--node-name is for this host", "hosts that ssh reaches have their own names")
         hosts = parse_hosts(options.hosts)
         join_over_ssh(hosts, address, token, interface=options.interface or "", insecure=insecure)
+        if options.token_file is None and recorded_hosts(job := find_job(options.job)):
+            # Whoever copies the files of the others copies theirs, too.
+            record_hosts(job, hosts)
         say(f"{', '.join(host.name for host in hosts)} joined")
         return 0
     name = options.node_name or socket.gethostname()

@@ -16,7 +16,7 @@ from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, Summary, is_alive, read_summary
 from unirun.rendezvous.clearing import clear_here, clear_in, size_here, size_in
 from unirun.rendezvous.election import leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs
+from unirun.rendezvous.jobdir import JobDir, all_jobs, jobs_of_nodes
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.protocol import Store
 from unirun.rendezvous.store.url import store_url
@@ -106,6 +106,10 @@ def _found(option: str | None, stores: _Stores) -> Iterator[Remains]:
     for job in () if option else all_jobs():
         known.add(job)
         yield _here(job)
+    for job in () if option else jobs_of_nodes():
+        # Where hosts share a home directory, they are a part of the job's own, and go with it.
+        if directory_of(job.run_id, job.uid) is None:
+            yield _here(job)
     url = store_url(option)
     if url is None or not (option or may_be_there(url)):
         return

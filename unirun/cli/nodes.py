@@ -15,6 +15,7 @@ from unirun.cli.commandline import CommandLine, items
 from unirun.cli.compose import job_spec
 from unirun.cli.joboptions import node_count, several_nodes
 from unirun.cli.mistakes import warnings
+from unirun.cli.run import tell_started
 from unirun.collocation import Inventory, local_inventory, unknown_nodes
 from unirun.collocation.numa import told_topology
 from unirun.errors import RendezvousError, UsageError
@@ -45,6 +46,7 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     `options` are those of `line` and of the environment. Raises `UsageError`, `RendezvousError`.
     """
     _refuse(options)
+    detach = bool(options.get("detach"))
     if "hosts" in options or "hostfile" in options:
         # Imported here: asyncio's subprocesses are needed for nothing else.
         from unirun.launcher.hosts.ssh import run_over_ssh
@@ -54,7 +56,7 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
             hosts = _checked(hosts, options.get("interface"))
         count = len(hosts), len(hosts)
         spec = job_spec(line, local_inventory(), nodes=count)
-        return run_over_ssh(
+        code = run_over_ssh(
             hosts,
             spec,
             lambda inventory: planned(line, inventory, count, spec.run_id),
@@ -63,7 +65,9 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
             insecure=bool(options.get("insecure")),
             quiet=bool(options.get("quiet")),
             sync=bool(options.get("sync")),
+            detach=detach,
         )
+        return _left(code, spec.run_id) if detach else code
     step = None if several_nodes(options) else read_allocation(os.environ)
     if step is None and not several_nodes(options):
         raise UsageError("srun has not told which nodes this step has", f"start it with {SRUN}")
@@ -71,6 +75,10 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     # Mistakes are told before anything is waited for.
     spec = job_spec(line, local_inventory(), nodes=count)
     quiet = bool(options.get("quiet"))
+    if detach and step is not None:
+        raise UsageError(
+            "--detach: Slurm ends what a step leaves behind", "leave it out; sbatch or --slurm detach"
+        )
 
     def make_plan(inventory: Inventory) -> PlannedJob:
         found = planned(line, inventory, count, spec.run_id)
@@ -80,14 +88,21 @@ def run_on_hosts(line: CommandLine, options: Mapping[str, Any]) -> int:
     meeting = meeting_of(options, spec, count) if step is None else step_meeting(options, spec, step)
     if not meeting.head:
         # srun shows the output of all nodes together, so that the head's notes are enough.
-        return run_member(meeting, quiet=quiet or step is not None)
+        return run_member(meeting, quiet=quiet or step is not None, detach=detach)
     if step is None:
-        return run_head(meeting, make_plan, store=store, quiet=quiet)
+        code = run_head(meeting, make_plan, store=store, quiet=quiet, detach=detach)
+        return _left(code, spec.run_id) if detach else code
 
     def publish(address: TcpAddress) -> AbstractContextManager[None]:
         return published(step, Place(address.addr, address.port, meeting.token.hex()))
 
     return run_head(meeting, make_plan, store=store, quiet=quiet, publish=publish)
+
+
+def _left(code: int, run_id: str) -> int:
+    if code == 0:
+        tell_started(run_id)
+    return code
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

@@ -45,9 +45,14 @@ def main(argv: Sequence[str]) -> int:
         verbose=bool(options.get("verbose")),
     )
     if detach and code == 0:
-        say(planned.spec.run_id)
-        warn(f"started; follow it with: unirun logs -f {planned.spec.run_id}")
+        tell_started(planned.spec.run_id)
     return code
+
+
+def tell_started(run_id: str) -> None:
+    """Say that a detached job runs: its id on stdout, and what to do with it."""
+    say(run_id)
+    warn(f"started; follow it with: unirun logs -f {run_id}")
 
 
 def in_a_step(environ: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of
-from unirun.rendezvous.jobdir import JobDir, all_jobs, job_at
+from unirun.rendezvous.jobdir import HOSTS, JobDir, all_jobs, job_at
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.address import SqliteAddress, parse_address
 from unirun.rendezvous.store.protocol import Store
@@ -103,7 +103,7 @@ def find_status(option: str | None, name: str | None) -> tuple[JobStatus, JobDir
     """The status of the job that a command is about, and where it was found. Raises `JobError`, `StoreError`."""
     url = store_to_ask(option, name)
     if url is None:
-        job = find_job(name)
+        job = _current(find_job(name))
         return read_status(job), job
     with opened(url) as store:
         stored = read_stored(store, find_summary(store, name).run_id)
@@ -114,7 +114,7 @@ def find_here(option: str | None, name: str | None, command: str) -> JobDir:
     """The directory of the job that `command` is about. Raises `JobElsewhere` when it is on another host."""
     url = store_to_ask(option, name)
     if url is None:
-        return find_job(name)
+        return _current(find_job(name))
     with opened(url) as store:
         summary = find_summary(store, name)
         job = directory_of(summary.run_id, summary.uid)
@@ -126,6 +126,16 @@ def find_here(option: str | None, name: str | None, command: str) -> JobDir:
         f"call unirun {command} {summary.run_id} there",
         host=stored.host,
     )
+
+
+def _current(job: JobDir) -> JobDir:
+    """The directory of a job; if it is a copy of what other hosts have, it is brought up to date."""
+    if (job.path / HOSTS).exists():
+        # Imported here: asyncio's subprocesses are needed for nothing else.
+        from unirun.launcher.hosts.copying import make_current
+
+        make_current(job)
+    return job
 
 
 class StoredJob(Value):

@@ -58,7 +58,7 @@ def run(
         _look_for_warm(planned.spec, verbose)
     running = launch(planned, store=store, detach=detach, stdin=stdin)
     if detach:
-        return _leave(running)
+        return leave(running)
     # Imported while agents and master start.
     from unirun.launcher.foreground.session import follow
 
@@ -183,7 +183,7 @@ def task_of(planned: PlannedJob, names: tuple[str, ...], node: str) -> AgentTask
     return AgentTask(spec, node, names, "", "", spec.master_port if node == first else 0)
 
 
-def _leave(running: RunningJob) -> int:
+def leave(running: RunningJob) -> int:
     """Wait until a master has brought the job to its store, so that it needs this process no more. Returns 0, or the
     exit code when there is no master, having said why."""
     if running.processes.taken_up(running.job):

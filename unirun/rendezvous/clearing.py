@@ -52,7 +52,7 @@ def clear_here(job: JobDir) -> int:
 
 def _directories(job: JobDir) -> tuple[Path, ...]:
     logs = job.own_logs()
-    nodes = [each.path for each in directories_of_nodes(job)]
+    nodes = [each.path for each in directories_of_nodes(job) if each != job]
     return (*nodes, *([logs] if logs else []), job.path)
 
 

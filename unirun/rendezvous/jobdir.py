@@ -9,6 +9,7 @@
         uid.before              that of the run before, when Slurm has requeued the job
         store                   the URL of the store with the job's context; absent where only the head has it
         head                    where masters listen, for a host that has no store
+        hosts.json              hosts of which files may not have been copied to here, when all of the job is elsewhere
         store.db                that store, unless it is elsewhere
         context.json            the job's context until its first master writes it to the store
         state.json              the job's state, replaced as a whole after every change
@@ -49,6 +50,7 @@ from unirun.wire.address import TcpAddress
 _FIRST = "context.json"
 UID_BEFORE = "uid.before"
 HEAD = "head"
+HOSTS = "hosts.json"
 """Files that not every job has."""
 
 
@@ -283,6 +285,13 @@ def directories_of_nodes(job: JobDir) -> list[JobDir]:
     root = unirun_home() / "nodes"
     found = [JobDir(path) for path in sorted(root.glob(f"*/{job.run_id}"))]
     return [each for each in found if (each.path / "uid").exists() and each.uid == job.uid]
+
+
+def jobs_of_nodes() -> Iterator[JobDir]:
+    """Yield the directories of this host as a node of jobs that were started elsewhere."""
+    for path in sorted((unirun_home() / "nodes").glob("*/*")):
+        if is_run_id(path.name) and path.is_dir() and not path.is_symlink():
+            yield JobDir(path)
 
 
 def all_jobs() -> Iterator[JobDir]:

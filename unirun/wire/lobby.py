@@ -2,7 +2,7 @@
 
 ============== =================================================================
 launcher→node  Assigned, Go, Dismissed; over ssh also Invite, Resume
-node→launcher  Offer, Ready, Dismissed; over ssh also Chunk, Complete
+node→launcher  Offer, Ready, Dismissed; over ssh also Chunk, Current, Complete
 ============== =================================================================
 
 A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and says `Ready`. `Go` starts its agent.
@@ -20,7 +20,8 @@ class Invite(Value, tag=True):
     `token` is the job's, in hex; the stream must be one that nobody else reads, as that of ssh. `env` comes on top of
     the receiver's environment. `needs` are files and directories that every host of the job must have. A node that is
     to be the `head` binds the address of the masters at once. `interface` is the user's choice, empty for none. When
-    the job has begun, its `masters` are asked instead of the sender.
+    the job has begun, its `masters` are asked instead of the sender. A job that is to `detach` does not end with the
+    command.
     """
 
     token: str
@@ -30,6 +31,7 @@ class Invite(Value, tag=True):
     needs: tuple[str, ...] = ()
     head: bool = False
     masters: TcpAddress | None = None
+    detach: bool = False
     interface: str = ""
     insecure: bool = False
 
@@ -94,6 +96,10 @@ class Resume(Value, tag=True):
     node: str
     offsets: dict[str, int]
     env: dict[str, str]
+
+
+class Current(Value, tag=True):
+    """All that the files had when they were asked for was sent."""
 
 
 class Complete(Value, tag=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import Answer, Ask, ToWorker
-from unirun.wire.lobby import Assigned, Chunk, Complete, Dismissed, Go, Invite, Offer, Ready, Resume
+from unirun.wire.lobby import Assigned, Chunk, Complete, Current, Dismissed, Go, Invite, Offer, Ready, Resume
 from unirun.wire.reports import (
     Calls,
     Ending,
@@ -276,6 +276,7 @@ Message = (
     | Dismissed
     | Chunk
     | Resume
+    | Current
     | Complete
     | Join
     | SpawnerReady

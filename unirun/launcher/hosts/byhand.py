@@ -22,7 +22,7 @@ from unirun.launcher.foreground.terminal import drop_input, warn
 from unirun.launcher.hosts.interfaces import choose, is_own, resolve, route_to
 from unirun.launcher.hosts.lobby import Lobby, assign, part, refusal
 from unirun.launcher.hosts.member import offer, take_part
-from unirun.launcher.launch import Head, launch, task_of
+from unirun.launcher.launch import Head, launch, leave, task_of
 from unirun.launcher.local import RunningJob, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.launcher.process import adopt_orphans, spare_descriptors
@@ -72,10 +72,11 @@ def run_head(
     *,
     store: str | None,
     quiet: bool,
+    detach: bool = False,
     publish: Callable[[TcpAddress], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> int:
     """Run the job of all nodes as their head. `make_plan` plans it for the nodes that have come; `publish` tells the
-    others where they meet, if they cannot know. Returns its exit code.
+    others where they meet, if they cannot know. Returns its exit code, with `detach` 0 when it has begun.
 
     Raises `RendezvousError`, also with all nodes that cannot take part, and what `make_plan` raises.
     """
@@ -105,12 +106,14 @@ def run_head(
             unwanted = [guest for guest in guests if guest.node not in named]
             runner.run(part(unwanted, Dismissed("the job excludes this node", "see --exclude")))
             runner.run(assign(guests := wanted, named))
-            running = launch(planned, store=url, head=head)
+            running = launch(planned, store=url, head=head, detach=detach)
         except BaseException as error:
             runner.run(part(guests, Dismissed(f"the job was not started: {error}")))
             raise
         listener.close()
         runner.run(part(guests, Go()))
+    if detach:
+        return leave(running)
     return _follow(replace(running, node=meeting.node), quiet=quiet)
 
 

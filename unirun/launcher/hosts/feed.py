@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unirun.rendezvous import JobDir
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.lobby import Chunk, Complete
+from unirun.wire.lobby import Chunk, Complete, Current
 
 LOOK = 0.05
 """Seconds between two looks at the files: it bounds how late a line is shown. One look at 100 files takes 0.3 ms."""
@@ -30,6 +30,7 @@ REPLACED = ("state.json", "summary.json")
 def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
     """Send what is in the files of `job` after `offsets` until its agent has ended. Raises `ConnectionLost`."""
     seen: dict[str, tuple[int, int]] = {}
+    told = False
     while True:
         # Looked at first: what the agent and its workers have written is there when they have ended.
         over = not job.alive()
@@ -44,6 +45,9 @@ def feed(job: JobDir, stream: BlockingStream, offsets: dict[str, int]) -> None:
         if over:
             stream.send(Complete())
             return
+        if not told:
+            stream.send(Current())
+            told = True
         time.sleep(LOOK)
 
 

@@ -11,8 +11,10 @@ from pathlib import Path, PurePosixPath
 from unirun.errors import FrameError, RendezvousError, WireError
 from unirun.launcher.hosts.connection import Remote, carried, reach
 from unirun.launcher.hosts.feed import GROWING, REPLACED
+from unirun.launcher.hosts.hostlist import Host
 from unirun.rendezvous import JobDir
-from unirun.wire.lobby import Chunk, Complete, Dismissed, Resume
+from unirun.wire.aio import Stream
+from unirun.wire.lobby import Chunk, Complete, Current, Dismissed, Resume
 
 AGAIN = 1.0
 """Seconds between two attempts to reach a host again."""
@@ -27,31 +29,34 @@ class Mirror:
     `note` is told when the connection is lost and when it is back.
     """
 
-    def __init__(self, job: JobDir, node: str, remote: Remote, note: Callable[[str], None]) -> None:
-        self._job, self.node, self._remote, self._note = job, node, remote, note
-        self._offsets: dict[str, int] = {}
-        self.connected = True
+    def __init__(self, job: JobDir, host: Host, remote: Remote | None, note: Callable[[str], None]) -> None:
+        """`remote` sends all files already; without one, the node is asked for what is not here."""
+        self._job, self._host, self.node, self._remote, self._note = job, host, host.name, remote, note
+        self._offsets = {} if remote is not None else offsets_here(job, host.name)
+        self.current = asyncio.Event()
+        """What the node had written when it was asked is here, or it does not answer."""
 
     async def run(self) -> None:
         """Copy until the node's agent has ended and everything is here."""
-        while not await self._copied():
-            self.connected = False
+        remote = self._remote or await self._again()
+        while not await self._copied(remote.stream):
             self._note(f"the connection to {self.node} is lost; no rank depends on it")
-            await self._remote.close()
-            await self._again()
-            self.connected = True
+            await remote.close()
+            remote = await self._again()
             self._note(f"the connection to {self.node} is back")
-        await self._remote.close()
+        self.current.set()
+        await remote.close()
 
-    async def _copied(self) -> bool:
+    async def _copied(self, stream: Stream) -> bool:
         """Take what comes. False when the connection was lost first."""
-        stream = self._remote.stream
         try:
             while True:
                 message = await stream.receive()
                 match message:
                     case Chunk():
                         self._take(message)
+                    case Current():
+                        self.current.set()
                     case Complete():
                         return True
                     case Dismissed(problem):
@@ -69,18 +74,31 @@ class Mirror:
         if not chunk.whole:
             self._offsets[chunk.path] = offset + len(base64.b64decode(chunk.data))
 
-    async def _again(self) -> None:
-        """Connect again, and ask for the rest."""
+    async def _again(self) -> Remote:
+        """Connect, and ask for the rest."""
         while True:
             try:
                 async with asyncio.timeout(CONNECT):
-                    remote = await reach(self._remote.host)
+                    remote = await reach(self._host)
             except (RendezvousError, TimeoutError):
+                self.current.set()
                 await asyncio.sleep(AGAIN)
                 continue
             remote.stream.send(Resume(self._job.run_id, self.node, self._offsets, carried(os.environ)))
-            self._remote = remote
-            return
+            return remote
+
+
+def offsets_here(job: JobDir, node: str) -> dict[str, int]:
+    """How much of each file of `node` is in `job`. What masters of several nodes may have written begins anew."""
+    logs = job.logs.resolve()
+    files = {str(Path("logs", path.relative_to(logs))): path for path in logs.rglob("*") if path.is_file()}
+    files |= {path.name: path for path in job.path.glob("agent.*.log")}
+    if job.head is not None and job.head.node == node:
+        files |= {name: job.path / name for name in GROWING}
+    elif job.head is None:
+        for name in GROWING:
+            (job.path / name).unlink(missing_ok=True)
+    return {name: path.stat().st_size for name, path in files.items() if path.exists()}
 
 
 def write(folder: Path, node: str, chunk: Chunk, offset: int) -> None:

@@ -17,7 +17,7 @@ from unirun.launcher.hosts.feed import feed
 from unirun.launcher.hosts.interfaces import choose, reachable_address
 from unirun.launcher.hosts.member import ANSWER, await_go, missing, offer, take_part
 from unirun.launcher.hosts.stdio import over_stdio
-from unirun.launcher.local import start_agent
+from unirun.launcher.local import first_words, start_agent
 from unirun.launcher.planned import PlannedJob
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.jobdir import job_at
@@ -101,7 +101,7 @@ def _lead(
     head = Head(
         invite.node, token, assigned.uid, listener, address, invite.insecure, invite.node, assigned.etcd
     )
-    running = launch(planned, store=assigned.store or None, head=head)
+    running = launch(planned, store=assigned.store or None, head=head, detach=invite.detach)
     listener.close()
     stream.send(Ready())
     try:
@@ -110,6 +110,8 @@ def _lead(
         running.processes.kill_agents()
         running.processes.end(led=False)
         raise
+    if invite.detach and not running.processes.taken_up(running.job):
+        raise RendezvousError(first_words(running.job) or "the job's processes are gone")
     return running.job
 
 

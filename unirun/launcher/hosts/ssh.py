@@ -20,6 +20,7 @@ from unirun.collocation import Inventory
 from unirun.errors import JobError, RendezvousError, UnirunError
 from unirun.job.offers import Unfit, inventory_of, misfits, versions
 from unirun.launcher.hosts.connection import Remote, carried, reach
+from unirun.launcher.hosts.copying import Copy, copy_on, record_hosts
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import (
     Guest,
@@ -29,7 +30,6 @@ from unirun.launcher.hosts.lobby import (
     tell,
 )
 from unirun.launcher.hosts.member import needs
-from unirun.launcher.hosts.mirror import Mirror
 from unirun.launcher.hosts.sync import send_tree
 from unirun.launcher.launch import task_of
 from unirun.launcher.local import RunningJob
@@ -69,9 +69,10 @@ def run_over_ssh(
     insecure: bool,
     quiet: bool,
     sync: bool,
+    detach: bool,
 ) -> int:
     """Run a job on `hosts`; `make_plan` plans it for what they have. With `sync` they get the working tree before.
-    Returns the job's exit code.
+    Returns the job's exit code, with `detach` 0 when it has begun.
 
     Raises `RendezvousError` with all hosts that cannot take part, and what `make_plan` raises.
     """
@@ -79,7 +80,7 @@ def run_over_ssh(
     async def play() -> int:
         if sync:
             await send_tree(hosts, Path.cwd())
-        return await _Run(hosts, spec, store, interface, insecure).run(make_plan, quiet=quiet)
+        return await _Run(hosts, spec, store, interface, insecure, detach).run(make_plan, quiet=quiet)
 
     return asyncio.run(play())
 
@@ -88,9 +89,15 @@ class _Run:
     """One job over ssh, from the first connection to its end."""
 
     def __init__(
-        self, hosts: Sequence[Host], spec: JobSpec, store: str | None, interface: str, insecure: bool
+        self,
+        hosts: Sequence[Host],
+        spec: JobSpec,
+        store: str | None,
+        interface: str,
+        insecure: bool,
+        detach: bool,
     ) -> None:
-        self._hosts, self._spec = hosts, spec
+        self._hosts, self._spec, self._detach = hosts, spec, detach
         self._store = store
         self._etcd: tuple[Member, ...] = ()
         self._interface, self._insecure = interface, insecure
@@ -116,6 +123,9 @@ class _Run:
             job, lock = self._own_directory(planned.spec, head)
             try:
                 await tell(guests, Go())
+                record_hosts(job, [remote.host for remote in self._remotes.values()])
+                if self._detach:
+                    return await self._leave(job, lock, guests[0])
                 return await self._follow(job, planned, quiet=quiet)
             finally:
                 os.close(lock)
@@ -168,6 +178,7 @@ class _Run:
             env=carried(os.environ),
             needs=tuple(needs(self._spec, os.getcwd())),
             head=host is self._hosts[0],
+            detach=self._detach,
             interface=self._interface,
             insecure=self._insecure,
         )
@@ -227,20 +238,23 @@ class _Run:
         make_tls(made[0].path, self._token, COMMAND, insecure=self._insecure)
         return made
 
+    async def _leave(self, job: JobDir, lock: int, head: Guest) -> int:
+        """Leave the job to itself when its first master leads. Another process goes on copying its files."""
+        word = await head.stream.receive()
+        if isinstance(word, Dismissed):
+            raise RendezvousError(word.problem, word.remedy)
+        copy_on(job, lock)
+        return 0
+
     async def _follow(self, job: JobDir, planned: PlannedJob, *, quiet: bool) -> int:
         # Imported while the agents start.
         from unirun.launcher.foreground.console import Console
         from unirun.launcher.foreground.session import Session
 
         console = Console(quiet=quiet)
-        mirrors = [Mirror(job, name, remote, console.note) for name, remote in self._remotes.items()]
         processes = RemoteProcesses(job, self._remotes)
-
-        async def copy(mirror: Mirror) -> None:
-            await mirror.run()
-            processes.complete(mirror.node)
-
-        copying = asyncio.gather(*map(copy, mirrors))
+        copy = Copy(job, self._remotes, console.note, processes.came, processes.complete)
+        copying = asyncio.create_task(copy.run())
         try:
             return await Session(RunningJob(job, planned.spec, processes, copied=True), console).run()
         finally:
@@ -269,6 +283,11 @@ class RemoteProcesses:
     def master(self, pid: int) -> None:
         """Set when a master was reached."""
         self._master, self._alone_since = pid, None
+
+    def came(self, node: str) -> None:
+        """Files of `node` are copied."""
+        with self._changed:
+            self._nodes.add(node)
 
     def complete(self, node: str) -> None:
         """The agent of `node` has ended, and all its files are here."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from tests.integration.harness import EXEC, START, UNIRUN, Script
 from tests.testbed.hosts import Host, Hosts
-
-from .harness import EXEC, START, UNIRUN, Script
+from tests.testbed.machine import wait_until
 
 UNTIL_GROWN = """
     import os, socket, time
@@ -108,3 +111,44 @@ def test_a_node_is_drained_and_another_one_joins_over_ssh(hosts: Hosts, script: 
     assert running.returncode == 0, said
     assert "h2 is drained; role actor starts again, with actor:2-3 elsewhere" in said
     assert {f"rank {rank} on h1 in 1" in said for rank in (0, 1)} == {True}
+
+
+def test_a_job_over_ssh_that_is_detached_is_seen_and_stopped_from_where_it_was_started(
+    hosts: Hosts, script: Script
+) -> None:
+    train = visible(hosts, script(UNTIL_MOVED))
+    command = (UNIRUN, "-d", "--hosts", "h1,h2", *EXEC, "--roles", "actor=4", "--rdzv-id", "left", train)
+    here = hosts[2]
+    assert here.run(command, within=START).stdout == "left\n"
+    copying = ["pgrep", "-f", "unirun.launcher.hosts.copying left"]
+    seen = partial(here.run, [UNIRUN, "logs", "left"], within=START, check=False)
+    wait_until(lambda: seen().stdout.count(" in 0") == 4, "output of all ranks", START)
+    assert "job left: running" in here.run([UNIRUN, "status", "left"], within=START).stdout
+    (copier,) = here.run(copying).stdout.split()
+    os.kill(int(copier), signal.SIGKILL)
+    wait_until(lambda: here.run(copying, check=False).returncode == 1, "its end", START)
+    assert seen().stdout.count(" in 0") == 4
+    assert "job left: running" in here.run([UNIRUN, "status", "left"], within=START).stdout
+    assert "job left stopped" in here.run([UNIRUN, "stop", "left"], within=START).stdout
+    wait_until(lambda: here.run(copying, check=False).returncode == 1, "the end of the copy", START)
+    assert not (here.path(JOBS / "left") / "hosts.json").exists()
+    assert "every role starts" in here.run([UNIRUN, "events", "left"], within=START).stdout
+    removed = hosts[0].run([UNIRUN, "gc", "--older-than", "0s"], within=START).stdout
+    assert "left" in removed
+    assert not hosts[0].path(JOBS.parent / "nodes/h1/left").exists()
+
+
+def test_commands_on_each_host_may_detach_and_the_job_is_stopped_on_the_head(
+    hosts: Hosts, script: Script
+) -> None:
+    train = visible(hosts, script(UNTIL_MOVED))
+    command = (
+        *(UNIRUN, "-d", "--nnodes", "2", "--rdzv-endpoint", f"{hosts[0].address}:29400", *EXEC),
+        *("--token-file", "/tmp/job/token", "--rdzv-id", "both", train),
+    )
+    with started(hosts[1], *command) as member:
+        assert hosts[0].run(command, within=START).stdout == "both\n"
+        assert member.wait(START) == 0
+    status = partial(hosts[0].run, [UNIRUN, "status", "both"], within=START)
+    wait_until(lambda: status().stdout.count("running (generation 0") == 2, "two ranks that run", START)
+    assert "job both stopped" in hosts[0].run([UNIRUN, "stop", "both"], within=START).stdout

@@ -1,0 +1,54 @@
+"""Which hosts a copy is of, and what of their files is in it already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unirun.launcher.hosts.copying import record_hosts, recorded_hosts
+from unirun.launcher.hosts.hostlist import Host
+from unirun.launcher.hosts.mirror import offsets_here
+from unirun.rendezvous import JobDir, create_job
+from unirun.wire import new_token
+from unirun.wire.address import TcpAddress
+
+HEAD = TcpAddress("10.0.0.1", 29400, "h1")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path))
+    return tmp_path
+
+
+def copy(head: TcpAddress | None) -> JobDir:
+    """The copy of a job, with the files of two nodes."""
+    job, _ = create_job("mine", new_token(), head=head)
+    (job.path / "events.jsonl").write_text("12345")
+    (job.path / "agent.h1.log").write_text("123")
+    log = job.logs / "actor" / "0" / "0" / "stdout.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("1234567")
+    return job
+
+
+def test_hosts_are_recorded_once_and_those_that_join_are_added(home: Path) -> None:
+    job = copy(HEAD)
+    assert recorded_hosts(job) == ()
+    record_hosts(job, [Host("h1", "me@h1"), Host("h2", "h2", 4)])
+    record_hosts(job, [Host("h3", "h3"), Host("h1", "me@h1")])
+    assert recorded_hosts(job) == (Host("h1", "me@h1"), Host("h2", "h2", 4), Host("h3", "h3"))
+
+
+def test_a_copy_goes_on_where_it_ends(home: Path) -> None:
+    job = copy(HEAD)
+    logs = {"logs/actor/0/0/stdout.log": 7, "agent.h1.log": 3}
+    assert offsets_here(job, "h2") == logs
+    assert offsets_here(job, "h1") == logs | {"events.jsonl": 5}
+
+
+def test_what_masters_of_several_hosts_may_have_written_is_copied_anew(home: Path) -> None:
+    job = copy(None)
+    assert "events.jsonl" not in offsets_here(job, "h1")
+    assert not job.events.exists()
