@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.integration.ticking import Ticking
+from tests.integration.hosts.ticking import Ticking
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import Hosts
 

@@ -21,7 +21,7 @@ AT_ONCE = 5.0
 """Seconds in which the ranks run elsewhere of a host whose kernel closes its connections; 1.5 on a machine without other
 work."""
 
-BAD_CABLE = 120.0 if CHAOS else 20.0
+BAD_CABLE = 120.0 if CHAOS else 8.0
 """Seconds of delay and loss."""
 
 

@@ -10,7 +10,7 @@ from textwrap import dedent
 
 from tests.testbed.hosts import Host, Hosts
 
-from .harness import EXEC, SOON, START, UNIRUN, eventually
+from ..harness import EXEC, SOON, START, UNIRUN, eventually
 
 TICKING = """
     import os, pathlib, time

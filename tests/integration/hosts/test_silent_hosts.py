@@ -11,7 +11,13 @@ import pytest
 
 from tests.testbed.hosts import Hosts
 
+from ..harness import CHAOS
 from .ticking import Ticking
+
+REPEATED = pytest.mark.skipif(
+    not CHAOS, reason="make chaos: over ssh, test_losing_a_host and test_losing_the_head try the same"
+)
+"""With a command on each host, and workers that tell the time all the time."""
 
 
 @pytest.fixture
@@ -25,6 +31,7 @@ def job(hosts: Hosts) -> Iterator[Ticking]:
         ticking.kill()
 
 
+@REPEATED
 def test_a_cable_that_is_out_for_three_seconds_restarts_nothing(job: Ticking) -> None:
     job.hosts[1].cable(up=False)
     time.sleep(3.0)
@@ -48,6 +55,7 @@ def goes_on_elsewhere(job: Ticking, began: float) -> None:
     assert any("h2: it has been silent for more than 6.8 s" in text for text in job.events("agent_lost"))
 
 
+@REPEATED
 def test_the_ranks_of_a_host_whose_cable_is_out_run_elsewhere_when_it_has_ended_its_own(job: Ticking) -> None:
     began = time.monotonic()
     job.hosts[1].cable(up=False)
@@ -57,6 +65,7 @@ def test_the_ranks_of_a_host_whose_cable_is_out_run_elsewhere_when_it_has_ended_
     job.ends()
 
 
+@REPEATED
 def test_the_ranks_of_a_host_that_hangs_run_elsewhere_and_its_workers_end_when_it_goes_on(
     job: Ticking,
 ) -> None:
@@ -83,6 +92,7 @@ def test_a_master_that_hangs_on_the_head_costs_no_other_host_its_workers(job: Ti
     assert not job.ticks(job.hosts[1], 2, 1)
 
 
+@REPEATED
 def test_a_head_that_is_cut_off_costs_no_other_host_its_workers_when_the_store_is_etcd(hosts: Hosts) -> None:
     """Nobody answers the other agents for a while; they see in etcd that their nodes have not been given up."""
     job = Ticking(hosts, by_hand=True, store=hosts.etcd().url())
