@@ -38,7 +38,7 @@ class SocketChannel:
         self._connection = kind(sock, self._wants_to_write, opened=False)
         self._tags = itertools.count()
         self._pending: dict[int, Callable[[Parcel], None]] = {}
-        self._reading = threading.Lock()
+        self._reading, self._turning = threading.Lock(), threading.Lock()
         poll = select.poll()
         poll.register(self.number, select.POLLIN)
         self._poll = SpinningPoll(lambda seconds: poll.poll(None if seconds is None else seconds * 1000))
@@ -56,7 +56,7 @@ class SocketChannel:
         self._connection.send(REQUEST, tag, parcel, urgent=urgent)
         if patience is not None:
             return partial(self._wait, tag, patience)
-        self._poll_in_loop()
+        self._poll_in_loop(True)
         return None
 
     def _wants_to_write(self, wanted: bool) -> None:
@@ -90,22 +90,21 @@ class SocketChannel:
             return
         deadline = time.monotonic() + patience
         try:
-            if self._polled:
-                self._polled = False
-                self._loop.readable(self, False)
+            self._poll_in_loop(False)
             while self._open and tag in self._pending and (left := deadline - time.monotonic()) > 0:
                 if self._poll(left):
                     self._take()
         finally:
             self._reading.release()
             if self._pending:
-                self._poll_in_loop()
+                self._poll_in_loop(True)
 
-    def _poll_in_loop(self) -> None:
+    def _poll_in_loop(self, wanted: bool) -> None:
         """Let the loop's thread read what no thread waits for. A channel that has no open calls is not read."""
-        if not self._polled:
-            self._polled = True
-            self._loop.readable(self, True)
+        with self._turning:
+            if self._polled is not wanted:
+                self._polled = wanted
+                self._loop.readable(self, wanted)
 
     def ready(self, events: int) -> None:
         """Called in the loop's thread: write what waits, and read, unless another thread does."""
@@ -117,6 +116,9 @@ class SocketChannel:
                 self._take()
             finally:
                 self._reading.release()
+                if self._pending:
+                    # The event may be one of before `_wait`, and a caller that came meanwhile has left reading to us.
+                    self._poll_in_loop(True)
 
     def _take(self) -> None:
         try:

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.wire.places import credentials_in
+from unirun.roles.transport.channel import SocketChannel
+from unirun.roles.transport.connection import Connection
+from unirun.roles.transport.loop import Loop
+from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.sockets import SocketTransport
+from unirun.values import WorkerId
+from unirun.wire import new_token
+from unirun.wire.address import unix_address
+
+SOON = 20.0
+LATE = "a thread that is late"
+
+
+class Late(Connection):
+    """A connection of which one thread takes long to see that there is nothing to read."""
+
+    entered, let_go = threading.Event(), threading.Event()
+
+    def get(self, space: memoryview) -> tuple[int, bool]:
+        if threading.current_thread().name == LATE:
+            self.entered.set()
+            assert self.let_go.wait(SOON)
+            raise BlockingIOError
+        return super().get(space)
+
+
+@pytest.fixture
+def replies() -> queue.SimpleQueue[Callable[[], None]]:
+    """One for each request that has come: sends the answer."""
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def channel(tmp_path: Path, replies: queue.SimpleQueue[Callable[[], None]]) -> Iterator[SocketChannel]:
+    credentials = credentials_in(tmp_path / "worker", new_token(), "worker", tls=False)
+    worker = SocketTransport(tmp_path / "calls", credentials)
+    path = worker.serve(WorkerId("desk", 0, 0), lambda parcel, reply: replies.put(lambda: reply(parcel)))
+    loop, sock = Loop(), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with unix_address(path) as address:
+        sock.connect(address)
+    yield SocketChannel(sock, credentials.token, loop, lambda reason: None, Late)
+    loop.close()
+    worker.close()
+
+
+def test_an_answer_is_read_after_the_loop_was_late_with_an_event_of_the_call_before(
+    channel: SocketChannel, replies: queue.SimpleQueue[Callable[[], None]]
+) -> None:
+    """The loop's thread handles an event that a caller's thread has taken care of. Meanwhile there is another call."""
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def call(head: bytes, patience: float) -> None:
+        wait = channel.call(Parcel(head), lambda parcel: answers.put(parcel.head), patience)
+        assert wait is not None
+        wait()
+
+    for head in (b"the handshake is over", b"this thread has read"):
+        calling = threading.Thread(target=call, args=(head, SOON))
+        calling.start()
+        replies.get(timeout=SOON)()
+        assert answers.get(timeout=SOON) == head
+        calling.join(SOON)
+    late = threading.Thread(target=channel.ready, args=(select.EPOLLIN,), name=LATE)
+    late.start()
+    assert Late.entered.wait(SOON)
+    call(b"meanwhile", SOON)
+    Late.let_go.set()
+    late.join(SOON)
+    replies.get(timeout=SOON)()
+    assert answers.get(timeout=SOON) == b"meanwhile"
