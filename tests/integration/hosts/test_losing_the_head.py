@@ -40,7 +40,7 @@ def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, po
     killed = time.monotonic()
     after = starts(job, 4, 1)
     print(f"{after[0].began - killed:.1f} s")
-    assert sorted(places(after)) == ["h2", "h2", "h3", "h3"]
+    assert sorted(places(after)) == ["h2", "h2", "h3", "h3"], job.text
     for one, other in zip(before, after, strict=True):
         assert cluster.last_moment(one) < other.began
     job.lines("the job's master has died; another leads", within=SOON)

@@ -70,7 +70,7 @@ class SocketChannel:
         """Go on with the handshake. Raises AuthError, OSError or EOFError."""
         # The peer sends its proof after our answer, so no frame can be behind these bytes.
         wanted = HELLO_SIZE + PROOF_SIZE
-        data = self._connection.socket.recv(wanted - len(self._heard))
+        data = self._connection.begin(wanted - len(self._heard))
         if not data:
             raise EOFError("the peer closed the connection")
         before, self._heard = len(self._heard), self._heard + data

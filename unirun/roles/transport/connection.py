@@ -39,6 +39,8 @@ class Connection:
     Frames that are not urgent are gathered, and up to `BATCH` of them are written with one system call. They are also
     written as soon as the receiving thread is idle. Before `open` every frame waits.
 
+    The socket is closed while no thread reads it: a thread would read on from the file that gets its number next.
+
     Large buffers go through shared memory on a unix socket. On others they are written as they are, so they must not be
     changed before they are sent, or `keep` was called.
     """
@@ -50,6 +52,7 @@ class Connection:
         self.socket = sock
         self._wants_to_write = wants_to_write
         self._lock = threading.Lock()
+        self._using = threading.Lock()
         self._waiting: deque[tuple[memoryview, int | None]] = deque()
         self._shares = sock.family == socket.AF_UNIX
         self._pool = SegmentPool()
@@ -183,7 +186,8 @@ class Connection:
         more = True
         while more:
             try:
-                count, more = self.get(self._parser.space())
+                with self._using:
+                    count, more = self.get(self._parser.space())
             except BlockingIOError:
                 return
             if count == 0:
@@ -194,6 +198,11 @@ class Connection:
                         self._pool.release(frame.tag)
                     continue
                 yield frame, Parcel(frame.head, self._buffers(frame))
+
+    def begin(self, most: int) -> bytes:
+        """The next bytes of what comes before the first frame, at most `most`. Raises OSError."""
+        with self._using:
+            return self.socket.recv(most)
 
     def get(self, space: memoryview) -> tuple[int, bool]:
         """Read from the socket. Returns how many bytes came, and whether to read again before it is polled. Raises
@@ -228,4 +237,5 @@ class Connection:
             self._pool.close()
             # `close` alone does not wake a thread that polls the socket.
             self._shut()
-            self.socket.close()
+            with self._using:
+                self.socket.close()

@@ -7,9 +7,8 @@ import os
 import select
 import socket
 import ssl
-import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from unirun.roles.transport.channel import SocketChannel
 from unirun.roles.transport.connection import Connection
@@ -32,9 +31,14 @@ RECORDS = 64
 class TlsConnection(Connection):
     """Over a TLS socket, which takes and gives a record at a time. Only one thread at a time may use that."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._using = threading.Lock()
+    def shake_hands(self, context: ssl.SSLContext, peer: str) -> None:
+        """Go on with the handshake of a client. Raises OSError, as a socket that does not wait."""
+        with self._using:
+            if not isinstance(self.socket, ssl.SSLSocket):
+                self.socket = context.wrap_socket(
+                    self.socket, server_hostname=peer, do_handshake_on_connect=False
+                )
+            self.socket.do_handshake()
 
     def put(self, data: bytes | memoryview, handle: int | None = None) -> int:
         """As for a connection without TLS; no descriptor can be sent."""
@@ -53,14 +57,13 @@ class TlsConnection(Connection):
         count, left = 0, 0
         sock = cast(ssl.SSLSocket, self.socket)
         try:
-            with self._using:
-                for _ in range(RECORDS):
-                    got = sock.recv_into(space[count:])
-                    count += got
-                    # A poll does not tell of what TLS has read already.
-                    left = sock.pending()
-                    if count == len(space) or (got < RECORD and not left):
-                        break
+            for _ in range(RECORDS):
+                got = sock.recv_into(space[count:])
+                count += got
+                # A poll does not tell of what TLS has read already.
+                left = sock.pending()
+                if count == len(space) or (got < RECORD and not left):
+                    break
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             if not count:
                 raise BlockingIOError from None
@@ -121,12 +124,8 @@ class RemoteChannel(SocketChannel):
         if not self._established:
             self._established = True
             self._wants_to_write(False)
-        if self._tls is not None and not isinstance(sock, ssl.SSLSocket):
-            name = server_name(self._address.node)
-            sock = self._tls.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
-            self._connection.socket = sock
-        if isinstance(sock, ssl.SSLSocket):
-            sock.do_handshake()
+        if isinstance(self._connection, TlsConnection) and self._tls is not None:
+            self._connection.shake_hands(self._tls, server_name(self._address.node))
         self._connected = True
 
 

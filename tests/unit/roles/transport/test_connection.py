@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -209,6 +210,31 @@ def test_a_connection_of_tls_that_has_ended_writes_nothing_in_the_clear(ends: tu
     ends[0].send(1, parcel(b"secret"))
     with pytest.raises((EOFError, OSError)):
         receive(*ends, 1)
+
+
+def test_a_socket_is_closed_only_after_a_thread_that_reads_it(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Else the thread would read from the file that gets the number next."""
+    kind = TlsConnection if isinstance(pair[0], ssl.SSLSocket) else Connection
+
+    class Closed(kind):  # type: ignore[misc, valid-type]
+        """It is closed while it is read."""
+
+        def get(self, space: memoryview) -> tuple[int, bool]:
+            closing.start()
+            closing.join(0.1)
+            assert self.socket.fileno() >= 0
+            found: tuple[int, bool] = super().get(space)
+            return found
+
+    connection = Closed(pair[0], lambda wanted: None)
+    closing = threading.Thread(target=connection.close)
+    with pytest.raises(EOFError):
+        list(connection.receive())
+    closing.join(SOON)
+    assert connection.socket.fileno() < 0
+    pair[1].close()
 
 
 def test_closing_leaves_no_descriptor(ends: tuple[End, End]) -> None:
