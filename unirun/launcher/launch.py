@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from unirun.master.status_views import status_of
 from unirun.observe import write_status
 from unirun.observe.batchjob import is_active, own_batch
 from unirun.rendezvous import JobDir, create_job
+from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.jobdir import job_at
 from unirun.rendezvous.ownetcd import wait_until_up
 from unirun.rendezvous.store.url import anchored
@@ -140,9 +140,7 @@ def launch(
         )
     except RendezvousError:
         listener.close()
-        os.close(lock)
-        for folder in filter(None, (job.own_logs(), job.path)):
-            shutil.rmtree(folder, ignore_errors=True)
+        discard_job(job, lock)
         raise
     return RunningJob(job, spec, processes)
 

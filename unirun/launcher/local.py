@@ -21,6 +21,7 @@ from unirun.launcher.agent import Agent
 from unirun.launcher.etcd_member import running_member
 from unirun.launcher.process import kill_children, set_title
 from unirun.rendezvous import JobDir
+from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import Endpoint, hold_endpoints
 from unirun.reporting import flush, report, report_error
 from unirun.spec import JobSpec
@@ -118,11 +119,19 @@ class Member(Value):
 
     def close(self) -> None:
         """Close what is bound."""
+        self._release()
+        os.close(self.lock)
+
+    def discard(self) -> None:
+        """Close what is bound and remove the directory: the job starts without this node, or not at all."""
+        self._release()
+        discard_job(self.job, self.lock)
+
+    def _release(self) -> None:
         for endpoint in self.endpoints.values():
             endpoint.close()
         if self.listener is not None:
             self.listener.close()
-        os.close(self.lock)
 
 
 def start_agent(member: Member, *, owner: int | None) -> Processes:

@@ -79,6 +79,5 @@ class Admission:
 
     def _assigned(self, node: str, head: TcpAddress) -> Assigned:
         state, job = self._state(), self._job
-        store = "" if job.store_url == job.own_store else job.store_url
         task = AgentTask(state.spec, node, (*state.nodes, node), "", "")
-        return Assigned(job.run_id, job.uid, task.to_json(), head, store)
+        return Assigned(job.run_id, job.uid, task.to_json(), head, job.shared_store)

@@ -61,10 +61,16 @@ def create_job(
     try:
         _make_logs(job, log_dir)
     except JobError:
-        os.close(lock)
-        shutil.rmtree(job.path, ignore_errors=True)
+        discard_job(job, lock)
         raise
     return job, lock
+
+
+def discard_job(job: JobDir, lock: int) -> None:
+    """Undo `create_job`, of a job that does not start. `lock` is closed."""
+    for folder in filter(None, (job.own_logs(), job.path)):
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 @contextmanager

@@ -83,6 +83,13 @@ class JobDir(Value):
         return self._read("store").replace(HERE, str(self.path))
 
     @property
+    def shared_store(self) -> str:
+        """The URL as another node of the job is told it, which puts its own directory into it; empty for a store in
+        this directory. Raises `JobError`."""
+        url = self._read("store")
+        return "" if url == self.own_store else url
+
+    @property
     def own_store(self) -> str:
         """URL of the store in this directory, the default for the context."""
         return f"sqlite:{self.path / 'store.db'}"

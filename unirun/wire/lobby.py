@@ -10,6 +10,9 @@ A node makes an `Offer`, gets its task (`Assigned`), binds its endpoints and say
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from unirun.errors import RendezvousError
 from unirun.values import Value
 from unirun.wire.address import TcpAddress
 
@@ -119,3 +122,15 @@ class Dismissed(Value, tag=True):
 
     problem: str
     remedy: str = ""
+
+
+W = TypeVar("W")
+
+
+def expected(word: object, kind: type[W]) -> W:
+    """Return `word` if it is a `kind`. Raises `RendezvousError` for any other message, with what a `Dismissed` says."""
+    if isinstance(word, kind):
+        return word
+    if isinstance(word, Dismissed):
+        raise RendezvousError(word.problem, word.remedy)
+    raise RendezvousError(f"the other end said {type(word).__name__} instead of {kind.__name__}")

@@ -79,6 +79,18 @@ def test_a_node_gets_its_task_and_is_let_in_when_it_is_ready_and_that_is_written
     asyncio.run(play())
 
 
+def test_a_node_is_told_of_the_store_with_the_place_where_its_own_directory_is_put_in(tmp_path: Path) -> None:
+    async def play() -> None:
+        desk = Desk(tmp_path)
+        url = "etcd://10.0.0.1:2379?cacert={job}/tls/ca.pem"
+        (tmp_path / "mine" / "store").write_text(url)
+        word = await answer((await desk.visit(offer("n9")))[0])
+        assert isinstance(word, Assigned)
+        assert word.store == url
+
+    asyncio.run(play())
+
+
 def test_a_node_that_goes_away_before_it_is_ready_has_changed_nothing(tmp_path: Path) -> None:
     async def play() -> None:
         desk = Desk(tmp_path)

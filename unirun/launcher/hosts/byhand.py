@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 
 from msgspec.structs import replace
 
@@ -89,11 +89,10 @@ def run_head(
         asyncio.Runner() as runner,
     ):
         lobby = Lobby(meeting.most, here, meeting.names)
-        with publish(address):
-            runner.run(_gather(lobby, meeting, listener, credentials))
-        guests = lobby.guests
         try:
-            offers = [here, *(guest.offer for guest in guests)]
+            with publish(address):
+                runner.run(_gather(lobby, meeting, listener, credentials))
+            offers = [here, *(guest.offer for guest in lobby.guests)]
             if found := misfits(offers, versions()):
                 raise refusal(found)
             planned = make_plan(inventory_of(offers))
@@ -102,16 +101,17 @@ def run_head(
                 meeting.node, meeting.token, new_uid(), listener, address, meeting.insecure, etcd=members
             )
             named = tasks(planned, head, url)
-            wanted = [guest for guest in guests if guest.node in named]
-            unwanted = [guest for guest in guests if guest.node not in named]
+            unwanted = [guest for guest in lobby.guests if guest.node not in named]
             runner.run(part(unwanted, Dismissed("the job excludes this node", "see --exclude")))
-            runner.run(assign(guests := wanted, named))
+            wanted = [guest for guest in lobby.guests if guest.node in named]
+            runner.run(assign(wanted, named))
             running = launch(planned, store=url, head=head, detach=detach)
+            runner.run(part(wanted, Go()))
         except BaseException as error:
-            runner.run(part(guests, Dismissed(f"the job was not started: {error}")))
+            runner.run(part(lobby.guests, Dismissed(f"the job was not started: {error}")))
             raise
-        listener.close()
-        runner.run(part(guests, Go()))
+        finally:
+            listener.close()
     if detach:
         return leave(running)
     return _follow(replace(running, node=meeting.node), quiet=quiet)
@@ -200,7 +200,4 @@ def _follow(running: RunningJob, *, quiet: bool) -> int:
 
 def is_here(host: str) -> bool:
     """Whether the name or address `host` is this host. Raises `RendezvousError` when it has no address."""
-    with suppress(ValueError):
-        if host in (socket.gethostname(), "localhost"):
-            return True
-    return is_own(resolve(host))
+    return host in (socket.gethostname(), "localhost") or is_own(resolve(host))

@@ -11,10 +11,11 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from unirun.errors import RendezvousError
+from unirun.errors import RendezvousError, UnirunError
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.stdio import MARK
 from unirun.wire.aio import Stream
+from unirun.wire.lobby import W, expected
 
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 """No terminal, no questions, and a connection that is lost is noticed within 15 s (three times ServerAliveInterval)."""
@@ -73,6 +74,14 @@ class Remote:
             await self._stdout.readuntil(MARK)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
             raise await self.failure() from error
+
+    async def hear(self, kind: type[W]) -> W:
+        """The next message, which must be a `kind`. Raises `RendezvousError` with the reason when there is none."""
+        try:
+            word = await self.stream.receive()
+        except UnirunError as error:
+            raise await self.failure() from error
+        return expected(word, kind)
 
     async def failure(self) -> RendezvousError:
         """Why the process has ended."""

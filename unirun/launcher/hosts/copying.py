@@ -105,31 +105,22 @@ class Copy:
 
 def copy_on(job: JobDir, lock: int) -> None:
     """Go on copying when this process has ended. The new process gets the `lock`."""
-    _start(job, lock).close()
+    os.close(_start(job, lock))
 
 
 def make_current(job: JobDir) -> None:
     """Let the copy have what the hosts have written, if nobody copies. Hosts that do not answer are not waited for."""
     if not recorded_hosts(job) or job.alive():
         return
-    with contextlib.closing(_start(job)) as told:
+    told = _start(job)
+    try:
         select.select([told], [], [], CURRENT)
+    finally:
+        os.close(told)
 
 
-class _Told:
-    """The pipe from a copying process, which is closed when the copy is current."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def fileno(self) -> int:
-        return self._handle
-
-    def close(self) -> None:
-        os.close(self._handle)
-
-
-def _start(job: JobDir, lock: int | None = None) -> _Told:
+def _start(job: JobDir, lock: int | None = None) -> int:
+    """Start the copying process. Returns a pipe that it closes when the copy is current."""
     ours, theirs = os.pipe()
     handles = [theirs] if lock is None else [theirs, lock]
     command = [sys.executable, "-P", "-m", "unirun.launcher.hosts.copying", job.run_id, *map(str, handles)]
@@ -143,7 +134,7 @@ def _start(job: JobDir, lock: int | None = None) -> _Told:
             start_new_session=True,
         )
     os.close(theirs)
-    return _Told(ours)
+    return ours
 
 
 def main(run_id: str, told: int, lock: int | None = None) -> int:

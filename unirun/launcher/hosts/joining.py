@@ -6,14 +6,14 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from unirun.errors import RendezvousError, UnirunError
+from unirun.errors import UnirunError
 from unirun.job.offers import Unfit
 from unirun.launcher.hosts.connection import carried, reach
 from unirun.launcher.hosts.hostlist import Host
 from unirun.launcher.hosts.lobby import refusal
 from unirun.wire.address import TcpAddress
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Dismissed, Invite, Ready
+from unirun.wire.lobby import Invite, Ready
 
 JOIN = 60.0
 """Seconds that a host has to join."""
@@ -61,13 +61,6 @@ async def _join(host: Host, invite: Invite) -> None:
     remote = await reach(host)
     try:
         remote.stream.send(invite)
-        try:
-            word = await remote.stream.receive()
-        except UnirunError as error:
-            raise await remote.failure() from error
-        if isinstance(word, Dismissed):
-            raise RendezvousError(word.problem, word.remedy)
-        if not isinstance(word, Ready):
-            raise RendezvousError(f"it said {type(word).__name__} when it should have joined")
+        await remote.hear(Ready)
     finally:
         await remote.close()

@@ -13,7 +13,7 @@ from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.job.offers import Unfit
 from unirun.values import Value
 from unirun.wire.aio import Stream
-from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
+from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready, expected
 from unirun.wire.messages import Message
 
 BIND = 30.0
@@ -66,11 +66,7 @@ async def assign(guests: Sequence[Guest], tasks: Mapping[str, Assigned]) -> None
 
     async def talk(guest: Guest) -> None:
         guest.stream.send(tasks[guest.node])
-        word = await guest.stream.receive()
-        if isinstance(word, Dismissed):
-            raise RendezvousError(word.problem, word.remedy)
-        if not isinstance(word, Ready):
-            raise RendezvousError(f"it said {type(word).__name__} when it should have been ready")
+        expected(await guest.stream.receive(), Ready)
 
     await each(guests, talk, BIND)
 
@@ -95,7 +91,6 @@ class Lobby:
         self._most, self._here, self._names = most, here, names
         self._guests: dict[str, Guest] = {}
         self._news = asyncio.Event()
-        self._closed = asyncio.Event()
 
     @property
     def guests(self) -> list[Guest]:
@@ -105,7 +100,7 @@ class Lobby:
         return [*ranked, *(each for each in found if each.offer.rank < 0)]
 
     async def admit(self, stream: Stream) -> None:
-        """Hear one node, and keep its stream until the lobby is closed."""
+        """Hear one node, and keep its stream open."""
         try:
             first = await stream.receive()
         except WireError:
@@ -119,7 +114,8 @@ class Lobby:
         assert isinstance(first, Offer)
         self._guests[first.node] = Guest(stream, first)
         self._news.set()
-        await self._closed.wait()
+        # Who lets the nodes go closes their streams.
+        await asyncio.Event().wait()
 
     async def gather(self, least: int, timeout: float, last_call: float) -> None:
         """Wait until all have come; or, once `least` are there, `last_call` seconds for the others.
@@ -140,10 +136,6 @@ class Lobby:
                 if len(self._guests) + 1 < least:
                     raise self._missing(least, timeout) from None
                 return
-
-    def close(self) -> None:
-        """Take nobody any more."""
-        self._closed.set()
 
     def _trouble(self, first: Message, peer: str) -> Dismissed | None:
         if not isinstance(first, Offer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from unirun.launcher.local import Member
 from unirun.launcher.orders import on_host
 from unirun.launcher.slurm.allocation import component_here
 from unirun.rendezvous import create_job
+from unirun.rendezvous.creation import discard_job
 from unirun.rendezvous.endpoints import hold_endpoints
 from unirun.rendezvous.ownetcd import possible_member
 from unirun.spec import JobSpec
@@ -27,7 +27,7 @@ from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import make_tls
 from unirun.wire.codec import from_json
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready
+from unirun.wire.lobby import Assigned, Dismissed, Go, Offer, Ready, expected
 from unirun.wire.messages import Appointed
 from unirun.wire.sockets import listen_tcp
 
@@ -57,12 +57,11 @@ def take_part(
     Raises `RendezvousError` when this node is dismissed or its endpoints cannot be bound, `JobError`, `WireError`.
     """
     stream.send(offered)
-    assigned = stream.receive(ANSWER)
-    if isinstance(assigned, Appointed):
+    word = stream.receive(ANSWER)
+    if isinstance(word, Appointed):
         # The job has begun, and a master answers where the lobby was.
-        assigned = stream.receive(ANSWER)
-    if not isinstance(assigned, Assigned):
-        raise _dismissal(assigned)
+        word = stream.receive(ANSWER)
+    assigned = expected(word, Assigned)
     try:
         member = settle(assigned, offered.node, token, insecure=insecure, interface=interface)
     except UnirunError as error:
@@ -72,16 +71,14 @@ def take_part(
     try:
         await_go(stream)
     except BaseException:
-        member.close()
+        member.discard()
         raise
     return member
 
 
 def await_go(stream: BlockingStream) -> None:
     """Wait until the launcher says that the job starts. Raises `RendezvousError`, `WireError`."""
-    word = stream.receive(ANSWER)
-    if not isinstance(word, Go):
-        raise _dismissal(word)
+    expected(stream.receive(ANSWER), Go)
 
 
 def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, interface: str) -> Member:
@@ -106,8 +103,7 @@ def settle(assigned: Assigned, node: str, token: Token, *, insecure: bool, inter
         endpoints = hold_endpoints(task.spec, addr, task.port)
         listener = listen_tcp(addr) if assigned.store else None
     except BaseException:
-        os.close(lock)
-        shutil.rmtree(job.path, ignore_errors=True)
+        discard_job(job, lock)
         raise
     return Member(job, lock, task, endpoints, listener)
 
@@ -135,9 +131,3 @@ def missing(paths: Iterable[str]) -> tuple[tuple[str, str], ...]:
         return ()
     remedy = "put it there, share the directory, or use --sync"
     return ((f"{socket.gethostname()} has no {', '.join(gone)}", remedy),)
-
-
-def _dismissal(word: object) -> RendezvousError:
-    if isinstance(word, Dismissed):
-        return RendezvousError(word.problem, word.remedy)
-    return RendezvousError(f"the launcher said {type(word).__name__} where a task was due")

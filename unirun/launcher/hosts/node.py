@@ -25,7 +25,7 @@ from unirun.wire.address import TcpAddress
 from unirun.wire.blocking import BlockingStream
 from unirun.wire.certificates import temporary
 from unirun.wire.handshake import Token
-from unirun.wire.lobby import Assigned, Dismissed, Invite, Ready, Resume
+from unirun.wire.lobby import Assigned, Dismissed, Invite, Ready, Resume, expected
 from unirun.wire.sockets import listen_tcp
 
 LOST_GO = 128 + signal.SIGHUP
@@ -91,9 +91,7 @@ def _lead(
     listener = listen_tcp(addr)
     address = TcpAddress(addr, listener.getsockname()[1], invite.node)
     stream.send(offer(invite.node, masters=address, faults=faults, addr=addr))
-    assigned = stream.receive(ANSWER)
-    if not isinstance(assigned, Assigned):
-        raise RendezvousError("the head was dismissed")
+    assigned = expected(stream.receive(ANSWER), Assigned)
     # Imported here: only the head needs the master.
     from unirun.launcher.launch import Head, launch
 

@@ -145,7 +145,7 @@ class _Run:
                 async with asyncio.timeout(self._spec.join_timeout):
                     remote = self._remotes[host.name] = await reach(host)
                     remote.stream.send(self._invitation(host))
-                    guests[host.name] = Guest(remote.stream, await self._offer(remote))
+                    guests[host.name] = Guest(remote.stream, await remote.hear(Offer))
             except TimeoutError:
                 problem = f"it has not answered within {self._spec.join_timeout:g} s"
                 unfit[host.name] = Unfit(host.name, problem, f"try: ssh {host.target}")
@@ -158,17 +158,6 @@ class _Run:
             found = misfits([guest.offer for guest in guests.values()], versions())
             raise refusal([*(unfit[host.name] for host in self._hosts if host.name in unfit), *found])
         return [guests[host.name] for host in self._hosts]
-
-    async def _offer(self, remote: Remote) -> Offer:
-        try:
-            word = await remote.stream.receive()
-        except UnirunError as error:
-            raise await remote.failure() from error
-        if isinstance(word, Dismissed):
-            raise RendezvousError(word.problem, word.remedy)
-        if not isinstance(word, Offer):
-            raise RendezvousError(f"it said {type(word).__name__} when it should have made an offer")
-        return word
 
     def _invitation(self, host: Host) -> Invite:
         return Invite(

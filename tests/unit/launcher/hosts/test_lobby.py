@@ -64,7 +64,6 @@ class TestWhoIsLetIn:
                 await asyncio.sleep(0.01)
             await lobby.gather(5, 5.0, 5.0)
             assert [guest.node for guest in lobby.guests] == ["h1", "h2", "x", "y"]
-            lobby.close()
 
         run(play)
 
@@ -89,7 +88,6 @@ class TestWhoIsLetIn:
             assert isinstance(answer, Dismissed)
             assert says in answer.problem
             assert [guest.node for guest in lobby.guests] == ["h1"]
-            lobby.close()
 
         run(play)
 
@@ -100,7 +98,6 @@ class TestWhoIsLetIn:
                 await visit(lobby, offer("h2", 2))
                 with pytest.raises(RendezvousError, match=f"2 of 4 nodes have come .* missing: {missing}"):
                     await lobby.gather(4, 0.1, 5.0)
-                lobby.close()
 
         run(play)
 
@@ -110,7 +107,6 @@ class TestWhoIsLetIn:
             await visit(lobby, offer("h1"))
             await lobby.gather(2, 60.0, 0.05)
             assert [guest.node for guest in lobby.guests] == ["h1"]
-            lobby.close()
 
         run(play)
 

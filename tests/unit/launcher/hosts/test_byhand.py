@@ -1,0 +1,83 @@
+"""Commands on each host: the head and a node in one process, over loopback, up to the start of the agents."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from unirun.collocation import Inventory
+from unirun.errors import RendezvousError
+from unirun.job.offers import AgentTask
+from unirun.launcher.hosts.byhand import Meeting, run_head, run_member
+from unirun.launcher.hosts.member import offer, take_part
+from unirun.launcher.planned import PlannedJob
+from unirun.rendezvous.jobdir import job_at
+from unirun.spec.job import Entry, JobSpec, RoleSpec
+from unirun.wire import new_token
+from unirun.wire.address import TcpAddress
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.lobby import Assigned, Dismissed, Offer, Ready
+
+SOON = 20.0
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the directories of jobs are."""
+    monkeypatch.setenv("UNIRUN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def test_nodes_that_have_come_are_told_why_the_head_gives_up(home: Path) -> None:
+    told: SimpleQueue[TcpAddress] = SimpleQueue()
+
+    @contextmanager
+    def withdrawn(address: TcpAddress) -> Iterator[None]:
+        told.put(address)
+        yield
+        raise RendezvousError("the note where the head is cannot be removed")
+
+    def never(_: Inventory) -> PlannedJob:
+        raise AssertionError
+
+    head = Meeting("n0", 0, True, "127.0.0.1", 0, 2, 2, SOON, SOON, new_token())
+    with ThreadPoolExecutor() as pool:
+        leading = pool.submit(run_head, head, never, store=None, quiet=True, publish=withdrawn)
+        place = told.get(timeout=SOON)
+        node = Meeting("n1", 1, False, place.addr, place.port, 2, 2, SOON, SOON, head.token)
+        with pytest.raises(RendezvousError, match="the job was not started: the note where the head is"):
+            run_member(node, quiet=True)
+        with pytest.raises(RendezvousError, match="cannot be removed"):
+            leading.result(SOON)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((place.addr, place.port))
+
+
+def test_a_node_that_is_ready_and_then_dismissed_keeps_no_directory_of_the_job(tmp_path: Path) -> None:
+    ours, theirs = map(BlockingStream, socket.socketpair())
+    script = tmp_path / "train.py"
+    script.touch()
+    roles = (RoleSpec("actor", 1, Entry("script", str(script))),)
+    spec = JobSpec("mine", "mine", roles, ("actor",))
+    task = AgentTask(spec, "n1", ("n0", "n1"), "", str(tmp_path))
+    with ThreadPoolExecutor() as pool:
+        offered = offer("n1", addr="127.0.0.1")
+        joining = pool.submit(take_part, theirs, offered, new_token(), insecure=True)
+        assert isinstance(ours.receive(SOON), Offer)
+        head = TcpAddress("127.0.0.1", 1, "n0")
+        ours.send(Assigned("mine", "u1", task.to_json(), head, ""))
+        assert ours.receive(SOON) == Ready()
+        folder = job_at("mine", "n1").path
+        assert (folder / "token").exists()
+        ours.send(Dismissed("another node cannot take part"))
+        with pytest.raises(RendezvousError, match="another node cannot take part"):
+            joining.result(SOON)
+    assert not folder.exists()
+    for stream in (ours, theirs):
+        stream.close()
