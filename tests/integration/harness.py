@@ -87,10 +87,15 @@ def gone(pid: int, within: float) -> bool:
         os.close(handle)
 
 
+def state_of(pid: int) -> str:
+    """The state of a process as ps shows it. Raises OSError when it is gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def alive(pid: int) -> bool:
     """Whether `pid` is a running process, not a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return state_of(pid) not in "ZX"
     except OSError:
         return False
 

@@ -18,7 +18,7 @@ from unirun.rendezvous.election import Leader, leader_of
 from unirun.rendezvous.keys import job_prefix
 from unirun.rendezvous.store.url import open_store
 
-from .harness import SCRIPTS, SOON, START, Result, Running, Unirun, alive, eventually
+from .harness import SCRIPTS, SOON, START, Result, Running, Unirun, alive, eventually, state_of
 
 
 class _Over(Exception):
@@ -71,6 +71,8 @@ class Masters:
 
         def stopped() -> bool:
             os.kill(leader.pid, signal.SIGSTOP)
+            # It may finish a system call before that, and lock the file with it.
+            eventually(lambda: state_of(leader.pid) == "T", "the master is stopped")
             if self._is_locked():
                 os.kill(leader.pid, signal.SIGCONT)
                 return False

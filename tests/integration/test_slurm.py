@@ -57,7 +57,17 @@ def slurm_id(running: Running) -> str:
 
 
 def test_a_submitted_job_is_followed_and_has_its_exit_code(command: Unirun, script: Script) -> None:
-    train = script("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:]); sys.exit(7)")
+    train = script(
+        """
+        import os, pathlib, sys, time
+        rank = os.environ["RANK"]
+        print("rank", rank, sys.argv[1:])
+        pathlib.Path(rank).touch()
+        while not pathlib.Path("1").exists():
+            time.sleep(0.01)
+        sys.exit(7)
+        """
+    )
     result = command("--slurm", "nodes=1,partition=debug", *EXEC, "--roles", "a=2", train, "a b", "$x")
     assert result.code == 7
     for rank in (0, 1):

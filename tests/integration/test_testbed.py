@@ -11,9 +11,10 @@ import pytest
 
 from tests.testbed.fixtures import available
 from tests.testbed.hosts import HOME, Host, Hosts
+from tests.testbed.machine import run
 from tests.testbed.slurm import Slurm
 
-from .harness import SOON, eventually, gone
+from .harness import SOON, eventually, gone, state_of
 
 
 def connects(source: Host, target: Host, timeout: float = 1.0) -> float | None:
@@ -93,13 +94,20 @@ def test_a_bad_cable_delays_what_its_host_sends(hosts: Hosts) -> None:
     assert connects(hosts[0], hosts[1], timeout=5.0) is not None
 
 
+def test_the_process_of_a_bad_cable_ends_when_the_cable_is_removed(hosts: Hosts) -> None:
+    hosts[1].netem(delay_ms=1)
+    run("ip", "link", "delete", f"{hosts[1].namespace}t")
+    assert hosts[1].bad_cable is not None
+    assert hosts[1].bad_cable.wait(SOON) == 0
+
+
 def test_a_frozen_host_goes_on_when_it_is_thawed(hosts: Hosts) -> None:
     sleep = hosts[1].popen(["sleep", "60"])
     eventually(lambda: sleep.pid in hosts[1].pids(), "it is there")
     hosts[1].freeze()
-    assert state(sleep.pid) == "T"
+    eventually(lambda: state_of(sleep.pid) == "T", "it is stopped")
     hosts[1].thaw()
-    assert state(sleep.pid) == "S"
+    eventually(lambda: state_of(sleep.pid) == "S", "it sleeps")
     sleep.kill()
     sleep.wait()
 
@@ -201,8 +209,3 @@ def batch(folder: Path, text: str) -> Path:
 def out_of(folder: Path) -> str:
     """What the batch script has written so far."""
     return (folder / "out").read_text() if (folder / "out").exists() else ""
-
-
-def state(pid: int) -> str:
-    """The state of a process as ps shows it."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

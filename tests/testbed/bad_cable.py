@@ -4,7 +4,7 @@
 carries the frames between them. The kernel's netem does the same, but not every kernel has it. Frames keep their offload
 header (``struct virtio_net_hdr``), so that large segments pass as a whole: like netem, this loses segments, not packets.
 
-It writes "ready" when it carries frames, and goes on until it is killed; TAP goes with it.
+It writes "ready" when it carries frames, and goes on until it is killed, when TAP goes with it, or until TAP is removed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def send(target: int, frame: bytes) -> None:
 
 
 def carry(veth: int, tap: int, delay: float, loss: float) -> None:
-    """Carry frames until this process is killed."""
+    """Carry frames until `tap` is removed."""
     luck = random.Random(1)
     late: deque[tuple[float, bytes]] = deque()
     poll = select.poll()
@@ -76,7 +76,8 @@ def carry(veth: int, tap: int, delay: float, loss: float) -> None:
     poll.register(tap, select.POLLIN)
     while True:
         timeout = max(0.0, late[0][0] - time.monotonic()) * 1000 if late else None
-        poll.poll(timeout)
+        if (tap, select.POLLERR) in poll.poll(timeout):
+            return
         now = time.monotonic()
         late.extend((now + delay, frame) for frame in frames(veth) if luck.random() >= loss)
         while late and late[0][0] <= now:

@@ -61,7 +61,8 @@ class Host:
             cwd="/",
         )
         self._sshd: subprocess.Popen[bytes] | None = None
-        self._bad_cable: subprocess.Popen[bytes] | None = None
+        self.bad_cable: subprocess.Popen[bytes] | None = None
+        """Carries what this host sends, between `netem` and its end."""
 
     def _setup(self, visible: Sequence[Path]) -> str:
         """The script that makes the host's own directories, and then holds the namespaces."""
@@ -156,20 +157,25 @@ class Host:
 
     def netem(self, delay_ms: float = 0.0, loss: float = 0.0) -> None:
         """What this host sends is late by `delay_ms`, and a share `loss` of its packets is lost; 0 and 0 ends that."""
-        if self._bad_cable is not None:
-            self._bad_cable.kill()
-            self._bad_cable.wait()
-            self._bad_cable = None
+        if self.bad_cable is not None:
+            self.remove_bad_cable()
             run("ip", "link", "set", self.namespace, "master", self._hosts.prefix)
         if delay_ms or loss:
             names = (self.namespace, f"{self.namespace}t", self._hosts.prefix)
             program = [sys.executable, "-E", "-S", Path(__file__).with_name("bad_cable.py")]
-            self._bad_cable = subprocess.Popen(
+            self.bad_cable = subprocess.Popen(
                 list(map(str, ["setpriv", "--pdeathsig", "KILL", *program, *names, delay_ms, loss])),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
             )
-            _wait_for_ready(self._bad_cable, f"the cable of {self.name}")
+            _wait_for_ready(self.bad_cable, f"the cable of {self.name}")
+
+    def remove_bad_cable(self) -> None:
+        """End the process that carries what this host sends, if there is one."""
+        if self.bad_cable is not None:
+            self.bad_cable.kill()
+            self.bad_cable.wait()
+            self.bad_cable = None
 
     def freeze(self) -> None:
         """Stop every process, as a host that hangs. Its kernel still acknowledges what it receives."""
@@ -346,6 +352,8 @@ class Hosts:
 
     def close(self) -> None:
         """End all that runs on the hosts, and remove them."""
+        for host in self:
+            host.remove_bad_cable()
         self._number.give_back()
         if self._etcd is not None:
             self._etcd.stop()
