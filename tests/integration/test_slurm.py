@@ -61,7 +61,7 @@ def test_a_submitted_job_is_followed_and_has_its_exit_code(command: Unirun, scri
         """
         import os, pathlib, sys, time
         rank = os.environ["RANK"]
-        print("rank", rank, sys.argv[1:])
+        print("rank", rank, sys.argv[1:], flush=True)
         pathlib.Path(rank).touch()
         while not pathlib.Path("1").exists():
             time.sleep(0.01)
