@@ -63,7 +63,7 @@ def test_a_submitted_job_is_followed_and_has_its_exit_code(command: Unirun, scri
         rank = os.environ["RANK"]
         print("rank", rank, sys.argv[1:], flush=True)
         pathlib.Path(rank).touch()
-        while not pathlib.Path("1").exists():
+        while not pathlib.Path(str(1 - int(rank))).exists():
             time.sleep(0.01)
         sys.exit(7)
         """
