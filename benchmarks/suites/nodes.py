@@ -29,7 +29,8 @@ from benchmarks.job import (
 )
 from benchmarks.suites.control import ask, large
 from benchmarks.tls import large_call, small_call
-from tests.testbed.hosts import Host, Hosts
+from tests.testbed.host import Host
+from tests.testbed.hosts import Hosts
 from tests.testbed.machine import Unavailable
 
 RANKS = 12

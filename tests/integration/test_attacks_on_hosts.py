@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.contract.attacks import INSIDE, OUTSIDE, SOON, Target, silence
-from tests.testbed.hosts import HOME, Host, Hosts
+from tests.testbed.host import HOME, Host
+from tests.testbed.hosts import Hosts
 from unirun.observe import read_events
 from unirun.wire import Credentials, load_credentials
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.testbed.fixtures import available
-from tests.testbed.hosts import HOME, Host, Hosts
+from tests.testbed.host import HOME, Host
+from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
 from unirun.launcher.doctor.channels import by_ssh
 from unirun.launcher.doctor.examine import pre_check

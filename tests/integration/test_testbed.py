@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.testbed.fixtures import available
-from tests.testbed.hosts import HOME, Host, Hosts
+from tests.testbed.host import HOME, Host
+from tests.testbed.hosts import Hosts
 from tests.testbed.machine import run
 from tests.testbed.slurm import Slurm
 

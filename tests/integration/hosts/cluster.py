@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.testbed.hosts import Host, Hosts
+from tests.testbed.host import Host
+from tests.testbed.hosts import Hosts
 
 from ..harness import EXEC, START, Running, Unirun, eventually
 

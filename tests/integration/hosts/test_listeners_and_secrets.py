@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.testbed.hosts import HOME, Host
+from tests.testbed.host import HOME, Host
 
 from ..harness import CHAOS, SCRIPTS, Running
 from ..sockets import Listener, listeners_of

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from tests.integration.harness import EXEC, START, UNIRUN, Script
-from tests.testbed.hosts import Host, Hosts
+from tests.testbed.host import Host
+from tests.testbed.hosts import Hosts
 from tests.testbed.machine import wait_until
 
 UNTIL_GROWN = """

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 from textwrap import dedent
 
-from tests.testbed.hosts import Host, Hosts
+from tests.testbed.host import Host
+from tests.testbed.hosts import Hosts
 
 from ..harness import EXEC, SOON, START, UNIRUN, eventually
 

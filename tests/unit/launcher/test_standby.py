@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
+from tests.unit.launcher.candidates import Started, follow, run
 from tests.unit.rendezvous.standin import PATIENCE, Place
 from unirun.errors import RendezvousError
 from unirun.launcher import candidacy, standby
@@ -22,8 +21,6 @@ from unirun.launcher.standby import Standby
 from unirun.rendezvous import seat
 from unirun.wire.messages import Attach
 from unirun.wire.sockets import listen_tcp
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -38,45 +35,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         yield place
 
 
-class Started:
-    """The started masters: each is a process that records its arguments and sleeps."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.file = folder / "started"
-        self.file.touch()
-        self._program = folder / "python"
-        self.then("exec sleep 100")
-        monkeypatch.setattr(sys, "executable", str(self._program))
-
-    def then(self, command: str) -> None:
-        """Set a command that masters started from now on run after that."""
-        self._program.write_text(f'#!/bin/sh\necho "$$ $*" >> {self.file}\n{command}\n')
-        self._program.chmod(0o700)
-
-    @property
-    def lines(self) -> list[tuple[int, list[str]]]:
-        """Pid and arguments of each."""
-        rows = [line.split() for line in self.file.read_text().splitlines()]
-        return [(int(row[0]), row[1:]) for row in rows]
-
-    @property
-    def deposing(self) -> list[str]:
-        """The term that each was to depose."""
-        return [arguments[-1] for _, arguments in self.lines]
-
-    @property
-    def inherited(self) -> str:
-        """The file of the descriptor that the last argument of a candidate names, if it has looked."""
-        file = Path(f"{self._program}.inherited")
-        return file.read_text().strip() if file.exists() else ""
-
-    async def until(self, count: int) -> None:
-        """Wait until that many were started."""
-        async with asyncio.timeout(PATIENCE):
-            while len(self.lines) < count:
-                await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     found = Started(tmp_path, monkeypatch)
@@ -85,29 +43,6 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def run(place: Place, do: Callable[[Standby], Coroutine[Any, Any, T]], tcp: socket.socket | None = None) -> T:
-    async def go() -> T:
-        watch = Standby(place.job, place.lock, "n0", ("n0",), tcp)
-        try:
-            return await asyncio.wait_for(do(watch), PATIENCE)
-        finally:
-            watch.close()
-
-    return asyncio.run(go())
-
-
-def follow(place: Place, known: int = 0) -> int:
-    """The term of the found master, after a message on its stream."""
-
-    async def go(watch: Standby) -> int:
-        epoch, stream = await watch.next(known, PATIENCE)
-        stream.send(Attach())
-        await stream.close()
-        return epoch
-
-    return run(place, go)
 
 
 class TestWhileSomebodyLeads:

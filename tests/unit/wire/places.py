@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from unirun.wire import Credentials, load_credentials, new_token
+from unirun.wire import Credentials, encode, encode_frame, load_credentials, new_token
 from unirun.wire.address import Address, UnixAddress, unix_address
 from unirun.wire.certificates import make_tls
 from unirun.wire.credentials import server_name
 from unirun.wire.handshake import Token
+from unirun.wire.messages import Message
 from unirun.wire.sockets import listen, listen_tcp, tcp_address
 
 KINDS = ("unix", "long path", "tls", "insecure")
 NODE = "node_0.Example"
+SOON = 20.0
 
 
 def credentials_in(
@@ -82,3 +87,36 @@ class Place:
         return await asyncio.open_connection(
             self.address.addr, self.address.port, ssl=context, server_hostname=name
         )
+
+
+def unexpected(text: str, count: int) -> None:
+    """A server's note about a refused connection where there is none."""
+    raise AssertionError(text)
+
+
+@contextmanager
+def serving(place: Place, serve: Callable[[socket.socket], None]) -> Iterator[None]:
+    """A server in a thread: `serve` gets the first connection."""
+    listener = place.listen()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        connection.settimeout(SOON)
+        with place.wrap(connection) as connection:
+            try:
+                serve(connection)
+            except OSError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    thread.join(SOON)
+    listener.close()
+    assert not thread.is_alive()
+
+
+def raw(message: Message) -> bytes:
+    """The bytes of a message on a stream."""
+    return encode_frame(encode(message))
