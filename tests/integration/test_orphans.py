@@ -149,8 +149,10 @@ class TestADetachedJob:
     def test_no_process_of_a_detached_job_survives_the_kill_of_a_part(
         self, unirun: Unirun, detached: list[int], part: str, phase: str
     ) -> None:
-        for victim in victims(unirun.started[0], part):
-            os.kill(victim, signal.SIGKILL)
+        # Nobody acts on the death of one before the other is dead.
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for victim in victims(unirun.started[0], part):
+                os.kill(victim, signum)
         assert all_gone_in_time(detached), [pid for pid in detached if alive(pid)]
         unirun.assert_nothing_left(within=5.0)
         assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", SOON)
