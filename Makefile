@@ -50,12 +50,13 @@ soak: $(VENV)/.dev
 properties: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/unit -m "not starts_processes" --hypothesis-profile properties
 
-# What `make test` does a few times, often: 500 pairs of kills, and how long it takes until all ranks are up again; fifty
-# deaths of the master; one before and after each of its writes; more that happens to hosts. About a quarter of an hour.
+# What `make test` does a few times or in one variant, often and in all: 500 pairs of kills, and how long it takes until all
+# ranks are up again; fifty deaths of the master; one before and after each of its writes; more that happens to hosts; calls
+# without TLS. About an hour. ONLY=tests/integration/hosts does a part of it.
 PAIRS ?= 50
-chaos: $(VENV)/.dev
-	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q tests/chaos \
-	  tests/integration/test_durability_kills.py tests/integration/test_durability_crash_points.py tests/integration/hosts
+ONLY ?= tests/chaos tests/contract tests/integration
+chaos: $(VENV)/.dev $(VENV)/.system
+	UNIRUN_CHAOS=1 UNIRUN_CHAOS_PAIRS=$(PAIRS) $(BIN)/python -m pytest -q $(ONLY)
 
 # Small faults are planted in the rooms that decide, and tests have to notice nine of ten (tests/mutants). All of them take
 # hours: ROOM=wire tests those of one room, SAMPLE=200 so many of each, drawn with a fixed seed.

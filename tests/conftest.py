@@ -31,6 +31,7 @@ settings.register_profile(
     "busy machine",
     deadline=None,
     derandomize=True,
+    max_examples=50,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.register_profile("quick", settings.get_profile("busy machine"), max_examples=8)

@@ -24,6 +24,7 @@ import torch
 
 from tests.contract.board import Board
 from tests.contract.desk import Desk, Gates
+from tests.effort import CHAOS
 from tests.unit.wire.places import credentials_in
 from unirun.errors import WorkerLost
 from unirun.roles.calls.caller import Caller
@@ -41,8 +42,8 @@ from unirun.wire import Credentials
 from unirun.wire.handshake import Token
 from unirun.wire.reports import CallCount, Calls
 
-KINDS = ("inproc", "socket", "tls", "insecure", "torch")
-"""Over TLS and TCP every process is on a node of its own."""
+KINDS = ("inproc", "socket", "tls", "torch", *(["insecure"] if CHAOS else []))
+"""Over TLS and TCP (``insecure``) every process is on a node of its own."""
 
 SOON = 30.0
 """Seconds in which everything must have happened that nothing holds up, on a busy machine."""

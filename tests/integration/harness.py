@@ -25,9 +25,6 @@ from unirun.cli import status
 
 T = TypeVar("T")
 
-CHAOS = "UNIRUN_CHAOS" in os.environ
-"""Whether tests of random or of all moments try all of them, for any time: `make chaos`."""
-
 START = 60.0
 """Deadline in seconds for everything that imports torch on a busy machine."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.effort import variants
 from tests.testbed.fixtures import available
 from tests.testbed.host import HOME, Host
 from tests.testbed.hosts import Hosts
@@ -102,7 +103,7 @@ def check_before_a_job(hosts: Hosts) -> None:
     assert "behind" in bad["h3"]
 
 
-@pytest.mark.parametrize("heterogeneous", [False, True])
+@pytest.mark.parametrize("heterogeneous", variants(True, False))
 def test_in_an_allocation_of_slurm_its_nodes_are_examined(slurm_of_hosts: Slurm, heterogeneous: bool) -> None:
     out, script = (slurm_of_hosts.folder / name for name in ("out", "job.sh"))
     parts = "#SBATCH -N1\n#SBATCH hetjob\n#SBATCH -N2\n" if heterogeneous else "#SBATCH -N3\n"

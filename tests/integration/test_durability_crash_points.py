@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.effort import CHAOS
 from unirun.master.persistence.context_store import load
 from unirun.rendezvous import JobDir
 from unirun.rendezvous.store.url import open_store
 
-from .harness import CHAOS, SCRIPTS, Unirun, command_in
+from .harness import SCRIPTS, Unirun, command_in
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.store.etcd_server import Servers
+from tests.effort import variants
 from unirun.rendezvous.store.protocol import Put
 from unirun.rendezvous.store.url import open_store
 
@@ -182,7 +183,7 @@ def test_a_job_survives_an_outage_of_the_whole_etcd_cluster(tmp_path: Path, clus
 
 
 class TestCtrlCWhileTheStoreIsAway:
-    @pytest.mark.parametrize("gone", [kill, freeze])
+    @pytest.mark.parametrize("gone", variants(freeze, kill))
     def test_ctrl_c_while_the_store_is_away_ends_the_job(
         self, unirun: Unirun, cluster: Cluster, gone: Callable[[Servers], None]
     ) -> None:

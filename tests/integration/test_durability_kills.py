@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import CHAOS, EVEN_DELAY, START, Unirun
+from tests.effort import CHAOS
+
+from .harness import EVEN_DELAY, START, Unirun
 from .masters import Masters, Steady, calm, said
 
 pytestmark = pytest.mark.timeout(300)

@@ -27,7 +27,7 @@ class TestPPO:
         self, unirun: Unirun, tmp_path: Path
     ) -> None:
         out = tmp_path / "reward.png"
-        short = ("config.solved=150", "config.bar=150", f"config.out={out}", "config.seeds=[0,1]")
+        short = ("config.solved=150", "config.bar=150", f"config.out={out}", "config.seeds=[0]")
         running = unirun.start("--config", "job.yaml", *short, cwd=EXAMPLES / "ppo_cartpole")
         for victim, update in (("actor:1", 1), ("critic:0", 4), ("rollout:1", 7)):
             running.lines(rf"update +(?:{'|'.join(map(str, range(update, 100)))}) ")
@@ -36,9 +36,9 @@ class TestPPO:
         done = running.end()
         assert done.code == 0, done.err
         results = result_of(unirun)
-        assert set(results) == {0, 1}
+        assert set(results) == {0}
         assert min(results.values()) >= 150
-        assert f"2 of 2 seeds reached 150; learning curves in {out}" in done.lines
+        assert f"1 of 1 seeds reached 150; learning curves in {out}" in done.lines
         assert out.stat().st_size > 1000
 
     def test_ppo_example_can_be_described_on_the_command_line(self, unirun: Unirun) -> None:
@@ -50,8 +50,8 @@ class TestPPO:
 
 class TestFineTuning:
     def test_fine_tuning_example_keeps_old_tasks_by_rehearsal(self, unirun: Unirun) -> None:
-        command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "15"]
-        done = unirun.start_program(command).end()
+        command = [sys.executable, str(EXAMPLES / "sft_digits" / "main.py"), "--epochs", "10"]
+        done = unirun.start_program(command).end(110.0)
         assert done.code == 0, done.err
         pretrained, forgetful, rehearsed = result_of(unirun)
         assert pretrained["0-4"] > 0.95

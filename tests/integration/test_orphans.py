@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.effort import variants
+
 from .harness import SOON, Running, Script, Unirun, alive, eventually, gone
 
 pytestmark = pytest.mark.cold
@@ -62,7 +64,7 @@ def all_gone_in_time(pids: list[int]) -> bool:
     return all(gone(pid, end - time.monotonic()) or not alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("method", ["fork", "exec"])
+@pytest.mark.parametrize("method", variants("exec", "fork"))
 @pytest.mark.parametrize("part", ENDS)
 class TestNobodySurvivesTheKillOf:
     def test_no_process_survives_the_kill_of_a_part_and_the_status_names_it(

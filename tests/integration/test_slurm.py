@@ -173,11 +173,11 @@ class TestJobsOnThreeNodes:
         assert (command.status()["phase"], command.status()["code"]) == ("stopped", 143)
 
     def test_a_trainer_with_workloads_is_submitted(self, command: Unirun, tmp_path: Path) -> None:
-        short = ("config.solved=100", "config.bar=50", f"config.out={tmp_path / 'reward.png'}")
+        short = ("config.solved=40", "config.bar=20", f"config.out={tmp_path / 'reward.png'}")
         job = ("--slurm", "nodes=3,cpus_per_task=2", "--config", "job.yaml", *short)
         done = command(*job, cwd=EXAMPLES / "ppo_cartpole", within=2 * START)
         assert done.code == 0, done.err
-        assert "1 of 1 seeds reached 50" in done.out
+        assert "1 of 1 seeds reached 20" in done.out
 
     def test_roles_of_a_heterogeneous_job_are_on_their_components(
         self, command: Unirun, script: Script

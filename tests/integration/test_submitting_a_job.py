@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
+
 from .harness import START, Running, Unirun, eventually
 
 PPO = """
@@ -131,7 +133,7 @@ def test_a_handle_waits_with_a_timeout_and_stops_the_job(program: Program) -> No
     assert end.err.rstrip().splitlines()[-1].startswith("unirun.errors.JobFailed: job ppo-")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", variants(signal.SIGKILL, signal.SIGINT, signal.SIGTERM))
 def test_a_job_ends_with_the_program_that_is_blocked_in_submit(
     program: Program, unirun: Unirun, signum: int
 ) -> None:

@@ -170,26 +170,6 @@ def test_slurm_runs_heterogeneous_jobs(slurm: Slurm, tmp_path: Path) -> None:
     assert sorted((tmp_path / "out").read_text().splitlines()) == ["n1", "n2 0", "n3 0"]
 
 
-def test_a_job_that_is_preempted_is_told_and_starts_again(slurm: Slurm, tmp_path: Path) -> None:
-    script = batch(
-        tmp_path,
-        """
-        #SBATCH --nodes=3 --exclusive --open-mode=append --signal=B:USR1@60
-        test -z "$SLURM_RESTART_COUNT" || exit 7
-        trap 'echo asked' USR1
-        sleep 600 & echo running
-        wait; wait
-        """,
-    )
-    job = slurm.run("sbatch", "--parsable", script).strip()
-    eventually(lambda: "running" in out_of(tmp_path), "the job runs")
-    slurm.run("srun", "--partition=urgent", "true")
-    assert "asked" in out_of(tmp_path)
-    slurm.start_now(job)
-    ended = slurm.wait(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "7:0", "1")
-
-
 def test_the_processes_of_a_killed_node_are_gone_and_it_can_start_again(slurm: Slurm, tmp_path: Path) -> None:
     script = batch(tmp_path, "sleep 600 & echo running $!\nwait")
     slurm.run("sbatch", "--nodelist=n1", script)

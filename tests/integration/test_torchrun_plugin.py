@@ -20,6 +20,7 @@ import pytest
 from tests.contract.stage import FORKS
 from tests.contract.store.certificates import Authority
 from tests.contract.store.etcd_server import Servers
+from tests.effort import variants
 
 from .harness import START, TORCHRUN, Running, Unirun, alive, eventually, gone
 
@@ -203,7 +204,7 @@ def test_a_torchrun_run_can_be_restarted_with_its_id_at_once(node: Node) -> None
         assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["that has the workers' store", "that has it not"])
+@pytest.mark.parametrize("rank", variants(0, 1))
 def test_a_late_node_joins_and_survives_the_kill_of_the_other(node: Node, tmp_path: Path, rank: int) -> None:
     """
     1. A torchrun trains alone, in a run of one or two nodes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,3 +19,8 @@ def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[OnHosts]:
     """The command on this machine, which has the hosts in its ssh configuration."""
     with swept(OnHosts(tmp_path, hosts)) as command:
         yield command
+        for host in hosts:
+            # What agents and masters have said, to be read after a failure: the files of a host go with it.
+            for log in host.path(command.home).rglob("*.log"):
+                if "logs" not in log.parts:
+                    shutil.copy(log, tmp_path / f"{host.name}-{log.name}")

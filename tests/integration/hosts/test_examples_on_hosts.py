@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.effort import CHAOS
 from tests.testbed.hosts import REPOSITORY
 
-from ..harness import CHAOS
 from .cluster import OnHosts
 
 PPO = REPOSITORY / "examples" / "ppo_cartpole"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import CHAOS
 from tests.testbed.host import HOME, Host
 
-from ..harness import CHAOS, SCRIPTS, Running
+from ..harness import SCRIPTS, Running
 from ..sockets import Listener, listeners_of
 from .cluster import OnHosts, title_of
 

@@ -8,7 +8,9 @@ import time
 
 import pytest
 
-from ..harness import CHAOS, SOON, Result, Running, eventually
+from tests.effort import CHAOS
+
+from ..harness import SOON, Result, Running, eventually
 from .cluster import LIVING, OnHosts, Start, places, since, starts, title_of
 
 NOTICED = 5.0

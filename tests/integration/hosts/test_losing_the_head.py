@@ -6,11 +6,13 @@ import time
 
 import pytest
 
-from ..harness import CHAOS, SOON
+from tests.effort import variants
+
+from ..harness import SOON
 from .cluster import LIVING, OnHosts, places, since, starts
 
 
-@pytest.mark.parametrize("power", ["off", "on"] if CHAOS else ["on"])
+@pytest.mark.parametrize("power", variants("on", "off"))
 def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
     cluster: OnHosts, power: str
 ) -> None:
@@ -27,8 +29,8 @@ def test_without_a_store_elsewhere_the_job_ends_with_what_would_have_saved_it(
     cluster.assert_nothing_left()
 
 
-@pytest.mark.parametrize("power", ["off", "on"] if CHAOS else ["on"])
-@pytest.mark.parametrize("etcd", ["of somebody else", "of the job"])
+@pytest.mark.parametrize("power", variants("on", "off"))
+@pytest.mark.parametrize("etcd", variants("of the job", "of somebody else"))
 def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, power: str, etcd: str) -> None:
     store = "etcd" if etcd == "of the job" else cluster.hosts.etcd().url(timeout=5)
     job = cluster.over_ssh(LIVING, "--store", store, spares=1)

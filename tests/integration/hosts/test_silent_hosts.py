@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.effort import CHAOS
 from tests.testbed.hosts import Hosts
 
-from ..harness import CHAOS
 from .ticking import Ticking
 
 REPEATED = pytest.mark.skipif(

@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from tests.effort import variants
 from unirun.rendezvous import JobDir
 
-from ..harness import CHAOS, eventually
+from ..harness import eventually
 from .cluster import LIVING, OnHosts, since, starts
 
 GONE = 10.0
@@ -42,7 +43,7 @@ def test_a_command_that_is_killed_takes_everything_on_all_hosts_with_it(cluster:
     print(f"{since(killed):.1f} s")
 
 
-@pytest.mark.parametrize("times", [1, 2] if CHAOS else [2])
+@pytest.mark.parametrize("times", variants(2, 1))
 def test_interrupted_once_or_twice_a_job_ends_on_all_hosts(cluster: OnHosts, times: int) -> None:
     script = LIVING if times == 1 else STUBBORN
     job = cluster.over_ssh(script, actor="count: 3, per_node: 1")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
 from tests.integration import test_orphans
 from tests.integration.harness import (
     START,
@@ -37,7 +38,7 @@ MOMENTS = 8
 class TestAtEachMomentOfAStart:
     """Suspended or killed after so many milliseconds; the job gets a working spawner, or starts cold."""
 
-    @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+    @pytest.mark.parametrize("signum", variants(signal.SIGKILL, signal.SIGTERM))
     def test_the_warm_process_may_be_killed_at_each_moment_of_a_start(
         self, light: dict[str, str], signum: int
     ) -> None:

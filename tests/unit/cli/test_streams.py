@@ -17,7 +17,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.cli import main
 from unirun.observe import (
     CallStatus,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.properties import examples
+from tests.effort import examples
 from tests.unit.job.job import KILL, Job
 from tests.unit.master.persistence.documents import written
 from unirun.errors import IllegalTransition

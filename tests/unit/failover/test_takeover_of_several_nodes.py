@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.properties import examples
+from tests.effort import examples
 from tests.unit.failover.takeover import TWO, Who, end, join, kinds, starts, take_over
 from tests.unit.job.job import TERM, Job
 from tests.unit.job.walk import Walk

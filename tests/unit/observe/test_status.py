@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.errors import JobError
 from unirun.observe import (
     JobStatus,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.spec.classes import missing_name
 
 BOMB = "raise SystemExit('this was imported')\n"

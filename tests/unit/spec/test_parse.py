@@ -12,7 +12,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.errors import SpecError
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec, parse_job
 from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES

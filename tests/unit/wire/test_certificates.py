@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.properties import examples
+from tests.effort import examples
 from tests.unit.wire.places import credentials_in
 from unirun.errors import JobError
 from unirun.wire import Credentials, load_credentials, new_token

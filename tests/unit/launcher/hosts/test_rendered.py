@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.launcher.hosts.rendered import Containers, compose_file, job_set
 from unirun.spec.yaml import write_yaml
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.launcher.slurm.batch import Batch, batch_script
 from unirun.launcher.slurm.options import parse_slurm
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.properties import examples
+from tests.effort import examples
 from tests.unit.job.job import TERM, Job
 from tests.unit.job.walk import Walk
 from tests.unit.master.persistence.documents import Documents, applied, kept, written

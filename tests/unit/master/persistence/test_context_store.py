@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.properties import examples
+from tests.effort import examples
 from tests.unit.job.job import Job
 from tests.unit.job.walk import Walk
 from tests.unit.master.persistence.context_stores import RUN, contexts, term, until_done

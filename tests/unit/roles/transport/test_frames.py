@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.properties import examples
+from tests.effort import examples
 from unirun.errors import FrameError
 from unirun.roles.transport.frames import (
     ALIGN,
