@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.effort import variants
+from tests.effort import CHAOS, variants
 
 from ..harness import SOON
 from .cluster import LIVING, OnHosts, places, since, starts
@@ -42,7 +42,9 @@ def test_with_etcd_the_job_goes_on_under_a_master_elsewhere(cluster: OnHosts, po
     killed = time.monotonic()
     after = starts(job, 4, 1)
     print(f"{after[0].began - killed:.1f} s")
-    assert sorted(places(after)) == ["h2", "h2", "h3", "h3"], job.text
+    # On a busy machine an agent may not read the store in time and end its workers, which start elsewhere then.
+    expected = (["h2", "h2", "h3", "h3"],) if CHAOS else (["h2", "h2", "h3", "h3"], ["h2"] * 4, ["h3"] * 4)
+    assert sorted(places(after)) in expected, job.text
     for one, other in zip(before, after, strict=True):
         assert cluster.last_moment(one) < other.began
     job.lines("the job's master has died; another leads", within=SOON)
