@@ -56,11 +56,11 @@ def _why_not(state: JobState, node: str) -> Drained | None:
         return Drained(node, f"the job has no node {node}", f"its nodes are {', '.join(state.nodes)}")
     if state.given_up(node):
         return Drained(node, has_left(node))
-    if node == state.head:
+    if node in state.keepers:
         return Drained(
             node,
-            f"{node} is the head: the job's store is a file there, so masters run nowhere else",
-            "start jobs with --store etcd://… if their head may leave",
+            f"{node} keeps the job's store",
+            "start jobs with a store elsewhere if every node may leave: --store etcd://…",
         )
     if state.away or state.losses:
         return Drained(node, "the job is recovering from a loss", AGAIN)

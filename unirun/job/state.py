@@ -230,8 +230,9 @@ class JobState(Value):
     that had joined an earlier master and have not joined this one. `uid` tells this job from others of its run id.
     `owned`: it must not outlive the command that has started it, which attaches as its owner.
     `inventory` has the nodes that have an agent, or had one; without it, ranks can be nowhere but where they are.
-    `head` is the only node on which masters can run, empty when they can on each. Nodes that are `draining` leave as
-    soon as nothing runs there. `newcomers` have joined the running job; roles that may grow have not been offered them.
+    `keepers` are the nodes that keep the job's store, and so cannot leave: the head where it is a file, those with a
+    member of the job's own etcd; none where it is elsewhere. Nodes that are `draining` leave as soon as nothing runs
+    there. `newcomers` have joined the running job; roles that may grow have not been offered them.
     `told` is the latest view; the agents of the `uninformed` nodes have none that it follows on. `losses` are the nodes
     of which the agents are gone since a moment, and why; what follows is decided for all of them at once.
     `epoch` is the term of the master, `recorded` the number of events that it has written, `cause` the id of the one
@@ -261,7 +262,7 @@ class JobState(Value):
     epoch: int = 0
     recorded: int = 0
     cause: str = ""
-    head: str = ""
+    keepers: tuple[str, ...] = ()
     draining: tuple[str, ...] = ()
     newcomers: tuple[str, ...] = ()
 
@@ -328,7 +329,7 @@ def new_job(
     uid: str = "",
     owned: bool = False,
     inventory: Inventory = NOTHING,
-    head: str = "",
+    keepers: tuple[str, ...] = (),
 ) -> JobState:
     """The state of a job before its first event."""
     roles = {
@@ -336,7 +337,7 @@ def new_job(
         for role in spec.roles
     }
     return JobState(
-        spec, placement, roles, started, logs, uid=uid, owned=owned, inventory=inventory, head=head
+        spec, placement, roles, started, logs, uid=uid, owned=owned, inventory=inventory, keepers=keepers
     )
 
 

@@ -108,8 +108,7 @@ def launch(
     job, lock = _create(spec, url, head)
     socket_path = job.master_socket(os.getpid())
     try:
-        only = head.node if head is not None and url is None else ""
-        _write_first_state(job, planned, inventory, only, owned=not detach)
+        _write_first_state(job, planned, inventory, _keepers(head, url), owned=not detach)
         listener = listen(socket_path)
     except OSError as error:
         raise JobError(
@@ -225,8 +224,15 @@ def _nodes_with_agents(planned: PlannedJob, head: Head | None) -> Inventory:
     return Inventory(tuple(nodes))
 
 
+def _keepers(head: Head | None, store: str | None) -> tuple[str, ...]:
+    """The nodes that keep the job's store, of which `store` is the URL if it is not a file on the head."""
+    if head is None:
+        return ()
+    return (head.node,) if store is None else tuple(member.node for member in head.etcd)
+
+
 def _write_first_state(
-    job: JobDir, planned: PlannedJob, inventory: Inventory, head: str, *, owned: bool
+    job: JobDir, planned: PlannedJob, inventory: Inventory, keepers: tuple[str, ...], *, owned: bool
 ) -> None:
     """Leave the context for the first master, and the status for who asks before. Raises OSError."""
     state = new_job(
@@ -237,7 +243,7 @@ def _write_first_state(
         logs=str(job.logs.resolve()),
         uid=job.uid,
         owned=owned,
-        head=head,
+        keepers=keepers,
     )
     job.write_first_context(changed_documents(None, state))
     write_status(job, status_of(state, {}, {}))

@@ -149,12 +149,12 @@ class TestRefusals:
         ("node", "problem"),
         [
             ("n9", "the job has no node n9"),
-            ("n0", "n0 is the head: the job's store is a file there, so masters run nowhere else"),
+            ("n0", "n0 keeps the job's store"),
         ],
     )
     def test_a_node_that_cannot_leave_stays(self, node: str, problem: str) -> None:
         job = scripts().running()
-        job.state = replace(job.state, head="n0")
+        job.state = replace(job.state, keepers=("n0",))
         before = job.state
         (answer,) = job.on(Drain(node)).told(Drained)
         assert (answer.node, answer.problem) == (node, problem)

@@ -41,7 +41,7 @@ from unirun.master.persistence.documents import (
     values_of,
 )
 
-SCHEMA = 7
+SCHEMA = 8
 
 _NODES, _PLACES, _FAILURES = 100, 50, 8
 _ENDPOINTS = 1000
