@@ -26,6 +26,9 @@ FACTOR = 2.0
 SPREADS = 3.0
 """Standard deviations, estimated as 1.4826 × the median absolute deviation, that it is off at the least."""
 
+FAR = 0.6
+"""Parts of the median that are enough in any case: the deviations of three hosts say little."""
+
 LEAST_RTT = 200e-6
 """Seconds by which the round trips of a host are longer at the least; less is the scheduler's doing."""
 
@@ -183,7 +186,7 @@ def _outliers(values: Mapping[str, float]) -> Iterable[tuple[str, float, float]]
     usual = median(values.values())
     spread = SPREADS * 1.4826 * median(abs(value - usual) for value in values.values())
     for name, value in values.items():
-        if abs(value - usual) > spread:
+        if abs(value - usual) > min(spread, FAR * usual):
             yield name, value, usual
 
 
