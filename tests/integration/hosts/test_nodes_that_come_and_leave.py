@@ -103,7 +103,7 @@ def test_a_node_is_drained_and_another_one_joins_over_ssh(hosts: Hosts, script: 
         while said.count("in 0") < 4:
             said += say(running, until="in 0")
         refused = hosts[0].run([UNIRUN, "agent", "drain", "h1"], within=START, check=False)
-        assert "h1 is the head" in refused.stderr
+        assert "h1 keeps the job's store" in refused.stderr
         joined = hosts[0].run([UNIRUN, "agent", "join", "moving", "--hosts", "h3"], within=START)
         assert joined.stdout == "h3 joined\n"
         drained = hosts[0].run([UNIRUN, "agent", "drain", "h2"], within=START)
