@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import stat
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 
 from tests.integration.harness import SCRIPTS, Running, Script, Unirun, eventually
 from tests.integration.sockets import Listener, listeners_of
+from unirun.rendezvous import JobDir
+from unirun.wire.address import unix_address
 
 TRAINER = """
 import os, sys, time
@@ -117,3 +121,26 @@ def test_a_serving_script_whose_tensorpipe_port_was_closed_fails(unirun: Unirun,
     result = job.end()
     assert result.code == 1
     assert "ChannelError: torch.distributed.rpc does not listen at" in result.err.partition("root cause")[2]
+
+
+def test_who_does_not_prove_the_token_to_the_agent_is_refused_and_counted_and_the_job_goes_on(
+    running: Running,
+) -> None:
+    command = running.command
+    job = JobDir(command.job_dir())
+    (node,) = {worker["node"] for worker in command.workers().values()}
+    for number, first in enumerate((b"", os.urandom(200), bytes(32)), start=1):
+        with socket.socket(socket.AF_UNIX) as sock, unix_address(job.agent_socket(node)) as address:
+            sock.connect(address)
+            sock.sendall(first)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+        said = f"at the agent .* was refused: .* \\({number} so far\\)"
+        eventually(
+            lambda said=said: [text for text in command.events("refused") if re.search(said, text)],
+            "the refusal is an event",
+        )
+    assert {role["phase"] for role in command.status()["roles"]} == {"running"}
+    assert command("stop").code == 0
+    running.end()
