@@ -29,8 +29,8 @@ $(VENV)/.system: Makefile | $(VENV)/.dev
 demo: $(VENV)/.installed
 	$(BIN)/unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seeds 0,1,2 --out reward.png
 
-# Four tests at a time on two cores: two of them wait for a process most of the time.
-JOBS ?= 4
+# Three tests at a time on two cores: some wait for a process most of the time. With four it takes as long.
+JOBS ?= 3
 test: $(VENV)/.dev $(VENV)/.system
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations 20
 
