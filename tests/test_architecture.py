@@ -31,7 +31,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 )
 """From the top. A room may import from floors below its own, and from rooms beside it only where that is drawn."""
 
-DRAWN_SIDEWAYS = {("observe", "rendezvous"), ("launcher", "master")}
+DRAWN_SIDEWAYS = {("observe", "rendezvous"), ("launcher", "master"), ("weights", "roles")}
 
 TORCH_ROOMS = frozenset({"roles", "weights", "train", "experiments"})
 TORCH_MODULES = frozenset(

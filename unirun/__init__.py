@@ -11,9 +11,12 @@ if TYPE_CHECKING:
         EncodingError,
         InvocationTimeout,
         JobFailed,
+        PeerLost,
         RemoteError,
         RemoteTraceback,
         UnirunError,
+        WeightsError,
+        WeightsTimeout,
         WorkerLost,
     )
     from unirun.roles import (
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
         wait,
     )
     from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder
+    from unirun.weights import WeightsChannel
 
 __all__ = [
     "BaseTrainer",
@@ -52,12 +56,16 @@ __all__ = [
     "JobHandle",
     "MasterHandle",
     "Member",
+    "PeerLost",
     "RLJobBuilder",
     "RemoteError",
     "RemoteMethod",
     "RemoteTraceback",
     "RoleGroup",
     "UnirunError",
+    "WeightsChannel",
+    "WeightsError",
+    "WeightsTimeout",
     "WorkerHandle",
     "WorkerLost",
     "Workload",
@@ -77,9 +85,12 @@ _ERRORS = frozenset(
         "EncodingError",
         "InvocationTimeout",
         "JobFailed",
+        "PeerLost",
         "RemoteError",
         "RemoteTraceback",
         "UnirunError",
+        "WeightsError",
+        "WeightsTimeout",
         "WorkerLost",
     }
 )
@@ -96,5 +107,11 @@ def __getattr__(name: str) -> Any:
     """Names are imported when they are used, so that the command starts without what it does not need."""
     if name not in __all__:
         raise AttributeError(f"module 'unirun' has no attribute {name!r}")
-    home = "unirun.errors" if name in _ERRORS else "unirun.train" if name in _TRAIN else "unirun.roles"
+    home = "unirun.roles"
+    if name in _ERRORS:
+        home = "unirun.errors"
+    elif name in _TRAIN:
+        home = "unirun.train"
+    elif name == "WeightsChannel":
+        home = "unirun.weights"
     return getattr(importlib.import_module(home), name)

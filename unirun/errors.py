@@ -27,6 +27,9 @@
     │   ├── LeaseExpired        the lease has expired, its keys are deleted
     │   └── Fenced              another master leads the job now
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
+    ├── WeightsError            weights do not fit their receiver; carries every `Fault` at once
+    ├── WeightsTimeout          no version of the weights came before the deadline
+    ├── PeerLost                a worker died while weights were moved to it or from it
     ├── JobFailed               a submitted job did not succeed
     ├── Refused                 a peer sent an invalid event; dropping it loses nothing
     └── IllegalTransition       a state machine got an event that its state does not allow (a bug)
@@ -38,7 +41,7 @@ The exit codes are those of the `unirun` command; `EXIT_BUDGET` is a job's exit 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unirun.values import Value
@@ -65,6 +68,7 @@ __all__ = [
     "JobFailed",
     "LeaseExpired",
     "OutcomeUnknown",
+    "PeerLost",
     "PlacementError",
     "Refused",
     "RemoteError",
@@ -77,6 +81,8 @@ __all__ = [
     "StoreRefused",
     "UnirunError",
     "UsageError",
+    "WeightsError",
+    "WeightsTimeout",
     "WireError",
     "WorkerLost",
 ]
@@ -283,6 +289,30 @@ class Fenced(StoreError):
 
 class ChannelError(UnirunError):
     """A transport cannot connect to a worker, or the connection has ended."""
+
+
+class WeightsError(UnirunError):
+    """Weights do not fit their receiver; `faults` has every tensor that does not, with its name as the place."""
+
+    def __init__(self, problem: str, remedy: str = "", *, faults: Sequence[Fault]) -> None:
+        self.faults = tuple(faults)
+        super().__init__("\n".join((f"{problem}:", *map(str, self.faults))), remedy)
+
+
+class WeightsTimeout(UnirunError, TimeoutError):
+    """No version of the weights of `channel` that was new enough came before the deadline."""
+
+    def __init__(self, problem: str, remedy: str = "", *, channel: str) -> None:
+        self.channel = channel
+        super().__init__(problem, remedy)
+
+
+class PeerLost(UnirunError):
+    """`worker` (``actor:2``) died while weights were moved to it or from it."""
+
+    def __init__(self, problem: str, remedy: str = "", *, worker: str) -> None:
+        self.worker = worker
+        super().__init__(problem, remedy)
 
 
 class JobFailed(UnirunError):

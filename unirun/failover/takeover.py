@@ -144,14 +144,14 @@ def _take_up_role(transition: Transition, role: RoleState, event: Join) -> None:
 def _as_held(role: RoleState, worker: WorkerState, known: Held) -> WorkerState:
     phase = WorkerPhase.STARTING if known.pid is None else WorkerPhase.ALIVE
     phase = WorkerPhase.RUNNING if known.running else phase
-    phase = phase if known.addresses is None else WorkerPhase.SERVING
+    phase = WorkerPhase.SERVING if known.serving else phase
     return replace(
         worker,
         phase=phase,
         pid=known.pid,
         generation=max(worker.generation, min(known.generation, role.generation)),
-        addresses=known.addresses or {},
-        recoverable=worker.recoverable if known.addresses is None else known.recoverable,
+        addresses=known.addresses,
+        recoverable=known.recoverable if known.serving else worker.recoverable,
     )
 
 

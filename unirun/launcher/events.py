@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+
+from msgspec import field
 
 from unirun.launcher.environment import SpawnerKey
 from unirun.values import Value, WorkerId
@@ -25,8 +28,8 @@ class Worker(Value):
 
     `cause` is the reason for its end, ``own`` until there is another; `sent` is the last signal that it was sent by
     order or because the agent leaves. `doom` explains the causes ``doom`` and ``stuck``. The worker itself reports
-    `generation` (which it has formed), `met` (whose store it has used), `serving` and `calls`. `expired` names a
-    timer that it has not released in time.
+    `generation` (which it has formed), `met` (whose store it has used), `serving`, `calls`, and the `addresses` at
+    which it listens. `expired` names a timer that it has not released in time.
     """
 
     id: int
@@ -42,6 +45,7 @@ class Worker(Value):
     generation: int = 0
     met: int = 0
     serving: Serving | None = None
+    addresses: Mapping[str, str] = field(default_factory=dict)
     calls: tuple[CallCount, ...] = ()
     grace: float = 30.0
     doom: str = ""

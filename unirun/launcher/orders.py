@@ -25,7 +25,7 @@ from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
 from unirun.spec import JobSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import OpenStore, RoleBrief, StartRole, StartWorker, View, Welcome
+from unirun.wire.messages import ChannelBrief, OpenStore, RoleBrief, StartRole, StartWorker, View, Welcome
 from unirun.wire.spawning import Borrow, ServeStore, Spawn
 from unirun.wire.views import whole
 
@@ -159,4 +159,5 @@ def welcome(view: View, spec: JobSpec) -> Welcome:
         collocations=spec.collocations,
         call_timeout=spec.call_timeout,
         transport=spec.transport,
+        channels=tuple(ChannelBrief(c.name, c.publisher, c.receivers) for c in spec.channels),
     )

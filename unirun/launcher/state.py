@@ -64,7 +64,8 @@ def held(worker: Worker) -> Held:
         pid=worker.pid,
         running=worker.running,
         generation=worker.generation,
-        addresses=serving.addresses if serving else None,
+        addresses=dict(worker.addresses),
+        serving=serving is not None,
         recoverable=serving is not None and serving.recoverable,
         calls=worker.calls,
     )

@@ -29,6 +29,7 @@ from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
     GroupMeets,
+    Listening,
     Metrics,
     Notice,
     Serving,
@@ -65,8 +66,12 @@ def from_worker(state: AgentState, event: LinkMessage) -> tuple[AgentState, list
             return runs(state, worker)
         case WorkerError():
             return _has_failed(state, worker, event.message)
-        case Serving():
-            state = state.with_worker(replace(worker, serving=event.message))
+        case Serving(addresses):
+            addresses = {**worker.addresses, **addresses}
+            state = state.with_worker(replace(worker, serving=event.message, addresses=addresses))
+            return state, [ToMaster(FromWorker(worker.who, event.message))]
+        case Listening(addresses):
+            state = state.with_worker(replace(worker, addresses={**worker.addresses, **addresses}))
             return state, [ToMaster(FromWorker(worker.who, event.message))]
         case GroupFormed(generation):
             state = state.with_worker(replace(worker, generation=max(generation, worker.generation)))

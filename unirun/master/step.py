@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
@@ -47,6 +48,7 @@ from unirun.wire.reports import (
     FromWorker,
     GroupFormed,
     Join,
+    Listening,
     Metrics,
     Notice,
     Serving,
@@ -98,6 +100,8 @@ def _handle(transition: Transition, event: Event) -> None:
             _started(transition, event)
         case WorkerRunning():
             _running(transition, event)
+        case FromWorker(who, Listening(addresses)):
+            _listening(transition, who, addresses)
         case FromWorker(who, Serving() as said):
             _serving(transition, who, said)
         case FromWorker(who, GroupFormed() as said):
@@ -211,15 +215,23 @@ def _serving(transition: Transition, who: WorkerId, event: Serving) -> None:
     if found is None:
         return
     role, worker = found
-    worker = replace(
-        worker, phase=WorkerPhase.SERVING, addresses=event.addresses, recoverable=event.recoverable
-    )
+    addresses = {**worker.addresses, **event.addresses}
+    worker = replace(worker, phase=WorkerPhase.SERVING, addresses=addresses, recoverable=event.recoverable)
     role = role.with_worker(worker)
     settle(transition, role)
     if role.serves:
         transition.tell_now()
     else:
         transition.tell_soon()
+
+
+def _listening(transition: Transition, who: WorkerId, addresses: Mapping[str, str]) -> None:
+    found = transition.find(who)
+    if found is None:
+        return
+    role, worker = found
+    transition.put(role.with_worker(replace(worker, addresses={**worker.addresses, **addresses})))
+    transition.tell_soon()
 
 
 def _formed(transition: Transition, who: WorkerId, event: GroupFormed) -> None:

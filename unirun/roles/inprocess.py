@@ -59,7 +59,7 @@ def run_in_process(
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
         made = trainer(_handles(groups), {role: kind for role, (kind, _) in workloads.items()}, settings)
         resources = {role: {"role": role, "total": count} for role, (_, count) in workloads.items()}
-        bind(made, groups, _handle("trainer", 0, 1, infos), resources)
+        bind(made, groups, _handle("trainer", 0, 1, infos), resources, {})
         made.init()
         return made.fit()
     finally:

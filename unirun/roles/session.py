@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from unirun.wire.reports import Notice, Serving
 
 if TYPE_CHECKING:
     from unirun.roles.transport.rpc_agent import RpcAgent
+    from unirun.roles.transport.sockets import SocketTransport
 
 
 class Session:
@@ -43,6 +44,8 @@ class Session:
         self._caller: Caller | None = None
         self._groups: dict[str, RoleGroup] = {}
         self._pid = os.getpid()
+        self.synced: dict[str, Callable[[int, float | None], int]] = {}
+        """By the name of a channel, what publishes or receives a version of its weights in this worker."""
 
     @property
     def transport(self) -> Transport:
@@ -63,14 +66,18 @@ class Session:
                 "calls need other roles, and this process has none", "start it with unirun --roles …"
             )
         if welcome.transport == "socket":
-            from unirun.roles.transport.sockets import SocketTransport
-
-            return SocketTransport(
-                self.folder / "calls", load_credentials(self.folder), self._addr, self._refused
-            )
+            return self.sockets("calls")
         from unirun.roles.transport.torch_rpc import TorchTransport
 
         return TorchTransport(self._rpc_agent())
+
+    def sockets(self, name: str) -> SocketTransport:
+        """A socket transport with a listener of its own. Raises `UsageError` without a launcher."""
+        from unirun.roles.transport.sockets import SocketTransport
+
+        if self.folder is None:
+            raise UsageError("this process has no peers", "start it with unirun --roles …")
+        return SocketTransport(self.folder / name, load_credentials(self.folder), self._addr, self._refused)
 
     def _refused(self, text: str, count: int) -> None:
         """Connections for calls are refused in threads; the end of this process must not show."""

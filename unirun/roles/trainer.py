@@ -44,6 +44,8 @@ class BaseTrainer:
         self._groups: dict[str, RoleGroup] = {}
         self._master_handle: MasterHandle | None = None
         self._resources: dict[str, dict[str, Any]] = {}
+        self._channels: dict[str, tuple[str, ...]] = {}
+        """The publisher and the receivers of each channel."""
 
     def init(self) -> None:
         """Prepare: data, tokenizer, first calls of the workloads. Must be defined."""
@@ -90,6 +92,30 @@ class BaseTrainer:
             raise UsageError(f"this job has no role {role!r}", f"it has {', '.join(self._resources)}")
         return dict(self._resources[role])
 
+    def sync_weights(self, channel: str, *, version: int | None = None, timeout: float | None = None) -> int:
+        """Publish the weights of `channel` in its publisher, and receive them in all of its receivers.
+
+        Their workers have said with ``WeightsChannel(channel).attach(model)`` which weights. `version` is by default
+        the one after the last; it is returned. `timeout` is in seconds, by default that of calls. Raises `UsageError`
+        for a channel that the job does not declare, and what the workers raise.
+        """
+        if channel not in self._channels:
+            there = ", ".join(self._channels) or "none"
+            raise UsageError(f"this job declares no channel {channel!r}", f"there are: {there}")
+        if version is None:
+            last = self.master_handle.version(channel)
+            version = 0 if last is None else last + 1
+        publisher, *receivers = (self._groups[group_name(role)] for role in self._channels[channel])
+        publisher.sync_weights(channel, version, timeout)
+        # A publisher that was started again may not have what it was to publish; a receiver needs nothing else.
+        refs = [
+            group.sync_weights.options(idempotent=True).call_async(channel, version, timeout)
+            for group in receivers
+        ]
+        for ref in refs:
+            ref.result()
+        return self.master_handle.commit_version(channel, version)
+
     def is_recoverable(self) -> bool:
         """Whether the trainer may be started again when it dies. False by default: then the job fails.
 
@@ -127,8 +153,12 @@ def bind(
     groups: Mapping[str, RoleGroup],
     handle: MasterHandle,
     resources: Mapping[str, dict[str, Any]],
+    channels: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Give a trainer its role groups, by role, and its job. Raises `UsageError` when two roles give one name."""
+    """Give a trainer its role groups, by role, its job, and the roles of each channel, the publisher first.
+
+    Raises `UsageError` when two roles give one name.
+    """
     names = [group_name(role) for role in groups]
     twice = [role for role in groups if names.count(group_name(role)) > 1]
     if twice:
@@ -137,6 +167,6 @@ def bind(
         )
     trainer.__dict__.setdefault("_groups", {})
     trainer._groups = dict(zip(names, groups.values(), strict=True))
-    trainer._master_handle, trainer._resources = handle, dict(resources)
+    trainer._master_handle, trainer._resources, trainer._channels = handle, dict(resources), dict(channels)
     for name, group in trainer._groups.items():
         setattr(trainer, name, group)

@@ -94,6 +94,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     workload = make(kind, BaseWorkload, master_handle=_handle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
     formation = Formation(peers, workload.on_generation)
+    workload._synced = session.synced
     dispatcher = session.dispatcher(workload, invocations(workload, BaseWorkload), formation)
 
     peers.when_changed(formation.news)
@@ -126,7 +127,9 @@ def run_trainer(context: Context, kind: type[BaseTrainer]) -> None:
     handles = {role: list(group) for role, group in groups.items()}
     trainer = make(kind, BaseTrainer, actor_handles=handles, actor_classes=classes, config=_config(context))
     _expect_base(trainer, BaseTrainer, "_actor_handles")
-    bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles})
+    welcome = peers.welcome
+    channels = {c.name: (c.publisher, *c.receivers) for c in (welcome.channels if welcome else ())}
+    bind(trainer, groups, _handle(context), {role: _resource(context, role) for role in roles}, channels)
     peers.tell(Serving({}, recoverable=bool(trainer.is_recoverable())))
     trainer.init()
     result = trainer.fit()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from omegaconf import DictConfig
 
+from unirun.errors import UsageError
+from unirun.roles.calls.policy import trainer_invocation
 from unirun.roles.handle import MasterHandle
 
 
@@ -31,6 +34,7 @@ class BaseWorkload:
 
     def __init__(self, master_handle: MasterHandle, config: DictConfig) -> None:
         self._master_handle, self._config = master_handle, config
+        self._synced: Mapping[str, Callable[[int, float | None], int]] = {}
 
     @property
     def master_handle(self) -> MasterHandle:
@@ -86,6 +90,20 @@ class BaseWorkload:
     def torch_master_port(self) -> int:
         """The port of the role's store (MASTER_PORT)."""
         return self._master_handle.identity.master_port
+
+    @trainer_invocation
+    def sync_weights(self, channel: str, version: int, timeout: float | None = None) -> int:
+        """Publish or receive `version` of the weights that a `WeightsChannel` of this worker has attached.
+
+        ``trainer.sync_weights`` calls it in all ranks of the channel. Returns the version. Raises `UsageError` when
+        nothing is attached, and what ``publish`` and ``receive`` raise.
+        """
+        if channel not in self._synced:
+            raise UsageError(
+                f"{self.name} has attached nothing to channel {channel!r}",
+                f"call WeightsChannel({channel!r}).attach(model) in setup()",
+            )
+        return self._synced[channel](version, timeout)
 
     def is_actor_role(self) -> bool:
         """Whether this is a worker of the role ``actor``."""

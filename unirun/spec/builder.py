@@ -70,6 +70,7 @@ class Draft(Value):
     spares: Any = None
     exclude_nodes: tuple[Any, ...] = ()
     edges: tuple[Any, ...] = ()
+    channels: Any = field(default_factory=dict)
     transport: Any = None
     call_timeout: Any = None
 
@@ -109,6 +110,7 @@ def job_mapping(draft: Draft, loaded: Mapping[str, Loaded]) -> dict[str, Any]:
         "spares": draft.spares,
         "exclude_nodes": [*draft.exclude_nodes],
         "edges": [*draft.edges],
+        "channels": dict(draft.channels),
         "transport": draft.transport,
         "call_timeout": draft.call_timeout,
     }

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from msgspec import convert, field, to_builtins
 
+from unirun.spec.channels import Channel
 from unirun.spec.edges import Edge
 from unirun.values import Value
 
@@ -91,8 +92,8 @@ class JobSpec(Value):
     devices, `host_collocations` of roles that are on one node, rank for rank, `separations` of roles that never are,
     and `isolations` of roles that never share a NUMA node. `spares` nodes are held back, and those called
     `exclude_nodes` are not used; `most_nodes` may take part, None for any number. `edges` say which role calls which
-    (`unirun.graph`). `call_timeout` is how long a call between roles may take, and `transport` what carries it. `stdin`
-    names the worker, as ``actor:0``, that has the stdin of the command.
+    (`unirun.graph`), and `channels` from which to which weights go. `call_timeout` is how long a call between roles may
+    take, and `transport` what carries it. `stdin` names the worker, as ``actor:0``, that has the stdin of the command.
     """
 
     name: str
@@ -120,6 +121,7 @@ class JobSpec(Value):
     exclude_nodes: tuple[str, ...] = ()
     most_nodes: int | None = None
     edges: tuple[Edge, ...] = ()
+    channels: tuple[Channel, ...] = ()
     call_timeout: float = 1800.0
     transport: Transport = "socket"
     stdin: str | None = None

@@ -15,6 +15,7 @@ from typing import Any
 
 from unirun.errors import SpecError
 from unirun.names import RUN_ID_RULE, id_stem, is_run_id
+from unirun.spec.channels import read_channels
 from unirun.spec.edges import read_edges
 from unirun.spec.job import GROUPS, JobSpec, LogSpec, RoleSpec
 from unirun.spec.read import Section, nearest, shown
@@ -79,6 +80,7 @@ def parse_job(
         "spares": job.integer("spares", 0, 0),
         "exclude_nodes": _node_names(job),
         "edges": read_edges(job),
+        "channels": read_channels(job, names),
         "call_timeout": job.seconds("call_timeout", 1800.0, 0.001),
         "transport": job.choice("transport", ("socket", "torch"), "socket"),
         "stdin": _stdin(job, roles),

@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from msgspec.structs import replace
@@ -146,6 +146,12 @@ class _JobMethods(Generic[J]):
         edge |= {"invocation": invocation} if invocation else {}
         edge |= {"kind": kind} if kind is not None else {}
         return self._say(edges=(*self._described.draft.edges, edge))
+
+    def channel(self, name: str, *, publisher: str, receivers: Sequence[str]) -> J:
+        """Weights go from role `publisher` to the roles `receivers`: ``WeightsChannel(name)`` in their workers, and
+        ``self.sync_weights(name)`` in the trainer."""
+        channel = {"publisher": publisher, "receivers": [*receivers]}
+        return self._say(channels={**self._described.draft.channels, name: channel})
 
     def transport(self, name: str) -> J:
         """The transport of calls: ``socket`` (the default) or ``torch``, torch.distributed.rpc."""

@@ -2,9 +2,9 @@
 
 ============  =======================================================================
 agent→master  Join Beat SpawnerReady StoreOpened StoreEnded Notice Sample ViewWanted
-              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving GroupFormed Metrics Calls Ask)
+              WorkerStarted WorkerRunning WorkerExited FromWorker (Serving Listening GroupFormed Metrics Calls Ask)
 master→agent  Appointed Beat OpenStore StartRole StopWorkers ExitAck View ToWorker Shutdown
-worker→agent  Hello Serving GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
+worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Calls Ask WorkerError ViewWanted
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop Drain Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
@@ -26,6 +26,7 @@ from unirun.wire.reports import (
     GroupFormed,
     GroupMeets,
     Join,
+    Listening,
     Metrics,
     Notice,
     Sample,
@@ -123,8 +124,9 @@ class StopWorkers(Value, tag=True):
 class WorkerView(Value):
     """The state of a worker that its peers see.
 
-    `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls at `addresses`,
-    by transport); ``ended`` (with code 0); or ``lost`` (with any other exit).
+    `phase` is ``starting``; ``running`` (in the user's code, takes no calls); ``serving`` (takes calls); ``ended``
+    (with code 0); or ``lost`` (with any other exit). `addresses` are where it listens: for calls by the name of the
+    transport, and in any phase for what else others connect to.
     """
 
     rank: int
@@ -185,6 +187,14 @@ class RoleBrief(Value):
     restart: str
 
 
+class ChannelBrief(Value):
+    """A channel of weights that the job declares, from the role `publisher` to the roles `receivers`."""
+
+    name: str
+    publisher: str
+    receivers: tuple[str, ...]
+
+
 class Welcome(Value, tag=True):
     """The answer to `Hello`: a whole view, and the part of the spec that workers use.
 
@@ -199,6 +209,7 @@ class Welcome(Value, tag=True):
     collocations: tuple[tuple[str, ...], ...]
     call_timeout: float
     transport: str
+    channels: tuple[ChannelBrief, ...] = ()
 
 
 class Attach(Value, tag=True):
@@ -284,6 +295,7 @@ Message = (
     | WorkerStarted
     | WorkerRunning
     | Serving
+    | Listening
     | GroupFormed
     | GroupMeets
     | Stuck

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import field
+
 from unirun.values import Value, WorkerId
 from unirun.wire.asking import Ask
 from unirun.wire.spawning import StoreEnded
@@ -49,6 +51,12 @@ class Serving(Value, tag=True):
 
     addresses: dict[str, str]
     recoverable: bool
+
+
+class Listening(Value, tag=True):
+    """A worker can be reached at `addresses`, by what listens there, whether it takes calls or not."""
+
+    addresses: dict[str, str]
 
 
 class GroupFormed(Value, tag=True):
@@ -116,7 +124,7 @@ class FromWorker(Value, tag=True):
     """A worker's message that its agent forwards to the master."""
 
     worker: WorkerId
-    message: Serving | GroupFormed | Metrics | Calls | Ask
+    message: Serving | Listening | GroupFormed | Metrics | Calls | Ask
 
 
 class WorkerError(Value, tag=True):
@@ -155,14 +163,16 @@ class WorkerExited(Value, tag=True):
 class Held(Value):
     """A worker as its agent knows it; `exit` is set until a master acknowledges it.
 
-    `generation` and `calls` are those it reported last; `addresses` and `recoverable` are as in `Serving`.
+    `generation` and `calls` are those it reported last; `addresses` are those of `Serving` and `Listening`, and
+    `recoverable` is as in `Serving`.
     """
 
     worker: WorkerId
     pid: int | None = None
     running: bool = False
     generation: int = 0
-    addresses: dict[str, str] | None = None
+    addresses: dict[str, str] = field(default_factory=dict)
+    serving: bool = False
     recoverable: bool = False
     exit: WorkerExited | None = None
     calls: tuple[CallCount, ...] = ()

@@ -255,17 +255,19 @@ def called_ranks(role: str, size: int, options: Invocation, ranks: Sequence[int]
 
 
 def invocations(target: Any, base: type = object) -> dict[str, Invocation]:
-    """The public methods of an object or a class, without those of `base`, and their options.
+    """The public methods of an object or a class, and their options; of those of `base` only the ones that are marked.
 
     Raises `UsageError` for a method called ``role``, an attribute of every role group.
     """
     found = {}
     kind = target if isinstance(target, type) else type(target)
     for name in dir(kind):
-        if name.startswith("_") or hasattr(base, name):
+        if name.startswith("_"):
             continue
         method = inspect.getattr_static(kind, name)
         plain = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+        if hasattr(base, name) and not hasattr(plain, _MARK):
+            continue
         if callable(plain) and not isinstance(plain, type):
             found[name] = getattr(method, _MARK, getattr(plain, _MARK, DEFAULT))
     if "role" in found:

@@ -21,7 +21,7 @@ from unirun.roles.transport.frames import (
     encode_header,
     stream_of,
 )
-from unirun.roles.transport.protocol import Parcel
+from unirun.roles.transport.protocol import Lent, Parcel
 from unirun.roles.transport.segments import Segment, SegmentPool, map_segment
 
 BATCH = 64
@@ -80,6 +80,9 @@ class Connection:
             idle = not self._held and not self._waiting
             while self._released:
                 self._held.append(encode_header(RELEASE, self._released.popleft(), 0, []))
+            if parcel.lent is not None:
+                self._lend(kind, tag, head, parcel.lent)
+                return True
             if not buffers:
                 frame = encode_header(kind, tag, len(head), []) + head
             elif sum(sizes := [buffer.nbytes for buffer in buffers]) <= INLINE:
@@ -100,6 +103,12 @@ class Connection:
                 if idle:
                     self._wants_to_write(True)
         return True
+
+    def _lend(self, kind: int, tag: int, head: bytes, lent: Lent) -> None:
+        if not self._shares:
+            raise CallError("shared memory goes over unix sockets only", "send buffers")
+        segment = self._pool.lend(lent.handle, lent.size, lent.released)
+        self._write((encode_header(kind, tag, len(head), [lent.size], segment.number), head), lent.handle)
 
     def _share(self, buffers: Sequence[memoryview], size: int) -> Segment:
         try:

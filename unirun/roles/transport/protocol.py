@@ -16,15 +16,28 @@ from unirun.values import WorkerId
 
 
 @dataclass(slots=True)
+class Lent:
+    """Shared memory of the sender: a sealed memfd of `size` bytes, which the receiver maps as the only buffer of the
+    parcel. `released` is called once when it has freed that, or has ended. `handle` may be closed after the parcel was
+    sent."""
+
+    handle: int
+    size: int
+    released: Callable[[], None]
+
+
+@dataclass(slots=True)
 class Parcel:
     """A message: `head`, and `buffers`, the memory of its tensors, which is not pickled.
 
     The receiver owns the buffers and may write to them. Nobody changes the parcel itself. It is not a frozen dataclass,
-    as that takes four times as long to make, and each call makes several.
+    as that takes four times as long to make, and each call makes several. Memory that is `lent`, in place of buffers,
+    goes over unix sockets only.
     """
 
     head: bytes
     buffers: tuple[memoryview, ...] = ()
+    lent: Lent | None = None
 
     @property
     def size(self) -> int:

@@ -49,6 +49,7 @@ class SegmentPool:
         self._free: list[Segment] = []
         self._lent: dict[int, Segment] = {}
         self._given: set[int] = set()
+        self._loans: dict[int, Callable[[], None]] = {}
         self._number = 0
 
     def write(self, buffers: Sequence[memoryview]) -> Segment:
@@ -82,8 +83,17 @@ class SegmentPool:
             return Segment(self._number, best.handle, best.size)
         return Segment(self._number, os.memfd_create("unirun", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), 0)
 
+    def lend(self, handle: int, size: int, released: Callable[[], None]) -> Segment:
+        """Somebody else's memory as a segment; `released` is called at its release, or by `close`."""
+        self._number += 1
+        self._loans[self._number] = released
+        return Segment(self._number, handle, size)
+
     def release(self, number: int) -> None:
         """The receiver does not need it any more. Raises `FrameError` for a segment that is not in use."""
+        if (released := self._loans.pop(number, None)) is not None:
+            released()
+            return
         if number in self._given:
             self._given.remove(number)
             return
@@ -97,6 +107,8 @@ class SegmentPool:
 
     def close(self) -> None:
         """Close all segments. Mappings of receivers stay."""
+        while self._loans:
+            self._loans.popitem()[1]()
         for segment in (*self._free, *self._lent.values()):
             os.close(segment.handle)
         self._free.clear()

@@ -80,13 +80,18 @@ class SocketTransport:
         """Connect. The handshake goes on in the background; requests wait for it."""
         try:
             there = Endpoint.parse(endpoint)
-            if there.tcp is None or there.tcp.node == self._credentials.node:
+            if there.tcp is None or self.is_here(endpoint):
                 return self._connect_here(there.path, broken)
             from unirun.roles.transport.tls import connect
 
             return connect(there.tcp, self._credentials, self._loop, broken)
         except (OSError, UnirunError) as error:
             raise ChannelError(f"{peer} cannot be reached: {error}") from error
+
+    def is_here(self, endpoint: str) -> bool:
+        """Whether `endpoint` is on this host, so that memory can be shared with it. Raises `FrameError`."""
+        tcp = Endpoint.parse(endpoint).tcp
+        return tcp is None or tcp.node == self._credentials.node
 
     def _connect_here(self, path: str, broken: Callable[[str], None]) -> Channel:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)

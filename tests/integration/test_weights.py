@@ -1,0 +1,136 @@
+"""Weights from one role to others, in jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+from tests.integration.harness import START, Script, Unirun, eventually
+
+CUT = """
+    import os, torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    import unirun
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout", "reference"])
+
+    def model(version):
+        generator = torch.Generator().manual_seed(version)
+        made = torch.nn.Sequential(torch.nn.Linear(7, 10), torch.nn.BatchNorm1d(10), torch.nn.Linear(10, 3)).bfloat16()
+        for value in made.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.randn(value.shape, generator=generator))
+        return made
+
+    if ctx.role == "actor":
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2,))
+        for version in range(3):
+            channel.publish(fully_shard(model(version), mesh=mesh), version)
+    else:
+        mine = {name: torch.zeros_like(value) for name, value in model(0).state_dict().items()}
+        if ctx.role == "rollout":
+            dist.init_process_group("gloo")
+            mesh = init_device_mesh("cpu", (2,))
+            mine["0.weight"] = distribute_tensor(mine["0.weight"], mesh, [Shard(1)])
+            mine["2.weight"] = distribute_tensor(mine["2.weight"], mesh, [Shard(0)])
+        version = channel.receive(into=mine, min_version=2)
+        expected = model(version).state_dict()
+        whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in mine.items()}
+        print("version", version, "exact", all(torch.equal(whole[n], expected[n]) for n in expected), flush=True)
+    # An actor that has ended publishes nothing any more.
+    dist.barrier(group=ctx.group("actor", "rollout", "reference", backend="gloo"))
+"""
+
+SYNCED = """
+    import os, time, torch
+    from unirun import BaseTrainer, BaseWorkload, WeightsChannel, trainer_invocation
+
+    class Held(BaseWorkload):
+        def setup(self):
+            self.model = torch.nn.Linear(4, 4)
+            WeightsChannel("policy").attach(self.model)
+
+    class Actor(Held):
+        def update(self, value):
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.fill_(value)
+
+    class Rollout(Held):
+        @trainer_invocation(idempotent=True)
+        def values(self):
+            return sorted({value for p in self.model.parameters() for value in p.unique().tolist()})
+
+        def pid(self):
+            return os.getpid()
+
+    class Trainer(BaseTrainer):
+        def init(self):
+            pass
+
+        def sync(self, value):
+            self.RG_ACTOR.update(value)
+            version = self.sync_weights("policy", timeout=60)
+            print("version", version, "values", self.RG_ROLLOUT.values(), flush=True)
+
+        def fit(self):
+            self.sync(1.5)
+            self.sync(2.5)
+            print("pid", self.RG_ROLLOUT.pid()[1], flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.02)
+            self.sync(3.5)
+"""
+
+JOB = """
+roles:
+  actor: {count: 1, workload: "held:Actor"}
+  rollout: {count: 2, workload: "held:Rollout", max_restarts: 1}
+trainer: {class: "held:Trainer"}
+channels:
+  policy: {publisher: actor, receivers: [rollout]}
+"""
+
+
+def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(
+    unirun: Unirun, script: Script
+) -> None:
+    result = unirun("--roles", "actor=2,rollout=2,reference=1", script(CUT), within=2 * START)
+    assert result.code == 0, result.err
+    assert re.findall(r"\[(\S+)\] version (\d) exact (\w+)", "\n".join(sorted(result.out.splitlines()))) == [
+        ("reference:0", "2", "True"),
+        ("rollout:0", "2", "True"),
+        ("rollout:1", "2", "True"),
+    ]
+
+
+def test_a_trainer_syncs_weights_also_with_a_rollout_that_was_started_again(
+    unirun: Unirun, script: Script
+) -> None:
+    script(SYNCED, "held.py")
+    job = unirun.start("--config", script(JOB, "job.yaml"))
+    (pid,) = job.lines(r"pid (\d+)")
+    os.kill(int(pid), signal.SIGKILL)
+    eventually(lambda: unirun.events("restart"), "the rollout is started again")
+    script("", "go")
+    result = job.end()
+    assert result.code == 0, result.err
+    assert re.findall(r"version (\d) values (.*)", result.out) == [
+        ("0", "[[1.5], [1.5]]"),
+        ("1", "[[2.5], [2.5]]"),
+        ("2", "[[3.5], [3.5]]"),
+    ]
+
+
+def test_a_channel_of_unknown_roles_is_told_before_anything_starts(unirun: Unirun, script: Script) -> None:
+    script(SYNCED, "held.py")
+    result = unirun("--config", script(JOB.replace("[rollout]", "[rolout, actor]"), "job.yaml"))
+    assert result.code == 2
+    assert "channels.policy.receivers: no role is called 'rolout'; did you mean 'rollout'?" in result.err
+    assert "channels.policy.receivers: a role is named twice" in result.err

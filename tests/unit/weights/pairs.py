@@ -1,0 +1,99 @@
+"""Publishers and receivers in one process, which talk over sockets as in a job."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from tests.unit.wire.places import credentials_in
+from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.roles.transport.sockets import SocketTransport
+from unirun.values import WorkerId
+from unirun.weights.messages import request_of
+from unirun.weights.publishing import Publisher
+from unirun.weights.receiving import Receiver, Source
+from unirun.wire import new_token
+
+SOON = 20.0
+_numbers = itertools.count()
+
+
+class Place:
+    """A folder for the sockets of processes that share a token; publishers listen there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._token, self._stack = folder, new_token(), ExitStack()
+        self._listening: list[SocketTransport] = []
+
+    def _transport(self, node: str, *, tcp: bool) -> SocketTransport:
+        credentials = credentials_in(self._folder / node, self._token, node, tls=tcp)
+        addr = "127.0.0.1" if tcp else ""
+        transport = SocketTransport(self._folder / node / "weights", credentials, addr)
+        self._stack.callback(transport.close)
+        return transport
+
+    def publisher(self, rank: int = 0, *, tcp: bool = False) -> tuple[Publisher, str]:
+        """A publisher, and where it listens: on this host, or as if on another one."""
+        publisher = Publisher("policy")
+        self._stack.callback(publisher.close)
+
+        def handle(parcel: Parcel, reply: Reply) -> None:
+            publisher.handle(request_of(parcel.head), reply)
+
+        transport = self._transport(f"p{next(_numbers)}", tcp=tcp)
+        self._listening.append(transport)
+        return publisher, transport.serve(WorkerId("actor", rank, 0), handle)
+
+    def end_publishers(self) -> None:
+        """What their death does to the connections."""
+        for transport in self._listening:
+            transport.close()
+
+    def reader(self, *endpoints: str, tcp: bool = False) -> Reader:
+        """A receiver that is connected to these publishers."""
+        number = next(_numbers)
+        transport = self._transport(f"r{number}", tcp=tcp)
+        sources = [
+            Source(
+                "policy",
+                WorkerId("actor", rank, 0),
+                f"rollout:{number}",
+                transport,
+                endpoint,
+                here=transport.is_here(endpoint),
+            )
+            for rank, endpoint in enumerate(endpoints)
+        ]
+        for source in sources:
+            self._stack.callback(source.close)
+        return Reader(sources)
+
+    def close(self) -> None:
+        """End all of it."""
+        self._stack.close()
+
+
+class Reader:
+    """A receiver and its connections."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources, self._receiver = sources, Receiver("policy", 0)
+
+    def receive(self, into: Mapping[str, torch.Tensor], at_least: int = 0, within: float = SOON) -> int:
+        """As `Receiver.receive`."""
+        return self._receiver.receive(self.sources, into, at_least, time.monotonic() + within)
+
+
+@contextmanager
+def place(folder: Path) -> Iterator[Place]:
+    """A place that ends with the block."""
+    made = Place(folder)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,275 @@
+"""Publishers and receivers: what is published is received, bit for bit, and each version whole."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.effort import CHAOS
+from tests.unit.weights.meshes import Cut, cuts
+from tests.unit.weights.pairs import Place, place
+from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
+from unirun.weights.layout import Layout
+from unirun.weights.packing import Packing
+from unirun.weights.tensors import tensors_of
+
+pytestmark = pytest.mark.starts_processes
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Place]:
+    with place(tmp_path) as made:
+        yield made
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random bits, for bool random truths."""
+    if dtype is torch.bool:
+        return torch.rand(shape) < 0.5
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, nan included."""
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["shared memory", "sockets"])
+class TestEverything:
+    def test_every_dtype_and_shape_arrives_bit_for_bit(self, here: Place, tcp: bool) -> None:
+        sent = {f"{dtype}": noise(3, 5, dtype=dtype) for dtype in DTYPES}
+        sent |= {
+            "scalar": torch.tensor(2**24 + 1),
+            "empty": torch.zeros(0, 3),
+            "columns": noise(6, 8).t(),
+            "every second": noise(8, 8)[::2, 1::2],
+            "expanded": noise(1, 4).expand(3, 4),
+        }
+        publisher, endpoint = here.publisher(tcp=tcp)
+        publisher.publish(sent, 7)
+        got = {
+            name: torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            for name, tensor in sent.items()
+        }
+        got["columns"] = torch.empty(6, 8).t()
+        assert here.reader(endpoint, tcp=tcp).receive(got) == 7
+        assert [name for name in sent if not same(sent[name], got[name])] == []
+
+    def test_parameters_buffers_and_tied_weights_of_a_module_arrive(self, here: Place, tcp: bool) -> None:
+        def module() -> torch.nn.Module:
+            made = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 5))
+            made[2].weight = made[0].weight
+            return made
+
+        sent, got = module(), module()
+        sent(torch.rand(9, 5)).sum().backward()
+        publisher, endpoint = here.publisher(tcp=tcp)
+        publisher.publish(tensors_of(sent), 0)
+        here.reader(endpoint, tcp=tcp).receive(tensors_of(got))
+        assert all(
+            same(a, b) for a, b in zip(sent.state_dict().values(), got.state_dict().values(), strict=True)
+        )
+        assert got[2].weight is got[0].weight
+        assert got[0].weight.grad is None
+
+    @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(cuts(), cuts())
+    def test_any_layout_becomes_any_other(
+        self, here: Place, tcp: bool, monkeypatch: pytest.MonkeyPatch, source: Cut, target: Cut
+    ) -> None:
+        whole = noise(7, 10, dtype=torch.bfloat16)
+        endpoints = []
+        for at in source.coordinates:
+            publisher, endpoint = here.publisher(tcp=tcp)
+            _publish_as(monkeypatch, publisher, source.local(whole, at), {"w": source.part(whole, at)})
+            endpoints.append(endpoint)
+        for at in target.coordinates[:2]:
+            got = torch.zeros_like(target.local(whole, at))
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    "unirun.weights.receiving.layout_of", lambda _, at=at: {"w": target.part(whole, at)}
+                )
+                here.reader(*endpoints, tcp=tcp).receive({"w": got})
+            assert same(got, target.local(whole, at))
+
+
+def _publish_as(
+    monkeypatch: pytest.MonkeyPatch, publisher: object, local: torch.Tensor, layout: Layout
+) -> None:
+    """Publish a local tensor with a layout as a DTensor has it, which takes a process for each rank."""
+    with monkeypatch.context() as patch:
+        patch.setattr("unirun.weights.publishing.layout_of", lambda _: layout)
+        publisher.publish({"w": local}, 0)  # type: ignore[attr-defined]
+
+
+class TestVersions:
+    def test_a_receiver_waits_for_the_version_that_it_wants(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, got = here.reader(endpoint), {"w": torch.zeros(4)}
+        publisher.publish({"w": torch.ones(4)}, 1)
+        assert reader.receive(got) == 1
+        found: list[int] = []
+        waiting = threading.Thread(target=lambda: found.append(reader.receive(got, at_least=3)))
+        waiting.start()
+        publisher.publish({"w": torch.full((4,), 2.0)}, 2)
+        publisher.publish({"w": torch.full((4,), 3.0)}, 3)
+        waiting.join()
+        assert (found, got["w"].tolist()) == ([3], [3.0] * 4)
+
+    def test_a_late_receiver_gets_the_last_version_at_once(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        for version in range(5):
+            publisher.publish({"w": torch.full((4,), float(version))}, version)
+        got = {"w": torch.zeros(4)}
+        assert here.reader(endpoint).receive(got) == 4
+        assert got["w"].tolist() == [4.0] * 4
+
+    def test_a_receiver_of_several_publishers_gets_one_version_of_all(self, here: Place) -> None:
+        halves = [here.publisher(rank) for rank in range(2)]
+        reader = here.reader(*(endpoint for _, endpoint in halves))
+        got = {"a": torch.zeros(2), "b": torch.zeros(2)}
+        for number, (publisher, _) in enumerate(halves):
+            publisher.publish({"ab"[number]: torch.full((2,), 1.0)}, 1)
+        assert reader.receive(got) == 1
+        halves[0][0].publish({"a": torch.full((2,), 2.0)}, 2)
+        late = threading.Timer(0.05, halves[1][0].publish, ({"b": torch.full((2,), 2.0)}, 2))
+        late.start()
+        assert reader.receive(got, at_least=1) == 2
+        late.join()
+        assert got["a"].tolist() == got["b"].tolist() == [2.0, 2.0]
+
+    def test_nothing_changes_when_no_version_is_new_enough(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        publisher.publish({"w": torch.ones(4)}, 1)
+        got = {"w": torch.zeros(4)}
+        with pytest.raises(WeightsTimeout, match="actor:0 has published nothing new enough"):
+            here.reader(endpoint).receive(got, at_least=2, within=0.05)
+        assert got["w"].tolist() == [0.0] * 4
+
+    def test_versions_ascend(self, here: Place) -> None:
+        publisher, _ = here.publisher()
+        publisher.publish({"w": torch.ones(4)}, 1)
+        with pytest.raises(UsageError, match="version 1 of channel 'policy' comes after 1"):
+            publisher.publish({"w": torch.ones(4)}, 1)
+
+    def test_a_publisher_may_publish_other_tensors_later(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader = here.reader(endpoint)
+        publisher.publish({"w": torch.ones(4)}, 1)
+        reader.receive({"w": torch.zeros(4)})
+        publisher.publish({"w": torch.ones(4), "v": noise(1000)}, 2)
+        got = {"v": torch.zeros(1000)}
+        assert reader.receive(got, at_least=2) == 2
+        assert got["v"].count_nonzero() > 0
+
+    def test_what_does_not_fit_is_told_and_changes_nothing(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        publisher.publish({"w": torch.ones(4), "v": torch.ones(1)}, 1)
+        got = {"w": torch.zeros(5), "v": torch.zeros(1)}
+        with pytest.raises(WeightsError, match="float32"):
+            here.reader(endpoint).receive(got)
+        assert got["v"].tolist() == [0.0]
+
+
+class TestMemory:
+    def test_two_blocks_are_enough_however_many_versions_there_are(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, got = here.reader(endpoint), {"w": torch.zeros(1000)}
+        before = _memfds()
+        for version in range(50):
+            publisher.publish({"w": torch.full((1000,), float(version))}, version)
+            assert reader.receive(got, at_least=version) == version
+        assert _memfds() - before == 2
+
+    def test_a_version_that_is_being_read_is_not_overwritten(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        source = here.reader(endpoint).sources[0]
+        publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
+        from unirun.weights.layout import Box
+        from unirun.weights.messages import Describe, Described, Fetched, answer_of
+        from unirun.weights.plan import Take
+
+        described = answer_of(source.ask(Describe("policy", 1.0)).result(5.0).head)
+        assert isinstance(described, Described)
+        source.describe(Packing(described.layout, described.number, described.offsets))
+        take = Take(0, "w", Box((0,), (1000,)))
+        parcel = source.fetch(0, (take,), 1.0).result(5.0)
+        fetched = answer_of(parcel.head)
+        assert isinstance(fetched, Fetched)
+        (view,) = source.tensors(fetched, parcel, (take,))
+        for version in range(2, 12):
+            publisher.publish({"w": torch.full((1000,), float(version))}, version)
+            assert view.unique().tolist() == [1.0]
+
+    def test_ten_thousand_versions_under_a_reader_are_never_torn(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, got = here.reader(endpoint), {"a": torch.zeros(5000), "b": torch.zeros(3)}
+        count = 10_000 if CHAOS else 2_000
+        torn: list[int] = []
+        seen: list[int] = []
+
+        def read() -> None:
+            version = -1
+            while version < count - 1:
+                version = reader.receive(got, at_least=version + 1)
+                seen.append(version)
+                if {*got["a"].unique().tolist(), *got["b"].unique().tolist()} != {float(version)}:
+                    torn.append(version)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        for version in range(count):
+            publisher.publish(
+                {"a": torch.full((5000,), float(version)), "b": torch.full((3,), float(version))}, version
+            )
+        reading.join()
+        assert torn == []
+        assert seen == sorted(set(seen))
+
+    def test_a_publisher_that_ends_is_told_by_name_to_who_waits_for_it(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, got = here.reader(endpoint), {"w": torch.zeros(4)}
+        publisher.publish({"w": torch.ones(4)}, 1)
+        reader.receive(got)
+        ending = threading.Timer(0.05, here.end_publishers)
+        ending.start()
+        with pytest.raises(PeerLost, match="actor:0 is gone"):
+            reader.receive(got, at_least=2)
+        ending.join()
+        assert got["w"].tolist() == [1.0] * 4
+
+
+def _memfds() -> int:
+    """The memfds of channels that this process has open."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found += "memfd:unirun-weights" in os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:
+            continue
+    return found

@@ -1,0 +1,81 @@
+"""Who takes what from whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.unit.weights.meshes import Cut, cuts
+from unirun.errors import WeightsError
+from unirun.weights.layout import Box, Part, Piece, Tensor
+from unirun.weights.plan import Take, by_source, plan
+from unirun.weights.tensors import layout_of, part_of
+
+WHOLE = torch.arange(70).view(7, 10)
+
+
+@given(cuts(), cuts())
+def test_every_pair_of_layouts_moves_each_element_once_and_exactly(sources: Cut, receivers: Cut) -> None:
+    tensors = {"w": WHOLE}
+    layouts = sources.layouts(tensors)
+    held = [sources.local(WHOLE, at) for at in sources.coordinates]
+    for at, wanted in zip(receivers.coordinates, receivers.layouts(tensors), strict=True):
+        expected = receivers.local(WHOLE, at)
+        got, times = torch.full_like(expected, -1), torch.zeros_like(expected)
+        for take in plan(layouts, wanted):
+            part = layouts[take.source]["w"]
+            part_of(got, wanted["w"], take.box).copy_(part_of(held[take.source], part, take.box))
+            part_of(times, wanted["w"], take.box).add_(1)
+        assert torch.equal(got, expected)
+        assert torch.equal(times, torch.ones_like(times))
+
+
+def test_receivers_with_different_turns_ask_different_sources_with_the_same_data() -> None:
+    whole = layout_of({"w": WHOLE})
+    assert [plan([whole] * 3, whole, turn=turn)[0].source for turn in range(4)] == [0, 1, 2, 0]
+
+
+def test_sources_on_this_host_come_first() -> None:
+    whole = layout_of({"w": WHOLE})
+    assert {take.source for take in plan([whole] * 4, whole, near=[2], turn=1)} == {2}
+
+
+def test_a_half_that_is_near_is_taken_from_there_and_the_rest_from_elsewhere() -> None:
+    about = Tensor((4,), "float32")
+    half = {"w": Part(about, (Piece(Box((0,), (2,)), (0,)),))}
+    whole = {"w": Part(about, (Piece(Box((0,), (4,)), (0,)),))}
+    assert plan([whole, half], whole, near=[1]) == (
+        Take(1, "w", Box((0,), (2,))),
+        Take(0, "w", Box((2,), (2,))),
+    )
+
+
+def test_all_tensors_that_do_not_fit_are_told_at_once() -> None:
+    there = layout_of({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4)})
+    here = layout_of(
+        {
+            "a": torch.zeros(3),
+            "b": torch.zeros(3, dtype=torch.bfloat16),
+            "c": torch.zeros(4),
+            "d": torch.zeros(1),
+        }
+    )
+    with pytest.raises(WeightsError) as caught:
+        plan([there], here)
+    assert [fault.where for fault in caught.value.faults] == ["a", "b", "d"]
+    assert "published as float32[3] and received as bfloat16[3]" in str(caught.value)
+
+
+def test_a_part_that_nobody_has_is_told() -> None:
+    about = Tensor((4, 2), "float32")
+    half = {"w": Part(about, (Piece(Box((0, 0), (2, 2)), (0, 0)),))}
+    whole = {"w": Part(about, (Piece(Box((0, 0), (4, 2)), (0, 0)),))}
+    with pytest.raises(WeightsError, match=r"no publisher has \[2:4, 0:2\] of float32\[4, 2\]"):
+        plan([half], whole)
+
+
+def test_takes_are_grouped_by_their_source() -> None:
+    box = Box((), ())
+    takes = (Take(1, "a", box), Take(0, "b", box), Take(1, "c", box))
+    assert by_source(takes) == {1: (takes[0], takes[2]), 0: (takes[1],)}

@@ -1,0 +1,191 @@
+"""`WeightsChannel`: from the module of a publisher to those of its receivers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from unirun.errors import ChannelError, PeerLost, UsageError, WeightsTimeout
+from unirun.roles.context import Context, init
+from unirun.values import WorkerId
+from unirun.weights.hub import WEIGHTS, hub_of
+from unirun.weights.publishing import Publisher
+from unirun.weights.receiving import Receiver, Source
+from unirun.weights.tensors import Weights, tensors_of
+
+ANY = -(1 << 62)
+"""Before every version."""
+
+
+class WeightsChannel:
+    """Moves weights from the ranks of one role to those of others, each version whole.
+
+    ::
+
+        channel = WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+        channel.publish(model, version=step)  # in each actor
+        version = channel.receive(into=model, min_version=step - 1)  # in each rollout
+
+    A job file or a builder may declare it (``channels:``); then ``WeightsChannel("policy")`` is enough. Each rank says
+    what it has by the tensors themselves: plain tensors are whole, a DTensor is this rank's part (FSDP2, tensor
+    parallelism). Names, global shapes and dtypes of publisher and receiver have to agree.
+
+    On one host a version is copied into shared memory once, and from there by each receiver. A publisher never waits
+    for receivers. Between hosts, receivers get their parts over the transport of calls.
+    """
+
+    def __init__(self, name: str, *, publisher: str = "", receivers: Sequence[str] = ()) -> None:
+        """Raises `UsageError` for a channel that is not declared, and in a process that is in neither role."""
+        self.name = name
+        self._context = init()
+        self.publisher, self.receivers = _roles(self._context, name, publisher, tuple(receivers))
+        if self._context.role not in (self.publisher, *self.receivers):
+            raise UsageError(
+                f"{self._context.role} has no part in channel {name!r}",
+                f"it goes from {self.publisher} to {', '.join(self.receivers)}",
+            )
+        self._hub = hub_of(self._context)
+        self._publisher: Publisher | None = None
+        if self._context.role == self.publisher:
+            self._publisher = self._hub.publisher(name)
+        self._receiver = Receiver(name, self._context.rank)
+        self._sources: dict[int, Source] = {}
+        self.version: int | None = None
+        """The version that was published or received last; None before the first."""
+        self._weights: Weights | None = None
+
+    def publish(self, weights: Weights, version: int) -> None:
+        """Make `weights` the version that receivers get from now on. Every rank of the publisher calls it.
+
+        `weights` may be changed when it returns. Versions ascend. Raises `UsageError`, `WeightsError`, and OSError if
+        there is no memory for another version.
+        """
+        if self._publisher is None:
+            raise UsageError(
+                f"{self._context.role} receives channel {self.name!r}", "publish in its publisher"
+            )
+        self._publisher.publish(tensors_of(weights), version)
+        self.version = version
+
+    def receive(
+        self,
+        into: Weights,
+        *,
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Copy the latest version into the tensors of `into`, and return it.
+
+        It waits for a version from `min_version` on; by default for any. With `max_staleness`, nothing is copied as
+        long as the version that is there is at most that many before the latest one.
+
+        All tensors are of that version when it returns. When it raises before it has begun to copy, none has changed.
+        `timeout` is in seconds, by default that of calls. Raises `WeightsTimeout`, `WeightsError` with every tensor
+        that does not fit, `PeerLost` when a publisher dies meanwhile; then the next call waits for its successor.
+        """
+        if self._publisher is not None:
+            raise UsageError(
+                f"{self._context.role} publishes channel {self.name!r}", "receive in another role"
+            )
+        welcome = self._context.peers.welcome
+        patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
+        deadline = time.monotonic() + patience
+        tensors = tensors_of(into)
+        sources = self._connected(deadline)
+        at_least = ANY if min_version is None else min_version
+        self.version = self._receiver.receive(sources, tensors, at_least, deadline)
+        return self.version
+
+    def attach(self, weights: Weights) -> None:
+        """`weights` are what ``trainer.sync_weights(name)`` publishes or receives in this worker."""
+        self._weights = weights
+        self._context.session.synced[self.name] = self._sync
+
+    def _sync(self, version: int, timeout: float | None) -> int:
+        assert self._weights is not None
+        if self._publisher is not None:
+            self.publish(self._weights, version)
+            return version
+        return self.receive(self._weights, min_version=version, timeout=timeout)
+
+    def _connected(self, deadline: float) -> list[Source]:
+        """A connection to every rank of the publisher, as soon as all of them can be reached."""
+        peers = self._context.peers
+        while True:
+            missing = ""
+            for rank in range(peers.size(self.publisher)):
+                if not self._connect(rank):
+                    missing = f"{self.publisher}:{rank}"
+            if not missing:
+                return [self._sources[rank] for rank in range(peers.size(self.publisher))]
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise WeightsTimeout(
+                    f"{missing} does not publish channel {self.name!r}",
+                    "does it make the channel, and live?",
+                    channel=self.name,
+                )
+            peers.wait(left)
+
+    def _connect(self, rank: int) -> bool:
+        """Whether there is a connection to the publisher's rank."""
+        view = self._context.peers.view(self.publisher)
+        worker = view.workers[rank] if view is not None and rank < len(view.workers) else None
+        if worker is None:
+            return False
+        who = WorkerId(self.publisher, rank, worker.incarnation)
+        known = self._sources.get(rank)
+        if known is not None and known.who == who and not known.lost:
+            return True
+        if known is not None:
+            del self._sources[rank]
+            known.close()
+        if worker.phase == "ended":
+            raise PeerLost(f"{who} has ended", "receive before its end", worker=str(who))
+        endpoint = worker.addresses.get(WEIGHTS, "")
+        if not endpoint or worker.phase == "lost":
+            return False
+        try:
+            self._sources[rank] = self._hub.source(self.name, who, endpoint)
+        except ChannelError:
+            # It has died, and the news of it come.
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give back what this process has of the channel: its memory, or its connections."""
+        if self._publisher is not None:
+            self._publisher.close()
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+        self._context.session.synced.pop(self.name, None)
+
+
+def _roles(
+    context: Context, name: str, publisher: str, receivers: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]]:
+    """Publisher and receivers: those that are given, else those that the job declares."""
+    welcome = context.peers.welcome
+    declared = next((each for each in (welcome.channels if welcome else ()) if each.name == name), None)
+    if declared is not None:
+        if (publisher or declared.publisher, receivers or declared.receivers) != (
+            declared.publisher,
+            declared.receivers,
+        ):
+            raise UsageError(
+                f"channel {name!r} goes from {declared.publisher} to {', '.join(declared.receivers)} in this job",
+                f"write WeightsChannel({name!r})",
+            )
+        return declared.publisher, declared.receivers
+    if not publisher or not receivers:
+        raise UsageError(
+            f"this job declares no channel {name!r}",
+            "name its publisher and its receivers, here or in channels:",
+        )
+    for role in (publisher, *receivers):
+        context.peers.known(role)
+    if publisher in receivers or len(set(receivers)) != len(receivers):
+        raise UsageError(f"channel {name!r}: a role is named twice", "name each role once")
+    return publisher, receivers

@@ -1,0 +1,107 @@
+"""What receivers ask publishers, and the answers: JSON in the head of a parcel. The weights themselves are in its
+buffers or in memory that is lent with it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from unirun.errors import FrameError
+from unirun.values import Value
+from unirun.weights.layout import Box, Layout
+
+T = TypeVar("T")
+
+
+class Describe(Value, tag=True):
+    """Asks for the layout of what is published. Answered when something is, or not at all after `patience`
+    seconds."""
+
+    channel: str
+    patience: float
+
+
+class Described(Value, tag=True):
+    """The `layout` with this `number`, and where in a block the pieces of each tensor are, in bytes."""
+
+    number: int
+    layout: Layout
+    offsets: dict[str, tuple[int, ...]]
+
+
+class Part(Value):
+    """A part of the tensor `name`."""
+
+    name: str
+    box: Box
+
+
+class Fetch(Value, tag=True):
+    """Asks for a version that is not before `at_least`, in the layout with this number. Answered when it is there, or
+    not at all after `patience` seconds.
+
+    With `parts`, the answer has a buffer for each. Without, the block is lent, unless it is one of `mapped`, and is not
+    written again before `reader` says `Release`.
+    """
+
+    channel: str
+    reader: str
+    layout: int
+    at_least: int
+    patience: float
+    mapped: tuple[int, ...] = ()
+    parts: tuple[Part, ...] | None = None
+
+
+class Fetched(Value, tag=True):
+    """The `version`, which is in the block with this number; `layout` is that of the version. If it is not the one that
+    was asked for, there is nothing with it."""
+
+    version: int
+    layout: int
+    block: int
+
+
+class Release(Value, tag=True):
+    """The reader has read the block."""
+
+    channel: str
+    reader: str
+    block: int
+
+
+class Released(Value, tag=True):
+    """`held`: the block was the reader's until now. Else what it has read may be of several versions."""
+
+    held: bool
+
+
+Request = Describe | Fetch | Release
+Answer = Described | Fetched | Released
+
+_requests = msgspec.json.Decoder(Request)
+_answers = msgspec.json.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """The head of a parcel."""
+    return msgspec.json.encode(message)
+
+
+def request_of(head: bytes) -> Request:
+    """The inverse. Raises `FrameError` for anything else."""
+    try:
+        found: Request = _requests.decode(head)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FrameError(f"this is no request for weights: {error}") from error
+    return found
+
+
+def answer_of(head: bytes) -> Answer:
+    """The inverse. Raises `FrameError` for anything else."""
+    try:
+        found: Answer = _answers.decode(head)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FrameError(f"this is no answer about weights: {error}") from error
+    return found

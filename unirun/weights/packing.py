@@ -1,0 +1,76 @@
+"""Where the pieces of a layout are in a block of memory, and views of them there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from unirun.weights.blocks import Block
+from unirun.weights.layout import Box, Layout
+from unirun.weights.tensors import dtype_of, local, part_of
+
+ALIGN = 64
+"""Bytes. torch copies aligned memory with vector instructions."""
+
+
+class Packing:
+    """The pieces of `layout`, one behind the other; `offsets` are where, in bytes, for each tensor and piece.
+
+    `number` is that which the publisher has given it.
+    """
+
+    def __init__(
+        self, layout: Layout, number: int, offsets: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        self.layout, self.number = layout, number
+        self.size = 0
+        self.offsets = dict(offsets) if offsets is not None else self._placed()
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def _placed(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        for name, part in self.layout.items():
+            begins = []
+            for piece in part.pieces:
+                begins.append(self.size)
+                size = piece.box.count * dtype_of(part.tensor.dtype).itemsize
+                self.size += -(-size // ALIGN) * ALIGN
+            found[name] = tuple(begins)
+        return found
+
+    def pack(self, tensors: Mapping[str, torch.Tensor], block: Block) -> None:
+        """Copy this rank's pieces of `tensors` into `block`."""
+        if block.number not in self._views:
+            # A publisher has two or three blocks. Views keep the memory of the others.
+            self._views = {n: views for n, views in self._views.items() if len(self._views) < 3}
+            self._views[block.number] = [
+                self.view(block.memory, name, piece.box)
+                for name, part in self.layout.items()
+                for piece in part.pieces
+            ]
+        pieces = [
+            part_of(local(tensors[name]), part, piece.box)
+            for name, part in self.layout.items()
+            for piece in part.pieces
+        ]
+        copy_all(self._views[block.number], pieces)
+
+    def view(self, memory: torch.Tensor, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`, which are in one piece, in the memory of a block."""
+        part = self.layout[name]
+        dtype = dtype_of(part.tensor.dtype)
+        for piece, begin in zip(part.pieces, self.offsets[name], strict=True):
+            if piece.box.meet(box) == box:
+                raw = memory.narrow(0, begin, piece.box.count * dtype.itemsize)
+                found = raw.view(dtype).view(piece.box.size)
+                for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+                    found = found.narrow(axis, start - piece.box.start[axis], size)
+                return found
+        raise ValueError(f"{box} of {name} is not in one piece")
+
+
+def copy_all(into: list[torch.Tensor], from_: list[torch.Tensor]) -> None:
+    """Copy tensors, each into that of the same place, with one call of torch."""
+    if into:
+        torch._foreach_copy_(into, from_)

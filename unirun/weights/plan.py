@@ -1,0 +1,89 @@
+"""Which rank takes which part of which tensor from whom: a pure function of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unirun.errors import Fault, WeightsError
+from unirun.values import Value
+from unirun.weights.layout import Box, Layout, Part, Tensor
+
+
+class Take(Value):
+    """`box` of the tensor `name` comes from the source with this index."""
+
+    source: int
+    name: str
+    box: Box
+
+
+def plan(
+    sources: Sequence[Layout], wanted: Layout, near: Sequence[int] = (), turn: int = 0
+) -> tuple[Take, ...]:
+    """The takes that give all of `wanted`, no element twice. The same arguments give the same plan.
+
+    Where several sources have an element, those in `near` (on this host) come first; among equals the order begins with
+    the source number `turn`, so that receivers with different numbers ask different sources.
+
+    Raises `WeightsError` with every tensor that no source has, that has another shape or dtype, or of which a part is
+    nowhere.
+    """
+    faults = [
+        fault for name, part in wanted.items() if (fault := _difference(name, part, sources)) is not None
+    ]
+    if faults:
+        raise WeightsError("the weights do not fit the receiver", faults=faults)
+    order = _order(len(sources), near, turn)
+    takes: list[Take] = []
+    for name, part in wanted.items():
+        missing = [piece.box for piece in part.pieces]
+        for source in order:
+            if not missing:
+                break
+            there = sources[source].get(name)
+            for piece in there.pieces if there is not None else ():
+                left: list[Box] = []
+                for box in missing:
+                    common = box.meet(piece.box)
+                    if common is None:
+                        left.append(box)
+                    else:
+                        takes.append(Take(source, name, common))
+                        left.extend(box.without(common))
+                missing = left
+        faults += [_nowhere(name, part.tensor, box) for box in missing[:1]]
+    if faults:
+        raise WeightsError("the publishers do not have all of what the receiver needs", faults=faults)
+    return tuple(takes)
+
+
+def _order(count: int, near: Sequence[int], turn: int) -> list[int]:
+    close = set(near)
+    rotated = [(turn + number) % count for number in range(count)] if count else []
+    return sorted(rotated, key=lambda source: source not in close)
+
+
+def _difference(name: str, wanted: Part, sources: Sequence[Layout]) -> Fault | None:
+    found = next((layout[name].tensor for layout in sources if name in layout), None)
+    if found is None:
+        return Fault(name, "no publisher has it", "rename it, or leave it out of what is received")
+    if found != wanted.tensor:
+        return Fault(name, f"it is published as {_words(found)} and received as {_words(wanted.tensor)}")
+    return None
+
+
+def _nowhere(name: str, tensor: Tensor, box: Box) -> Fault:
+    where = ", ".join(f"{a}:{a + n}" for a, n in zip(box.start, box.size, strict=True))
+    return Fault(name, f"no publisher has [{where}] of {_words(tensor)}")
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+
+
+def by_source(takes: Sequence[Take]) -> Mapping[int, tuple[Take, ...]]:
+    """The takes of each source."""
+    found: dict[int, list[Take]] = {}
+    for take in takes:
+        found.setdefault(take.source, []).append(take)
+    return {source: tuple(some) for source, some in found.items()}

@@ -1,0 +1,179 @@
+"""The publishing end: the latest version in shared memory, and the answers to those who want it.
+
+A version is written into a block that nobody reads, then becomes the current one at once. So a receiver has all of a
+version or nothing of it, and a publisher does not wait for its receivers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from unirun.errors import UsageError
+from unirun.roles.transport.protocol import Lent, Parcel, Reply
+from unirun.values import Value
+from unirun.weights.blocks import Block, Blocks
+from unirun.weights.messages import (
+    Describe,
+    Described,
+    Fetch,
+    Fetched,
+    Part,
+    Release,
+    Released,
+    Request,
+    encode,
+)
+from unirun.weights.packing import Packing
+from unirun.weights.tensors import layout_of
+
+_numbers = itertools.count(1)
+"""Of layouts; 0 is the number of none."""
+
+
+class _Waiting(Value):
+    """A request that cannot be answered yet, and when its time is over."""
+
+    request: Describe | Fetch
+    reply: Any
+    until: float
+
+
+class _Version(Value):
+    """A version and where it is."""
+
+    version: int
+    packing: Packing
+    block: Block
+
+
+class Publisher:
+    """What one process publishes in one channel. `handle` is called in a thread of the transport."""
+
+    def __init__(self, channel: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._channel, self._now = channel, now
+        self._lock = threading.RLock()
+        self._blocks = Blocks()
+        self._current: _Version | None = None
+        self._waiting: list[_Waiting] = []
+        self._sent = 0
+
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Make `tensors` the current version. They may be changed when this returns.
+
+        Raises `UsageError` for a version that is not after the current one, OSError if there is no memory.
+        """
+        before = self._current
+        if before is not None and version <= before.version:
+            raise UsageError(
+                f"version {version} of channel {self._channel!r} comes after {before.version}",
+                "publish each version once, in ascending order",
+            )
+        layout = layout_of(tensors)
+        same = before is not None and before.packing.layout == layout
+        packing = before.packing if before is not None and same else Packing(layout, next(_numbers))
+        with self._lock:
+            block = self._blocks.take(packing.size, before.block if before is not None else None)
+        # Nobody reads it: it is not current, and nobody has borrowed it.
+        packing.pack(tensors, block)
+        with self._lock:
+            self._current = _Version(version, packing, block)
+            self._expire()
+            ready = [each for each in self._waiting if self._can_answer(each.request)]
+            self._waiting = [each for each in self._waiting if not self._can_answer(each.request)]
+        for each in ready:
+            each.reply(self._answer(each.request))
+
+    def handle(self, request: Request, reply: Reply) -> None:
+        """Answer a request, now or when there is something to answer."""
+        if isinstance(request, Release):
+            reply(Parcel(encode(Released(self._release(request.block, request.reader)))))
+            return
+        with self._lock:
+            self._expire()
+            wait = not self._can_answer(request)
+            if wait:
+                self._waiting.append(_Waiting(request, reply, self._now() + request.patience))
+        if not wait:
+            reply(self._answer(request))
+
+    def _expire(self) -> None:
+        """Forget those who do not wait any more. They know themselves when their time is over."""
+        now = self._now()
+        self._waiting = [each for each in self._waiting if each.until > now]
+
+    def _can_answer(self, request: Describe | Fetch) -> bool:
+        if self._current is None:
+            return False
+        return isinstance(request, Describe) or request.at_least <= self._current.version
+
+    def _answer(self, request: Describe | Fetch) -> Parcel:
+        with self._lock:
+            assert self._current is not None
+            packing, block = self._current.packing, self._current.block
+            if isinstance(request, Describe):
+                return Parcel(encode(Described(packing.number, packing.layout, packing.offsets)))
+            head = encode(Fetched(self._current.version, packing.number, block.number))
+            if request.layout != packing.number:
+                return Parcel(head)
+            if request.parts is None:
+                reader = request.reader
+            else:
+                # Until the buffers are sent.
+                self._sent += 1
+                reader = f"{request.reader} {self._sent}"
+            block.readers.add(reader)
+
+        def release() -> None:
+            self._release(block.number, reader)
+
+        if request.parts is not None:
+            return Parcel(head, _buffers(packing, block, request.parts, release))
+        if block.number in request.mapped:
+            return Parcel(head)
+        return Parcel(head, lent=Lent(block.handle, block.size, release))
+
+    def _release(self, number: int, reader: str) -> bool:
+        """The reader does not read the block any more. Returns whether it did."""
+        with self._lock:
+            block = self._blocks.find(number)
+            if block is None or reader not in block.readers:
+                return False
+            block.readers.discard(reader)
+            return True
+
+    def close(self) -> None:
+        """Give the memory back."""
+        with self._lock:
+            self._waiting.clear()
+            self._blocks.close()
+
+
+def _buffers(
+    packing: Packing, block: Block, parts: tuple[Part, ...], release: Callable[[], object]
+) -> tuple[memoryview, ...]:
+    """The bytes of `parts`, in the block where they are in one run there. `release` is called when all are freed."""
+    left = len(parts)
+
+    def freed() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            release()
+
+    if not parts:
+        release()
+    found = []
+    for part in parts:
+        array: Any = (
+            packing.view(block.memory, part.name, part.box).contiguous().view(-1).view(torch.uint8).numpy()
+        )
+        weakref.finalize(array, freed).atexit = False
+        found.append(memoryview(array))
+    return tuple(found)

@@ -1,0 +1,261 @@
+"""The receiving end: asks the publishers, and copies what is the receiver's once all of a version is there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+
+import torch
+
+from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
+from unirun.roles.transport.protocol import Channel, Parcel, Transport, writable
+from unirun.values import WorkerId
+from unirun.weights.layout import Layout
+from unirun.weights.messages import (
+    Answer,
+    Describe,
+    Described,
+    Fetch,
+    Fetched,
+    Part,
+    Release,
+    Released,
+    Request,
+    answer_of,
+    encode,
+)
+from unirun.weights.packing import Packing, copy_all
+from unirun.weights.plan import Take, by_source, plan
+from unirun.weights.tensors import dtype_of, layout_of, local, part_of
+
+
+class Source:
+    """A publisher as one receiver sees it."""
+
+    def __init__(
+        self, channel: str, who: WorkerId, reader: str, transport: Transport, endpoint: str, *, here: bool
+    ) -> None:
+        """`here`: it is on this host, so its memory can be mapped. Raises `ChannelError` when nobody answers."""
+        self.who, self.here = who, here
+        self.packing: Packing | None = None
+        self._channel, self._reader = channel, reader
+        self._lock = threading.Lock()
+        self._open: set[Future[Parcel]] = set()
+        self._lost = ""
+        self._mapped: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self._line: Channel = transport.connect(who, endpoint, self._broken)
+
+    @property
+    def lost(self) -> bool:
+        """Whether its connection has ended."""
+        return bool(self._lost)
+
+    def _broken(self, reason: str) -> None:
+        with self._lock:
+            self._lost = reason or "the connection has ended"
+            failed, self._open = self._open, set()
+        for future in failed:
+            future.set_exception(self._error())
+
+    def _error(self) -> PeerLost:
+        return PeerLost(
+            f"{self.who} is gone: {self._lost}",
+            "receive again when it was started again",
+            worker=str(self.who),
+        )
+
+    def ask(self, request: Request) -> Future[Parcel]:
+        """Send a request. The answer raises `PeerLost` when the publisher has ended."""
+        future: Future[Parcel] = Future()
+        with self._lock:
+            if self._lost:
+                raise self._error()
+            self._open.add(future)
+        self._line.call(Parcel(encode(request)), partial(self._answered, future))
+        return future
+
+    def _answered(self, future: Future[Parcel], parcel: Parcel) -> None:
+        with self._lock:
+            self._open.discard(future)
+        future.set_result(parcel)
+
+    def fetch(self, at_least: int, takes: Sequence[Take], patience: float) -> Future[Parcel]:
+        """Ask for a version."""
+        parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
+        layout = self.packing.number if self.packing is not None else 0
+        return self.ask(
+            Fetch(self._channel, self._reader, layout, at_least, patience, tuple(self._mapped), parts)
+        )
+
+    def tensors(self, fetched: Fetched, parcel: Parcel, takes: Sequence[Take]) -> list[torch.Tensor]:
+        """What was taken: views of the publisher's memory, or of the buffers of `parcel`. Raises `FrameError`."""
+        assert self.packing is not None
+        if not self.here:
+            if len(parcel.buffers) != len(takes):
+                raise FrameError(
+                    f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for"
+                )
+            return [self._sent(take, buffer) for take, buffer in zip(takes, parcel.buffers, strict=True)]
+        if parcel.buffers:
+            raw = torch.frombuffer(parcel.buffers[0], dtype=torch.uint8)
+            self._mapped[fetched.block] = raw, parcel.buffers[0]
+        if fetched.block not in self._mapped:
+            raise FrameError(f"{self.who} did not lend the block with version {fetched.version}")
+        memory = self._mapped[fetched.block][0]
+        return [self.packing.view(memory, take.name, take.box) for take in takes]
+
+    def _sent(self, take: Take, buffer: memoryview) -> torch.Tensor:
+        assert self.packing is not None
+        dtype = dtype_of(self.packing.layout[take.name].tensor.dtype)
+        if buffer.nbytes != take.box.count * dtype.itemsize:
+            raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
+        return torch.frombuffer(writable(buffer), dtype=torch.uint8).view(dtype).view(take.box.size)
+
+    def release(self, fetched: Fetched) -> Future[Parcel] | None:
+        """Say that the block was read."""
+        if not self.here:
+            return None
+        return self.ask(Release(self._channel, self._reader, fetched.block))
+
+    def describe(self, packing: Packing | None) -> None:
+        """Set where tensors are in the publisher's memory; None when that is not known any more."""
+        self.packing = packing
+        self._mapped.clear()
+
+    def close(self) -> None:
+        """Close the connection. The publisher learns that nothing is read any more."""
+        self._line.close()
+        self._broken("the channel was closed here")
+
+
+class Receiver:
+    """One process as a receiver of one channel. Not thread-safe."""
+
+    def __init__(self, channel: str, turn: int, now: Callable[[], float] = time.monotonic) -> None:
+        """`turn`: receivers with different numbers prefer different publishers among those with the same data."""
+        self._channel, self._turn, self._now = channel, turn, now
+        self._plan: tuple[object, Mapping[int, tuple[Take, ...]]] | None = None
+
+    def receive(
+        self,
+        sources: Sequence[Source],
+        tensors: Mapping[str, torch.Tensor],
+        at_least: int,
+        deadline: float,
+    ) -> int:
+        """Copy the latest version that all `sources` have, and which is not before `at_least`, into `tensors`.
+
+        Returns the version. Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
+        """
+        mine = layout_of(tensors)
+        while True:
+            fresh = self._describe(sources, deadline)
+            try:
+                takes = self._planned(sources, mine)
+            except WeightsError:
+                if fresh:
+                    raise
+                # Others may have been published since.
+                for source in sources:
+                    source.describe(None)
+                continue
+            found = self._fetch(sources, takes, at_least, deadline)
+            if found is None:
+                continue
+            version = max(fetched.version for fetched, _ in found.values())
+            if any(fetched.version != version for fetched, _ in found.values()):
+                self._release(sources, found, deadline)
+                at_least = version
+                continue
+            into, from_ = [], []
+            for number, (fetched, parcel) in found.items():
+                from_ += sources[number].tensors(fetched, parcel, takes[number])
+                into += [part_of(local(tensors[t.name]), mine[t.name], t.box) for t in takes[number]]
+            copy_all(into, from_)
+            if self._release(sources, found, deadline):
+                return version
+
+    def _describe(self, sources: Sequence[Source], deadline: float) -> bool:
+        """Learn the layouts that are not known yet. Returns whether these are all."""
+        new = {n: s for n, s in enumerate(sources) if s.packing is None}
+        asked = {n: s.ask(Describe(self._channel, self._left(deadline))) for n, s in new.items()}
+        for n, future in asked.items():
+            said = self._said(sources[n], future, Described, deadline)[0]
+            assert isinstance(said, Described)
+            sources[n].describe(Packing(said.layout, said.number, said.offsets))
+        return len(new) == len(sources)
+
+    def _planned(self, sources: Sequence[Source], mine: Layout) -> Mapping[int, tuple[Take, ...]]:
+        known = [(source.who, source.packing) for source in sources if source.packing is not None]
+        key = ([(who, packing.number) for who, packing in known], mine)
+        if self._plan is None or self._plan[0] != key:
+            layouts = [packing.layout for _, packing in known]
+            near = [n for n, source in enumerate(sources) if source.here]
+            self._plan = key, by_source(plan(layouts, mine, near, self._turn))
+        return self._plan[1]
+
+    def _fetch(
+        self,
+        sources: Sequence[Source],
+        takes: Mapping[int, tuple[Take, ...]],
+        at_least: int,
+        deadline: float,
+    ) -> dict[int, tuple[Fetched, Parcel]] | None:
+        """Ask all publishers that have something. None when one of them has another layout meanwhile."""
+        patience = self._left(deadline)
+        asked = {n: sources[n].fetch(at_least, some, patience) for n, some in takes.items()}
+        found: dict[int, tuple[Fetched, Parcel]] = {}
+        for n, future in asked.items():
+            said, parcel = self._said(sources[n], future, Fetched, deadline)
+            assert isinstance(said, Fetched)
+            packing = sources[n].packing
+            if packing is None or said.layout != packing.number:
+                sources[n].describe(None)
+            else:
+                found[n] = said, parcel
+        if len(found) < len(asked):
+            self._release(sources, found, deadline)
+            return None
+        return found
+
+    def _release(
+        self, sources: Sequence[Source], found: Mapping[int, tuple[Fetched, Parcel]], deadline: float
+    ) -> bool:
+        """Give the blocks back. Returns whether all were this reader's until now."""
+        held = True
+        asked = {n: sources[n].release(fetched) for n, (fetched, _) in found.items()}
+        for n, future in asked.items():
+            if future is not None:
+                said = self._said(sources[n], future, Released, deadline)[0]
+                assert isinstance(said, Released)
+                held = held and said.held
+        return held
+
+    def _said(
+        self, source: Source, future: Future[Parcel], wanted: type[Answer], deadline: float
+    ) -> tuple[Answer, Parcel]:
+        """Wait for an answer. Raises `PeerLost`, `WeightsTimeout`, `FrameError`."""
+        try:
+            parcel = future.result(self._left(deadline))
+        except FutureTimeout:
+            raise self._late(source) from None
+        said = answer_of(parcel.head)
+        if not isinstance(said, wanted):
+            raise FrameError(
+                f"{source.who} answered {type(said).__name__} where {wanted.__name__} was expected"
+            )
+        return said, parcel
+
+    def _late(self, source: Source) -> WeightsTimeout:
+        return WeightsTimeout(
+            f"{source.who} has published nothing new enough in channel {self._channel!r} in time",
+            "publish more often, wait longer, or accept an older version",
+            channel=self._channel,
+        )
+
+    def _left(self, deadline: float) -> float:
+        return max(deadline - self._now(), 0.0)
