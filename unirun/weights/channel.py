@@ -11,7 +11,7 @@ from unirun.values import WorkerId
 from unirun.weights.hub import WEIGHTS, hub_of
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Source
-from unirun.weights.tensors import Weights, tensors_of
+from unirun.weights.tensors import Weights, assigner, tensors_of
 
 ANY = -(1 << 62)
 """Before every version."""
@@ -73,12 +73,17 @@ class WeightsChannel:
         *,
         min_version: int | None = None,
         max_staleness: int | None = None,
+        assign: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Copy the latest version into the tensors of `into`, and return it.
 
         It waits for a version from `min_version` on; by default for any. With `max_staleness`, nothing is copied as
         long as the version that is there is at most that many before the latest one.
+
+        With ``assign=True``, as in ``load_state_dict``, whole tensors of a publisher on this host are not copied:
+        parameters and buffers of a module, or the items of a dict, become tensors over the shared memory. Writing to
+        one changes this process's copy of it alone.
 
         All tensors are of that version when it returns. When it raises before it has begun to copy, none has changed.
         `timeout` is in seconds, by default that of calls. Raises `WeightsTimeout`, `WeightsError` with every tensor
@@ -94,7 +99,13 @@ class WeightsChannel:
         tensors = tensors_of(into)
         sources = self._connected(deadline)
         at_least = ANY if min_version is None else min_version
-        self.version = self._receiver.receive(sources, tensors, at_least, deadline)
+        have = self.version
+        if max_staleness is not None and have is not None and have >= at_least:
+            behind = self._receiver.latest(sources, deadline) - have
+            if 0 <= behind <= max_staleness:
+                return have
+        setter = assigner(into) if assign else None
+        self.version = self._receiver.receive(sources, tensors, at_least, deadline, setter)
         return self.version
 
     def attach(self, weights: Weights) -> None:

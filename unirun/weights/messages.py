@@ -42,7 +42,7 @@ class Fetch(Value, tag=True):
     not at all after `patience` seconds.
 
     With `parts`, the answer has a buffer for each. Without, the block is lent, unless it is one of `mapped`, and is not
-    written again before `reader` says `Release`.
+    written again before `reader` says `Release`, or frees what was lent with this answer.
     """
 
     channel: str
@@ -52,6 +52,13 @@ class Fetch(Value, tag=True):
     patience: float
     mapped: tuple[int, ...] = ()
     parts: tuple[Part, ...] | None = None
+
+
+class Peek(Value, tag=True):
+    """Asks which version there is. Answered with `Fetched` when there is one, or not at all after `patience` seconds."""
+
+    channel: str
+    patience: float
 
 
 class Fetched(Value, tag=True):
@@ -77,7 +84,7 @@ class Released(Value, tag=True):
     held: bool
 
 
-Request = Describe | Fetch | Release
+Request = Describe | Peek | Fetch | Release
 Answer = Described | Fetched | Released
 
 _requests = msgspec.json.Decoder(Request)

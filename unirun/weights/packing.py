@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy
 import torch
 
 from unirun.weights.blocks import Block
@@ -12,6 +13,9 @@ from unirun.weights.tensors import dtype_of, local, part_of
 
 ALIGN = 64
 """Bytes. torch copies aligned memory with vector instructions."""
+
+LARGE = 1 << 20
+"""Bytes of a tensor from which on it is copied as memory."""
 
 
 class Packing:
@@ -61,16 +65,28 @@ class Packing:
         part = self.layout[name]
         dtype = dtype_of(part.tensor.dtype)
         for piece, begin in zip(part.pieces, self.offsets[name], strict=True):
-            if piece.box.meet(box) == box:
+            if piece.box == box or piece.box.meet(box) == box:
                 raw = memory.narrow(0, begin, piece.box.count * dtype.itemsize)
                 found = raw.view(dtype).view(piece.box.size)
+                if piece.box == box:
+                    return found
                 for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
                     found = found.narrow(axis, start - piece.box.start[axis], size)
                 return found
         raise ValueError(f"{box} of {name} is not in one piece")
 
 
-def copy_all(into: list[torch.Tensor], from_: list[torch.Tensor]) -> None:
-    """Copy tensors, each into that of the same place, with one call of torch."""
-    if into:
-        torch._foreach_copy_(into, from_)
+def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
+    """Copy tensors, each into that of the same place: large ones as memory, all others with one call of torch.
+
+    For large memory the C library writes around the caches, so that one thread is as fast as the memory is.
+    """
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in zip(into, from_, strict=True):
+        if pair[0].nbytes >= LARGE and all(t.is_cpu and t.is_contiguous() for t in pair):
+            target, source = (t.view(-1).view(torch.uint8).numpy() for t in pair)
+            numpy.copyto(target, source)
+        else:
+            others.append(pair)
+    if others:
+        torch._foreach_copy_([pair[0] for pair in others], [pair[1] for pair in others])

@@ -25,6 +25,7 @@ from unirun.weights.messages import (
     Fetch,
     Fetched,
     Part,
+    Peek,
     Release,
     Released,
     Request,
@@ -40,7 +41,7 @@ _numbers = itertools.count(1)
 class _Waiting(Value):
     """A request that cannot be answered yet, and when its time is over."""
 
-    request: Describe | Fetch
+    request: Describe | Peek | Fetch
     reply: Any
     until: float
 
@@ -108,19 +109,19 @@ class Publisher:
         now = self._now()
         self._waiting = [each for each in self._waiting if each.until > now]
 
-    def _can_answer(self, request: Describe | Fetch) -> bool:
+    def _can_answer(self, request: Describe | Peek | Fetch) -> bool:
         if self._current is None:
             return False
-        return isinstance(request, Describe) or request.at_least <= self._current.version
+        return not isinstance(request, Fetch) or request.at_least <= self._current.version
 
-    def _answer(self, request: Describe | Fetch) -> Parcel:
+    def _answer(self, request: Describe | Peek | Fetch) -> Parcel:
         with self._lock:
             assert self._current is not None
             packing, block = self._current.packing, self._current.block
             if isinstance(request, Describe):
                 return Parcel(encode(Described(packing.number, packing.layout, packing.offsets)))
             head = encode(Fetched(self._current.version, packing.number, block.number))
-            if request.layout != packing.number:
+            if isinstance(request, Peek) or request.layout != packing.number:
                 return Parcel(head)
             if request.parts is None:
                 reader = request.reader

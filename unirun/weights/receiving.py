@@ -13,7 +13,7 @@ import torch
 
 from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.transport.protocol import Channel, Parcel, Transport, writable
-from unirun.values import WorkerId
+from unirun.values import Value, WorkerId
 from unirun.weights.layout import Layout
 from unirun.weights.messages import (
     Answer,
@@ -22,6 +22,7 @@ from unirun.weights.messages import (
     Fetch,
     Fetched,
     Part,
+    Peek,
     Release,
     Released,
     Request,
@@ -30,7 +31,15 @@ from unirun.weights.messages import (
 )
 from unirun.weights.packing import Packing, copy_all
 from unirun.weights.plan import Take, by_source, plan
-from unirun.weights.tensors import dtype_of, layout_of, local, part_of
+from unirun.weights.tensors import dtype_of, is_dtensor, layout_of, local, part_of
+
+
+class _Mapped(Value):
+    """A block of the publisher that stays mapped, and views of what was taken from it last."""
+
+    memory: torch.Tensor
+    takes: Sequence[Take]
+    views: list[torch.Tensor]
 
 
 class Source:
@@ -46,7 +55,8 @@ class Source:
         self._lock = threading.Lock()
         self._open: set[Future[Parcel]] = set()
         self._lost = ""
-        self._mapped: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self._mapped: dict[int, _Mapped] = {}
+        self._kept = 0
         self._line: Channel = transport.connect(who, endpoint, self._broken)
 
     @property
@@ -83,15 +93,23 @@ class Source:
             self._open.discard(future)
         future.set_result(parcel)
 
-    def fetch(self, at_least: int, takes: Sequence[Take], patience: float) -> Future[Parcel]:
-        """Ask for a version."""
-        parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
+    def fetch(self, at_least: int, takes: Sequence[Take], patience: float, *, keep: bool) -> Future[Parcel]:
+        """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
         layout = self.packing.number if self.packing is not None else 0
-        return self.ask(
-            Fetch(self._channel, self._reader, layout, at_least, patience, tuple(self._mapped), parts)
-        )
+        reader, mapped = self._reader, tuple(self._mapped)
+        if keep:
+            self._kept += 1
+            reader, mapped = f"{reader} {self._kept}", ()
+        parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
+        return self.ask(Fetch(self._channel, reader, layout, at_least, patience, mapped, parts))
 
-    def tensors(self, fetched: Fetched, parcel: Parcel, takes: Sequence[Take]) -> list[torch.Tensor]:
+    def peek(self, patience: float) -> Future[Parcel]:
+        """Ask for the number of the latest version."""
+        return self.ask(Peek(self._channel, patience))
+
+    def tensors(
+        self, fetched: Fetched, parcel: Parcel, takes: Sequence[Take], *, keep: bool
+    ) -> list[torch.Tensor]:
         """What was taken: views of the publisher's memory, or of the buffers of `parcel`. Raises `FrameError`."""
         assert self.packing is not None
         if not self.here:
@@ -100,13 +118,16 @@ class Source:
                     f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for"
                 )
             return [self._sent(take, buffer) for take, buffer in zip(takes, parcel.buffers, strict=True)]
-        if parcel.buffers:
-            raw = torch.frombuffer(parcel.buffers[0], dtype=torch.uint8)
-            self._mapped[fetched.block] = raw, parcel.buffers[0]
-        if fetched.block not in self._mapped:
+        known = None if keep else self._mapped.get(fetched.block)
+        if known is not None and known.takes is takes:
+            return known.views
+        if known is None and not parcel.buffers:
             raise FrameError(f"{self.who} did not lend the block with version {fetched.version}")
-        memory = self._mapped[fetched.block][0]
-        return [self.packing.view(memory, take.name, take.box) for take in takes]
+        memory = torch.frombuffer(parcel.buffers[0], dtype=torch.uint8) if known is None else known.memory
+        views = [self.packing.view(memory, take.name, take.box) for take in takes]
+        if not keep:
+            self._mapped[fetched.block] = _Mapped(memory, takes, views)
+        return views
 
     def _sent(self, take: Take, buffer: memoryview) -> torch.Tensor:
         assert self.packing is not None
@@ -146,10 +167,14 @@ class Receiver:
         tensors: Mapping[str, torch.Tensor],
         at_least: int,
         deadline: float,
+        assign: Callable[[str, torch.Tensor], None] | None = None,
     ) -> int:
         """Copy the latest version that all `sources` have, and which is not before `at_least`, into `tensors`.
 
-        Returns the version. Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
+        With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not
+        copied but assigned. Returns the version.
+
+        Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
         """
         mine = layout_of(tensors)
         while True:
@@ -163,7 +188,7 @@ class Receiver:
                 for source in sources:
                     source.describe(None)
                 continue
-            found = self._fetch(sources, takes, at_least, deadline)
+            found = self._fetch(sources, takes, at_least, deadline, keep=assign is not None)
             if found is None:
                 continue
             version = max(fetched.version for fetched, _ in found.values())
@@ -172,12 +197,36 @@ class Receiver:
                 at_least = version
                 continue
             into, from_ = [], []
+            assigned: list[tuple[str, torch.Tensor]] = []
             for number, (fetched, parcel) in found.items():
-                from_ += sources[number].tensors(fetched, parcel, takes[number])
-                into += [part_of(local(tensors[t.name]), mine[t.name], t.box) for t in takes[number]]
+                source = sources[number]
+                views = source.tensors(fetched, parcel, takes[number], keep=assign is not None)
+                for take, view in zip(takes[number], views, strict=True):
+                    target = tensors[take.name]
+                    whole = target.is_cpu and take.box == mine[take.name].tensor.whole
+                    if assign is not None and source.here and whole and not is_dtensor(target):
+                        assigned.append((take.name, view))
+                    else:
+                        into.append(part_of(local(target), mine[take.name], take.box))
+                        from_.append(view)
             copy_all(into, from_)
+            if assign is not None:
+                for name, view in assigned:
+                    assign(name, view)
+                return version
             if self._release(sources, found, deadline):
                 return version
+
+    def latest(self, sources: Sequence[Source], deadline: float) -> int:
+        """The number of the latest version that one of `sources` has."""
+        patience = self._left(deadline)
+        asked = [(source, source.peek(patience)) for source in sources]
+        found = []
+        for source, future in asked:
+            said = self._said(source, future, Fetched, deadline)[0]
+            assert isinstance(said, Fetched)
+            found.append(said.version)
+        return max(found)
 
     def _describe(self, sources: Sequence[Source], deadline: float) -> bool:
         """Learn the layouts that are not known yet. Returns whether these are all."""
@@ -204,10 +253,12 @@ class Receiver:
         takes: Mapping[int, tuple[Take, ...]],
         at_least: int,
         deadline: float,
+        *,
+        keep: bool,
     ) -> dict[int, tuple[Fetched, Parcel]] | None:
         """Ask all publishers that have something. None when one of them has another layout meanwhile."""
         patience = self._left(deadline)
-        asked = {n: sources[n].fetch(at_least, some, patience) for n, some in takes.items()}
+        asked = {n: sources[n].fetch(at_least, some, patience, keep=keep) for n, some in takes.items()}
         found: dict[int, tuple[Fetched, Parcel]] = {}
         for n, future in asked.items():
             said, parcel = self._said(sources[n], future, Fetched, deadline)

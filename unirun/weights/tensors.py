@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from unirun.errors import Fault, WeightsError
+from unirun.errors import Fault, UsageError, WeightsError
 from unirun.weights.layout import Box, Layout, Part, Piece, Tensor
 
 if TYPE_CHECKING:
@@ -30,6 +30,24 @@ def tensors_of(weights: Weights) -> dict[str, torch.Tensor]:
     if faults:
         raise WeightsError("weights are tensors by name", faults=faults)
     return {name: value.detach() for name, value in named.items()}
+
+
+def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
+    """What makes a tensor the one of this name in `weights`. Raises `UsageError` for a mapping that cannot change."""
+    if isinstance(weights, nn.Module):
+        own: dict[str, torch.Tensor] = {}
+        own |= weights.named_parameters(remove_duplicate=False)
+        own |= weights.named_buffers(remove_duplicate=False)
+
+        def assign(name: str, tensor: torch.Tensor) -> None:
+            own[name].data = tensor
+
+        return assign
+    if not isinstance(weights, MutableMapping):
+        raise UsageError(
+            "assign=True changes a module or a dict", f"give one, not a {type(weights).__name__}"
+        )
+    return weights.__setitem__
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
@@ -72,6 +90,8 @@ def part_of(tensor: torch.Tensor, part: Part, box: Box) -> torch.Tensor:
 
     Raises ValueError when they are not.
     """
+    if len(part.pieces) == 1 and part.pieces[0].box == box:
+        return tensor
     for piece in part.pieces:
         if piece.box.meet(box) == box:
             for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):

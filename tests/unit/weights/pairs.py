@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import torch
 
 from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.protocol import Parcel, Reply
@@ -17,6 +15,7 @@ from unirun.values import WorkerId
 from unirun.weights.messages import request_of
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Source
+from unirun.weights.tensors import Weights, assigner, tensors_of
 from unirun.wire import new_token
 
 SOON = 20.0
@@ -84,9 +83,14 @@ class Reader:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources, self._receiver = sources, Receiver("policy", 0)
 
-    def receive(self, into: Mapping[str, torch.Tensor], at_least: int = 0, within: float = SOON) -> int:
-        """As `Receiver.receive`."""
-        return self._receiver.receive(self.sources, into, at_least, time.monotonic() + within)
+    def receive(self, into: Weights, at_least: int = 0, within: float = SOON, *, assign: bool = False) -> int:
+        """As `WeightsChannel.receive`."""
+        deadline, setter = time.monotonic() + within, assigner(into) if assign else None
+        return self._receiver.receive(self.sources, tensors_of(into), at_least, deadline, setter)
+
+    def latest(self) -> int:
+        """As `Receiver.latest`."""
+        return self._receiver.latest(self.sources, time.monotonic() + SOON)
 
 
 @contextmanager

@@ -218,10 +218,10 @@ class TestMemory:
         assert isinstance(described, Described)
         source.describe(Packing(described.layout, described.number, described.offsets))
         take = Take(0, "w", Box((0,), (1000,)))
-        parcel = source.fetch(0, (take,), 1.0).result(5.0)
+        parcel = source.fetch(0, (take,), 1.0, keep=False).result(5.0)
         fetched = answer_of(parcel.head)
         assert isinstance(fetched, Fetched)
-        (view,) = source.tensors(fetched, parcel, (take,))
+        (view,) = source.tensors(fetched, parcel, (take,), keep=False)
         for version in range(2, 12):
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
             assert view.unique().tolist() == [1.0]
@@ -273,3 +273,60 @@ def _memfds() -> int:
         except FileNotFoundError:
             continue
     return found
+
+
+class TestAssigning:
+    def test_parameters_become_tensors_over_the_publishers_memory(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, module = here.reader(endpoint), torch.nn.Linear(4, 3)
+        parameter = module.weight
+        for version in (1, 2):
+            sent = {"weight": torch.full((3, 4), float(version)), "bias": torch.full((3,), float(version))}
+            publisher.publish(sent, version)
+            assert reader.receive(module, at_least=version, assign=True) == version
+            assert module(torch.ones(4)).tolist() == [5.0 * version] * 3
+        assert module.weight is parameter
+
+    def test_what_was_assigned_stays_while_others_are_published(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, got = here.reader(endpoint), {"w": torch.zeros(1000)}
+        publisher.publish({"w": torch.full((1000,), 1.0)}, 1)
+        reader.receive(got, assign=True)
+        for version in range(2, 12):
+            publisher.publish({"w": torch.full((1000,), float(version))}, version)
+            assert got["w"].unique().tolist() == [1.0]
+        assert reader.receive(got, assign=True) == 11
+        assert got["w"].unique().tolist() == [11.0]
+
+    def test_writing_to_what_was_assigned_changes_nothing_for_others(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        publisher.publish({"w": torch.ones(1000)}, 1)
+        mine, others = {"w": torch.zeros(1000)}, {"w": torch.zeros(1000)}
+        here.reader(endpoint).receive(mine, assign=True)
+        mine["w"].fill_(5.0)
+        here.reader(endpoint).receive(others)
+        assert others["w"].unique().tolist() == [1.0]
+
+    def test_a_block_is_written_again_when_all_that_was_assigned_from_it_is_freed(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        reader, got = here.reader(endpoint), {"w": torch.zeros(1000), "v": torch.zeros(1000)}
+        before = _memfds()
+        for version in range(20):
+            publisher.publish({name: torch.full((1000,), float(version)) for name in got}, version)
+            reader.receive(got, at_least=version, assign=True)
+        # The news that one is free come with the next request.
+        assert _memfds() - before <= 3
+
+    def test_what_comes_from_another_host_is_copied(self, here: Place) -> None:
+        publisher, endpoint = here.publisher(tcp=True)
+        publisher.publish({"w": torch.ones(1000)}, 1)
+        got = {"w": torch.zeros(1000)}
+        before = got["w"]
+        here.reader(endpoint, tcp=True).receive(got, assign=True)
+        assert got["w"] is before
+        assert before.unique().tolist() == [1.0]
+
+    def test_a_receiver_may_ask_which_version_there_is(self, here: Place) -> None:
+        publisher, endpoint = here.publisher()
+        publisher.publish({"w": torch.ones(1)}, 5)
+        assert here.reader(endpoint).latest() == 5
