@@ -41,6 +41,7 @@ SECTIONS = {
         "InvocationRef",
         "wait",
     ],
+    "Weights": ["WeightsChannel", "WeightsError", "WeightsTimeout", "PeerLost"],
     "Jobs from Python": [
         "DLJobBuilder",
         "RLJobBuilder",

@@ -224,6 +224,7 @@ def test_the_cores_do_no_input_and_no_output() -> None:
         "failover.",
         "graph.",
         *(f"collocation.{name}" for name in ("inventory", "fake")),
+        *(f"weights.{name}" for name in ("layout", "plan", "messages")),
         "wire.frames",
         "wire.messages",
         "wire.codec",

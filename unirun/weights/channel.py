@@ -31,7 +31,7 @@ class WeightsChannel:
     parallelism). Names, global shapes and dtypes of publisher and receiver have to agree.
 
     On one host a version is copied into shared memory once, and from there by each receiver. A publisher never waits
-    for receivers. Between hosts, receivers get their parts over the transport of calls.
+    for receivers. Between hosts, each receiver gets its parts over sockets, with TLS.
     """
 
     def __init__(self, name: str, *, publisher: str = "", receivers: Sequence[str] = ()) -> None:

@@ -88,6 +88,12 @@ Layout = dict[str, Part]
 """What one rank has, by the name of the tensor."""
 
 
+def shared(layout: Layout) -> Layout:
+    """The same layout, in which equal parts are one object: a model of a hundred layers has a dozen."""
+    seen: dict[Part, Part] = {}
+    return {name: seen.setdefault(part, part) for name, part in layout.items()}
+
+
 def runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
     """Consecutive numbers in `indices`, which ascend: where a run is in `indices`, its first number and its length."""
     found: list[tuple[int, int, int]] = []

@@ -55,7 +55,7 @@ class Fetch(Value, tag=True):
 
 
 class Peek(Value, tag=True):
-    """Asks which version there is. Answered with `Fetched` when there is one, or not at all after `patience` seconds."""
+    """Asks which version there is. Answered with `Fetched` when there is one, or not at all after that many seconds."""
 
     channel: str
     patience: float

@@ -35,26 +35,39 @@ def plan(
         raise WeightsError("the weights do not fit the receiver", faults=faults)
     order = _order(len(sources), near, turn)
     takes: list[Take] = []
+    # Layers of a model are cut in the same way, and equal parts are one object (`shared`): one search serves all.
+    known: dict[tuple[int, ...], tuple[list[tuple[int, Box]], list[Box]]] = {}
     for name, part in wanted.items():
-        missing = [piece.box for piece in part.pieces]
-        for source in order:
-            if not missing:
-                break
-            there = sources[source].get(name)
-            for piece in there.pieces if there is not None else ():
-                left: list[Box] = []
-                for box in missing:
-                    common = box.meet(piece.box)
-                    if common is None:
-                        left.append(box)
-                    else:
-                        takes.append(Take(source, name, common))
-                        left.extend(box.without(common))
-                missing = left
+        there = [sources[source].get(name) for source in order]
+        key = (id(part), *map(id, there))
+        if key not in known:
+            known[key] = _search(part, order, there)
+        found, missing = known[key]
+        takes += [Take(source, name, box) for source, box in found]
         faults += [_nowhere(name, part.tensor, box) for box in missing[:1]]
     if faults:
         raise WeightsError("the publishers do not have all of what the receiver needs", faults=faults)
     return tuple(takes)
+
+
+def _search(
+    part: Part, order: Sequence[int], there: Sequence[Part | None]
+) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Which box of `part` comes from which source, and what no source has."""
+    found: list[tuple[int, Box]] = []
+    missing = [piece.box for piece in part.pieces]
+    for source, held in zip(order, there, strict=True):
+        for piece in held.pieces if held is not None and missing else ():
+            left: list[Box] = []
+            for box in missing:
+                common = box.meet(piece.box)
+                if common is None:
+                    left.append(box)
+                else:
+                    found.append((source, common))
+                    left.extend(box.without(common))
+            missing = left
+    return found, missing
 
 
 def _order(count: int, near: Sequence[int], turn: int) -> list[int]:

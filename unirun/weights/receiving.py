@@ -14,7 +14,7 @@ import torch
 from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.transport.protocol import Channel, Parcel, Transport, writable
 from unirun.values import Value, WorkerId
-from unirun.weights.layout import Layout
+from unirun.weights.layout import Layout, shared
 from unirun.weights.messages import (
     Answer,
     Describe,
@@ -235,7 +235,7 @@ class Receiver:
         for n, future in asked.items():
             said = self._said(sources[n], future, Described, deadline)[0]
             assert isinstance(said, Described)
-            sources[n].describe(Packing(said.layout, said.number, said.offsets))
+            sources[n].describe(Packing(shared(said.layout), said.number, said.offsets))
         return len(new) == len(sources)
 
     def _planned(self, sources: Sequence[Source], mine: Layout) -> Mapping[int, tuple[Take, ...]]:

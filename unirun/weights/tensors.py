@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unirun.errors import Fault, UsageError, WeightsError
-from unirun.weights.layout import Box, Layout, Part, Piece, Tensor
+from unirun.weights.layout import Box, Layout, Part, Piece, Tensor, shared
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -71,7 +71,7 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
             layout[name] = Part(about, mine)
     if faults:
         raise WeightsError("these tensors have no layout", faults=faults)
-    return layout
+    return shared(layout)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

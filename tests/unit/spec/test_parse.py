@@ -15,6 +15,7 @@ from msgspec import structs
 from tests.effort import examples
 from unirun.errors import SpecError
 from unirun.spec import Entry, JobSpec, LogSpec, RoleSpec, parse_job
+from unirun.spec.channels import Channel
 from unirun.spec.parse import JOB_KEYS, LOG_KEYS, NUMA_MODES
 from unirun.spec.read import RESERVED_ENV, nearest
 from unirun.spec.roles import ROLE_KEYS, TRAINER_KEYS
@@ -182,6 +183,7 @@ def specs(draw: st.DrawFn) -> JobSpec:
         log=draw(logs),
         collocations=collocations,
         exclude_nodes=tuple(draw(st.lists(st.sampled_from(["node3", "n-7.rack_2"]), unique=True))),
+        channels=(Channel("policy", known[0], tuple(known[1:])),) if len(known) > 1 else (),
         call_timeout=draw(seconds),
         transport=draw(st.sampled_from(["torch", "socket"])),
         stdin=draw(st.none() | st.sampled_from([f"{name}:0" for name in known])),
@@ -207,6 +209,10 @@ def as_job_file(spec: JobSpec) -> dict[str, Any]:
             "args": role["entry"]["args"],
         }
         for role in spec.to_json()["roles"]
+    }
+    data["channels"] = {
+        channel["name"]: {key: channel[key] for key in ("publisher", "receivers")}
+        for channel in data["channels"]
     }
     trainer = data["roles"].pop("trainer", None)
     if trainer is not None:

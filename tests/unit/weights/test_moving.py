@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
-from tests.effort import CHAOS
+from tests.effort import CHAOS, examples
 from tests.unit.weights.meshes import Cut, cuts
 from tests.unit.weights.pairs import Place, place
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
@@ -97,7 +97,7 @@ class TestEverything:
         assert got[2].weight is got[0].weight
         assert got[0].weight.grad is None
 
-    @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @examples(20)
     @given(cuts(), cuts())
     def test_any_layout_becomes_any_other(
         self, here: Place, tcp: bool, monkeypatch: pytest.MonkeyPatch, source: Cut, target: Cut

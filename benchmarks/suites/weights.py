@@ -1,0 +1,80 @@
+"""Weights from one publisher to three receivers on one host, beside one copy of the same memory and beside gloo."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
+from benchmarks.job import DEADLINE, environment, program
+from benchmarks.suites.rpc import run
+from unirun.weights.layout import Box, Layout, Part, Piece, Tensor
+from unirun.weights.plan import plan
+
+ROUNDS = 5
+"""Of each thing in one job."""
+
+BARS = (
+    (
+        "large",
+        "copied",
+        "memcpy",
+        Bar("1 GiB, 1 actor → 3 rollouts, copied into place ÷ one memcpy", "ratio", 1.5),
+    ),
+    ("large", "mapped", "memcpy", Bar("the same, mapped without a copy ÷ one memcpy", "ratio", 1.1)),
+    ("large", "copied", "broadcast", Bar("1 GiB, copied into place ÷ broadcast over gloo", "ratio", 0.25)),
+    ("small", "copied", "broadcast", Bar("1 000 tensors of 1 kB ÷ broadcast tensor by tensor", "ratio", 0.1)),
+)
+
+RANKS, TENSORS = 1000, 500
+PLANNED = Bar("plan of one of 1 000 receivers for 500 tensors of 1 000 publishers", "s", 2.0)
+
+
+def figures(runs: int) -> list[Figure]:
+    """All figures of this suite."""
+    busy, fault = load_of_others(), ""
+    found: dict[str, dict[str, list[float]]] = {"large": {}, "small": {}}
+    for number in range(runs):
+        for kind, so_far in found.items():
+            say(f"weights in {kind} tensors, run {number + 1} of {runs}")
+            try:
+                for what, values in one_job(kind).items():
+                    so_far.setdefault(what, []).append(median(values))
+            except BenchmarkError as error:
+                fault = str(error)
+    rows = []
+    for kind, what, peer, bar in BARS:
+        own, theirs = found[kind].get(what, []), found[kind].get(peer, [])
+        rows.append(Figure(bar, ratio(own, theirs), runs, "s", tuple(own), peer, tuple(theirs), fault, busy))
+    say(PLANNED.name)
+    times = tuple(planning() for _ in range(runs))
+    return [*rows, Figure(PLANNED, median(times), runs, "s", times, busy=busy)]
+
+
+def one_job(kind: str) -> dict[str, list[float]]:
+    """Run `benchmarks.moving` once. Raises `BenchmarkError` when it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        script = str(Path(__file__).parents[1] / "moving.py")
+        command = [program("unirun"), "--quiet", "--roles", "actor=1,rollout=3", script]
+        run([*command, str(result), kind, str(ROUNDS)], environment(Path(folder)), DEADLINE * 3)
+        found: dict[str, list[float]] = json.loads(result.read_text())
+        return found
+
+
+def planning() -> float:
+    """Seconds of one plan: tensors are cut by rows over the publishers, and by columns over the receivers."""
+    about = Tensor((RANKS, RANKS), "bfloat16")
+
+    def layout(box: Box) -> Layout:
+        part = Part(about, (Piece(box, (0, 0)),))
+        return {f"layer {number}": part for number in range(TENSORS)}
+
+    sources = [layout(Box((rank, 0), (1, RANKS))) for rank in range(RANKS)]
+    wanted = layout(Box((0, 7), (RANKS, 1)))
+    began = time.perf_counter()
+    plan(sources, wanted)
+    return time.perf_counter() - began
