@@ -11,31 +11,49 @@ import os
 
 import torch
 
+from unirun.reporting import report
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Block:
-    """A memfd of `size` bytes, mapped as the bytes `memory`. `readers` are those that may read it now."""
+    """A memfd of `size` bytes, mapped as the bytes `memory`. `readers` are those that may read it now.
+
+    When there is no shared memory, it is ordinary memory, and `handle` is None.
+    """
 
     def __init__(self, number: int, size: int) -> None:
-        """Raises OSError if there is no memory."""
         self.number, self.size = number, size
         self.readers: set[str] = set()
-        self.handle = os.memfd_create("unirun-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.handle: int | None
+        self.memory: torch.Tensor
         try:
-            os.fchmod(self.handle, 0o600)
-            # Reserved now: a page that cannot be had later would be a SIGBUS.
-            os.posix_fallocate(self.handle, 0, size)
-            fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, SEALS)
-            path = f"/proc/self/fd/{self.handle}"
-            self.memory: torch.Tensor = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        except BaseException:
-            os.close(self.handle)
-            raise
+            self.handle, self.memory = _shared(size)
+        except OSError as error:
+            report(
+                f"unirun: there is no shared memory for {size} bytes of weights ({error.strerror}): "
+                "they are sent over sockets, which takes longer"
+            )
+            self.handle, self.memory = None, torch.empty(size, dtype=torch.uint8)
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed with the last mapping."""
-        os.close(self.handle)
+        if self.handle is not None:
+            os.close(self.handle)
+
+
+def _shared(size: int) -> tuple[int, torch.Tensor]:
+    """A sealed memfd, and its memory. Raises OSError."""
+    handle = os.memfd_create("unirun-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(handle, 0o600)
+        # Reserved now: a page that cannot be had later would be a SIGBUS.
+        os.posix_fallocate(handle, 0, size)
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, SEALS)
+        return handle, torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=size, dtype=torch.uint8)
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 class Blocks:
@@ -46,8 +64,7 @@ class Blocks:
         self._number = 0
 
     def take(self, size: int, keep: Block | None) -> Block:
-        """A block of at least `size` bytes that nobody reads, and which is not `keep`. Raises OSError if there is no
-        memory."""
+        """A block of at least `size` bytes that nobody reads, and which is not `keep`."""
         free = [block for block in self._blocks if not block.readers and block is not keep]
         chosen = min((b for b in free if b.size >= size), key=lambda block: block.size, default=None)
         for block in free:

@@ -57,8 +57,7 @@ class WeightsChannel:
     def publish(self, weights: Weights, version: int) -> None:
         """Make `weights` the version that receivers get from now on. Every rank of the publisher calls it.
 
-        `weights` may be changed when it returns. Versions ascend. Raises `UsageError`, `WeightsError`, and OSError if
-        there is no memory for another version.
+        `weights` may be changed when it returns. Versions ascend. Raises `UsageError`, `WeightsError`.
         """
         if self._publisher is None:
             raise UsageError(

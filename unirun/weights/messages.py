@@ -63,7 +63,7 @@ class Peek(Value, tag=True):
 
 class Fetched(Value, tag=True):
     """The `version`, which is in the block with this number; `layout` is that of the version. If it is not the one that
-    was asked for, there is nothing with it."""
+    was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts."""
 
     version: int
     layout: int

@@ -68,7 +68,7 @@ class Publisher:
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Make `tensors` the current version. They may be changed when this returns.
 
-        Raises `UsageError` for a version that is not after the current one, OSError if there is no memory.
+        Raises `UsageError` for a version that is not after the current one.
         """
         before = self._current
         if before is not None and version <= before.version:
@@ -120,8 +120,11 @@ class Publisher:
             packing, block = self._current.packing, self._current.block
             if isinstance(request, Describe):
                 return Parcel(encode(Described(packing.number, packing.layout, packing.offsets)))
-            head = encode(Fetched(self._current.version, packing.number, block.number))
+            lendable = block.handle is not None
+            head = encode(Fetched(self._current.version, packing.number, block.number if lendable else 0))
             if isinstance(request, Peek) or request.layout != packing.number:
+                return Parcel(head)
+            if request.parts is None and not lendable:
                 return Parcel(head)
             if request.parts is None:
                 reader = request.reader
@@ -138,6 +141,7 @@ class Publisher:
             return Parcel(head, _buffers(packing, block, request.parts, release))
         if block.number in request.mapped:
             return Parcel(head)
+        assert block.handle is not None
         return Parcel(head, lent=Lent(block.handle, block.size, release))
 
     def _release(self, number: int, reader: str) -> bool:

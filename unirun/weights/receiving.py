@@ -256,7 +256,7 @@ class Receiver:
         *,
         keep: bool,
     ) -> dict[int, tuple[Fetched, Parcel]] | None:
-        """Ask all publishers that have something. None when one of them has another layout meanwhile."""
+        """Ask all publishers that have something. None when one of them has to be asked in another way."""
         patience = self._left(deadline)
         asked = {n: sources[n].fetch(at_least, some, patience, keep=keep) for n, some in takes.items()}
         found: dict[int, tuple[Fetched, Parcel]] = {}
@@ -266,6 +266,8 @@ class Receiver:
             packing = sources[n].packing
             if packing is None or said.layout != packing.number:
                 sources[n].describe(None)
+            elif sources[n].here and not said.block:
+                sources[n].here = False
             else:
                 found[n] = said, parcel
         if len(found) < len(asked):

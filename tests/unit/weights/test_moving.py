@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,6 +206,26 @@ class TestMemory:
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
             assert reader.receive(got, at_least=version) == version
         assert _memfds() - before == 2
+
+    def test_without_shared_memory_weights_go_over_sockets_with_a_warning(
+        self, here: Place, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        publisher, endpoint = here.publisher()
+        reader, sent, got = here.reader(endpoint), {"w": noise(1000, 1000)}, {"w": torch.zeros(1000, 1000)}
+        publisher.publish({"w": torch.ones(1000, 1000)}, 0)
+        reader.receive(got)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            publisher.publish(sent, 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (
+            "there is no shared memory for 4000000 bytes of weights (File too large)"
+            in capfd.readouterr().err
+        )
+        assert reader.receive(got, at_least=1) == 1
+        assert same(got["w"], sent["w"])
 
     def test_a_version_that_is_being_read_is_not_overwritten(self, here: Place) -> None:
         publisher, endpoint = here.publisher()
