@@ -34,10 +34,10 @@ def take_over(job: Job) -> list[Command]:
 def held(state: JobState, worker: WorkerState, role: str) -> Held:
     """The worker as its agent holds it."""
     up = worker.phase in (WorkerPhase.RUNNING, WorkerPhase.SERVING)
-    addresses = dict(worker.addresses) if worker.phase is WorkerPhase.SERVING else None
+    serving = worker.phase is WorkerPhase.SERVING
     recoverable = bool(worker.recoverable)
     who = WorkerId(role, worker.rank, worker.incarnation)
-    return Held(who, worker.pid, up, worker.generation, addresses, recoverable)
+    return Held(who, worker.pid, up, worker.generation, dict(worker.addresses), serving, recoverable)
 
 
 def join(

@@ -133,10 +133,10 @@ def test_an_agent_tells_a_new_master_what_its_workers_have_called() -> None:
     state, _ = resume(job().state, 200.0)
     held = (
         *(
-            Held(WorkerId("actor", rank, 0), rank + 1, True, addresses={}, recoverable=True)
+            Held(WorkerId("actor", rank, 0), rank + 1, True, serving=True, recoverable=True)
             for rank in range(2)
         ),
-        Held(WorkerId("trainer", 0, 0), 3, True, addresses={}, recoverable=True, calls=(TRAIN,)),
+        Held(WorkerId("trainer", 0, 0), 3, True, serving=True, recoverable=True, calls=(TRAIN,)),
         Held(WorkerId("logger", 0, 0), 4, True),
     )
     found = job()

@@ -130,10 +130,10 @@ class TestAWorkerThatAnAgentHolds:
             (Held(WorkerId("actor", 0, 1), 7), WorkerPhase.ALIVE),
             (Held(WorkerId("actor", 0, 1), 7, running=True, generation=1), WorkerPhase.RUNNING),
             (
-                Held(WorkerId("actor", 0, 1), 7, True, 1, {"socket": "a"}, recoverable=True),
+                Held(WorkerId("actor", 0, 1), 7, True, 1, {"socket": "a"}, serving=True, recoverable=True),
                 WorkerPhase.SERVING,
             ),
-            (Held(WorkerId("actor", 0, 1), 7, True, 9, {}), WorkerPhase.SERVING),
+            (Held(WorkerId("actor", 0, 1), 7, True, 9, serving=True), WorkerPhase.SERVING),
         ],
     )
     def test_a_worker_that_its_agent_holds_stands_as_it_says(self, held: Held, phase: WorkerPhase) -> None:
@@ -148,8 +148,8 @@ class TestAWorkerThatAnAgentHolds:
             phase=phase,
             pid=held.pid,
             generation=1,
-            addresses=held.addresses or {},
-            recoverable=held.recoverable if held.addresses is not None else None,
+            addresses=held.addresses,
+            recoverable=held.recoverable if held.serving else None,
         )
 
     @pytest.mark.parametrize("incarnation", [0, 1])

@@ -36,7 +36,7 @@ def failed(rank: int, error: WorkerError) -> Held:
     end = WorkerExited(WorkerId("actor", rank, 3), 1.0 + rank, 1, None, error=replace(error, time=1.0 + rank))
     addresses = {"socket": f"/home/someone/.local/state/unirun/jobs/{'j' * 63}/calls/actor.{rank}.3"}
     calls = (CallCount("critic", "evaluate_the_batch", 10**9, 10**12, 10**12, 123.4, (Span(0, 9999),)),)
-    return Held(WorkerId("actor", rank, 3), 100_000 + rank, True, 3, addresses, True, end, calls)
+    return Held(WorkerId("actor", rank, 3), 100_000 + rank, True, 3, addresses, True, True, end, calls)
 
 
 def test_a_workers_error_is_cut_when_it_is_received() -> None:
@@ -83,7 +83,7 @@ def test_a_join_with_10_000_long_failures_fits_and_keeps_the_first_ones_whole() 
 
 
 def test_a_join_keeps_live_and_successful_workers_unchanged() -> None:
-    well = Held("actor", 0, 0, exit=WorkerExited(WorkerId("actor", 0, 0), 1.0, 0, None))
+    well = Held(WorkerId("actor", 0, 0), exit=WorkerExited(WorkerId("actor", 0, 0), 1.0, 0, None))
     short = short_error(ERROR)
     many = [failed(rank, short) for rank in range(1, 1000)]
     assert fitting([well, Held(WorkerId("actor", 1, 0)), *many])[:2] == (well, Held(WorkerId("actor", 1, 0)))

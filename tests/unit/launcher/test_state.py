@@ -11,6 +11,7 @@ from unirun.wire.reports import (
     GroupFormed,
     Held,
     HeldStore,
+    Listening,
     Metrics,
     Serving,
     WorkerError,
@@ -67,13 +68,18 @@ class TestAWorkerThatIsHeld:
         agent = Agent().alive(1)
         says(agent, 1, Serving({"socket": "a:1"}, True))
         (held,) = workers(agent)
-        assert (held.addresses, held.recoverable) == ({"socket": "a:1"}, True)
+        assert (held.addresses, held.serving, held.recoverable) == ({"socket": "a:1"}, True, True)
 
     def test_a_held_worker_may_serve_without_addresses(self) -> None:
         agent = Agent().alive(1)
-        assert workers(agent)[0].addresses is None
+        assert not workers(agent)[0].serving
         says(agent, 1, Serving({}, False))
-        assert workers(agent)[0].addresses == {}
+        assert (workers(agent)[0].serving, workers(agent)[0].addresses) == (True, {})
+
+    def test_a_worker_that_listens_need_not_serve(self) -> None:
+        agent = Agent().alive(1)
+        says(agent, 1, Listening({"weights": "a:2"}))
+        assert (workers(agent)[0].serving, workers(agent)[0].addresses) == (False, {"weights": "a:2"})
 
 
 class TestAnEnd:

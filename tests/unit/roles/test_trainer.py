@@ -47,10 +47,13 @@ def handle() -> MasterHandle:
 
 
 def bound(
-    trainer: BaseTrainer, *roles: str, resources: Mapping[str, dict[str, Any]] | None = None
+    trainer: BaseTrainer,
+    *roles: str,
+    resources: Mapping[str, dict[str, Any]] | None = None,
+    channels: Mapping[str, tuple[str, ...]] | None = None,
 ) -> BaseTrainer:
     """A trainer with groups of these roles."""
-    bind(trainer, groups_of(*roles), handle(), resources or {})
+    bind(trainer, groups_of(*roles), handle(), resources or {}, channels or {})
     return trainer
 
 
@@ -116,6 +119,14 @@ def test_a_trainer_has_the_jobs_config() -> None:
     trainer = made()
     assert trainer.config.model.layers == 2
     assert (trainer.actor_handles, trainer.actor_classes) == ({}, {})
+
+
+def test_an_undeclared_channel_of_weights_is_an_error_with_the_declared_ones() -> None:
+    trainer = bound(made(), "actor", "rollout", channels={"policy": ("actor", "rollout")})
+    with pytest.raises(UsageError, match=r"no channel 'values'.*there are: policy"):
+        trainer.sync_weights("values")
+    with pytest.raises(UsageError, match=r"no channel 'values'.*there are: none"):
+        bound(made(), "actor").sync_weights("values")
 
 
 def test_a_trainer_knows_the_resources_of_its_roles() -> None:
