@@ -42,6 +42,7 @@ SECTIONS = {
         "wait",
     ],
     "Weights": ["WeightsChannel", "WeightsError", "WeightsTimeout", "PeerLost"],
+    "Queues": ["Queue", "Item", "QueueTimeout", "QueueEnded"],
     "Jobs from Python": [
         "DLJobBuilder",
         "RLJobBuilder",

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         InvocationTimeout,
         JobFailed,
         PeerLost,
+        QueueEnded,
+        QueueTimeout,
         RemoteError,
         RemoteTraceback,
         UnirunError,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
         wait,
     )
     from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder
-    from unirun.weights import WeightsChannel
+    from unirun.weights import Item, Queue, WeightsChannel
 
 __all__ = [
     "BaseTrainer",
@@ -51,12 +53,16 @@ __all__ = [
     "EncodingError",
     "InvocationRef",
     "InvocationTimeout",
+    "Item",
     "JobBuilder",
     "JobFailed",
     "JobHandle",
     "MasterHandle",
     "Member",
     "PeerLost",
+    "Queue",
+    "QueueEnded",
+    "QueueTimeout",
     "RLJobBuilder",
     "RemoteError",
     "RemoteMethod",
@@ -86,6 +92,8 @@ _ERRORS = frozenset(
         "InvocationTimeout",
         "JobFailed",
         "PeerLost",
+        "QueueEnded",
+        "QueueTimeout",
         "RemoteError",
         "RemoteTraceback",
         "UnirunError",
@@ -96,6 +104,8 @@ _ERRORS = frozenset(
 )
 
 _TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder"})
+
+_WEIGHTS = frozenset({"Item", "Queue", "WeightsChannel"})
 
 
 def __dir__() -> list[str]:
@@ -112,6 +122,6 @@ def __getattr__(name: str) -> Any:
         home = "unirun.errors"
     elif name in _TRAIN:
         home = "unirun.train"
-    elif name == "WeightsChannel":
+    elif name in _WEIGHTS:
         home = "unirun.weights"
     return getattr(importlib.import_module(home), name)

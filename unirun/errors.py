@@ -29,6 +29,8 @@
     ├── ChannelError            a connection between a caller and a worker failed (inside the transports)
     ├── WeightsError            weights do not fit their receiver; carries every `Fault` at once
     ├── WeightsTimeout          no version of the weights came before the deadline
+    ├── QueueTimeout            a queue was full, or empty, until the deadline
+    ├── QueueEnded              a queue is empty, and all of its producers have ended
     ├── PeerLost                a worker died while weights were moved to it or from it
     ├── JobFailed               a submitted job did not succeed
     ├── Refused                 a peer sent an invalid event; dropping it loses nothing
@@ -70,6 +72,8 @@ __all__ = [
     "OutcomeUnknown",
     "PeerLost",
     "PlacementError",
+    "QueueEnded",
+    "QueueTimeout",
     "Refused",
     "RemoteError",
     "RemoteTraceback",
@@ -307,8 +311,24 @@ class WeightsTimeout(UnirunError, TimeoutError):
         super().__init__(problem, remedy)
 
 
+class QueueTimeout(UnirunError, TimeoutError):
+    """`queue` was full, or had too few items, until the deadline."""
+
+    def __init__(self, problem: str, remedy: str = "", *, queue: str) -> None:
+        self.queue = queue
+        super().__init__(problem, remedy)
+
+
+class QueueEnded(UnirunError):
+    """`queue` has too few items, and all of its producers have ended."""
+
+    def __init__(self, problem: str, remedy: str = "", *, queue: str) -> None:
+        self.queue = queue
+        super().__init__(problem, remedy)
+
+
 class PeerLost(UnirunError):
-    """`worker` (``actor:2``) died while weights were moved to it or from it."""
+    """`worker` (``actor:2``) died while weights or items of a queue were moved to it or from it."""
 
     def __init__(self, problem: str, remedy: str = "", *, worker: str) -> None:
         self.worker = worker

@@ -1,5 +1,7 @@
-"""Weights from the ranks of one role to those of others: layouts, plans, shared memory, versions."""
+"""Weights from the ranks of one role to those of others: layouts, plans, versions. And queues of items."""
 
 from unirun.weights.channel import WeightsChannel
+from unirun.weights.queue import Queue
+from unirun.weights.queues.consuming import Item
 
-__all__ = ["WeightsChannel"]
+__all__ = ["Item", "Queue", "WeightsChannel"]

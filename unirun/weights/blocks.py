@@ -13,6 +13,9 @@ import torch
 
 from unirun.reporting import report
 
+PAGE = 1 << 12
+"""Bytes. Memory is had in pages."""
+
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -57,21 +60,23 @@ def _shared(size: int) -> tuple[int, torch.Tensor]:
 
 
 class Blocks:
-    """The blocks of one publisher. Not thread-safe."""
+    """The blocks of one process, of which `spare` are kept though nobody needs them. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, spare: int = 0) -> None:
+        self._spare = spare
         self._blocks: list[Block] = []
         self._number = 0
 
-    def take(self, size: int, keep: Block | None) -> Block:
+    def take(self, size: int, keep: Block | None = None) -> Block:
         """A block of at least `size` bytes that nobody reads, and which is not `keep`."""
         free = [block for block in self._blocks if not block.readers and block is not keep]
-        chosen = min((b for b in free if b.size >= size), key=lambda block: block.size, default=None)
-        for block in free:
-            # Too small, or needed for a while as a reader was slow.
-            if block is not chosen:
-                self._blocks.remove(block)
-                block.close()
+        fitting = (block for block in free if size <= block.size <= 2 * size + PAGE)
+        chosen = min(fitting, key=lambda block: block.size, default=None)
+        others = [block for block in free if block is not chosen]
+        # Of another size, or needed for a while as a reader was slow. The newest ones are kept.
+        for block in others[: len(others) - self._spare] if len(others) > self._spare else ():
+            self._blocks.remove(block)
+            block.close()
         if chosen is None:
             self._number += 1
             chosen = Block(self._number, max(size, 1))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from unirun.errors import ChannelError, PeerLost, UsageError, WeightsTimeout
+from unirun.errors import UsageError, WeightsTimeout
 from unirun.roles.context import Context, init
-from unirun.values import WorkerId
-from unirun.weights.hub import WEIGHTS, hub_of
+from unirun.weights.hub import hub_of
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Source
 from unirun.weights.tensors import Weights, assigner, tensors_of
@@ -140,27 +139,14 @@ class WeightsChannel:
 
     def _connect(self, rank: int) -> bool:
         """Whether there is a connection to the publisher's rank."""
-        view = self._context.peers.view(self.publisher)
-        worker = view.workers[rank] if view is not None and rank < len(view.workers) else None
-        if worker is None:
+        known = self._sources.pop(rank, None)
+        line = self._hub.line(self.publisher, rank, known.line if known is not None else None)
+        if line is None:
             return False
-        who = WorkerId(self.publisher, rank, worker.incarnation)
-        known = self._sources.get(rank)
-        if known is not None and known.who == who and not known.lost:
-            return True
-        if known is not None:
-            del self._sources[rank]
-            known.close()
-        if worker.phase == "ended":
-            raise PeerLost(f"{who} has ended", "receive before its end", worker=str(who))
-        endpoint = worker.addresses.get(WEIGHTS, "")
-        if not endpoint or worker.phase == "lost":
-            return False
-        try:
-            self._sources[rank] = self._hub.source(self.name, who, endpoint)
-        except ChannelError:
-            # It has died, and the news of it come.
-            return False
+        if known is None or known.line is not line:
+            me = self._context.session.me
+            known = Source(self.name, line, f"{me} {me.incarnation}", here=self._hub.is_here(line))
+        self._sources[rank] = known
         return True
 
     def close(self) -> None:
@@ -168,7 +154,7 @@ class WeightsChannel:
         if self._publisher is not None:
             self._publisher.close()
         for source in self._sources.values():
-            source.close()
+            source.line.close()
         self._sources.clear()
         self._context.session.synced.pop(self.name, None)
 

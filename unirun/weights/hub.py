@@ -1,4 +1,4 @@
-"""`Hub`: what the channels of one process share: the listener of its publishers, and the way to those of others."""
+"""`Hub`: what the channels and queues of one process share: the listener for others, and the lines to others."""
 
 from __future__ import annotations
 
@@ -6,17 +6,33 @@ import os
 import threading
 from typing import Final
 
-from unirun.errors import FrameError
+import msgspec
+
+from unirun.errors import ChannelError, FrameError, PeerLost
 from unirun.roles.context import Context
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.messages import request_of
+from unirun.weights.lines import Line
+from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Source
+from unirun.weights.queues.admission import Gate
+from unirun.weights.queues.messages import Demand, Enter
+from unirun.weights.queues.producing import Producer
 from unirun.wire.reports import Listening
 
 WEIGHTS: Final = "weights"
 """The name of the listener among the addresses of a worker."""
+
+_demands = msgspec.json.Decoder(Request | Demand | Enter)
+
+
+def request_of(head: bytes) -> Request | Demand | Enter:
+    """What a parcel asks for. Raises `FrameError` for anything else."""
+    try:
+        found: Request | Demand | Enter = _demands.decode(head)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise FrameError(f"this is no request: {error}") from error
+    return found
 
 
 class Hub:
@@ -27,18 +43,36 @@ class Hub:
         self._context = context
         self._transport = context.session.sockets(WEIGHTS)
         self._lock = threading.Lock()
+        # Others may ask for what this process makes only later.
         self._publishers: dict[str, Publisher] = {}
+        self._producers: dict[str, Producer] = {}
+        self._gates: dict[str, Gate] = {}
         self._listens = False
 
     def publisher(self, channel: str) -> Publisher:
-        """What this process publishes in `channel`. The first call lets receivers connect."""
+        """What this process publishes in `channel`."""
+        self._listen()
         with self._lock:
-            found = self._publishers.setdefault(channel, Publisher(channel))
+            return self._publishers.setdefault(channel, Publisher(channel))
+
+    def producer(self, queue: str) -> Producer:
+        """What this process has put into `queue`."""
+        self._listen()
+        with self._lock:
+            return self._producers.setdefault(queue, Producer(queue))
+
+    def gate(self, queue: str) -> Gate:
+        """What lets producers of `queue` begin."""
+        self._listen()
+        with self._lock:
+            return self._gates.setdefault(queue, Gate())
+
+    def _listen(self) -> None:
+        with self._lock:
             if not self._listens:
                 self._listens = True
                 endpoint = self._transport.serve(self._context.session.me, self._handle)
                 self._context.peers.tell(Listening({WEIGHTS: endpoint}))
-        return found
 
     def _handle(self, parcel: Parcel, reply: Reply) -> None:
         try:
@@ -46,17 +80,42 @@ class Hub:
         except FrameError:
             reply(Parcel(b""))
             return
-        with self._lock:
-            # A receiver may ask before the publisher has made this one of its channels.
-            found = self._publishers.setdefault(request.channel, Publisher(request.channel))
-        found.handle(request, reply)
+        if isinstance(request, Enter):
+            self.gate(request.queue).handle(request, reply)
+        elif isinstance(request, Demand):
+            self.producer(request.queue).handle(request, reply)
+        else:
+            self.publisher(request.channel).handle(request, reply)
 
-    def source(self, channel: str, who: WorkerId, endpoint: str) -> Source:
-        """A connection to the publisher `who`. Raises `ChannelError` when nobody answers."""
-        me = self._context.session.me
-        reader = f"{me} {me.incarnation}"
-        here = self._transport.is_here(endpoint)
-        return Source(channel, who, reader, self._transport, endpoint, here=here)
+    def line(self, role: str, rank: int, known: Line | None) -> Line | None:
+        """`known`, or a new connection when the rank has another worker now, or the connection has ended.
+
+        None as long as the worker cannot be reached: it has not begun to listen, or has died. Raises `PeerLost` when it
+        has ended for good.
+        """
+        view = self._context.peers.view(role)
+        worker = view.workers[rank] if view is not None and rank < len(view.workers) else None
+        if worker is None:
+            return None
+        who = WorkerId(role, rank, worker.incarnation)
+        if known is not None and known.who == who and not known.lost:
+            return known
+        if known is not None:
+            known.close()
+        if worker.phase == "ended":
+            raise PeerLost(f"{who} has ended", "ask before its end", worker=str(who))
+        endpoint = worker.addresses.get(WEIGHTS, "")
+        if not endpoint or worker.phase == "lost":
+            return None
+        try:
+            return Line(who, self._transport, endpoint)
+        except ChannelError:
+            # It has died, and the news of it come.
+            return None
+
+    def is_here(self, line: Line) -> bool:
+        """Whether the other end is on this host, so that memory can be shared with it."""
+        return self._transport.is_here(line.endpoint)
 
 
 _hubs: dict[int, Hub] = {}

@@ -3,15 +3,11 @@ buffers or in memory that is lent with it."""
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 from unirun.errors import FrameError
 from unirun.values import Value
 from unirun.weights.layout import Box, Layout
-
-T = TypeVar("T")
 
 
 class Describe(Value, tag=True):
@@ -87,22 +83,12 @@ class Released(Value, tag=True):
 Request = Describe | Peek | Fetch | Release
 Answer = Described | Fetched | Released
 
-_requests = msgspec.json.Decoder(Request)
 _answers = msgspec.json.Decoder(Answer)
 
 
 def encode(message: Request | Answer) -> bytes:
     """The head of a parcel."""
     return msgspec.json.encode(message)
-
-
-def request_of(head: bytes) -> Request:
-    """The inverse. Raises `FrameError` for anything else."""
-    try:
-        found: Request = _requests.decode(head)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise FrameError(f"this is no request for weights: {error}") from error
-    return found
 
 
 def answer_of(head: bytes) -> Answer:

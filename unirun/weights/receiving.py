@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import partial
 
 import torch
 
-from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
-from unirun.roles.transport.protocol import Channel, Parcel, Transport, writable
+from unirun.errors import FrameError, WeightsError, WeightsTimeout
+from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import Value, WorkerId
 from unirun.weights.layout import Layout, shared
+from unirun.weights.lines import Line
 from unirun.weights.messages import (
     Answer,
     Describe,
@@ -45,53 +44,22 @@ class _Mapped(Value):
 class Source:
     """A publisher as one receiver sees it."""
 
-    def __init__(
-        self, channel: str, who: WorkerId, reader: str, transport: Transport, endpoint: str, *, here: bool
-    ) -> None:
-        """`here`: it is on this host, so its memory can be mapped. Raises `ChannelError` when nobody answers."""
-        self.who, self.here = who, here
+    def __init__(self, channel: str, line: Line, reader: str, *, here: bool) -> None:
+        """`here`: it is on this host, so its memory can be mapped."""
+        self.line, self.here = line, here
         self.packing: Packing | None = None
         self._channel, self._reader = channel, reader
-        self._lock = threading.Lock()
-        self._open: set[Future[Parcel]] = set()
-        self._lost = ""
         self._mapped: dict[int, _Mapped] = {}
         self._kept = 0
-        self._line: Channel = transport.connect(who, endpoint, self._broken)
 
     @property
-    def lost(self) -> bool:
-        """Whether its connection has ended."""
-        return bool(self._lost)
-
-    def _broken(self, reason: str) -> None:
-        with self._lock:
-            self._lost = reason or "the connection has ended"
-            failed, self._open = self._open, set()
-        for future in failed:
-            future.set_exception(self._error())
-
-    def _error(self) -> PeerLost:
-        return PeerLost(
-            f"{self.who} is gone: {self._lost}",
-            "receive again when it was started again",
-            worker=str(self.who),
-        )
+    def who(self) -> WorkerId:
+        """The publisher."""
+        return self.line.who
 
     def ask(self, request: Request) -> Future[Parcel]:
         """Send a request. The answer raises `PeerLost` when the publisher has ended."""
-        future: Future[Parcel] = Future()
-        with self._lock:
-            if self._lost:
-                raise self._error()
-            self._open.add(future)
-        self._line.call(Parcel(encode(request)), partial(self._answered, future))
-        return future
-
-    def _answered(self, future: Future[Parcel], parcel: Parcel) -> None:
-        with self._lock:
-            self._open.discard(future)
-        future.set_result(parcel)
+        return self.line.ask(encode(request))
 
     def fetch(self, at_least: int, takes: Sequence[Take], patience: float, *, keep: bool) -> Future[Parcel]:
         """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
@@ -146,11 +114,6 @@ class Source:
         """Set where tensors are in the publisher's memory; None when that is not known any more."""
         self.packing = packing
         self._mapped.clear()
-
-    def close(self) -> None:
-        """Close the connection. The publisher learns that nothing is read any more."""
-        self._line.close()
-        self._broken("the channel was closed here")
 
 
 class Receiver:

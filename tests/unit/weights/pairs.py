@@ -9,10 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.unit.wire.places import credentials_in
-from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
-from unirun.weights.messages import request_of
+from unirun.weights.hub import request_of
+from unirun.weights.lines import Line
+from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver, Source
 from unirun.weights.tensors import Weights, assigner, tensors_of
@@ -42,11 +44,23 @@ class Place:
         self._stack.callback(publisher.close)
 
         def handle(parcel: Parcel, reply: Reply) -> None:
-            publisher.handle(request_of(parcel.head), reply)
+            request = request_of(parcel.head)
+            assert isinstance(request, Request)
+            publisher.handle(request, reply)
 
+        return publisher, self.serve(WorkerId("actor", rank, 0), handle, tcp=tcp)
+
+    def serve(self, who: WorkerId, handle: Handler, *, tcp: bool = False) -> str:
+        """Let `handle` answer what `who` is asked. Returns where."""
         transport = self._transport(f"p{next(_numbers)}", tcp=tcp)
         self._listening.append(transport)
-        return publisher, transport.serve(WorkerId("actor", rank, 0), handle)
+        return transport.serve(who, handle)
+
+    def line(self, who: WorkerId, endpoint: str, *, tcp: bool = False) -> Line:
+        """A connection from a process of its own."""
+        line = Line(who, self._transport(f"r{next(_numbers)}", tcp=tcp), endpoint)
+        self._stack.callback(line.close)
+        return line
 
     def end_publishers(self) -> None:
         """What their death does to the connections."""
@@ -60,16 +74,14 @@ class Place:
         sources = [
             Source(
                 "policy",
-                WorkerId("actor", rank, 0),
+                Line(WorkerId("actor", rank, 0), transport, endpoint),
                 f"rollout:{number}",
-                transport,
-                endpoint,
                 here=transport.is_here(endpoint),
             )
             for rank, endpoint in enumerate(endpoints)
         ]
         for source in sources:
-            self._stack.callback(source.close)
+            self._stack.callback(source.line.close)
         return Reader(sources)
 
     def close(self) -> None:

@@ -76,6 +76,8 @@ class Connection:
         head, buffers = parcel.head, parcel.buffers
         with self._lock:
             if self._closed:
+                if parcel.lent is not None:
+                    parcel.lent.released()
                 return False
             idle = not self._held and not self._waiting
             while self._released:

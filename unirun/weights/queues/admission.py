@@ -1,0 +1,114 @@
+"""Who may make one more item: the bound on how old its weights are when it is trained on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from msgspec.structs import replace
+
+from unirun.roles.transport.protocol import Parcel, Reply
+from unirun.values import Value, WorkerId
+from unirun.weights.queues.messages import Enter, Heard, encode
+
+
+class Bound(Value):
+    """An item is trained on at most `max_head_offpolicyness` versions after the weights that it was made with; each
+    version takes `batch` items."""
+
+    batch: int
+    max_head_offpolicyness: int
+
+    def may_begin(self, made: int, version: int) -> bool:
+        """Whether, after `made` items, the next one will be in a batch that is trained on early enough.
+
+        It will be in batch ``made // batch``, which is trained on with that version at the earliest. This is AReaL's
+        rule (``is_staled`` of its rollout manager).
+        """
+        return made // self.batch <= version + self.max_head_offpolicyness
+
+    def is_stale(self, made_with: int, version: int) -> bool:
+        """Whether an item is too old to be trained on."""
+        return version - made_with > self.max_head_offpolicyness
+
+
+class _Count(Value):
+    """Items that a producer has begun, and those that consumers have used, since the gate knows it."""
+
+    base: int
+    made: int
+    delivered: int
+
+
+class _Waiting(Value):
+    """A producer that wants to begin, and when its time is over."""
+
+    producer: WorkerId
+    reply: Reply
+    until: float
+
+
+class Gate:
+    """Lets producers begin. It is in rank 0 of the consumer, which knows the version. `handle` is called in a thread of
+    the transport.
+
+    A new gate takes it that each version before its own has had its batch.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._bound: Bound | None = None
+        self._version = 0
+        self._before = 0
+        self._counts: dict[WorkerId, _Count] = {}
+        self._waiting: list[_Waiting] = []
+
+    def open(self, bound: Bound, version: int) -> None:
+        """Let producers begin; `version` weights were trained before."""
+        with self._lock:
+            if self._bound is None:
+                self._bound, self._version, self._before = bound, version, version * bound.batch
+        self._let_in()
+
+    def advance(self, version: int) -> None:
+        """These weights are trained now."""
+        with self._lock:
+            self._version = max(self._version, version)
+        self._let_in()
+
+    def lost(self, alive: Collection[WorkerId]) -> None:
+        """Producers that are not `alive` have taken with them what they had not delivered."""
+        with self._lock:
+            for who in [who for who in self._counts if who not in alive]:
+                self._before += self._counts.pop(who).delivered
+            self._waiting = [each for each in self._waiting if each.producer in alive]
+        self._let_in()
+
+    def handle(self, request: Enter, reply: Reply) -> None:
+        """Answer when the producer may begin."""
+        with self._lock:
+            # What was delivered before this gate was there is in the batches of earlier versions.
+            known = self._counts.get(request.producer)
+            base = known.base if known is not None else request.delivered
+            self._counts[request.producer] = _Count(base, request.count - base, request.delivered - base)
+            self._waiting.append(_Waiting(request.producer, reply, self._now() + request.patience))
+        self._let_in()
+
+    def _let_in(self) -> None:
+        replies = []
+        with self._lock:
+            now = self._now()
+            self._waiting = [each for each in self._waiting if each.until > now]
+            while self._waiting and self._bound is not None and self._may_begin(self._bound):
+                first = self._waiting.pop(0)
+                count = self._counts[first.producer]
+                self._counts[first.producer] = replace(count, made=count.made + 1)
+                replies.append(first.reply)
+        for reply in replies:
+            reply(Parcel(encode(Heard())))
+
+    def _may_begin(self, bound: Bound) -> bool:
+        made = self._before + sum(count.made for count in self._counts.values())
+        return bound.may_begin(made, self._version)
