@@ -32,6 +32,8 @@
     ├── QueueTimeout            a queue was full, or empty, until the deadline
     ├── QueueEnded              a queue is empty, and all of its producers have ended
     ├── PeerLost                a worker died while weights were moved to it or from it
+    ├── ServerError             an inference server did not take weights: it refused, or died
+    │   └── ServerTimeout       it did not answer before the deadline
     ├── JobFailed               a submitted job did not succeed
     ├── Refused                 a peer sent an invalid event; dropping it loses nothing
     └── IllegalTransition       a state machine got an event that its state does not allow (a bug)
@@ -78,6 +80,8 @@ __all__ = [
     "RemoteError",
     "RemoteTraceback",
     "RendezvousError",
+    "ServerError",
+    "ServerTimeout",
     "SpecError",
     "StoreAway",
     "StoreBroken",
@@ -333,6 +337,21 @@ class PeerLost(UnirunError):
     def __init__(self, problem: str, remedy: str = "", *, worker: str) -> None:
         self.worker = worker
         super().__init__(problem, remedy)
+
+
+class ServerError(UnirunError):
+    """The inference server `server` (``http://127.0.0.1:8000``) did not take weights.
+
+    `status` is the HTTP status with which it refused, and the message has its words; 0 when it did not answer.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", *, server: str, status: int = 0) -> None:
+        self.server, self.status = server, status
+        super().__init__(problem, remedy)
+
+
+class ServerTimeout(ServerError, TimeoutError):
+    """The inference server did not answer before the deadline."""
 
 
 class JobFailed(UnirunError):

@@ -1,0 +1,1 @@
+"""Inference servers that take weights, as stand-ins play them."""

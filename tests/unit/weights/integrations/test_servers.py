@@ -1,0 +1,356 @@
+"""Weights into servers of vLLM and SGLang: bit for bit, or an error that says what is wrong, and in time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.weights.integrations import standins
+from tests.unit.weights.test_moving import noise, same
+from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
+from unirun.weights.integrations import sglang, vllm
+from unirun.weights.integrations.checkpoint import DTYPES, Checkpoint, Param, read
+
+KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
+SOON = 20.0
+
+
+class Place:
+    """Servers of a kind, and what sends to them; all end with the test."""
+
+    def __init__(self) -> None:
+        self.opened: list[Callable[[], None]] = []
+
+    def server(self, kind: str, like: dict[str, torch.Tensor], **options: Any) -> Any:
+        made = standins.Vllm(like, **options) if kind == "vllm" else standins.Sglang(like, **options)
+        self.opened.append(made.close)
+        return made
+
+    def sender(
+        self, kind: str, url: str, weights: Any, timeout: float = SOON
+    ) -> tuple[Any, AbstractContextManager[None]]:
+        """What sends `weights`, and the pause for one round."""
+        if kind == "vllm":
+            client = vllm.Client(url, timeout=timeout)
+            sender: Any = vllm.TrainerEngine(client, vllm.Source(weights))
+            pause: AbstractContextManager[None] = nullcontext()
+        else:
+            other = sglang.Client(url, timeout=timeout)
+            sender = sglang.TrainerEngine(other, sglang.Source(weights))
+            pause = other.paused()
+        self.opened.append(sender.shutdown)
+        return sender, pause
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    for name, module in standins.vllm_modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "unirun.weights.integrations.vllm_worker", raising=False)
+    made = Place()
+    yield made
+    while made.opened:
+        made.opened.pop()()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of each dtype, of odd sizes first, and shapes that are easily forgotten."""
+    found = {
+        f"layers.{n}.{name}": noise(3, n + 1, dtype=dtype) for n, (dtype, name) in enumerate(DTYPES.items())
+    }
+    return found | {"even": noise(4, 3), "scalar": noise(dtype=torch.bfloat16), "empty": torch.empty(0, 5)}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return list(one) == list(other) and all(
+        same(one[n], other[n]) and one[n].dtype == other[n].dtype and one[n].shape == other[n].shape
+        for n in one
+    )
+
+
+@KINDS
+def test_a_round_is_bit_exact_for_each_dtype_and_so_is_the_next_one(kind: str, place: Place) -> None:
+    weights = tensors()
+    server = place.server(kind, weights)
+    for version in ("1", "2"):
+        sender, pause = place.sender(kind, server.url, weights)
+        with pause:
+            sender.send_weights(version)
+        assert equal(server.weights, weights)
+        assert server.version == version
+        for name, value in tensors().items():
+            weights[name].copy_(value)
+
+
+def test_each_worker_of_a_model_takes_its_part(place: Place) -> None:
+    weights = {"a": noise(4, 3), "b": noise(3, dtype=torch.bfloat16), "c": noise(2, 5)}
+    server = place.server("vllm", weights, workers=2)
+    sender, _ = place.sender("vllm", server.url, weights)
+    sender.send_weights()
+    assert equal(server.weights, weights)
+
+
+def test_vllm_gets_its_four_phases_in_order_and_the_first_of_them_once(place: Place) -> None:
+    weights = tensors()
+    server = place.server("vllm", weights)
+    client = vllm.Client(server.url, timeout=SOON)
+    sender = vllm.TrainerEngine(client, vllm.Source(weights))
+    for _ in range(2):
+        with client.paused("keep"):
+            sender.send_weights()
+    sender.shutdown()
+    round_ = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    assert server.seen == ["/pause", "/init_weight_transfer_engine", *round_, "/pause", *round_]
+    assert server.paused == ""
+
+
+def test_sglang_is_paused_for_an_update(place: Place) -> None:
+    server = place.server("sglang", tensors())
+    sender, pause = place.sender("sglang", server.url, tensors())
+    with pause:
+        sender.send_weights()
+    assert server.seen == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+
+
+def test_other_tensors_of_the_next_round_are_sent_as_they_are(place: Place) -> None:
+    weights = {"a": noise(3)}
+    server = place.server("vllm", {"a": noise(3), "b": noise(2)})
+    sender, _ = place.sender("vllm", server.url, weights)
+    with pytest.raises(ServerError, match="b: no tensor is for it"):
+        sender.send_weights()
+    weights["b"] = noise(2)
+    server.updating = False
+    sender.send_weights()
+    assert equal(server.weights, weights)
+
+
+@pytest.mark.parametrize("phase", ["update_weights", "finish_weight_update"])
+def test_a_phase_in_the_wrong_order_is_refused_with_the_words_of_the_server(phase: str, place: Place) -> None:
+    server = place.server("vllm", tensors())
+    client = vllm.Client(server.url, timeout=SOON)
+    args = [{}] if phase == "update_weights" else []
+    with pytest.raises(
+        ServerError, match=f"refused \\(500\\): start_weight_update must be called before {phase}"
+    ) as caught:
+        getattr(client, phase)(*args)
+    assert (caught.value.server, caught.value.status) == (server.url, 500)
+
+
+def test_fields_that_the_server_does_not_know_are_refused(place: Place) -> None:
+    server = place.server("vllm", tensors())
+    client = vllm.Client(server.url, timeout=SOON)
+    with pytest.raises(
+        ServerError, match="Invalid init_info for WorkerEngine.*unexpected keyword argument 'port'"
+    ):
+        client.init_weight_transfer_engine({"path": "x", "token": "y", "port": 1})
+
+
+@KINDS
+def test_all_tensors_that_a_model_does_not_take_are_in_one_error(kind: str, place: Place) -> None:
+    server = place.server(kind, {"a": noise(3), "b": noise(3), "c": noise(3), "d": noise(3)})
+    weights = {"a": noise(3), "model.b": noise(3), "c": noise(4), "d": noise(3, dtype=torch.bfloat16)}
+    sender, pause = place.sender(kind, server.url, weights)
+    with pytest.raises(ServerError) as caught, pause:
+        sender.send_weights()
+    words = str(caught.value)
+    assert all(
+        each in words for each in ("model.b: ", "c: ", "expected [3], got [4]", "d: ", "got torch.bfloat16")
+    )
+    assert "a: " not in words.replace("model.a: ", "")
+    assert caught.value.status in (400, 500)
+    # Half new, perhaps: it does not generate.
+    assert server.paused or kind == "vllm"
+
+
+def test_what_a_model_misses_is_told_with_all_names(place: Place) -> None:
+    server = place.server("vllm", {"a": noise(3), "b": noise(3), "c": noise(3)})
+    sender, _ = place.sender("vllm", server.url, {"b": noise(3)})
+    with pytest.raises(
+        ServerError, match="(?s)did not get these parameters.*a: no tensor is for it.*c: no tensor"
+    ):
+        sender.send_weights()
+
+
+ANSWERS = {
+    '{"detail": "no"}': "no",
+    '{"error": {"message": "no"}}': "no",
+    '{"error": "no"}': "no",
+    '{"message": "no", "success": false}': "no",
+    "{}": "{}",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_the_words_of_a_refusal_are_found_wherever_a_server_puts_them(answer: str, place: Place) -> None:
+    server = place.server("vllm", tensors(), before=lambda path: (503, json.loads(answer)))
+    with pytest.raises(ServerError, match=rf"/start_weight_update refused \(503\): {ANSWERS[answer]};"):
+        vllm.Client(server.url, timeout=SOON).start_weight_update()
+
+
+def test_a_success_that_is_none_is_an_error(place: Place) -> None:
+    server = place.server(
+        "sglang", tensors(), before=lambda path: (200, {"success": False, "message": "busy"})
+    )
+    with pytest.raises(ServerError, match="busy"):
+        sglang.Client(server.url, timeout=SOON).update_weights_from_disk("/nowhere")
+
+
+@KINDS
+def test_a_server_that_breaks_off_is_told_at_once(kind: str, place: Place) -> None:
+    def broken(path: str) -> None:
+        if path.startswith("/update_weights"):
+            raise ConnectionAbortedError
+
+    weights = tensors()
+    server = place.server(kind, weights, before=broken)
+    sender, pause = place.sender(kind, server.url, weights)
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="did not answer: .*does it still run there") as caught, pause:
+        sender.send_weights()
+    assert time.monotonic() - began < SOON / 2
+    assert caught.value.status == 0
+    # With the next one it goes on.
+    server.before, server.updating = lambda path: None, False
+    _, pause = place.sender(kind, server.url, weights)
+    with pause:
+        sender.send_weights()
+    assert equal(server.weights, weights)
+
+
+def test_a_server_that_is_not_there_is_told_at_once() -> None:
+    with pytest.raises(
+        ServerError, match="http://127.0.0.1:1/start_weight_update did not answer: Connection refused"
+    ):
+        vllm.Client("http://127.0.0.1:1", timeout=SOON).start_weight_update()
+
+
+def test_a_server_that_says_nothing_is_waited_for_until_the_deadline(place: Place) -> None:
+    ends = threading.Event()
+    server = place.server("vllm", tensors(), before=lambda path: ends.wait(SOON) and None)
+    try:
+        with pytest.raises(
+            ServerTimeout, match=r"/start_weight_update did not answer within 0.1 s"
+        ) as caught:
+            vllm.Client(server.url, timeout=0.1).start_weight_update()
+        assert isinstance(caught.value, TimeoutError)
+        assert "start it again" in caught.value.remedy
+    finally:
+        ends.set()
+
+
+def test_the_key_of_a_server_is_sent(place: Place) -> None:
+    server = place.server("vllm", tensors())
+    vllm.Client(server.url, timeout=SOON, api_key="secret").start_weight_update()
+    assert server.headers["Authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host", "http://", "http://host/v1"])
+def test_a_url_that_is_no_server_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="write http://host:port"):
+        vllm.Client(url)
+
+
+def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of_them(place: Place) -> None:
+    class Wrong:
+        def metadata(self) -> list[Param]:
+            return [
+                Param("a", torch.float32, (3,)),
+                Param("b", torch.float32, (3,)),
+                Param("c", torch.float32, (3,)),
+            ]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from [("a", torch.zeros(3)), ("b", torch.zeros(2))]
+
+    server = place.server("vllm", tensors())
+    sender = vllm.TrainerEngine(vllm.Client(server.url, timeout=SOON), Wrong())
+    with pytest.raises(WeightsError) as caught:
+        sender.send_weights()
+    assert [str(fault) for fault in caught.value.faults] == [
+        "b: float32 [3]: then came b: float32 [2]",
+        "c: float32 [3]: then came nothing",
+    ]
+    assert server.seen == []
+
+
+def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(place: Place) -> None:
+    weights = {
+        "a": torch.zeros(2, dtype=torch.complex64),
+        "b": torch.zeros(1),
+        "c": torch.zeros(2, dtype=torch.complex128),
+    }
+    sender, _ = place.sender("vllm", "http://127.0.0.1:1", weights)
+    with pytest.raises(
+        WeightsError, match=r"(?s)a: safetensors has no torch.complex64; cast it.*c: .*complex128"
+    ):
+        sender.send_weights()
+
+
+def test_parts_of_tensors_are_refused_with_all_names(place: Place) -> None:
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parts = {name: distribute_tensor(torch.zeros(4), mesh, [Shard(0)]) for name in ("a", "c")}
+        with pytest.raises(WeightsError, match="(?s)a: a DTensor is a part.*c: a DTensor is a part"):
+            vllm.Source(parts | {"b": torch.zeros(1)})
+    finally:
+        destroy_process_group()
+
+
+def test_memory_of_another_process_than_the_trainer_is_not_taken_for_its_weights() -> None:
+    param = Param("a", torch.float32, (3,))
+    one, other = Checkpoint([param]), Checkpoint([param])
+    try:
+        assert list(read(one.path, one.token)) == ["a"]
+        for path in (other.path, "/proc/self/status", "/proc/self/fd/99999", "/dev/null"):
+            with pytest.raises(UsageError, match="run the server on the host of the worker that sends"):
+                read(path, one.token)
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_module_can_be_sent_and_its_parameters_stay_leaves(place: Place) -> None:
+    model = torch.nn.Linear(3, 2)
+    server = place.server("vllm", {"weight": model.weight.detach(), "bias": model.bias.detach()})
+    sender, _ = place.sender("vllm", server.url, model)
+    sender.send_weights()
+    assert equal(server.weights, dict(model.state_dict()))
+    assert all(parameter.is_leaf and parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.starts_processes
+@KINDS
+def test_a_server_that_is_killed_in_the_middle_is_told_long_before_the_deadline(
+    kind: str, place: Place
+) -> None:
+    command = [sys.executable, "-m", standins.__name__, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            weights = {"a": torch.ones(4)}
+            sender, pause = place.sender(kind, url, weights, timeout=60)
+            with pause:
+                sender.send_weights()
+            _, pause = place.sender(kind, url, weights, timeout=60)
+            began = time.monotonic()
+            with pytest.raises(ServerError, match="did not answer") as caught, pause:
+                sender.send_weights()
+            assert time.monotonic() - began < SOON
+            assert not isinstance(caught.value, ServerTimeout)
+        finally:
+            process.kill()
