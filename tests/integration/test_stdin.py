@@ -152,7 +152,8 @@ class TestATerminal:
             """
             import sys
             name = input("name? ")
-            print("hello", name, sys.stdin.isatty())
+            # In one piece: the command says meanwhile that the rank is up.
+            sys.stdout.write(f"hello {name} {sys.stdin.isatty()}\n")
             breakpoint()
             """
         )

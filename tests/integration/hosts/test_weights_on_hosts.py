@@ -15,7 +15,7 @@ MOVES = """
 
     ctx = unirun.init()
     channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
-    SIZES = {"stage 0": 3_000_000, "stage 1": 1_000_003}
+    SIZES = {"stage 0": 600_000, "stage 1": 200_003}
 
     def weights(version):
         generator = torch.Generator().manual_seed(version)
