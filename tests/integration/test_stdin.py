@@ -153,7 +153,7 @@ class TestATerminal:
             import sys
             name = input("name? ")
             # In one piece: the command says meanwhile that the rank is up.
-            sys.stdout.write(f"hello {name} {sys.stdin.isatty()}\n")
+            sys.stdout.write(f"hello {name} {sys.stdin.isatty()}\\n")
             breakpoint()
             """
         )
