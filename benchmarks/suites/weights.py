@@ -1,8 +1,10 @@
-"""Weights from one publisher to three receivers on one host, beside one copy of the same memory and beside gloo."""
+"""Weights from one publisher to three receivers on one host, beside one copy of the same memory and beside gloo; and
+items through a queue, beside torch's."""
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +32,9 @@ BARS = (
 )
 
 RANKS, TENSORS = 1000, 500
+QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
+"""At least 1.5 times as many items in a second."""
+
 PLANNED = Bar("plan of one of 1 000 receivers for 500 tensors of 1 000 publishers", "s", 2.0)
 
 
@@ -49,6 +54,7 @@ def figures(runs: int) -> list[Figure]:
     for kind, what, peer, bar in BARS:
         own, theirs = found[kind].get(what, []), found[kind].get(peer, [])
         rows.append(Figure(bar, ratio(own, theirs), runs, "s", tuple(own), peer, tuple(theirs), fault, busy))
+    rows.append(queued(runs))
     say(PLANNED.name)
     times = tuple(planning() for _ in range(runs))
     return [*rows, Figure(PLANNED, median(times), runs, "s", times, busy=busy)]
@@ -63,6 +69,26 @@ def one_job(kind: str) -> dict[str, list[float]]:
         run([*command, str(result), kind, str(ROUNDS)], environment(Path(folder)), DEADLINE * 3)
         found: dict[str, list[float]] = json.loads(result.read_text())
         return found
+
+
+def queued(runs: int) -> Figure:
+    """An item through a queue, beside torch's own."""
+    own, theirs, busy, fault = [], [], load_of_others(), ""
+    script = str(Path(__file__).parents[1] / "queueing.py")
+    job = [program("unirun"), "--quiet", "--roles", "rollout=1,actor=1", script, "unirun"]
+    for number in range(runs):
+        say(f"a queue, run {number + 1} of {runs}")
+        for command, times in ((job, own), ([sys.executable, script, "torch"], theirs)):
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    result = Path(folder) / "result.json"
+                    run([*command, str(result)], environment(Path(folder)), DEADLINE)
+                    times.append(float(result.read_text()))
+            except BenchmarkError as error:
+                fault = str(error)
+    return Figure(
+        QUEUED, ratio(own, theirs), runs, "s", tuple(own), "torch's queue", tuple(theirs), fault, busy
+    )
 
 
 def planning() -> float:

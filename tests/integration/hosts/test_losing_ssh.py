@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -71,6 +72,13 @@ def is_session(pid: int) -> bool:
         return False
 
 
+def outlives_its_readers(pid: int) -> bool:
+    """Whether a write to a process that has ended is an error, and not the end of the process `pid`."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (ignored,) = re.findall(r"SigIgn:\s*(\w+)", status)
+    return bool(int(ignored, 16) >> (signal.SIGPIPE - 1) & 1)
+
+
 def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: OnHosts) -> None:
     """
     1. Three ranks on three hosts have written half of their lines.
@@ -78,6 +86,8 @@ def test_connections_that_are_lost_cost_no_rank_and_no_line(cluster: OnHosts) ->
     3. The ranks write the rest, which is shown after the reconnect.
     """
     job, shown = start(cluster)
+    for node, title in (("h1", "unirun-master"), ("h1", "unirun-agent"), ("h2", "unirun-agent")):
+        assert outlives_its_readers(cluster.pid_on(node, title)), title
     os.kill(ssh_to(job, "h1"), signal.SIGKILL)
     for pid in sessions(cluster, "h2"):
         os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from unirun.errors import RendezvousError, UnirunError, WireError
 from unirun.launcher.hosts.feed import feed
@@ -34,7 +34,6 @@ LOST_GO = 128 + signal.SIGHUP
 
 def main() -> int:
     """Take part in the job that stdin tells of. Returns the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     stream = over_stdio()
     try:
         first = stream.receive(ANSWER)
@@ -49,7 +48,8 @@ def main() -> int:
     except WireError:
         return LOST_GO
     except UnirunError as error:
-        stream.send(Dismissed(error.problem, error.remedy))
+        with suppress(WireError):
+            stream.send(Dismissed(error.problem, error.remedy))
         return error.exit_code
     return 0
 
