@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import torch
@@ -52,13 +53,13 @@ def in_a_job(result: str) -> None:
         queue.join()
 
 
-def produce(queue: mp.Queue, received: mp.Event) -> None:  # type: ignore[valid-type]
+def produce(queue: mp.Queue[torch.Tensor], received: Event) -> None:
     """Put the items of the peer. It shares the memory of a tensor that is put, so each one is a new one."""
     item = tensor()
     for _ in range(WARM_UP + ITEMS):
-        queue.put(item.clone())  # type: ignore[attr-defined]
+        queue.put(item.clone())
     # Its tensors are gone when a producer ends.
-    received.wait()  # type: ignore[attr-defined]
+    received.wait()
 
 
 def with_torch(result: str) -> None:

@@ -73,7 +73,9 @@ def one_job(kind: str) -> dict[str, list[float]]:
 
 def queued(runs: int) -> Figure:
     """An item through a queue, beside torch's own."""
-    own, theirs, busy, fault = [], [], load_of_others(), ""
+    own: list[float] = []
+    theirs: list[float] = []
+    busy, fault = load_of_others(), ""
     script = str(Path(__file__).parents[1] / "queueing.py")
     job = [program("unirun"), "--quiet", "--roles", "rollout=1,actor=1", script, "unirun"]
     for number in range(runs):
