@@ -159,6 +159,7 @@ class TestSilence:
             await eventually(lambda: court.events("silence") != [])
             new = await court.greet(replace(court.model.join("n0"), workers=held), n0)
             await answer(new)
+            await eventually(lambda: len(court.events("silence")) > 1)
             await all_of(old)
             await ends_well(new)
 
