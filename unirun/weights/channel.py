@@ -72,6 +72,7 @@ class WeightsChannel:
         min_version: int | None = None,
         max_staleness: int | None = None,
         assign: bool = False,
+        eta: float = 1.0,
         timeout: float | None = None,
     ) -> int:
         """Copy the latest version into the tensors of `into`, and return it.
@@ -83,6 +84,9 @@ class WeightsChannel:
         parameters and buffers of a module, or the items of a dict, become tensors over the shared memory. Writing to
         one changes this process's copy of it alone.
 
+        With `eta` below 1, `into` becomes a moving average: ``eta * published + (1 - eta) * into`` for numbers with a
+        point, as ReaL's parameter reallocation has it (Mei et al. 2024, arXiv:2406.14088).
+
         All tensors are of that version when it returns. When it raises before it has begun to copy, none has changed.
         `timeout` is in seconds, by default that of calls. Raises `WeightsTimeout`, `WeightsError` with every tensor
         that does not fit, `PeerLost` when a publisher dies meanwhile; then the next call waits for its successor.
@@ -90,6 +94,10 @@ class WeightsChannel:
         if self._publisher is not None:
             raise UsageError(
                 f"{self._context.role} publishes channel {self.name!r}", "receive in another role"
+            )
+        if not 0.0 < eta <= 1.0 or (assign and eta < 1.0):
+            raise UsageError(
+                f"eta={eta:g}", "it is above 0 and at most 1, and below 1 only without assign=True"
             )
         welcome = self._context.peers.welcome
         patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
@@ -103,7 +111,7 @@ class WeightsChannel:
             if 0 <= behind <= max_staleness:
                 return have
         setter = assigner(into) if assign else None
-        self.version = self._receiver.receive(sources, tensors, at_least, deadline, setter)
+        self.version = self._receiver.receive(sources, tensors, at_least, deadline, setter, eta)
         return self.version
 
     def attach(self, weights: Weights) -> None:

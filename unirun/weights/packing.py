@@ -90,3 +90,23 @@ def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> Non
             others.append(pair)
     if others:
         torch._foreach_copy_([pair[0] for pair in others], [pair[1] for pair in others])
+
+
+def blend(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], eta: float) -> None:
+    """Make each tensor of floating-point numbers ``eta * from_ + (1 - eta) * into``; copy all others.
+
+    A tensor that is in `into` twice, as tied weights are, is blended once.
+    """
+    seen: set[tuple[object, ...]] = set()
+    for target, source in zip(into, from_, strict=True):
+        key = (target.data_ptr(), target.dtype, target.shape, target.stride())
+        if key in seen:
+            continue
+        seen.add(key)
+        if not target.is_floating_point() and not target.is_complex():
+            target.copy_(source)
+        elif target.dtype.itemsize > 1:
+            target.lerp_(source.to(target.device), eta)
+        else:
+            # There is no arithmetic of float8.
+            target.copy_(torch.lerp(target.float(), source.float().to(target.device), eta))

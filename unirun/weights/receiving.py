@@ -28,7 +28,7 @@ from unirun.weights.messages import (
     answer_of,
     encode,
 )
-from unirun.weights.packing import Packing, copy_all
+from unirun.weights.packing import Packing, blend, copy_all
 from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.tensors import dtype_of, is_dtensor, layout_of, local, part_of
 
@@ -131,11 +131,12 @@ class Receiver:
         at_least: int,
         deadline: float,
         assign: Callable[[str, torch.Tensor], None] | None = None,
+        eta: float = 1.0,
     ) -> int:
         """Copy the latest version that all `sources` have, and which is not before `at_least`, into `tensors`.
 
         With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not
-        copied but assigned. Returns the version.
+        copied but assigned. With `eta` below 1, `tensors` become a moving average. Returns the version.
 
         Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
         """
@@ -172,6 +173,13 @@ class Receiver:
                     else:
                         into.append(part_of(local(target), mine[take.name], take.box))
                         from_.append(view)
+            if eta < 1.0:
+                # It cannot be undone, so it begins when it is sure that no tensor is torn.
+                copies = [view.clone() for view in from_]
+                if self._release(sources, found, deadline):
+                    blend(into, copies, eta)
+                    return version
+                continue
             copy_all(into, from_)
             if assign is not None:
                 for name, view in assigned:

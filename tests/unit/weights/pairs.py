@@ -95,10 +95,18 @@ class Reader:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources, self._receiver = sources, Receiver("policy", 0)
 
-    def receive(self, into: Weights, at_least: int = 0, within: float = SOON, *, assign: bool = False) -> int:
+    def receive(
+        self,
+        into: Weights,
+        at_least: int = 0,
+        within: float = SOON,
+        *,
+        assign: bool = False,
+        eta: float = 1.0,
+    ) -> int:
         """As `WeightsChannel.receive`."""
         deadline, setter = time.monotonic() + within, assigner(into) if assign else None
-        return self._receiver.receive(self.sources, tensors_of(into), at_least, deadline, setter)
+        return self._receiver.receive(self.sources, tensors_of(into), at_least, deadline, setter, eta)
 
     def latest(self) -> int:
         """As `Receiver.latest`."""
