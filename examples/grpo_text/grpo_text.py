@@ -1,8 +1,8 @@
 """The job: four roles that serve, and the trainer that calls them.
 
-A rollout is sent the weights with every call and keeps nothing, a reference keeps its weights with the job, an
-actor gets what it lost from the other ones. So any one of them may die: it is started again, the call that it
-was in is made again, and the training goes on.
+Weights go from the actors to rollouts and reference through a channel. A rollout that was started again gets
+them there, a reference keeps its own with the job, an actor gets what it lost from the other ones. So any one of
+them may die: it is started again, the call that it was in is made again, and the training goes on.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from tokenizer import decode, pad_left, pad_right
 from torch import Tensor
 
 import unirun
-from unirun import BaseTrainer, BaseWorkload, trainer_invocation
+from unirun import BaseTrainer, BaseWorkload, WeightsChannel, trainer_invocation
 
-Weights = dict[str, Tensor]
+
+def weights_channel() -> WeightsChannel:
+    """The policy after each update, numbered by its gradient steps."""
+    return WeightsChannel("policy", publisher="actor", receivers=["rollout", "reference"])
 
 
 class Actor(BaseWorkload):
@@ -38,6 +41,7 @@ class Actor(BaseWorkload):
         self.recipe = recipe_of(self.config)
         self.shuffle = torch.Generator().manual_seed(self.recipe.seed + self.rank)
         self.policy = Policy(make_model(self.recipe.seed), self.recipe.gradient_norm, self._add_up)
+        self.channel = weights_channel()
         if self.world_size > 1:
             dist.init_process_group("gloo")
 
@@ -51,6 +55,7 @@ class Actor(BaseWorkload):
         state = [self.policy.state()]
         dist.broadcast_object_list(state, src=best)
         self.policy.load(state[0])
+        self.publish()
 
     @trainer_invocation(idempotent=True)
     def warm_up(self, tasks: list[Task], rate: float) -> float:
@@ -71,10 +76,12 @@ class Actor(BaseWorkload):
         ]
         return sum(losses) / len(losses)
 
-    @trainer_invocation(target="RANK0", idempotent=True)
-    def weights(self) -> Weights:
-        """The policy's weights."""
-        return self.policy.weights()
+    @trainer_invocation(idempotent=True)
+    def publish(self) -> int:
+        """Give the others the policy as it is now; the number of this version."""
+        if self.channel.version != self.policy.updates:
+            self.channel.publish(self.policy.model, self.policy.updates)
+        return self.policy.updates
 
     def _add_up(self, vector: Tensor) -> None:
         if self.world_size > 1:
@@ -82,29 +89,34 @@ class Actor(BaseWorkload):
 
 
 class Rollout(BaseWorkload):
-    """Answers questions, each rank its share, with the weights that it is sent."""
+    """Answers questions, each rank its share, with the latest weights."""
 
     def setup(self) -> None:
         torch.set_num_threads(1)
         self.recipe = recipe_of(self.config)
         self.model = make_model(self.recipe.seed)
+        self.channel = weights_channel()
         self.generator = torch.Generator().manual_seed(self.recipe.seed * 1000 + self.rank)
 
     @trainer_invocation(idempotent=True)
-    def generate(self, prompts: Tensor, weights: Weights) -> Groups:
-        """A group of answers to each of ``prompts`` ``[N, P]``, drawn from the policy."""
-        self.model.load_state_dict(weights)
+    def generate(self, prompts: Tensor, version: int) -> Groups:
+        """A group of answers to each of ``prompts`` ``[N, P]``, drawn from this version of the policy."""
+        self._become(version)
         each = prompts.repeat_interleave(self.recipe.group, 0)
         tokens, log_probs = sample(self.model, each, self.recipe.room, self.generator)
         shape = (len(prompts), self.recipe.group, self.recipe.room)
         return Groups(prompts, tokens.reshape(shape), log_probs.reshape(shape))
 
     @trainer_invocation(idempotent=True)
-    def best_answers(self, prompts: Tensor, weights: Weights) -> Tensor:
+    def best_answers(self, prompts: Tensor, version: int) -> Tensor:
         """The likeliest answer ``[N, 1, T]`` to each of ``prompts`` ``[N, P]``, token by token."""
-        self.model.load_state_dict(weights)
+        self._become(version)
         tokens, _ = sample(self.model, prompts, self.recipe.room, None)
         return tokens.unsqueeze(1)
+
+    def _become(self, version: int) -> None:
+        if self.channel.version != version:
+            self.channel.receive(into=self.model, min_version=version)
 
 
 class Reference(BaseWorkload):
@@ -113,16 +125,17 @@ class Reference(BaseWorkload):
     def setup(self) -> None:
         torch.set_num_threads(1)
         self.model = make_model(recipe_of(self.config).seed)
+        self.channel = weights_channel()
         kept = self.master_handle.load_state()
         if kept is not None:
             self.model.load_state_dict(torch.load(io.BytesIO(kept), weights_only=True))
 
     @trainer_invocation(idempotent=True)
-    def keep(self, weights: Weights) -> None:
-        """Be the policy with these weights from now on, also when this worker is started again."""
-        self.model.load_state_dict(weights)
+    def keep(self, version: int) -> None:
+        """Be this version of the policy from now on, also when this worker is started again."""
+        self.channel.receive(into=self.model, min_version=version)
         file = io.BytesIO()
-        torch.save(weights, file)
+        torch.save(self.model.state_dict(), file)
         self.master_handle.save_state(file.getvalue())
 
     @trainer_invocation(idempotent=True)
@@ -161,16 +174,16 @@ class GRPOTrainer(BaseTrainer):
     def fit(self) -> dict[str, float]:
         """Train; exit with status 1 if the gain in accuracy is below the bar."""
         started = time.monotonic()
-        weights = self.warm_up()
-        self.RG_REFERENCE.keep(weights)
-        progress = Progress(warm=self.accuracy(weights))
+        version = self.warm_up()
+        self.RG_REFERENCE.keep(version)
+        progress = Progress(warm=self.accuracy(version))
         print(f"warm-up of {self.recipe.warmup_steps} steps, {time.monotonic() - started:.0f} s")
         print(progress.line())
         for step in range(self.recipe.steps):
-            progress.rewards.append(self.step(step, weights))
-            weights = self.RG_ACTOR.weights()
+            progress.rewards.append(self.step(step, version))
+            version = self.published()
             if (step + 1) % self.recipe.evaluate_every == 0 or step + 1 == self.recipe.steps:
-                progress.accuracy.append((step + 1, self.accuracy(weights)))
+                progress.accuracy.append((step + 1, self.accuracy(version)))
                 print(progress.line())
             self.master_handle.report({"reward": progress.rewards[-1], "accuracy": progress.final})
         print(f"{progress.conclusion()}, {time.monotonic() - started:.0f} s; see {self.recipe.out}")
@@ -179,20 +192,24 @@ class GRPOTrainer(BaseTrainer):
             sys.exit(f"the gain is below the bar of {self.recipe.bar:g} points")
         return {"warm": progress.warm, "final": progress.final}
 
-    def warm_up(self) -> Weights:
-        """Teach the policy some right answers; its weights after that."""
+    def warm_up(self) -> int:
+        """Teach the policy some right answers; its version after that."""
         recipe = self.recipe
         for step in range(recipe.warmup_steps):
             rate = learning_rate(step, recipe.warmup_steps, recipe.warmup_rate)
             self.RG_ACTOR.warm_up(unirun.shard(self.next_tasks(recipe.warmup_batch)), rate)
-        weights: Weights = self.RG_ACTOR.weights()
-        return weights
+        return self.published()
 
-    def step(self, step: int, weights: Weights) -> float:
-        """One step of GRPO from a policy with these ``weights``; the mean reward of the answers it drew."""
+    def published(self) -> int:
+        """Have the actors publish the policy as it is now; the number of this version, the same in all of them."""
+        version: int = max(self.RG_ACTOR.publish())
+        return version
+
+    def step(self, step: int, version: int) -> float:
+        """One step of GRPO from this version of the policy; the mean reward of the answers it drew."""
         tasks = self.next_tasks(self.recipe.prompts)
         prompts = pad_left([task.prompt for task in tasks])
-        groups = Groups.joined(self.RG_ROLLOUT.generate(unirun.shard(prompts), weights))
+        groups = Groups.joined(self.RG_ROLLOUT.generate(unirun.shard(prompts), version))
         rewards = self.score(tasks, groups.tokens)
         useful = teaches(rewards)
         if useful.any():
@@ -204,10 +221,10 @@ class GRPOTrainer(BaseTrainer):
             )
         return rewards.mean().item()
 
-    def accuracy(self, weights: Weights) -> float:
+    def accuracy(self, version: int) -> float:
         """The share of held-out questions whose likeliest answer is right."""
         prompts = pad_left([task.prompt for task in self.held_out])
-        tokens = torch.cat(self.RG_ROLLOUT.best_answers(unirun.shard(prompts), weights))
+        tokens = torch.cat(self.RG_ROLLOUT.best_answers(unirun.shard(prompts), version))
         return (self.score(self.held_out, tokens) == 1.0).float().mean().item()
 
     def score(self, tasks: list[Task], tokens: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ environment's variables or with one rank. So a script can be debugged without an
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from unirun.roles.calls.group import RoleGroup
+    from unirun.roles.transport.protocol import LendingTransport
 
 GROUP_TIMEOUT = timedelta(minutes=30)
 """torch's default for a process group."""
@@ -48,10 +51,16 @@ class Context:
         torch.distributed.broadcast(weights, src=0, group=both)  # from actor:0, its rank 0
     """
 
-    def __init__(self, environ: Mapping[str, str], peers: Peers) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        peers: Peers,
+        listener: Callable[[str], LendingTransport] | None = None,
+    ) -> None:
+        """`listener` makes transports in place of those of a process, for workers that are threads."""
         self.peers = peers
         """The roles as the agent reports them. For unirun's own use, like `session`."""
-        self.session = Session(peers, environ)
+        self.session = Session(peers, environ, listener)
         """The calls of this process."""
         self._forge = GroupForge(peers)
         self.role: str = peers.role
@@ -141,6 +150,17 @@ class Context:
 
 
 _contexts: dict[int, Context] = {}
+_of_thread: ContextVar[Context | None] = ContextVar("unirun-context", default=None)
+
+
+@contextmanager
+def acting(context: Context) -> Iterator[None]:
+    """In this thread, `init` returns `context`: it is that of a worker which is no process."""
+    token = _of_thread.set(context)
+    try:
+        yield
+    finally:
+        _of_thread.reset(token)
 
 
 def init(environ: Mapping[str, str] | None = None) -> Context:
@@ -152,6 +172,9 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
 
     Raises `WireError` or `RendezvousError` when the agent of this node does not answer.
     """
+    context = _of_thread.get()
+    if context is not None:
+        return context
     pid = os.getpid()
     if pid not in _contexts:
         environ = os.environ if environ is None else environ

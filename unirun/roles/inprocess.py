@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
 from omegaconf import OmegaConf
 
 from unirun.roles.calls.caller import Caller
-from unirun.roles.calls.dispatcher import Dispatcher
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import invocations
+from unirun.roles.context import Context, acting
 from unirun.roles.handle import Identity, MasterHandle
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.trainer import BaseTrainer, bind
@@ -20,7 +22,8 @@ from unirun.roles.transport.inproc import InprocTransport
 from unirun.roles.transport.scheduler import await_end
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
-from unirun.wire.messages import RoleView, View, WorkerView
+from unirun.wire.messages import Message, RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.reports import Listening, Serving
 
 CALL_TIMEOUT = 1800.0
 
@@ -34,36 +37,29 @@ def run_in_process(
 
     `workloads` has a class and a number of ranks for each role:
     ``run_in_process(PPOTrainer, {"actor": (Actor, 2)}, {"steps": 3})``. Each worker is a thread, so breakpoints work.
-    Arguments and results are copied as in a real job. There are no process groups (torch has one per process), no
-    restarts, and no environment per role. Raises what `setup`, `init` or `fit` raises.
+    Arguments and results are copied as in a real job, and so is what goes through a `WeightsChannel` or a `Queue` that
+    names its roles. There are no process groups (torch has one per process), no restarts, and no environment per role.
+    Raises what `setup`, `init` or `fit` raises.
     """
-    workers_here: list[_InprocWorker] = []
-    infos = {role: RoleInfo(role, count, 0) for role, (_, count) in workloads.items()}
-    infos["trainer"] = RoleInfo("trainer", 1, 0)
+    workers: list[_Worker] = []
     settings = OmegaConf.create(dict(config or {}))
-    transport = InprocTransport()
-    peers = Peers("trainer", 0, infos, transport=transport.name)
+    job = _Job(workloads, json.dumps(OmegaConf.to_container(settings), default=str))
+    transport, peers = InprocTransport(), job.peers("trainer", 0)
     caller = Caller(WorkerId("trainer", 0, 0), peers, transport, call_timeout=CALL_TIMEOUT)
     try:
-        views = []
         for role, (kind, count) in workloads.items():
-            workers = []
             for rank in range(count):
-                worker = _InprocWorker(
-                    kind(_handle(role, rank, count, infos), settings), WorkerId(role, rank, 0)
-                )
-                workers_here.append(worker)
-                workers.append(WorkerView(rank, 0, "serving", {transport.name: worker.start()}))
-            views.append(RoleView(role, count, 0, "", "running", tuple(workers)))
-        peers.update(View(tuple(views)))
+                own = job.peers(role, rank)
+                workers.append(_Worker(kind(_handle(own, count), settings), own))
+                workers[-1].start()
         groups = {role: role_group(caller, role, count) for role, (_, count) in workloads.items()}
         made = trainer(_handles(groups), {role: kind for role, (kind, _) in workloads.items()}, settings)
         resources = {role: {"role": role, "total": count} for role, (_, count) in workloads.items()}
-        bind(made, groups, _handle("trainer", 0, 1, infos), resources, {})
+        bind(made, groups, _handle(peers, 1), resources, {})
         made.init()
         return made.fit()
     finally:
-        for worker in workers_here:
+        for worker in workers:
             worker.stop()
         caller.close()
         transport.close()
@@ -73,32 +69,107 @@ def _handles(groups: Mapping[str, RoleGroup]) -> dict[str, list[Any]]:
     return {role: list(group) for role, group in groups.items()}
 
 
-def _handle(role: str, rank: int, size: int, infos: Mapping[str, RoleInfo]) -> MasterHandle:
-    identity = Identity(role, rank, size, rank, size, 0, os.environ.get("MASTER_ADDR", "127.0.0.1"), 0)
-    return MasterHandle(identity, Peers(role, rank, infos))
+def _handle(peers: Peers, size: int) -> MasterHandle:
+    addr = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return MasterHandle(Identity(peers.role, peers.rank, size, peers.rank, size, 0, addr, 0), peers)
 
 
-class _InprocWorker:
+class _Job:
+    """The workers of the job, as all of its threads see them."""
+
+    def __init__(self, workloads: Mapping[str, tuple[type[BaseWorkload], int]], config: str) -> None:
+        counts = {role: count for role, (_, count) in workloads.items()} | {"trainer": 1}
+        self._lock = threading.RLock()
+        self._views = {
+            role: RoleView(
+                role, count, 0, "", "running", tuple(WorkerView(n, 0, "starting", {}) for n in range(count))
+            )
+            for role, count in counts.items()
+        }
+        briefs = tuple(
+            RoleBrief(role, "workload", f"{kind.__module__}:{kind.__qualname__}", count, None, "none")
+            for role, (kind, count) in workloads.items()
+        )
+        self._welcome = Welcome(
+            View(()), config, "", briefs, (), CALL_TIMEOUT, transport=InprocTransport.name
+        )
+        self._all: list[_Peers] = []
+
+    def peers(self, role: str, rank: int) -> Peers:
+        """What one worker sees."""
+        made = _Peers(role, rank, self._welcome, self._view(), self._told)
+        self._all.append(made)
+        return made
+
+    def _view(self) -> View:
+        return View(tuple(self._views.values()))
+
+    def _told(self, role: str, rank: int, message: Message) -> None:
+        if not isinstance(message, Serving | Listening):
+            return
+        with self._lock:
+            view = self._views[role]
+            worker = view.workers[rank]
+            phase = "serving" if isinstance(message, Serving) else worker.phase
+            news = replace(worker, phase=phase, addresses=worker.addresses | message.addresses)
+            workers = (*view.workers[:rank], news, *view.workers[rank + 1 :])
+            self._views[role] = replace(view, workers=workers)
+            for peers in self._all:
+                peers.update(self._view())
+
+
+class _Peers(Peers):
+    """The peers of a worker that is a thread; there is no agent to tell or to ask."""
+
+    def __init__(
+        self, role: str, rank: int, welcome: Welcome, view: View, told: Callable[[str, int, Message], None]
+    ) -> None:
+        infos = {each.name: RoleInfo(each.name, each.world_size, 0) for each in view.roles}
+        super().__init__(role, rank, infos, welcome=replace(welcome, view=view))
+        self.linked = False
+        self._told = told
+
+    def tell(self, message: Message) -> None:
+        """Tell it to the other threads."""
+        self._told(self.role, self.rank, message)
+
+
+class _Worker:
     """A workload and the thread that serves it."""
 
-    def __init__(self, workload: BaseWorkload, me: WorkerId) -> None:
-        self.me, self._workload = me, workload
-        self._dispatcher = Dispatcher(workload, me, invocations(workload, BaseWorkload))
-        self._transport = InprocTransport()
-        self._thread = threading.Thread(target=self._dispatcher.serve, name=str(me), daemon=True)
+    def __init__(self, workload: BaseWorkload, peers: Peers) -> None:
+        self._workload = workload
+        self._transports: list[InprocTransport] = []
+        environ = {"RANK": str(peers.rank), "LOCAL_RANK": str(peers.rank)}
+        self._context = Context(environ, peers, self._listener)
+        workload._synced = self._context.session.synced
+        session = self._context.session
+        self._dispatcher = session.dispatcher(workload, invocations(workload, BaseWorkload))
+        self._thread = threading.Thread(target=self._serve, name=str(session.me), daemon=True)
 
-    def start(self) -> str:
-        """Run `setup` in this thread, then serve in the worker's own. Returns the endpoint."""
-        self._workload.setup()
-        self._workload.on_generation(0)
+    def _listener(self, name: str) -> InprocTransport:
+        self._transports.append(InprocTransport())
+        return self._transports[-1]
+
+    def start(self) -> None:
+        """Run `setup` in this thread, then serve in the worker's own."""
+        with acting(self._context):
+            self._workload.setup()
+            self._workload.on_generation(0)
         self._thread.start()
-        return self._transport.serve(self.me, self._dispatcher.handle)
+        self._context.session.serve(self._dispatcher)
+
+    def _serve(self) -> None:
+        with acting(self._context):
+            self._dispatcher.serve()
 
     def stop(self) -> None:
         """Stop serving and run `teardown`. A call that still runs is not waited for."""
         self._dispatcher.stop()
         self._dispatcher.close()
-        self._transport.close()
+        for transport in self._transports:
+            transport.close()
         if self._thread.ident is not None:
             await_end(self._thread)
-            self._workload.teardown()
+            with acting(self._context):
+                self._workload.teardown()

@@ -17,7 +17,7 @@ from unirun.roles.calls.dispatcher import Dispatcher, Generations
 from unirun.roles.calls.group import RoleGroup, role_group
 from unirun.roles.calls.policy import Invocation, invocations
 from unirun.roles.peers import Peers
-from unirun.roles.transport.protocol import Transport
+from unirun.roles.transport.protocol import LendingTransport, Transport
 from unirun.roles.workload import BaseWorkload
 from unirun.values import WorkerId
 from unirun.wire.credentials import load_credentials
@@ -25,14 +25,19 @@ from unirun.wire.reports import Notice, Serving
 
 if TYPE_CHECKING:
     from unirun.roles.transport.rpc_agent import RpcAgent
-    from unirun.roles.transport.sockets import SocketTransport
 
 
 class Session:
     """One per process. Its parts are made when they are first used."""
 
-    def __init__(self, peers: Peers, environ: Mapping[str, str]) -> None:
-        self._peers = peers
+    def __init__(
+        self,
+        peers: Peers,
+        environ: Mapping[str, str],
+        listener: Callable[[str], LendingTransport] | None = None,
+    ) -> None:
+        """`listener` is called in place of `Session.listener`."""
+        self._peers, self._listener = peers, listener
         self.folder = Path(environ["UNIRUN_SOCKET"]).parent if "UNIRUN_SOCKET" in environ else None
         """The directory of this worker's job; None without a launcher."""
         self.me = WorkerId(peers.role, peers.rank, int(environ.get("UNIRUN_INCARNATION", "0")))
@@ -61,22 +66,24 @@ class Session:
 
     def _open(self) -> Transport:
         welcome = self._peers.welcome
-        if self.folder is None or welcome is None:
+        if welcome is None:
             raise UsageError(
                 "calls need other roles, and this process has none", "start it with unirun --roles …"
             )
-        if welcome.transport == "socket":
-            return self.sockets("calls")
+        if welcome.transport != "torch":
+            return self.listener("calls")
         from unirun.roles.transport.torch_rpc import TorchTransport
 
         return TorchTransport(self._rpc_agent())
 
-    def sockets(self, name: str) -> SocketTransport:
-        """A socket transport with a listener of its own. Raises `UsageError` without a launcher."""
-        from unirun.roles.transport.sockets import SocketTransport
-
+    def listener(self, name: str) -> LendingTransport:
+        """A transport with a listener of its own. Raises `UsageError` without a launcher."""
+        if self._listener is not None:
+            return self._listener(name)
         if self.folder is None:
             raise UsageError("this process has no peers", "start it with unirun --roles …")
+        from unirun.roles.transport.sockets import SocketTransport
+
         return SocketTransport(self.folder / name, load_credentials(self.folder), self._addr, self._refused)
 
     def _refused(self, text: str, count: int) -> None:

@@ -1,10 +1,10 @@
-"""`Hub`: what the channels and queues of one process share: the listener for others, and the lines to others."""
+"""`Hub`: what the channels and queues of one worker share: the listener for others, and the lines to others."""
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -36,12 +36,12 @@ def request_of(head: bytes) -> Request | Demand | Enter:
 
 
 class Hub:
-    """One per process."""
+    """One per worker."""
 
     def __init__(self, context: Context) -> None:
         """Raises `UsageError` without a launcher."""
         self._context = context
-        self._transport = context.session.sockets(WEIGHTS)
+        self._transport = context.session.listener(WEIGHTS)
         self._lock = threading.Lock()
         # Others may ask for what this process makes only later.
         self._publishers: dict[str, Publisher] = {}
@@ -118,12 +118,11 @@ class Hub:
         return self._transport.is_here(line.endpoint)
 
 
-_hubs: dict[int, Hub] = {}
+_hubs: WeakKeyDictionary[Context, Hub] = WeakKeyDictionary()
 
 
 def hub_of(context: Context) -> Hub:
-    """The hub of this process."""
-    pid = os.getpid()
-    if pid not in _hubs:
-        _hubs[pid] = Hub(context)
-    return _hubs[pid]
+    """The hub of this worker."""
+    if context not in _hubs:
+        _hubs[context] = Hub(context)
+    return _hubs[context]

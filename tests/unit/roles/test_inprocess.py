@@ -82,3 +82,46 @@ def test_no_thread_is_left_that_could_outlive_the_interpreter(trainer: type[Base
     with contextlib.suppress(KeyError):
         assert run_in_process(trainer, {"adder": (Later, 2)}) == [0, 1]
     assert set(threading.enumerate()) <= before
+
+
+class Teacher(BaseWorkload):
+    def setup(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.channel = unirun.WeightsChannel("policy", publisher="teacher", receivers=["pupil"])
+        self.queue = unirun.Queue("answers", producer="pupil", consumer="teacher")
+
+    def answers(self) -> list[float]:
+        return sorted(float(item.value.sum()) for item in self.queue.get_batch(2))
+
+    def teach(self, value: float, version: int) -> None:
+        torch.nn.init.constant_(self.model.weight, value)
+        self.channel.publish(self.model, version)
+
+
+class Pupil(BaseWorkload):
+    def setup(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.channel = unirun.WeightsChannel("policy", publisher="teacher", receivers=["pupil"])
+        self.queue = unirun.Queue("answers", producer="pupil", consumer="teacher")
+
+    def learn(self, version: int) -> str:
+        got = self.channel.receive(self.model, min_version=version)
+        self.queue.put(self.model.weight.detach() + self.rank)
+        return f"{unirun.init().role} has {got}"
+
+
+class School(BaseTrainer):
+    def init(self) -> None:
+        pass
+
+    def fit(self) -> Any:
+        pending = self.RG_PUPIL.learn.call_async(7)
+        self.RG_TEACHER.teach(2.5, 7)
+        return pending.result(), self.RG_TEACHER.answers()
+
+
+def test_weights_and_items_go_from_thread_to_thread() -> None:
+    before = set(threading.enumerate())
+    got = run_in_process(School, {"teacher": (Teacher, 1), "pupil": (Pupil, 2)})
+    assert got == (["pupil has 7"] * 2, [[10.0, 14.0]])
+    assert set(threading.enumerate()) <= before

@@ -84,6 +84,10 @@ class InprocTransport:
         self._channels.append(channel)
         return channel
 
+    def is_here(self, endpoint: str) -> bool:
+        """Memory is copied here, never lent."""
+        return False
+
     def close(self) -> None:
         """Break every channel to this worker, and close its own."""
         with _lock:

@@ -107,6 +107,13 @@ class Transport(Protocol):
         """Close every channel and stop serving."""
 
 
+class LendingTransport(Transport, Protocol):
+    """A transport for parcels with memory that is `Lent`."""
+
+    def is_here(self, endpoint: str) -> bool:
+        """Whether who listens there is on this host, so that memory can be lent to it."""
+
+
 def own(parcel: Parcel) -> Parcel:
     """A parcel with copies of the buffers, so that the tensors may be changed before it is sent."""
     if not parcel.buffers:
