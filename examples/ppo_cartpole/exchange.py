@@ -1,4 +1,4 @@
-"""What moves between the two roles, as plain tensors over the one group that spans them.
+"""What moves between the two roles: weights through a channel, experience over the one group that spans them.
 
 The environments are numbered once for the whole job. Each rollout rank steps a contiguous share of them
 and each actor rank learns from a contiguous share, so rollout and actor counts need not be equal: where a
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from ppo import ActorCritic, Trajectories
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import unirun
 
@@ -36,14 +35,18 @@ class Exchange:
         self._group = ctx.group(*roles)
         self._actors = [ctx.group_rank(*roles, member=member) for member in ctx.members("actor")]
         self._rollouts = [ctx.group_rank(*roles, member=member) for member in ctx.members("rollout")]
+        self._channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+        self._versions, self._publishes = 0, ctx.role == "actor"
         self._total_envs = total_envs
         self.envs = share(total_envs, ctx.world_size, ctx.rank)
 
     def weights(self, model: ActorCritic) -> None:
-        """Copy the weights of actor 0 into ``model`` on every rank."""
-        flat = parameters_to_vector(model.parameters()).detach()
-        dist.broadcast(flat, group=self._group, group_src=self._actors[0])
-        vector_to_parameters(flat, model.parameters())
+        """Copy the weights of the actors, which are all alike, into ``model`` on the rollouts."""
+        self._versions += 1
+        if self._publishes:
+            self._channel.publish(model, self._versions)
+        else:
+            self._channel.receive(into=model, min_version=self._versions)
 
     def send(self, trajectories: Trajectories) -> None:
         """A rollout's half of a transfer: to each actor, the environments that it learns from."""

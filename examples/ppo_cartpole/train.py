@@ -3,7 +3,7 @@
     unirun --roles actor=2,rollout=2 examples/ppo_cartpole/train.py --seed 0
 
 Each role is an ordinary SPMD program with a process group of its own; the actors use theirs for DDP. The two
-programs meet in `Exchange`, over ``ctx.group("actor", "rollout")``: weights go one way, experience the other.
+programs meet in `Exchange`: weights go one way, through a ``WeightsChannel``, experience goes the other.
 All ranks of both roles get the same mean returns, so they stop together without a message that says so.
 """
 

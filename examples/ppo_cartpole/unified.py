@@ -33,7 +33,6 @@ from replica import Replica
 from report import LiveLine, SeedResult, conclude, reward_line, seed_line
 from setting import ENVS, EPISODES, SOLVED, STEPS, UPDATES, Purpose, episode_seeds
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import unirun
 
@@ -79,13 +78,32 @@ class Learner(unirun.Workload):
         return [batch for _ in range(EPOCHS) for batch in minibatches(size, MINIBATCHES, generator)]
 
 
+def weights_channel() -> unirun.WeightsChannel:
+    """The policy, numbered by run and update."""
+    return unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+
+
 class Actor(Learner):
     """Has the policy and improves it."""
 
-    @unirun.trainer_invocation(target="RANK0", idempotent=True)
-    def weights(self) -> Tensor:
-        """All weights of the policy in one vector, as the rollouts take them."""
-        return parameters_to_vector(self.model.parameters()).detach()
+    def setup(self) -> None:
+        """Meet the other ranks of the role, and what it publishes to."""
+        super().setup()
+        self.channel = weights_channel()
+
+    def on_generation(self, generation: int) -> None:
+        """A rank that was started again publishes what the others do."""
+        super().on_generation(generation)
+        self.publish()
+
+    @unirun.trainer_invocation(idempotent=True)
+    def publish(self) -> int:
+        """Give the rollouts the policy as it is now; the number of this version."""
+        run, update = self.replica.done
+        version = run * (UPDATES + 1) + update
+        if self.channel.version != version:
+            self.channel.publish(self.model, version)
+        return version
 
     @unirun.trainer_invocation(blocking=False, idempotent=True)
     def learn(self, run: int, update: int, steps: dict[str, Tensor]) -> None:
@@ -137,20 +155,21 @@ class Critic(Learner):
 
 
 class Rollout(unirun.Workload):
-    """Plays a contiguous share of the environments with the weights that it is given."""
+    """Plays a contiguous share of the environments with the latest weights."""
 
     def setup(self) -> None:
         """No group: rollouts have nothing to say to each other."""
         torch.set_num_threads(1)
         self.network = ActorCritic()
+        self.channel = weights_channel()
         self.run, self.collector = 0, self._environments(seed=0)
 
     @unirun.trainer_invocation(idempotent=True, post_func=joined)
-    def collect(self, run: int, seed: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def collect(self, run: int, seed: int, version: int) -> tuple[Tensor, Tensor]:
         """Play STEPS steps: trajectories ``[E, STEPS, WIDTH]``, and the latest return of each environment."""
         if run != self.run:
             self.run, self.collector = run, self._environments(seed)
-        vector_to_parameters(weights, self.network.policy.parameters())
+        self._become(version)
         played = self.collector.collect(self.network, STEPS)
         return played.data.transpose(0, 1).contiguous(), self.collector.latest_returns()
 
@@ -162,10 +181,14 @@ class Rollout(unirun.Workload):
         return Collector([seeds[env] for env in mine], generator)
 
     @unirun.trainer_invocation(idempotent=True, post_func=torch.cat)
-    def play(self, weights: Tensor, seeds: list[int]) -> Tensor:
+    def play(self, version: int, seeds: list[int]) -> Tensor:
         """The returns of the greedy policy on this rank's share of the episodes."""
-        vector_to_parameters(weights, self.network.policy.parameters())
+        self._become(version)
         return greedy_returns(self.network, seeds)
+
+    def _become(self, version: int) -> None:
+        if self.channel.version != version:
+            self.channel.receive(into=self.network.policy, min_version=version)
 
 
 class PPOTrainer(unirun.BaseTrainer):
@@ -192,14 +215,14 @@ class PPOTrainer(unirun.BaseTrainer):
         self.RG_ACTOR.begin(run, seed)
         self.RG_CRITIC.begin(run, seed)
         for update in range(1, UPDATES + 1):
-            weights = self.RG_ACTOR.weights()
-            data, returns = self.RG_ROLLOUT.collect(run, seed, weights)
+            version = self.published()
+            data, returns = self.RG_ROLLOUT.collect(run, seed, version)
             mean_return = returns.mean().item()
             env_steps.append(update * STEPS * ENVS)
             mean_returns.append(mean_return)
             self.master_handle.report({"seed": seed, "update": update, "return": mean_return})
             live.show(reward_line(seed, update, env_steps[-1], mean_return))
-            if self._is_solved(seed, mean_return, weights):
+            if self._is_solved(seed, mean_return, version):
                 break
             advantages, targets = self.RG_CRITIC.judge(unirun.shard(data))
             steps = self._samples(data, advantages)
@@ -212,21 +235,26 @@ class PPOTrainer(unirun.BaseTrainer):
             ]
             for ref in learning:
                 ref.result()
-        final = self.evaluate(seed, Purpose.FINAL, self.RG_ACTOR.weights())
+        final = self.evaluate(seed, Purpose.FINAL, self.published())
         live.close()
         print(seed_line(seed, final, EPISODES, time.monotonic() - started), flush=True)
         return SeedResult(seed, env_steps, mean_returns, final)
 
-    def evaluate(self, seed: int, purpose: Purpose, weights: Tensor) -> float:
+    def published(self) -> int:
+        """Have the actors publish the policy as it is now; the number of this version."""
+        version: int = max(self.RG_ACTOR.publish())
+        return version
+
+    def evaluate(self, seed: int, purpose: Purpose, version: int) -> float:
         """Mean return of EPISODES episodes of the greedy policy, shared out among the rollouts."""
         episodes = unirun.shard(episode_seeds(seed, purpose, EPISODES))
-        returns: Tensor = self.RG_ROLLOUT.play(weights, episodes)
+        returns: Tensor = self.RG_ROLLOUT.play(version, episodes)
         return returns.mean().item()
 
-    def _is_solved(self, seed: int, mean_return: float, weights: Tensor) -> bool:
+    def _is_solved(self, seed: int, mean_return: float, version: int) -> bool:
         """Whether a seed may stop: the policy does well while it explores, and also when it does not."""
         enough = self.solved
-        return mean_return >= enough and self.evaluate(seed, Purpose.VALIDATION, weights) >= enough
+        return mean_return >= enough and self.evaluate(seed, Purpose.VALIDATION, version) >= enough
 
     @staticmethod
     def _samples(data: Tensor, advantages: Tensor) -> dict[str, Tensor]:
