@@ -47,6 +47,44 @@ CUT = """
     dist.barrier(group=ctx.group("actor", "rollout", "reference", backend="gloo"))
 """
 
+HELD = """
+    import os, signal, time, torch
+    import unirun
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout", "reference"])
+    model = torch.nn.Linear(4, 4)
+
+    def seen(name):
+        while not os.path.exists(name):
+            time.sleep(0.01)
+
+    def told(name):
+        open(name, "w").close()
+
+    if ctx.role == "actor":
+        if ctx.incarnation == 0:
+            torch.nn.init.constant_(model.weight, 7.0)
+            channel.publish(model, 7)
+            seen("received by rollout")
+            seen("received by reference")
+            os.kill(os.getpid(), signal.SIGKILL)
+        # It has nothing to publish before it has learnt something.
+        seen("again")
+    else:
+        version = channel.receive(into=model)
+        told(f"received by {ctx.role}")
+        if ctx.role == "reference":
+            seen("again")
+        elif ctx.incarnation == 0:
+            while ctx.peers.find("actor", 0).address.incarnation == 0:
+                ctx.peers.wait(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            print("version", version, "sum", int(model.weight.sum()), flush=True)
+            told("again")
+"""
+
 SYNCED = """
     import os, time, torch
     from unirun import BaseTrainer, BaseWorkload, WeightsChannel, trainer_invocation
@@ -126,6 +164,15 @@ def test_a_trainer_syncs_weights_also_with_a_rollout_that_was_started_again(
         ("1", "[[2.5], [2.5]]"),
         ("2", "[[3.5], [3.5]]"),
     ]
+
+
+def test_a_rollout_that_was_started_again_gets_the_last_version_from_another_one(
+    unirun: Unirun, script: Script
+) -> None:
+    roles = "actor=1,rollout=1,reference=1"
+    result = unirun("--roles", roles, "--max-restarts", "1", script(HELD), within=2 * START)
+    assert result.code == 0, result.err
+    assert re.findall(r"\[(\S+)\] version (\d) sum (\d+)", result.out) == [("rollout:0", "7", "112")]
 
 
 def test_a_channel_of_unknown_roles_is_told_before_anything_starts(unirun: Unirun, script: Script) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from unirun.errors import UsageError, WeightsTimeout
+import torch
+
+from unirun.errors import PeerLost, UsageError, WeightsTimeout
 from unirun.roles.context import Context, init
+from unirun.weights.holding import Holder
 from unirun.weights.hub import hub_of
 from unirun.weights.publishing import Publisher
-from unirun.weights.receiving import Receiver, Source
+from unirun.weights.receiving import Receiver
+from unirun.weights.sources import Source
 from unirun.weights.tensors import Weights, assigner, tensors_of
 
 ANY = -(1 << 62)
@@ -30,7 +34,8 @@ class WeightsChannel:
     parallelism). Names, global shapes and dtypes of publisher and receiver have to agree.
 
     On one host a version is copied into shared memory once, and from there by each receiver. A publisher never waits
-    for receivers. Between hosts, each receiver gets its parts over sockets, with TLS.
+    for receivers. Between hosts, each receiver gets its parts over sockets, with TLS. When a publisher has died,
+    receivers that were started again get the last version from the other receivers.
     """
 
     def __init__(self, name: str, *, publisher: str = "", receivers: Sequence[str] = ()) -> None:
@@ -47,8 +52,11 @@ class WeightsChannel:
         self._publisher: Publisher | None = None
         if self._context.role == self.publisher:
             self._publisher = self._hub.publisher(name)
-        self._receiver = Receiver(name, self._context.rank)
-        self._sources: dict[int, Source] = {}
+        self._holder: Holder | None = None
+        if self._publisher is None:
+            self._holder = self._hub.holder(name)
+            self._receiver = Receiver(name, self._context.rank, self._holder)
+        self._sources: dict[tuple[str, int], Source] = {}
         self.version: int | None = None
         """The version that was published or received last; None before the first."""
         self._weights: Weights | None = None
@@ -103,14 +111,26 @@ class WeightsChannel:
         patience = timeout if timeout is not None else welcome.call_timeout if welcome else 0.0
         deadline = time.monotonic() + patience
         tensors = tensors_of(into)
-        sources = self._connected(deadline)
+        setter = assigner(into) if assign else None
         at_least = ANY if min_version is None else min_version
         have = self.version
+        while True:
+            sources, missing = self._publishers()
+            if not self._may_wait(sources, missing, deadline):
+                held = self._receive_held(tensors, at_least, deadline, setter, eta)
+                if held is not None:
+                    self.version = held
+                    return held
+            if missing is None:
+                break
+            left = deadline - time.monotonic()
+            if left <= 0 or isinstance(missing, PeerLost):
+                raise missing
+            self._context.peers.wait(left)
         if max_staleness is not None and have is not None and have >= at_least:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
                 return have
-        setter = assigner(into) if assign else None
         self.version = self._receiver.receive(sources, tensors, at_least, deadline, setter, eta)
         return self.version
 
@@ -126,41 +146,88 @@ class WeightsChannel:
             return version
         return self.receive(self._weights, min_version=version, timeout=timeout)
 
-    def _connected(self, deadline: float) -> list[Source]:
-        """A connection to every rank of the publisher, as soon as all of them can be reached."""
-        peers = self._context.peers
-        while True:
-            missing = ""
-            for rank in range(peers.size(self.publisher)):
-                if not self._connect(rank):
-                    missing = f"{self.publisher}:{rank}"
-            if not missing:
-                return [self._sources[rank] for rank in range(peers.size(self.publisher))]
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WeightsTimeout(
-                    f"{missing} does not publish channel {self.name!r}",
+    def _publishers(self) -> tuple[list[Source], WeightsTimeout | PeerLost | None]:
+        """The ranks of the publisher that can be reached, and what is to be said of one that cannot."""
+        found: list[Source] = []
+        missing: WeightsTimeout | PeerLost | None = None
+        for rank in range(self._context.peers.size(self.publisher)):
+            try:
+                source = self._source(self.publisher, rank)
+            except PeerLost as error:
+                missing = error
+                continue
+            if source is not None:
+                found.append(source)
+            elif missing is None:
+                missing = WeightsTimeout(
+                    f"{self.publisher}:{rank} does not publish channel {self.name!r}",
                     "does it make the channel, and live?",
                     channel=self.name,
                 )
-            peers.wait(left)
+        return found, missing
 
-    def _connect(self, rank: int) -> bool:
-        """Whether there is a connection to the publisher's rank."""
-        known = self._sources.pop(rank, None)
-        line = self._hub.line(self.publisher, rank, known.line if known is not None else None)
+    def _source(self, role: str, rank: int) -> Source | None:
+        """The worker of a rank, if it can be reached. Raises `PeerLost` when it has ended for good."""
+        me = self._context.session.me
+        known = self._sources.pop((role, rank), None)
+        line = self._hub.line(role, rank, known.line if known is not None else None)
         if line is None:
-            return False
-        if known is None or known.line is not line:
-            me = self._context.session.me
-            known = Source(self.name, line, f"{me} {me.incarnation}", here=self._hub.is_here(line))
-        self._sources[rank] = known
-        return True
+            return None
+        if known is not None and line is known.line:
+            self._sources[role, rank] = known
+            return known
+        publishes = role == self.publisher
+        source = Source(
+            self.name,
+            line,
+            f"{me} {me.incarnation}",
+            here=publishes and self._hub.is_here(line),
+            holder=not publishes,
+        )
+        self._sources[role, rank] = source
+        return source
+
+    def _may_wait(self, sources: list[Source], missing: Exception | None, deadline: float) -> bool:
+        """Whether publishers have the last version or none has ever been: no publisher has died since it had one."""
+        peers = self._context.peers
+        if missing is not None:
+            ranks = (peers.find(self.publisher, rank) for rank in range(peers.size(self.publisher)))
+            return not any(peer.gone or peer.over or peer.address.incarnation for peer in ranks)
+        return self._receiver.all_have([s for s in sources if s.who.incarnation], deadline)
+
+    def _receive_held(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        at_least: int,
+        deadline: float,
+        assign: Callable[[str, torch.Tensor], None] | None,
+        eta: float,
+    ) -> int | None:
+        """What other receivers hold; a few of them are asked at first, those on this host before others."""
+        peers = self._context.peers
+        found = []
+        for role in self.receivers:
+            for rank in range(peers.size(role)):
+                try:
+                    source = self._source(role, rank)
+                except PeerLost:
+                    continue
+                if source is not None:
+                    found.append(source)
+        found.sort(key=lambda source: not self._hub.is_here(source.line))
+        count = 4
+        while True:
+            version = self._receiver.receive_held(found[:count], tensors, at_least, deadline, assign, eta)
+            if version is not None or count >= len(found):
+                return version
+            count *= 4
 
     def close(self) -> None:
         """Give back what this process has of the channel: its memory, or its connections."""
         if self._publisher is not None:
             self._publisher.close()
+        if self._holder is not None:
+            self._holder.close()
         for source in self._sources.values():
             source.line.close()
         self._sources.clear()

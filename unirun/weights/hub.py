@@ -12,6 +12,7 @@ from unirun.errors import ChannelError, FrameError, PeerLost
 from unirun.roles.context import Context
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
+from unirun.weights.holding import Holder
 from unirun.weights.lines import Line
 from unirun.weights.messages import Request
 from unirun.weights.publishing import Publisher
@@ -45,6 +46,7 @@ class Hub:
         self._lock = threading.Lock()
         # Others may ask for what this process makes only later.
         self._publishers: dict[str, Publisher] = {}
+        self._holders: dict[str, Holder] = {}
         self._producers: dict[str, Producer] = {}
         self._gates: dict[str, Gate] = {}
         self._listens = False
@@ -54,6 +56,16 @@ class Hub:
         self._listen()
         with self._lock:
             return self._publishers.setdefault(channel, Publisher(channel))
+
+    def holder(self, channel: str) -> Holder:
+        """What this process has received in `channel`."""
+        self._listen()
+        with self._lock:
+            return self._holders.setdefault(channel, Holder(self._gone))
+
+    def _gone(self, who: WorkerId) -> bool:
+        peer = self._context.peers.find(who.role, who.rank)
+        return peer.gone or peer.over or peer.address.incarnation > who.incarnation
 
     def producer(self, queue: str) -> Producer:
         """What this process has put into `queue`."""
@@ -85,7 +97,8 @@ class Hub:
         elif isinstance(request, Demand):
             self.producer(request.queue).handle(request, reply)
         else:
-            self.publisher(request.channel).handle(request, reply)
+            holder = self._holders.get(request.channel)
+            (holder or self.publisher(request.channel)).handle(request, reply)
 
     def line(self, role: str, rank: int, known: Line | None) -> Line | None:
         """`known`, or a new connection when the rank has another worker now, or the connection has ended.

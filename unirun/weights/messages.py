@@ -1,5 +1,8 @@
-"""What receivers ask publishers, and the answers: JSON in the head of a parcel. The weights themselves are in its
-buffers or in memory that is lent with it."""
+"""What receivers ask those who have weights, and the answers: JSON in the head of a parcel. The weights themselves are
+in its buffers or in memory that is lent with it.
+
+A publisher waits until it can answer. A receiver that holds a version for others answers at once.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from unirun.weights.layout import Box, Layout
 
 
 class Describe(Value, tag=True):
-    """Asks for the layout of what is published. Answered when something is, or not at all after `patience`
-    seconds."""
+    """Asks for the layout of what is there. Answered when something is, or not at all after `patience` seconds."""
 
     channel: str
     patience: float
@@ -51,10 +53,11 @@ class Fetch(Value, tag=True):
 
 
 class Peek(Value, tag=True):
-    """Asks which version there is. Answered with `Fetched` when there is one, or not at all after that many seconds."""
+    """Asks which version there is. Answered with `Fetched` when there is one, or not at all after `patience` seconds.
+    With None it is answered at once; the layout 0 says that there is none."""
 
     channel: str
-    patience: float
+    patience: float | None
 
 
 class Fetched(Value, tag=True):
@@ -67,11 +70,12 @@ class Fetched(Value, tag=True):
 
 
 class Release(Value, tag=True):
-    """The reader has read the block."""
+    """The reader has read the block. With `keep`, it holds it for others and releases it later."""
 
     channel: str
     reader: str
     block: int
+    keep: bool = False
 
 
 class Released(Value, tag=True):

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from unirun.weights.messages import (
     Described,
     Fetch,
     Fetched,
-    Part,
     Peek,
     Release,
     Released,
@@ -94,15 +93,18 @@ class Publisher:
     def handle(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or when there is something to answer."""
         if isinstance(request, Release):
-            reply(Parcel(encode(Released(self._release(request.block, request.reader)))))
+            held = self._reads if request.keep else self._release
+            reply(Parcel(encode(Released(held(request.block, request.reader)))))
             return
         with self._lock:
             self._expire()
             wait = not self._can_answer(request)
-            if wait:
+            if wait and request.patience is not None:
                 self._waiting.append(_Waiting(request, reply, self._now() + request.patience))
         if not wait:
             reply(self._answer(request))
+        elif request.patience is None:
+            reply(Parcel(encode(Fetched(0, 0, 0))))
 
     def _expire(self) -> None:
         """Forget those who do not wait any more. They know themselves when their time is over."""
@@ -138,20 +140,27 @@ class Publisher:
             self._release(block.number, reader)
 
         if request.parts is not None:
-            return Parcel(head, _buffers(packing, block, request.parts, release))
+            views = [packing.view(block.memory, part.name, part.box) for part in request.parts]
+            return Parcel(head, buffers_of(views, release))
         if block.number in request.mapped:
             return Parcel(head)
         assert block.handle is not None
         return Parcel(head, lent=Lent(block.handle, block.size, release))
 
-    def _release(self, number: int, reader: str) -> bool:
-        """The reader does not read the block any more. Returns whether it did."""
+    def _reads(self, number: int, reader: str) -> bool:
+        """Whether nobody has written to the block since the reader has asked for it."""
         with self._lock:
             block = self._blocks.find(number)
-            if block is None or reader not in block.readers:
-                return False
-            block.readers.discard(reader)
-            return True
+            return block is not None and reader in block.readers
+
+    def _release(self, number: int, reader: str) -> bool:
+        """The reader does not need the block any more. Returns whether it was the reader's until now."""
+        with self._lock:
+            held = self._reads(number, reader)
+            block = self._blocks.find(number)
+            if block is not None:
+                block.readers.discard(reader)
+            return held
 
     def close(self) -> None:
         """Give the memory back."""
@@ -160,11 +169,9 @@ class Publisher:
             self._blocks.close()
 
 
-def _buffers(
-    packing: Packing, block: Block, parts: tuple[Part, ...], release: Callable[[], object]
-) -> tuple[memoryview, ...]:
-    """The bytes of `parts`, in the block where they are in one run there. `release` is called when all are freed."""
-    left = len(parts)
+def buffers_of(views: Sequence[torch.Tensor], release: Callable[[], object]) -> tuple[memoryview, ...]:
+    """The bytes of `views`, where they are if they are contiguous. `release` is called when all are freed."""
+    left = len(views)
 
     def freed() -> None:
         nonlocal left
@@ -172,13 +179,11 @@ def _buffers(
         if not left:
             release()
 
-    if not parts:
+    if not views:
         release()
     found = []
-    for part in parts:
-        array: Any = (
-            packing.view(block.memory, part.name, part.box).contiguous().view(-1).view(torch.uint8).numpy()
-        )
+    for view in views:
+        array: Any = view.contiguous().view(-1).view(torch.uint8).numpy()
         weakref.finalize(array, freed).atexit = False
         found.append(memoryview(array))
     return tuple(found)

@@ -6,122 +6,52 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 
 import torch
 
-from unirun.errors import FrameError, WeightsError, WeightsTimeout
-from unirun.roles.transport.protocol import Parcel, writable
-from unirun.values import Value, WorkerId
+from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
+from unirun.roles.transport.protocol import Parcel
+from unirun.values import Value
+from unirun.weights.copies import Copy, Sent
+from unirun.weights.holding import Holder, Lease
 from unirun.weights.layout import Layout, shared
-from unirun.weights.lines import Line
 from unirun.weights.messages import (
     Answer,
     Describe,
     Described,
-    Fetch,
     Fetched,
-    Part,
-    Peek,
-    Release,
     Released,
-    Request,
     answer_of,
-    encode,
 )
 from unirun.weights.packing import Packing, blend, copy_all
 from unirun.weights.plan import Take, by_source, plan
-from unirun.weights.tensors import dtype_of, is_dtensor, layout_of, local, part_of
+from unirun.weights.sources import Source
+from unirun.weights.tensors import is_dtensor, layout_of, local, part_of
 
 
-class _Mapped(Value):
-    """A block of the publisher that stays mapped, and views of what was taken from it last."""
+class _Target(Value):
+    """What is to be filled: `tensors`, of which this rank has `layout`.
 
-    memory: torch.Tensor
-    takes: Sequence[Take]
-    views: list[torch.Tensor]
+    With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not copied
+    but assigned. With `eta` below 1, they become a moving average.
+    """
 
-
-class Source:
-    """A publisher as one receiver sees it."""
-
-    def __init__(self, channel: str, line: Line, reader: str, *, here: bool) -> None:
-        """`here`: it is on this host, so its memory can be mapped."""
-        self.line, self.here = line, here
-        self.packing: Packing | None = None
-        self._channel, self._reader = channel, reader
-        self._mapped: dict[int, _Mapped] = {}
-        self._kept = 0
-
-    @property
-    def who(self) -> WorkerId:
-        """The publisher."""
-        return self.line.who
-
-    def ask(self, request: Request) -> Future[Parcel]:
-        """Send a request. The answer raises `PeerLost` when the publisher has ended."""
-        return self.line.ask(encode(request))
-
-    def fetch(self, at_least: int, takes: Sequence[Take], patience: float, *, keep: bool) -> Future[Parcel]:
-        """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
-        layout = self.packing.number if self.packing is not None else 0
-        reader, mapped = self._reader, tuple(self._mapped)
-        if keep:
-            self._kept += 1
-            reader, mapped = f"{reader} {self._kept}", ()
-        parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
-        return self.ask(Fetch(self._channel, reader, layout, at_least, patience, mapped, parts))
-
-    def peek(self, patience: float) -> Future[Parcel]:
-        """Ask for the number of the latest version."""
-        return self.ask(Peek(self._channel, patience))
-
-    def tensors(
-        self, fetched: Fetched, parcel: Parcel, takes: Sequence[Take], *, keep: bool
-    ) -> list[torch.Tensor]:
-        """What was taken: views of the publisher's memory, or of the buffers of `parcel`. Raises `FrameError`."""
-        assert self.packing is not None
-        if not self.here:
-            if len(parcel.buffers) != len(takes):
-                raise FrameError(
-                    f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for"
-                )
-            return [self._sent(take, buffer) for take, buffer in zip(takes, parcel.buffers, strict=True)]
-        known = None if keep else self._mapped.get(fetched.block)
-        if known is not None and known.takes is takes:
-            return known.views
-        if known is None and not parcel.buffers:
-            raise FrameError(f"{self.who} did not lend the block with version {fetched.version}")
-        memory = torch.frombuffer(parcel.buffers[0], dtype=torch.uint8) if known is None else known.memory
-        views = [self.packing.view(memory, take.name, take.box) for take in takes]
-        if not keep:
-            self._mapped[fetched.block] = _Mapped(memory, takes, views)
-        return views
-
-    def _sent(self, take: Take, buffer: memoryview) -> torch.Tensor:
-        assert self.packing is not None
-        dtype = dtype_of(self.packing.layout[take.name].tensor.dtype)
-        if buffer.nbytes != take.box.count * dtype.itemsize:
-            raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
-        return torch.frombuffer(writable(buffer), dtype=torch.uint8).view(dtype).view(take.box.size)
-
-    def release(self, fetched: Fetched) -> Future[Parcel] | None:
-        """Say that the block was read."""
-        if not self.here:
-            return None
-        return self.ask(Release(self._channel, self._reader, fetched.block))
-
-    def describe(self, packing: Packing | None) -> None:
-        """Set where tensors are in the publisher's memory; None when that is not known any more."""
-        self.packing = packing
-        self._mapped.clear()
+    tensors: Mapping[str, torch.Tensor]
+    layout: Layout
+    assign: Callable[[str, torch.Tensor], None] | None
+    eta: float
 
 
 class Receiver:
     """One process as a receiver of one channel. Not thread-safe."""
 
-    def __init__(self, channel: str, turn: int, now: Callable[[], float] = time.monotonic) -> None:
-        """`turn`: receivers with different numbers prefer different publishers among those with the same data."""
-        self._channel, self._turn, self._now = channel, turn, now
+    def __init__(
+        self, channel: str, turn: int, holder: Holder, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`turn`: receivers with different numbers prefer different publishers among those with the same data. `holder`
+        holds what is received."""
+        self._channel, self._turn, self._holder, self._now = channel, turn, holder, now
         self._plan: tuple[object, Mapping[int, tuple[Take, ...]]] | None = None
 
     def receive(
@@ -133,18 +63,16 @@ class Receiver:
         assign: Callable[[str, torch.Tensor], None] | None = None,
         eta: float = 1.0,
     ) -> int:
-        """Copy the latest version that all `sources` have, and which is not before `at_least`, into `tensors`.
-
-        With `assign`, which is called with a name and a tensor, those that are whole in memory of this host are not
-        copied but assigned. With `eta` below 1, `tensors` become a moving average. Returns the version.
+        """Copy the latest version that all publishers `sources` have, and which is not before `at_least`, into
+        `tensors`, or `assign` it. Returns the version.
 
         Raises `PeerLost`, `WeightsError` when the tensors do not fit, `WeightsTimeout`.
         """
-        mine = layout_of(tensors)
+        target = _Target(tensors, layout_of(tensors), assign, eta)
         while True:
             fresh = self._describe(sources, deadline)
             try:
-                takes = self._planned(sources, mine)
+                takes = self._planned(sources, target.layout)
             except WeightsError:
                 if fresh:
                     raise
@@ -152,41 +80,113 @@ class Receiver:
                 for source in sources:
                     source.describe(None)
                 continue
-            found = self._fetch(sources, takes, at_least, deadline, keep=assign is not None)
-            if found is None:
+            at_least, done = self._take(sources, takes, at_least, deadline, target)
+            if done:
+                return at_least
+
+    def receive_held(
+        self,
+        holders: Sequence[Source],
+        tensors: Mapping[str, torch.Tensor],
+        at_least: int,
+        deadline: float,
+        assign: Callable[[str, torch.Tensor], None] | None = None,
+        eta: float = 1.0,
+    ) -> int | None:
+        """As `receive`, with the latest version of which some of `holders` have all parts. None: there is none."""
+        target = _Target(tensors, layout_of(tensors), assign, eta)
+        having: dict[int, list[Source]] = {}
+        for source, version in self._versions(holders, deadline).items():
+            if version >= at_least:
+                having.setdefault(version, []).append(source)
+        for version in sorted(having, reverse=True):
+            some = having[version]
+            for source in some:
+                source.describe(None)
+            try:
+                self._describe(some, deadline)
+                takes = self._planned(some, target.layout)
+                taken, done = self._take(some, takes, version, deadline, target)
+            except (PeerLost, WeightsError):
                 continue
-            version = max(fetched.version for fetched, _ in found.values())
-            if any(fetched.version != version for fetched, _ in found.values()):
-                self._release(sources, found, deadline)
-                at_least = version
+            if done:
+                return taken
+        return None
+
+    def _versions(self, sources: Sequence[Source], deadline: float) -> dict[Source, int]:
+        """The versions that these processes have now; those that have none, or have ended, are left out."""
+        found = {}
+        for source in sources:
+            try:
+                said = self._said(source, source.peek(None), Fetched, deadline)[0]
+            except PeerLost:
                 continue
-            into, from_ = [], []
-            assigned: list[tuple[str, torch.Tensor]] = []
-            for number, (fetched, parcel) in found.items():
-                source = sources[number]
-                views = source.tensors(fetched, parcel, takes[number], keep=assign is not None)
-                for take, view in zip(takes[number], views, strict=True):
-                    target = tensors[take.name]
-                    whole = target.is_cpu and take.box == mine[take.name].tensor.whole
-                    if assign is not None and source.here and whole and not is_dtensor(target):
-                        assigned.append((take.name, view))
-                    else:
-                        into.append(part_of(local(target), mine[take.name], take.box))
-                        from_.append(view)
-            if eta < 1.0:
-                # It cannot be undone, so it begins when it is sure that no tensor is torn.
-                copies = [view.clone() for view in from_]
-                if self._release(sources, found, deadline):
-                    blend(into, copies, eta)
-                    return version
-                continue
+            assert isinstance(said, Fetched)
+            if said.layout:
+                found[source] = said.version
+        return found
+
+    def all_have(self, sources: Sequence[Source], deadline: float) -> bool:
+        """Whether each of `sources` has some version now."""
+        new = [source for source in sources if source.packing is None]
+        return len(self._versions(new, deadline)) == len(new)
+
+    def _take(
+        self,
+        sources: Sequence[Source],
+        takes: Mapping[int, tuple[Take, ...]],
+        at_least: int,
+        deadline: float,
+        target: _Target,
+    ) -> tuple[int, bool]:
+        """Fetch and copy. Returns the version, or the one to ask for next, and whether that was done."""
+        keep = target.assign is not None
+        found = self._fetch(sources, takes, at_least, deadline, keep=keep)
+        if found is None:
+            return at_least, False
+        version = max(fetched.version for fetched, _ in found.values())
+        if any(fetched.version != version for fetched, _ in found.values()):
+            self._release(sources, found)
+            return version, False
+        into: list[torch.Tensor] = []
+        from_: list[torch.Tensor] = []
+        assigned: list[tuple[str, torch.Tensor]] = []
+        copies: list[Copy] = []
+        leases: list[Lease] = []
+        for number, (fetched, parcel) in found.items():
+            source = sources[number]
+            if source.here:
+                mapped = source.mapped(fetched, parcel, keep=keep)
+                views = mapped.views(takes[number])
+                copies.append(mapped)
+                leases.append((source, None if keep else fetched.block))
+            else:
+                views = source.sent(parcel, takes[number])
+                copies.append(Sent(target.layout, takes[number], views))
+            for take, view in zip(takes[number], views, strict=True):
+                tensor = target.tensors[take.name]
+                whole = tensor.is_cpu and take.box == target.layout[take.name].tensor.whole
+                if keep and source.here and whole and not is_dtensor(tensor):
+                    assigned.append((take.name, view))
+                else:
+                    into.append(part_of(local(tensor), target.layout[take.name], take.box))
+                    from_.append(view)
+        if target.eta < 1.0:
+            # It cannot be undone, so it begins when it is sure that no tensor is torn.
+            from_ = [view.clone() for view in from_]
+        else:
             copy_all(into, from_)
-            if assign is not None:
-                for name, view in assigned:
-                    assign(name, view)
-                return version
-            if self._release(sources, found, deadline):
-                return version
+        if not keep and not self._unchanged(sources, found, deadline):
+            return at_least, False
+        if target.eta < 1.0:
+            blend(into, from_, target.eta)
+        if target.assign is not None:
+            for name, view in assigned:
+                target.assign(name, view)
+        for source, released in self._holder.hold(version, copies, leases):
+            with suppress(PeerLost):
+                self._said(source, released, Released, deadline)
+        return version, True
 
     def latest(self, sources: Sequence[Source], deadline: float) -> int:
         """The number of the latest version that one of `sources` has."""
@@ -242,16 +242,22 @@ class Receiver:
             else:
                 found[n] = said, parcel
         if len(found) < len(asked):
-            self._release(sources, found, deadline)
+            self._release(sources, found)
             return None
         return found
 
-    def _release(
+    def _release(self, sources: Sequence[Source], found: Mapping[int, tuple[Fetched, Parcel]]) -> None:
+        """Give the blocks back that were not read."""
+        for n, (fetched, _) in found.items():
+            if sources[n].here:
+                sources[n].release(fetched.block)
+
+    def _unchanged(
         self, sources: Sequence[Source], found: Mapping[int, tuple[Fetched, Parcel]], deadline: float
     ) -> bool:
-        """Give the blocks back. Returns whether all were this reader's until now."""
+        """Whether nobody has written to what was read."""
         held = True
-        asked = {n: sources[n].release(fetched) for n, (fetched, _) in found.items()}
+        asked = {n: sources[n].was_read(fetched.block) for n, (fetched, _) in found.items()}
         for n, future in asked.items():
             if future is not None:
                 said = self._said(sources[n], future, Released, deadline)[0]

@@ -12,6 +12,7 @@ from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
+from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of
 from unirun.weights.lines import Line
 from unirun.weights.messages import Request
@@ -67,6 +68,21 @@ class Place:
         for transport in self._listening:
             transport.close()
 
+    def holders(self, *readers: Reader, tcp: bool = False) -> list[Source]:
+        """The readers, as somebody sees them who was started later."""
+        found = []
+        for rank, reader in enumerate(readers):
+            who = WorkerId("rollout", rank, 0)
+
+            def handle(parcel: Parcel, reply: Reply, holder: Holder = reader.holder) -> None:
+                request = request_of(parcel.head)
+                assert isinstance(request, Request)
+                holder.handle(request, reply)
+
+            line = self.line(who, self.serve(who, handle, tcp=tcp), tcp=tcp)
+            found.append(Source("policy", line, "rollout:late", holder=True))
+        return found
+
     def reader(self, *endpoints: str, tcp: bool = False) -> Reader:
         """A receiver that is connected to these publishers."""
         number = next(_numbers)
@@ -93,7 +109,9 @@ class Reader:
     """A receiver and its connections."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources, self._receiver = sources, Receiver("policy", 0)
+        self.sources, self.holder = sources, Holder(lambda _: self.publishers_have_ended)
+        self.publishers_have_ended = False
+        self._receiver = Receiver("policy", 0, self.holder)
 
     def receive(
         self,
@@ -107,6 +125,10 @@ class Reader:
         """As `WeightsChannel.receive`."""
         deadline, setter = time.monotonic() + within, assigner(into) if assign else None
         return self._receiver.receive(self.sources, tensors_of(into), at_least, deadline, setter, eta)
+
+    def receive_held(self, holders: Sequence[Source], into: Weights, at_least: int = 0) -> int | None:
+        """As `Receiver.receive_held`."""
+        return self._receiver.receive_held(holders, tensors_of(into), at_least, time.monotonic() + SOON)
 
     def latest(self) -> int:
         """As `Receiver.latest`."""

@@ -242,7 +242,7 @@ class TestMemory:
         parcel = source.fetch(0, (take,), 1.0, keep=False).result(5.0)
         fetched = answer_of(parcel.head)
         assert isinstance(fetched, Fetched)
-        (view,) = source.tensors(fetched, parcel, (take,), keep=False)
+        (view,) = source.mapped(fetched, parcel, keep=False).views((take,))
         for version in range(2, 12):
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
             assert view.unique().tolist() == [1.0]

@@ -1,0 +1,79 @@
+"""What a receiver has of one version: memory of a publisher that it has mapped, or parts that were sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from unirun.weights.layout import Box, Layout, Part, Piece
+from unirun.weights.packing import Packing
+from unirun.weights.plan import Take
+from unirun.weights.tensors import part_of
+
+
+class Copy(Protocol):
+    """Pieces of tensors, all of one version."""
+
+    @property
+    def layout(self) -> Layout:
+        """The pieces."""
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`. Raises KeyError or ValueError when they are not in one piece here."""
+
+
+class Mapped:
+    """A block of a publisher on this host. It stays mapped, and is read again when it has another version."""
+
+    def __init__(self, packing: Packing, memory: torch.Tensor) -> None:
+        self._packing, self._memory = packing, memory
+        self._takes: Sequence[Take] = ()
+        self._views: list[torch.Tensor] = []
+
+    @property
+    def layout(self) -> Layout:
+        """All that the publisher has."""
+        return self._packing.layout
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`."""
+        return self._packing.view(self._memory, name, box)
+
+    def views(self, takes: Sequence[Take]) -> list[torch.Tensor]:
+        """The elements of each take. A receiver asks for the same ones of every version."""
+        if self._takes is not takes:
+            self._takes, self._views = takes, [self.view(take.name, take.box) for take in takes]
+        return self._views
+
+
+class Sent:
+    """Parts in memory of this process."""
+
+    def __init__(self, wanted: Layout, takes: Sequence[Take], tensors: Sequence[torch.Tensor]) -> None:
+        """`takes` of `wanted`, and the `tensors` that came."""
+        self._wanted = wanted
+        self._parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for take, tensor in zip(takes, tensors, strict=True):
+            self._parts.setdefault(take.name, []).append((take.box, tensor))
+
+    @property
+    def layout(self) -> Layout:
+        """The parts."""
+        return {
+            name: Part(self._wanted[name].tensor, tuple(_piece(box) for box, _ in parts))
+            for name, parts in self._parts.items()
+        }
+
+    def view(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of `box`."""
+        about = self._wanted[name].tensor
+        for whole, tensor in self._parts[name]:
+            if whole.meet(box) == box:
+                return part_of(tensor, Part(about, (_piece(whole),)), box)
+        raise ValueError(f"{box} of {name} is not in one part")
+
+
+def _piece(box: Box) -> Piece:
+    return Piece(box, (0,) * len(box.start))

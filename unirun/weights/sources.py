@@ -1,0 +1,97 @@
+"""`Source`: one process that has weights, as a receiver sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from unirun.errors import FrameError
+from unirun.roles.transport.protocol import Parcel, writable
+from unirun.values import WorkerId
+from unirun.weights.copies import Mapped
+from unirun.weights.lines import Line
+from unirun.weights.messages import Fetch, Fetched, Part, Peek, Release, Request, encode
+from unirun.weights.packing import Packing
+from unirun.weights.plan import Take
+from unirun.weights.tensors import dtype_of
+
+
+class Source:
+    """A publisher, or a receiver that holds what it has received."""
+
+    def __init__(
+        self, channel: str, line: Line, reader: str, *, here: bool = False, holder: bool = False
+    ) -> None:
+        """`here`: it is a publisher on this host, so its memory can be mapped."""
+        self.line, self.here, self.holder = line, here, holder
+        self.packing: Packing | None = None
+        self._channel, self._reader = channel, reader
+        self._mapped: dict[int, Mapped] = {}
+        self._kept = 0
+
+    @property
+    def who(self) -> WorkerId:
+        """The process."""
+        return self.line.who
+
+    def ask(self, request: Request) -> Future[Parcel]:
+        """Send a request. The answer raises `PeerLost` when the process has ended."""
+        return self.line.ask(encode(request))
+
+    def fetch(self, at_least: int, takes: Sequence[Take], patience: float, *, keep: bool) -> Future[Parcel]:
+        """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
+        layout = self.packing.number if self.packing is not None else 0
+        reader, mapped = self._reader, tuple(self._mapped)
+        if keep:
+            self._kept += 1
+            reader, mapped = f"{reader} {self._kept}", ()
+        parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
+        return self.ask(Fetch(self._channel, reader, layout, at_least, patience, mapped, parts))
+
+    def peek(self, patience: float | None) -> Future[Parcel]:
+        """Ask for the number of the latest version."""
+        return self.ask(Peek(self._channel, patience))
+
+    def mapped(self, fetched: Fetched, parcel: Parcel, *, keep: bool) -> Mapped:
+        """The publisher's memory with the version. Raises `FrameError`."""
+        assert self.packing is not None
+        known = None if keep else self._mapped.get(fetched.block)
+        if known is not None:
+            return known
+        if not parcel.buffers:
+            raise FrameError(f"{self.who} did not lend the block with version {fetched.version}")
+        found = Mapped(self.packing, torch.frombuffer(parcel.buffers[0], dtype=torch.uint8))
+        if not keep:
+            self._mapped[fetched.block] = found
+        return found
+
+    def sent(self, parcel: Parcel, takes: Sequence[Take]) -> list[torch.Tensor]:
+        """The tensors in the buffers of `parcel`. Raises `FrameError`."""
+        if len(parcel.buffers) != len(takes):
+            raise FrameError(f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for")
+        return [self._tensor(take, buffer) for take, buffer in zip(takes, parcel.buffers, strict=True)]
+
+    def _tensor(self, take: Take, buffer: memoryview) -> torch.Tensor:
+        assert self.packing is not None
+        dtype = dtype_of(self.packing.layout[take.name].tensor.dtype)
+        if buffer.nbytes != take.box.count * dtype.itemsize:
+            raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
+        return torch.frombuffer(writable(buffer), dtype=torch.uint8).view(dtype).view(take.box.size)
+
+    def was_read(self, block: int) -> Future[Parcel] | None:
+        """Ask whether nobody has written to what was read. None: it was sent by a publisher, from a version that it
+        keeps until then."""
+        if not self.here and not self.holder:
+            return None
+        return self.ask(Release(self._channel, self._reader, block, keep=True))
+
+    def release(self, block: int) -> Future[Parcel]:
+        """Say that the block is not needed any more."""
+        return self.ask(Release(self._channel, self._reader, block))
+
+    def describe(self, packing: Packing | None) -> None:
+        """Set where tensors are in the publisher's memory; None when that is not known any more."""
+        self.packing = packing
+        self._mapped.clear()
