@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -55,7 +56,11 @@ class WeightsChannel:
         self._holder: Holder | None = None
         if self._publisher is None:
             self._holder = self._hub.holder(name)
-            self._receiver = Receiver(name, self._context.rank, self._holder)
+            # Receivers of one host ask the same publishers, so that each part comes once.
+            turn = zlib.crc32(self._context.node.encode())
+            self._receiver = Receiver(name, turn, self._holder, self._other)
+        me = self._context.session.me
+        self._name = f"{me} {me.incarnation}"
         self._sources: dict[tuple[str, int], Source] = {}
         self.version: int | None = None
         """The version that was published or received last; None before the first."""
@@ -168,7 +173,6 @@ class WeightsChannel:
 
     def _source(self, role: str, rank: int) -> Source | None:
         """The worker of a rank, if it can be reached. Raises `PeerLost` when it has ended for good."""
-        me = self._context.session.me
         known = self._sources.pop((role, rank), None)
         line = self._hub.line(role, rank, known.line if known is not None else None)
         if line is None:
@@ -177,15 +181,23 @@ class WeightsChannel:
             self._sources[role, rank] = known
             return known
         publishes = role == self.publisher
-        source = Source(
-            self.name,
-            line,
-            f"{me} {me.incarnation}",
-            here=publishes and self._hub.is_here(line),
-            holder=not publishes,
-        )
+        here = publishes and self._hub.is_here(line)
+        host = self._context.node if publishes and not here else ""
+        source = Source(self.name, line, self._name, here=here, holder=not publishes, host=host)
         self._sources[role, rank] = source
         return source
+
+    def _other(self, reader: str) -> Source | None:
+        """The receiver that has told publishers this name."""
+        worker, _, incarnation = reader.partition(" ")
+        role, _, rank = worker.rpartition(":")
+        try:
+            line = self._source(role, int(rank))
+        except PeerLost:
+            return None
+        if line is None or line.who.incarnation != int(incarnation):
+            return None
+        return line
 
     def _may_wait(self, sources: list[Source], missing: Exception | None, deadline: float) -> bool:
         """Whether publishers have the last version or none has ever been: no publisher has died since it had one."""

@@ -7,6 +7,7 @@ and what came from another host is in memory of this process already.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -15,7 +16,7 @@ import torch
 from unirun.errors import PeerLost
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
-from unirun.weights.copies import Copy
+from unirun.weights.copies import Copy, Sent
 from unirun.weights.layout import Box, Layout, Part
 from unirun.weights.messages import (
     Describe,
@@ -57,12 +58,38 @@ class Held:
 class Holder:
     """What one receiver holds of one channel. `handle` is called in a thread of the transport."""
 
-    def __init__(self, gone: Callable[[WorkerId], bool]) -> None:
+    def __init__(self, gone: Callable[[WorkerId], bool], now: Callable[[], float] = time.monotonic) -> None:
         """`gone`: the worker has ended, so that it does not write to its memory any more."""
-        self._gone = gone
+        self._gone, self._now = gone, now
         self._lock = threading.RLock()
         self._held: Held | None = None
         self._number = 0
+        # What publishers have sent for all receivers of this host, and who waits for it.
+        self._got: list[tuple[int, Sent]] = []
+        self._waiting: list[tuple[Fetch, Reply, float]] = []
+
+    def got(self, sent: Sequence[tuple[int, Sent]]) -> None:
+        """Publishers have sent this, of these versions. Others on this host may have it now."""
+        with self._lock:
+            self._got = list(sent)
+            now = self._now()
+            waiting = [each for each in self._waiting if each[2] > now]
+            answers = [(reply, self._parts(request)) for request, reply, _ in waiting]
+            self._waiting = [each for each, (_, found) in zip(waiting, answers, strict=True) if found is None]
+        for reply, found in answers:
+            if found is not None:
+                reply(found)
+
+    def _parts(self, request: Fetch) -> Parcel | None:
+        """The answer to a receiver on this host. None: the parts are not here yet."""
+        for version, sent in self._got:
+            if version >= request.at_least:
+                try:
+                    views = [sent.view(part.name, part.box) for part in request.parts or ()]
+                except (KeyError, ValueError):
+                    continue
+                return Parcel(encode(Fetched(version, 0, 0)), buffers_of(views, lambda: None))
+        return None
 
     def hold(
         self, version: int, copies: Sequence[Copy], leases: Sequence[Lease]
@@ -72,6 +99,11 @@ class Holder:
         with self._lock:
             self._number += 1
             return self._replace(Held(version, self._number, copies, leases))
+
+    def give_back(self, leases: Sequence[Lease]) -> None:
+        """These blocks were not read. What is held stays."""
+        with self._lock:
+            self._give_back(Held(0, 0, (), leases))
 
     def _replace(self, held: Held | None) -> list[tuple[Source, Future[Parcel]]]:
         before, self._held = self._held, held
@@ -91,7 +123,15 @@ class Holder:
         return found
 
     def handle(self, request: Request, reply: Reply) -> None:
-        """Answer at once."""
+        """Answer at once, or when the parts are here that publishers send for all receivers of this host."""
+        if isinstance(request, Fetch) and not request.layout:
+            with self._lock:
+                found = self._parts(request)
+                if found is None:
+                    self._waiting.append((request, reply, self._now() + request.patience))
+            if found is not None:
+                reply(found)
+            return
         with self._lock:
             held = self._valid()
         if isinstance(request, Release):
@@ -134,6 +174,8 @@ class Holder:
     def close(self) -> None:
         """Hold nothing any more."""
         with self._lock:
+            self._got.clear()
+            self._waiting.clear()
             self._replace(None)
 
 

@@ -39,8 +39,11 @@ class Fetch(Value, tag=True):
     """Asks for a version that is not before `at_least`, in the layout with this number. Answered when it is there, or
     not at all after `patience` seconds.
 
-    With `parts`, the answer has a buffer for each. Without, the block is lent, unless it is one of `mapped`, and is not
-    written again before `reader` says `Release`, or frees what was lent with this answer.
+    With `parts`, the answer has a buffer for each, without those that another reader on the same `host` has got.
+    Without, the block is lent, unless it is one of `mapped`, and is not written again before `reader` says `Release`,
+    or frees what was lent with this answer.
+
+    A receiver that is asked for layout 0 sends parts that it has got for its host, as soon as it has them.
     """
 
     channel: str
@@ -50,6 +53,7 @@ class Fetch(Value, tag=True):
     patience: float
     mapped: tuple[int, ...] = ()
     parts: tuple[Part, ...] | None = None
+    host: str = ""
 
 
 class Peek(Value, tag=True):
@@ -62,11 +66,15 @@ class Peek(Value, tag=True):
 
 class Fetched(Value, tag=True):
     """The `version`, which is in the block with this number; `layout` is that of the version. If it is not the one that
-    was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts."""
+    was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts.
+
+    `elsewhere` are the readers that have got some parts already, and which ones: their places in the request.
+    """
 
     version: int
     layout: int
     block: int
+    elsewhere: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
 
 
 class Release(Value, tag=True):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from unirun.errors import UsageError
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
@@ -24,6 +25,7 @@ from unirun.weights.messages import (
     Described,
     Fetch,
     Fetched,
+    Part,
     Peek,
     Release,
     Released,
@@ -63,6 +65,8 @@ class Publisher:
         self._current: _Version | None = None
         self._waiting: list[_Waiting] = []
         self._sent = 0
+        # By host and part, who was the first to get it of the current version.
+        self._first: dict[tuple[str, Part], str] = {}
 
     def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Make `tensors` the current version. They may be changed when this returns.
@@ -84,6 +88,7 @@ class Publisher:
         packing.pack(tensors, block)
         with self._lock:
             self._current = _Version(version, packing, block)
+            self._first.clear()
             self._expire()
             ready = [each for each in self._waiting if self._can_answer(each.request)]
             self._waiting = [each for each in self._waiting if not self._can_answer(each.request)]
@@ -123,7 +128,8 @@ class Publisher:
             if isinstance(request, Describe):
                 return Parcel(encode(Described(packing.number, packing.layout, packing.offsets)))
             lendable = block.handle is not None
-            head = encode(Fetched(self._current.version, packing.number, block.number if lendable else 0))
+            fetched = Fetched(self._current.version, packing.number, block.number if lendable else 0)
+            head = encode(fetched)
             if isinstance(request, Peek) or request.layout != packing.number:
                 return Parcel(head)
             if request.parts is None and not lendable:
@@ -134,18 +140,33 @@ class Publisher:
                 # Until the buffers are sent.
                 self._sent += 1
                 reader = f"{request.reader} {self._sent}"
+                parts, elsewhere = self._divided(request)
+                if elsewhere:
+                    head = encode(replace(fetched, elsewhere=elsewhere))
             block.readers.add(reader)
 
         def release() -> None:
             self._release(block.number, reader)
 
         if request.parts is not None:
-            views = [packing.view(block.memory, part.name, part.box) for part in request.parts]
+            views = [packing.view(block.memory, part.name, part.box) for part in parts]
             return Parcel(head, buffers_of(views, release))
         if block.number in request.mapped:
             return Parcel(head)
         assert block.handle is not None
         return Parcel(head, lent=Lent(block.handle, block.size, release))
+
+    def _divided(self, request: Fetch) -> tuple[list[Part], dict[str, tuple[int, ...]]]:
+        """The parts that the reader gets from here, and the places of those that it gets from others on its host."""
+        here: list[Part] = []
+        others: dict[str, list[int]] = {}
+        for place, part in enumerate(request.parts or ()):
+            first = self._first.setdefault((request.host, part), request.reader) if request.host else ""
+            if first in ("", request.reader):
+                here.append(part)
+            else:
+                others.setdefault(first, []).append(place)
+        return here, {reader: tuple(places) for reader, places in others.items()}
 
     def _reads(self, number: int, reader: str) -> bool:
         """Whether nobody has written to the block since the reader has asked for it."""

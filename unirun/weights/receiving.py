@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from unirun.errors import FrameError, PeerLost, WeightsError, WeightsTimeout
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
 from unirun.weights.copies import Copy, Sent
-from unirun.weights.holding import Holder, Lease
+from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, shared
 from unirun.weights.messages import (
     Answer,
@@ -28,6 +29,9 @@ from unirun.weights.packing import Packing, blend, copy_all
 from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.sources import Source
 from unirun.weights.tensors import is_dtensor, layout_of, local, part_of
+
+GIVEN_WITHIN = 5.0
+"""Seconds in which another receiver of this host gives what it has got. It may be gone, or hang."""
 
 
 class _Target(Value):
@@ -43,15 +47,36 @@ class _Target(Value):
     eta: float
 
 
+class _Got(Value):
+    """The answer of `source` to some takes, and views of what it has sent or lent."""
+
+    source: Source
+    takes: Sequence[Take]
+    fetched: Fetched
+    copy: Copy
+    views: Sequence[torch.Tensor]
+
+
+def _leases(found: Sequence[_Got]) -> list[tuple[Source, int]]:
+    """The blocks that are lent to this process."""
+    return [(got.source, got.fetched.block) for got in found if got.source.here]
+
+
 class Receiver:
     """One process as a receiver of one channel. Not thread-safe."""
 
     def __init__(
-        self, channel: str, turn: int, holder: Holder, now: Callable[[], float] = time.monotonic
+        self,
+        channel: str,
+        turn: int,
+        holder: Holder,
+        other: Callable[[str], Source | None] = lambda _: None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`turn`: receivers with different numbers prefer different publishers among those with the same data. `holder`
-        holds what is received."""
-        self._channel, self._turn, self._holder, self._now = channel, turn, holder, now
+        holds what is received. `other` is the receiver on this host that publishers call so, if it can be reached."""
+        self._channel, self._turn, self._now = channel, turn, now
+        self._holder, self._other = holder, other
         self._plan: tuple[object, Mapping[int, tuple[Take, ...]]] | None = None
 
     def receive(
@@ -141,32 +166,21 @@ class Receiver:
     ) -> tuple[int, bool]:
         """Fetch and copy. Returns the version, or the one to ask for next, and whether that was done."""
         keep = target.assign is not None
-        found = self._fetch(sources, takes, at_least, deadline, keep=keep)
-        if found is None:
+        found = self._fetch(sources, takes, at_least, deadline, target)
+        if not found:
             return at_least, False
-        version = max(fetched.version for fetched, _ in found.values())
-        if any(fetched.version != version for fetched, _ in found.values()):
-            self._release(sources, found)
+        version = max(got.fetched.version for got in found)
+        if any(got.fetched.version != version for got in found):
+            self._holder.give_back(_leases(found))
             return version, False
         into: list[torch.Tensor] = []
         from_: list[torch.Tensor] = []
         assigned: list[tuple[str, torch.Tensor]] = []
-        copies: list[Copy] = []
-        leases: list[Lease] = []
-        for number, (fetched, parcel) in found.items():
-            source = sources[number]
-            if source.here:
-                mapped = source.mapped(fetched, parcel, keep=keep)
-                views = mapped.views(takes[number])
-                copies.append(mapped)
-                leases.append((source, None if keep else fetched.block))
-            else:
-                views = source.sent(parcel, takes[number])
-                copies.append(Sent(target.layout, takes[number], views))
-            for take, view in zip(takes[number], views, strict=True):
+        for got in found:
+            for take, view in zip(got.takes, got.views, strict=True):
                 tensor = target.tensors[take.name]
                 whole = tensor.is_cpu and take.box == target.layout[take.name].tensor.whole
-                if keep and source.here and whole and not is_dtensor(tensor):
+                if keep and got.source.here and whole and not is_dtensor(tensor):
                     assigned.append((take.name, view))
                 else:
                     into.append(part_of(local(tensor), target.layout[take.name], take.box))
@@ -176,14 +190,15 @@ class Receiver:
             from_ = [view.clone() for view in from_]
         else:
             copy_all(into, from_)
-        if not keep and not self._unchanged(sources, found, deadline):
+        if not keep and not self._unchanged(found, deadline):
             return at_least, False
         if target.eta < 1.0:
             blend(into, from_, target.eta)
         if target.assign is not None:
             for name, view in assigned:
                 target.assign(name, view)
-        for source, released in self._holder.hold(version, copies, leases):
+        leases = [(source, None if keep else block) for source, block in _leases(found)]
+        for source, released in self._holder.hold(version, [got.copy for got in found], leases):
             with suppress(PeerLost):
                 self._said(source, released, Released, deadline)
         return version, True
@@ -224,43 +239,101 @@ class Receiver:
         takes: Mapping[int, tuple[Take, ...]],
         at_least: int,
         deadline: float,
-        *,
-        keep: bool,
-    ) -> dict[int, tuple[Fetched, Parcel]] | None:
-        """Ask all publishers that have something. None when one of them has to be asked in another way."""
-        patience = self._left(deadline)
+        target: _Target,
+    ) -> list[_Got]:
+        """Ask all publishers that have something. Empty when one of them has to be asked in another way."""
+        patience, keep = self._left(deadline), target.assign is not None
         asked = {n: sources[n].fetch(at_least, some, patience, keep=keep) for n, some in takes.items()}
-        found: dict[int, tuple[Fetched, Parcel]] = {}
-        for n, future in asked.items():
-            said, parcel = self._said(sources[n], future, Fetched, deadline)
+        found: list[_Got] = []
+        later: list[tuple[Source, Fetched, str, Sequence[Take]]] = []
+        try:
+            for n, future in asked.items():
+                source = sources[n]
+                said, parcel = self._said(source, future, Fetched, deadline)
+                assert isinstance(said, Fetched)
+                if source.packing is None or said.layout != source.packing.number:
+                    source.describe(None)
+                elif source.here and not said.block:
+                    source.here = False
+                elif source.here:
+                    mapped = source.mapped(said, parcel, keep=keep)
+                    found.append(_Got(source, takes[n], said, mapped, mapped.views(takes[n])))
+                else:
+                    away = {place for places in said.elsewhere.values() for place in places}
+                    found.append(
+                        self._sent(
+                            source, [t for i, t in enumerate(takes[n]) if i not in away], said, parcel, target
+                        )
+                    )
+                    later += [
+                        (source, said, who, [takes[n][i] for i in places])
+                        for who, places in said.elsewhere.items()
+                    ]
+            self._holder.got([(got.fetched.version, got.copy) for got in found if isinstance(got.copy, Sent)])
+            if len(found) == len(asked):
+                return found + self._from_others(later, deadline, target)
+        except BaseException:
+            self._abandon(asked, sources)
+            raise
+        self._abandon(asked, sources)
+        return []
+
+    def _from_others(
+        self, later: Sequence[tuple[Source, Fetched, str, Sequence[Take]]], deadline: float, target: _Target
+    ) -> list[_Got]:
+        """What other receivers of this host have got; from the publisher if they do not give it soon."""
+        soon = min(deadline, self._now() + GIVEN_WITHIN)
+        asked: list[tuple[Source | None, Future[Parcel] | None]] = []
+        for _, fetched, reader, takes in later:
+            other = self._other(reader)
+            future = None
+            if other is not None:
+                with suppress(PeerLost):
+                    future = other.fetch_parts(fetched.version, takes, self._left(soon))
+            asked.append((other, future))
+        found = []
+        for (source, fetched, _, takes), (other, future) in zip(later, asked, strict=True):
+            if other is not None and future is not None:
+                with suppress(PeerLost, WeightsTimeout):
+                    said, parcel = self._said(other, future, Fetched, soon)
+                    assert isinstance(said, Fetched)
+                    found.append(self._sent(other, takes, said, parcel, target))
+                    continue
+            assert source.packing is not None
+            future = source.fetch_parts(fetched.version, takes, self._left(deadline), source.packing.number)
+            said, parcel = self._said(source, future, Fetched, deadline)
             assert isinstance(said, Fetched)
-            packing = sources[n].packing
-            if packing is None or said.layout != packing.number:
-                sources[n].describe(None)
-            elif sources[n].here and not said.block:
-                sources[n].here = False
-            else:
-                found[n] = said, parcel
-        if len(found) < len(asked):
-            self._release(sources, found)
-            return None
+            if said.layout != source.packing.number:
+                source.describe(None)
+                return []
+            found.append(self._sent(source, takes, said, parcel, target))
         return found
 
-    def _release(self, sources: Sequence[Source], found: Mapping[int, tuple[Fetched, Parcel]]) -> None:
-        """Give the blocks back that were not read."""
-        for n, (fetched, _) in found.items():
-            if sources[n].here:
-                sources[n].release(fetched.block)
+    def _sent(
+        self, source: Source, takes: Sequence[Take], fetched: Fetched, parcel: Parcel, target: _Target
+    ) -> _Got:
+        views = source.sent(parcel, takes, target.layout)
+        return _Got(source, takes, fetched, Sent(target.layout, takes, views), views)
 
-    def _unchanged(
-        self, sources: Sequence[Source], found: Mapping[int, tuple[Fetched, Parcel]], deadline: float
-    ) -> bool:
+    def _abandon(self, asked: Mapping[int, Future[Parcel]], sources: Sequence[Source]) -> None:
+        """Give the blocks back that were lent, or will be, and are not read."""
+        for n, future in asked.items():
+            future.add_done_callback(partial(self._unread, sources[n]))
+
+    def _unread(self, source: Source, future: Future[Parcel]) -> None:
+        if future.exception() is None and source.here:
+            with suppress(FrameError):
+                said = answer_of(future.result().head)
+                if isinstance(said, Fetched) and said.block:
+                    self._holder.give_back([(source, said.block)])
+
+    def _unchanged(self, found: Sequence[_Got], deadline: float) -> bool:
         """Whether nobody has written to what was read."""
         held = True
-        asked = {n: sources[n].was_read(fetched.block) for n, (fetched, _) in found.items()}
-        for n, future in asked.items():
+        asked = [(got.source, got.source.was_read(got.fetched)) for got in found]
+        for source, future in asked:
             if future is not None:
-                said = self._said(sources[n], future, Released, deadline)[0]
+                said = self._said(source, future, Released, deadline)[0]
                 assert isinstance(said, Released)
                 held = held and said.held
         return held

@@ -11,6 +11,7 @@ from unirun.errors import FrameError
 from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.copies import Mapped
+from unirun.weights.layout import Layout
 from unirun.weights.lines import Line
 from unirun.weights.messages import Fetch, Fetched, Part, Peek, Release, Request, encode
 from unirun.weights.packing import Packing
@@ -22,12 +23,20 @@ class Source:
     """A publisher, or a receiver that holds what it has received."""
 
     def __init__(
-        self, channel: str, line: Line, reader: str, *, here: bool = False, holder: bool = False
+        self,
+        channel: str,
+        line: Line,
+        reader: str,
+        *,
+        here: bool = False,
+        holder: bool = False,
+        host: str = "",
     ) -> None:
-        """`here`: it is a publisher on this host, so its memory can be mapped."""
+        """`here`: it is a publisher on this host, so its memory can be mapped. `host`: the host of the reader, whose
+        receivers give to each other what one of them has got; empty if they do not."""
         self.line, self.here, self.holder = line, here, holder
         self.packing: Packing | None = None
-        self._channel, self._reader = channel, reader
+        self._channel, self._reader, self._host = channel, reader, host
         self._mapped: dict[int, Mapped] = {}
         self._kept = 0
 
@@ -48,7 +57,14 @@ class Source:
             self._kept += 1
             reader, mapped = f"{reader} {self._kept}", ()
         parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
-        return self.ask(Fetch(self._channel, reader, layout, at_least, patience, mapped, parts))
+        return self.ask(Fetch(self._channel, reader, layout, at_least, patience, mapped, parts, self._host))
+
+    def fetch_parts(
+        self, version: int, takes: Sequence[Take], patience: float, layout: int = 0
+    ) -> Future[Parcel]:
+        """Ask for parts that this process has itself, of `version` or a later one."""
+        parts = tuple(Part(take.name, take.box) for take in takes)
+        return self.ask(Fetch(self._channel, self._reader, layout, version, patience, (), parts))
 
     def peek(self, patience: float | None) -> Future[Parcel]:
         """Ask for the number of the latest version."""
@@ -67,25 +83,25 @@ class Source:
             self._mapped[fetched.block] = found
         return found
 
-    def sent(self, parcel: Parcel, takes: Sequence[Take]) -> list[torch.Tensor]:
-        """The tensors in the buffers of `parcel`. Raises `FrameError`."""
+    def sent(self, parcel: Parcel, takes: Sequence[Take], wanted: Layout) -> list[torch.Tensor]:
+        """The tensors in the buffers of `parcel`: `takes` of `wanted`. Raises `FrameError`."""
         if len(parcel.buffers) != len(takes):
             raise FrameError(f"{self.who} sent {len(parcel.buffers)} parts where {len(takes)} were asked for")
-        return [self._tensor(take, buffer) for take, buffer in zip(takes, parcel.buffers, strict=True)]
+        return [
+            self._tensor(take, dtype_of(wanted[take.name].tensor.dtype), buffer)
+            for take, buffer in zip(takes, parcel.buffers, strict=True)
+        ]
 
-    def _tensor(self, take: Take, buffer: memoryview) -> torch.Tensor:
-        assert self.packing is not None
-        dtype = dtype_of(self.packing.layout[take.name].tensor.dtype)
+    def _tensor(self, take: Take, dtype: torch.dtype, buffer: memoryview) -> torch.Tensor:
         if buffer.nbytes != take.box.count * dtype.itemsize:
             raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
         return torch.frombuffer(writable(buffer), dtype=torch.uint8).view(dtype).view(take.box.size)
 
-    def was_read(self, block: int) -> Future[Parcel] | None:
-        """Ask whether nobody has written to what was read. None: it was sent by a publisher, from a version that it
-        keeps until then."""
-        if not self.here and not self.holder:
+    def was_read(self, fetched: Fetched) -> Future[Parcel] | None:
+        """Ask whether nobody has written to what was read. None: it was sent from memory that nobody writes to."""
+        if not self.here and not (self.holder and fetched.layout):
             return None
-        return self.ask(Release(self._channel, self._reader, block, keep=True))
+        return self.ask(Release(self._channel, self._reader, fetched.block, keep=True))
 
     def release(self, block: int) -> Future[Parcel]:
         """Say that the block is not needed any more."""

@@ -31,6 +31,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self._folder, self._token, self._stack = folder, new_token(), ExitStack()
         self._listening: list[SocketTransport] = []
+        self.sent = 0
+        """Bytes of tensors that publishers have sent, without memory that was lent."""
 
     def _transport(self, node: str, *, tcp: bool) -> SocketTransport:
         credentials = credentials_in(self._folder / node, self._token, node, tls=tcp)
@@ -47,7 +49,12 @@ class Place:
         def handle(parcel: Parcel, reply: Reply) -> None:
             request = request_of(parcel.head)
             assert isinstance(request, Request)
-            publisher.handle(request, reply)
+
+            def counted(answer: Parcel) -> None:
+                self.sent += sum(buffer.nbytes for buffer in answer.buffers)
+                reply(answer)
+
+            publisher.handle(request, counted)
 
         return publisher, self.serve(WorkerId("actor", rank, 0), handle, tcp=tcp)
 
@@ -83,7 +90,16 @@ class Place:
             found.append(Source("policy", line, "rollout:late", holder=True))
         return found
 
-    def reader(self, *endpoints: str, tcp: bool = False) -> Reader:
+    def neighbours(self, count: int, *endpoints: str) -> list[Reader]:
+        """Receivers on another host than these publishers, who give to each other what they get."""
+        readers = [self.reader(*endpoints, tcp=True, host="h1") for _ in range(count)]
+        for reader in readers:
+            for other, source in zip(readers, self.holders(*readers), strict=True):
+                if other is not reader:
+                    reader.others[other.name] = source
+        return readers
+
+    def reader(self, *endpoints: str, tcp: bool = False, host: str = "") -> Reader:
         """A receiver that is connected to these publishers."""
         number = next(_numbers)
         transport = self._transport(f"r{number}", tcp=tcp)
@@ -93,12 +109,13 @@ class Place:
                 Line(WorkerId("actor", rank, 0), transport, endpoint),
                 f"rollout:{number}",
                 here=transport.is_here(endpoint),
+                host=host,
             )
             for rank, endpoint in enumerate(endpoints)
         ]
         for source in sources:
             self._stack.callback(source.line.close)
-        return Reader(sources)
+        return Reader(sources, f"rollout:{number}")
 
     def close(self) -> None:
         """End all of it."""
@@ -108,10 +125,12 @@ class Place:
 class Reader:
     """A receiver and its connections."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], name: str) -> None:
+        self.name = name
+        self.others: dict[str, Source] = {}
         self.sources, self.holder = sources, Holder(lambda _: self.publishers_have_ended)
         self.publishers_have_ended = False
-        self._receiver = Receiver("policy", 0, self.holder)
+        self._receiver = Receiver("policy", 0, self.holder, self.others.get)
 
     def receive(
         self,

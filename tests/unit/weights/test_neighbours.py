@@ -1,0 +1,110 @@
+"""Receivers of one host give to each other what one of them has got from another host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.weights.pairs import Place, Reader, place
+from unirun.weights import receiving
+
+pytestmark = pytest.mark.starts_processes
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Place]:
+    with place(tmp_path) as made:
+        yield made
+
+
+def weights(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.full((1000,), value) for number in range(8)}
+
+
+BYTES = 8 * 4000
+
+
+def all_receive(readers: Sequence[Reader], version: int) -> list[tuple[int, set[float]]]:
+    """What they get who receive at the same time."""
+    found: list[tuple[int, set[float]]] = []
+
+    def receive(reader: Reader) -> None:
+        got = weights()
+        found.append((reader.receive(got, version), {v for t in got.values() for v in t.unique().tolist()}))
+
+    threads = [threading.Thread(target=receive, args=(reader,)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_each_byte_comes_once_to_a_host(here: Place) -> None:
+    publisher, endpoint = here.publisher(tcp=True)
+    readers = here.neighbours(3, endpoint)
+    for version in range(5):
+        publisher.publish(weights(float(version)), version)
+        assert all_receive(readers, version) == [(version, {float(version)})] * 3
+        assert here.sent == (version + 1) * BYTES
+
+
+def test_two_that_wait_for_each_other_get_everything(here: Place) -> None:
+    """Each of two publishers is asked first by another receiver."""
+    halves = [here.publisher(rank, tcp=True) for rank in range(2)]
+    readers = here.neighbours(2, *(endpoint for _, endpoint in halves))
+    names = sorted(weights())
+    for version in range(20):
+        for number, (publisher, _) in enumerate(halves):
+            publisher.publish({name: weights(float(version))[name] for name in names[number::2]}, version)
+        assert all_receive(readers, version) == [(version, {float(version)})] * 2
+        assert here.sent == (version + 1) * BYTES
+
+
+def test_one_that_comes_later_gets_it_from_the_first(here: Place) -> None:
+    publisher, endpoint = here.publisher(tcp=True)
+    first, second = here.neighbours(2, endpoint)
+    publisher.publish(weights(3.0), 3)
+    assert all_receive([first], 3) == all_receive([second], 3) == [(3, {3.0})]
+    assert here.sent == BYTES
+
+
+def test_what_a_neighbour_does_not_give_comes_from_the_publisher(
+    here: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "GIVEN_WITHIN", 0.05)
+    publisher, endpoint = here.publisher(tcp=True)
+    readers = here.neighbours(3, endpoint)
+    publisher.publish(weights(1.0), 1)
+    assert all_receive(readers[:1], 1) == [(1, {1.0})]
+    # It has given up what it got, as one that hangs or has failed to unpack it.
+    readers[0].holder.close()
+    assert all_receive(readers[1:2], 1) == [(1, {1.0})]
+    assert here.sent == 2 * BYTES
+    # Nobody knows the first one any more.
+    readers[2].others.clear()
+    assert all_receive(readers[2:], 1) == [(1, {1.0})]
+    assert here.sent == 3 * BYTES
+
+
+def test_a_neighbour_that_has_died_is_not_waited_for(here: Place) -> None:
+    publisher, endpoint = here.publisher(tcp=True)
+    first, second = here.neighbours(2, endpoint)
+    publisher.publish(weights(1.0), 1)
+    all_receive([first], 1)
+    second.others[first.name].line.close()
+    assert all_receive([second], 1) == [(1, {1.0})]
+
+
+def test_one_with_a_newer_version_makes_all_of_it_newer(here: Place) -> None:
+    publisher, endpoint = here.publisher(tcp=True)
+    first, second = here.neighbours(2, endpoint)
+    names = sorted(weights())
+    publisher.publish(weights(1.0), 1)
+    assert first.receive({name: torch.zeros(1000) for name in names[:4]}) == 1
+    publisher.publish(weights(2.0), 2)
+    assert all_receive([first, second], 1) == [(2, {2.0})] * 2
