@@ -10,6 +10,7 @@ import torch
 
 from unirun.errors import PeerLost, UsageError, WeightsTimeout
 from unirun.roles.context import Context, init
+from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
 from unirun.weights.hub import hub_of
 from unirun.weights.publishing import Publisher
@@ -58,7 +59,8 @@ class WeightsChannel:
             self._holder = self._hub.holder(name)
             # Receivers of one host ask the same publishers, so that each part comes once.
             turn = zlib.crc32(self._context.node.encode())
-            self._receiver = Receiver(name, turn, self._holder, self._other)
+            fetching = Fetching(name, self._holder, self._other)
+            self._receiver = Receiver(name, turn, self._holder, fetching)
         me = self._context.session.me
         self._name = f"{me} {me.incarnation}"
         self._sources: dict[tuple[str, int], Source] = {}

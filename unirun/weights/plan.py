@@ -22,8 +22,9 @@ def plan(
 ) -> tuple[Take, ...]:
     """The takes that give all of `wanted`, no element twice. The same arguments give the same plan.
 
-    Where several sources have an element, those in `near` (on this host) come first; among equals the order begins with
-    the source number `turn`, so that receivers with different numbers ask different sources.
+    Where several sources have an element, those in `near` (on this host) come first. Those that have the same part of
+    a tensor share the work: the next tensor comes from the one that has sent least. The order begins with the source
+    number `turn`, so that receivers with different numbers ask different sources first.
 
     Raises `WeightsError` with every tensor that no source has, that has another shape or dtype, or of which a part is
     nowhere.
@@ -35,36 +36,50 @@ def plan(
         raise WeightsError("the weights do not fit the receiver", faults=faults)
     order = _order(len(sources), near, turn)
     takes: list[Take] = []
+    sent = [0] * len(sources)
     # Layers of a model are cut in the same way, and equal parts are one object (`shared`): one search serves all.
-    known: dict[tuple[int, ...], tuple[list[tuple[int, Box]], list[Box]]] = {}
+    known: dict[tuple[int, ...], tuple[list[tuple[list[int], Box]], list[Box]]] = {}
     for name, part in wanted.items():
         there = [sources[source].get(name) for source in order]
         key = (id(part), *map(id, there))
         if key not in known:
-            known[key] = _search(part, order, there)
+            twins = _twins(order, there, set(near))
+            known[key] = _search(part, [(some, sources[some[0]][name]) for some in twins])
         found, missing = known[key]
-        takes += [Take(source, name, box) for source, box in found]
+        for twin, box in found:
+            source = min(twin, key=sent.__getitem__) if len(twin) > 1 else twin[0]
+            sent[source] += box.count
+            takes.append(Take(source, name, box))
         faults += [_nowhere(name, part.tensor, box) for box in missing[:1]]
     if faults:
         raise WeightsError("the publishers do not have all of what the receiver needs", faults=faults)
     return tuple(takes)
 
 
-def _search(
-    part: Part, order: Sequence[int], there: Sequence[Part | None]
-) -> tuple[list[tuple[int, Box]], list[Box]]:
-    """Which box of `part` comes from which source, and what no source has."""
-    found: list[tuple[int, Box]] = []
-    missing = [piece.box for piece in part.pieces]
+def _twins(order: Sequence[int], there: Sequence[Part | None], near: set[int]) -> list[list[int]]:
+    """The sources of a tensor: those that have the same part, and are as near as each other, in one list."""
+    found: dict[tuple[bool, Part], list[int]] = {}
     for source, held in zip(order, there, strict=True):
-        for piece in held.pieces if held is not None and missing else ():
+        if held is not None:
+            found.setdefault((source not in near, held), []).append(source)
+    return [*found.values()]
+
+
+def _search(
+    part: Part, there: Sequence[tuple[list[int], Part]]
+) -> tuple[list[tuple[list[int], Box]], list[Box]]:
+    """Which box of `part` comes from which sources, and what no source has."""
+    found: list[tuple[list[int], Box]] = []
+    missing = [piece.box for piece in part.pieces]
+    for sources, held in there:
+        for piece in held.pieces if missing else ():
             left: list[Box] = []
             for box in missing:
                 common = box.meet(piece.box)
                 if common is None:
                     left.append(box)
                 else:
-                    found.append((source, common))
+                    found.append((sources, common))
                     left.extend(box.without(common))
             missing = left
     return found, missing

@@ -12,6 +12,7 @@ from tests.unit.wire.places import credentials_in
 from unirun.roles.transport.protocol import Handler, Parcel, Reply
 from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
+from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
 from unirun.weights.hub import request_of
 from unirun.weights.lines import Line
@@ -130,7 +131,7 @@ class Reader:
         self.others: dict[str, Source] = {}
         self.sources, self.holder = sources, Holder(lambda _: self.publishers_have_ended)
         self.publishers_have_ended = False
-        self._receiver = Receiver("policy", 0, self.holder, self.others.get)
+        self._receiver = Receiver("policy", 0, self.holder, Fetching("policy", self.holder, self.others.get))
 
     def receive(
         self,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.weights.pairs import Place, Reader, place
-from unirun.weights import receiving
+from unirun.weights import fetching
 
 pytestmark = pytest.mark.starts_processes
 
@@ -76,7 +76,7 @@ def test_one_that_comes_later_gets_it_from_the_first(here: Place) -> None:
 def test_what_a_neighbour_does_not_give_comes_from_the_publisher(
     here: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receiving, "GIVEN_WITHIN", 0.05)
+    monkeypatch.setattr(fetching, "GIVEN_WITHIN", 0.05)
     publisher, endpoint = here.publisher(tcp=True)
     readers = here.neighbours(3, endpoint)
     publisher.publish(weights(1.0), 1)
@@ -108,3 +108,18 @@ def test_one_with_a_newer_version_makes_all_of_it_newer(here: Place) -> None:
     assert first.receive({name: torch.zeros(1000) for name in names[:4]}) == 1
     publisher.publish(weights(2.0), 2)
     assert all_receive([first, second], 1) == [(2, {2.0})] * 2
+
+
+def test_other_tensors_are_published_while_a_neighbour_is_asked(
+    here: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "GIVEN_WITHIN", 0.1)
+    publisher, endpoint = here.publisher(tcp=True)
+    first, second = here.neighbours(2, endpoint)
+    publisher.publish(weights(1.0), 1)
+    assert all_receive([first], 1) == [(1, {1.0})]
+    first.holder.close()
+    later = threading.Timer(0.03, publisher.publish, (weights(2.0) | {"more": torch.zeros(3)}, 2))
+    later.start()
+    assert all_receive([second], 1) == [(2, {2.0})]
+    later.join()

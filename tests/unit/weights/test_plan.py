@@ -36,6 +36,18 @@ def test_receivers_with_different_turns_ask_different_sources_with_the_same_data
     assert [plan([whole] * 3, whole, turn=turn)[0].source for turn in range(4)] == [0, 1, 2, 0]
 
 
+def test_sources_with_the_same_data_send_equally_much() -> None:
+    tensors = layout_of({f"w{number}": torch.zeros(size) for number, size in enumerate((8, 3, 5, 2, 6))})
+    takes = plan([tensors] * 2, tensors)
+    assert [(take.name, take.source) for take in takes] == [
+        ("w0", 0),
+        ("w1", 1),
+        ("w2", 1),
+        ("w3", 0),
+        ("w4", 1),
+    ]
+
+
 def test_sources_on_this_host_come_first() -> None:
     whole = layout_of({"w": WHOLE})
     assert {take.source for take in plan([whole] * 4, whole, near=[2], turn=1)} == {2}

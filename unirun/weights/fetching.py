@@ -1,0 +1,190 @@
+"""`Fetching`: one version, asked of several processes at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from unirun.errors import FrameError, PeerLost, WeightsTimeout
+from unirun.roles.transport.protocol import Parcel
+from unirun.values import Value
+from unirun.weights.copies import Copy, Sent
+from unirun.weights.holding import Holder
+from unirun.weights.layout import Layout
+from unirun.weights.messages import Answer, Fetched, Released, answer_of
+from unirun.weights.plan import Take
+from unirun.weights.sources import Source
+
+GIVEN_WITHIN = 5.0
+"""Seconds in which another receiver of this host gives what it has got. It may be gone, or hang."""
+
+
+class Got(Value):
+    """The answer of `source` to some takes, and views of what it has sent or lent."""
+
+    source: Source
+    takes: Sequence[Take]
+    fetched: Fetched
+    copy: Copy
+    views: Sequence[torch.Tensor]
+
+
+def leases(found: Sequence[Got]) -> list[tuple[Source, int]]:
+    """The blocks that are lent to this process."""
+    return [(got.source, got.fetched.block) for got in found if got.source.here]
+
+
+class Fetching:
+    """The requests of one receiver of one channel. Not thread-safe."""
+
+    def __init__(
+        self,
+        channel: str,
+        holder: Holder,
+        other: Callable[[str], Source | None] = lambda _: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`holder` is told what publishers have sent. `other` is the receiver on this host that publishers call so, if
+        it can be reached."""
+        self._channel, self._now = channel, now
+        self._holder, self._other = holder, other
+
+    def fetch(
+        self,
+        sources: Sequence[Source],
+        takes: Mapping[int, tuple[Take, ...]],
+        at_least: int,
+        deadline: float,
+        wanted: Layout,
+        *,
+        keep: bool,
+    ) -> list[Got]:
+        """Ask all publishers that have something. Empty when one of them has to be asked in another way."""
+        patience = self.left(deadline)
+        asked: dict[int, Future[Parcel]] = {}
+        found: list[Got] = []
+        later: list[tuple[Source, Fetched, str, Sequence[Take]]] = []
+        try:
+            for n, some in takes.items():
+                asked[n] = sources[n].fetch(at_least, some, patience, keep=keep)
+            for n, future in asked.items():
+                source = sources[n]
+                said, parcel = self.said(source, future, Fetched, deadline)
+                assert isinstance(said, Fetched)
+                if source.packing is None or said.layout != source.packing.number:
+                    source.describe(None)
+                elif source.here and not said.block:
+                    source.here = False
+                elif source.here:
+                    mapped = source.mapped(said, parcel, keep=keep)
+                    found.append(Got(source, takes[n], said, mapped, mapped.views(takes[n])))
+                else:
+                    away = {place for places in said.elsewhere.values() for place in places}
+                    sent = [take for place, take in enumerate(takes[n]) if place not in away]
+                    found.append(self._sent(source, sent, said, parcel, wanted))
+                    later += [
+                        (source, said, who, [takes[n][i] for i in places])
+                        for who, places in said.elsewhere.items()
+                    ]
+            self._holder.got([(got.fetched.version, got.copy) for got in found if isinstance(got.copy, Sent)])
+            rest = self._from_others(later, deadline, wanted)
+            if len(found) == len(asked) and rest is not None:
+                return found + rest
+        except BaseException:
+            self._abandon(asked, sources)
+            raise
+        self._abandon(asked, sources)
+        return []
+
+    def _from_others(
+        self, later: Sequence[tuple[Source, Fetched, str, Sequence[Take]]], deadline: float, wanted: Layout
+    ) -> list[Got] | None:
+        """What other receivers of this host have got; from the publisher if they do not give it soon. None: it has
+        other tensors now."""
+        soon = min(deadline, self._now() + GIVEN_WITHIN)
+        asked: list[tuple[Source | None, Future[Parcel] | None]] = []
+        for _, fetched, reader, takes in later:
+            other = self._other(reader)
+            future = None
+            if other is not None:
+                with suppress(PeerLost):
+                    future = other.fetch_parts(fetched.version, takes, self.left(soon))
+            asked.append((other, future))
+        found = []
+        for (source, fetched, _, takes), (other, future) in zip(later, asked, strict=True):
+            if other is not None and future is not None:
+                with suppress(PeerLost, WeightsTimeout):
+                    said, parcel = self.said(other, future, Fetched, soon)
+                    assert isinstance(said, Fetched)
+                    found.append(self._sent(other, takes, said, parcel, wanted))
+                    continue
+            assert source.packing is not None
+            future = source.fetch_parts(fetched.version, takes, self.left(deadline), source.packing.number)
+            said, parcel = self.said(source, future, Fetched, deadline)
+            assert isinstance(said, Fetched)
+            if said.layout != source.packing.number:
+                source.describe(None)
+                return None
+            found.append(self._sent(source, takes, said, parcel, wanted))
+        return found
+
+    def _sent(
+        self, source: Source, takes: Sequence[Take], fetched: Fetched, parcel: Parcel, wanted: Layout
+    ) -> Got:
+        views = source.sent(parcel, takes, wanted)
+        return Got(source, takes, fetched, Sent(wanted, takes, views), views)
+
+    def _abandon(self, asked: Mapping[int, Future[Parcel]], sources: Sequence[Source]) -> None:
+        """Give the blocks back that were lent, or will be, and are not read."""
+        for n, future in asked.items():
+            future.add_done_callback(partial(self._unread, sources[n]))
+
+    def _unread(self, source: Source, future: Future[Parcel]) -> None:
+        if future.exception() is None and source.here:
+            with suppress(FrameError):
+                said = answer_of(future.result().head)
+                if isinstance(said, Fetched) and said.block:
+                    self._holder.give_back([(source, said.block)])
+
+    def unchanged(self, found: Sequence[Got], deadline: float) -> bool:
+        """Whether nobody has written to what was read."""
+        held = True
+        asked = [(got.source, got.source.was_read(got.fetched)) for got in found]
+        for source, future in asked:
+            if future is not None:
+                said = self.said(source, future, Released, deadline)[0]
+                assert isinstance(said, Released)
+                held = held and said.held
+        return held
+
+    def said(
+        self, source: Source, future: Future[Parcel], wanted: type[Answer], deadline: float
+    ) -> tuple[Answer, Parcel]:
+        """Wait for an answer. Raises `PeerLost`, `WeightsTimeout`, `FrameError`."""
+        try:
+            parcel = future.result(self.left(deadline))
+        except FutureTimeout:
+            raise self._late(source) from None
+        said = answer_of(parcel.head)
+        if not isinstance(said, wanted):
+            raise FrameError(
+                f"{source.who} answered {type(said).__name__} where {wanted.__name__} was expected"
+            )
+        return said, parcel
+
+    def _late(self, source: Source) -> WeightsTimeout:
+        return WeightsTimeout(
+            f"{source.who} has published nothing new enough in channel {self._channel!r} in time",
+            "publish more often, wait longer, or accept an older version",
+            channel=self._channel,
+        )
+
+    def left(self, deadline: float) -> float:
+        """Seconds until then."""
+        return max(deadline - self._now(), 0.0)
