@@ -44,6 +44,11 @@ COLLECTIVES = """
     words.append(int(own))
     dist.barrier(group=group)
     assert ctx.group("actor", "rollout") is group
+    if (ctx.role, ctx.rank) in {("actor", 1), ("rollout", 0), ("rollout", 2)}:
+        some = ctx.group("actor:1", "rollout:0,2")
+        total = torch.tensor([10.0 ** some.rank()])
+        dist.all_reduce(total, group=some)
+        words.append(f"{some.rank()} of {int(total)}")
     members = ctx.members("rollout")
     words.append(",".join(map(str, members)))
     print(*words, flush=True)
@@ -79,10 +84,10 @@ class TestAGroup:
         rollouts = "rollout:0,rollout:1,rollout:2"
         assert result.lines == [
             f"actor 0 0/5 11111 3 -1  2 {rollouts}",
-            f"actor 1 1/5 11111 3 44  2 {rollouts}",
-            f"rollout 0 2/5 11111 3 -1 01234 3 {rollouts}",
+            f"actor 1 1/5 11111 3 44  2 0 of 111 {rollouts}",
+            f"rollout 0 2/5 11111 3 -1 01234 3 1 of 111 {rollouts}",
             f"rollout 1 3/5 11111 3 -1  3 {rollouts}",
-            f"rollout 2 4/5 11111 3 -1  3 {rollouts}",
+            f"rollout 2 4/5 11111 3 -1  3 2 of 111 {rollouts}",
         ]
 
     def test_a_group_across_roles_works_with_exec_and_without_a_default_group(
@@ -162,6 +167,7 @@ class TestAGroup:
             "ctx.group('actor', 'rolout')": "this job has no role 'rolout'; it has actor, rollout",
             "ctx.group('rollout')": "group('rollout') is called by actor:0; name each role once",
             "ctx.group('actor', 'actor')": "name each role once",
+            "ctx.group('actor', 'rollout:0-1')": "rollout:0-1 names rank 1 of rollout; it has ranks 0 to 0",
             "ctx.members('critic')": "this job has no role 'critic'",
             "ctx.group('actor', 'rollout', timeout=datetime.timedelta(seconds=0.5))": "group rank 1 did not come in time; "
             "every member must call ctx.group",

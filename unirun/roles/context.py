@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from unirun.errors import UsageError
-from unirun.roles.groups import GroupForge
+from unirun.roles.groups import GroupForge, group_rank
+from unirun.roles.parties import Party
 from unirun.roles.peers import Peers, RoleInfo, linked_peers, lone_peers
 from unirun.roles.session import Session
 
@@ -102,7 +103,8 @@ class Context:
     def group(
         self, *roles: str, backend: str | None = None, timeout: timedelta = GROUP_TIMEOUT
     ) -> ProcessGroup:
-        """The process group of all ranks of `roles`, beside each role's default group.
+        """The process group of `roles`, beside each role's default group: of all of their ranks, or of those that are
+        named, as in ``group("actor:0", "rollout:0-3,7")``.
 
         Its ranks are ordered by role as named, then by rank: with 2 actors and 3 rollouts, ``group("actor",
         "rollout")`` has actor:0, actor:1, rollout:0, rollout:1, rollout:2 as its ranks 0..4. In collectives of
@@ -118,23 +120,33 @@ class Context:
 
         Raises `GroupError` when the members do not meet within `timeout`, `UsageError` for wrong names.
         """
-        for role in roles:
-            self.peers.known(role)
-        if self.role not in roles or len(set(roles)) != len(roles):
+        parties = self._parties(roles)
+        named = [party.role for party in parties]
+        mine = group_rank(parties, [self.peers.known(role) for role in named], self.role, self.rank)
+        if mine is None or len(set(named)) != len(named):
             raise UsageError(
                 f"group({', '.join(map(repr, roles))}) is called by {self.role}:{self.rank}",
                 "name each role once, the caller's among them",
             )
-        return self._forge.group(roles, backend, timeout)
+        return self._forge.group(parties, backend, timeout)
+
+    def _parties(self, roles: tuple[str, ...]) -> tuple[Party, ...]:
+        parties = tuple(map(Party.parse, roles))
+        for party in parties:
+            party.members(self.peers.known(party.role))
+        return parties
 
     def group_rank(self, *roles: str, member: Member | None = None) -> int:
         """The rank of `member` (default: this worker) in ``group(*roles)``.
 
-        Raises ValueError if its role is not named.
+        Raises ValueError if it is no member.
         """
         who = member or Member(self.role, self.rank)
-        before = roles[: roles.index(who.role)]
-        return sum(self.peers.known(role).world_size for role in before) + who.rank
+        parties = self._parties(roles)
+        found = group_rank(parties, [self.peers.known(p.role) for p in parties], who.role, who.rank)
+        if found is None:
+            raise ValueError(f"{who} is not in group({', '.join(map(repr, roles))})")
+        return found
 
     def role_group(self, role: str) -> RoleGroup:
         """The `RoleGroup` of `role`, whose workers call `unirun.serve` or are workloads.

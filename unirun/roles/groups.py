@@ -1,4 +1,4 @@
-"""Process groups across roles.
+"""Process groups across roles, of all their ranks or of some.
 
 The members meet in the rendezvous store of the first role that is named, under a prefix with the generations of all
 roles. A restarted role has another generation, so no key of an earlier group is read. Members with different views of
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from unirun.errors import GroupError
 from unirun.rendezvous.endpoints import split_endpoint
+from unirun.roles.parties import Party
 from unirun.roles.peers import Peers, RoleInfo
 from unirun.roles.process_groups import GlooGroup, c10d, dist, end_outdated, process_groups
 from unirun.wire.messages import RoleView
@@ -30,13 +31,15 @@ LOOK = 0.02
 STORE_TIMEOUT = timedelta(seconds=2)
 """For one attempt to connect to a store; more attempts follow."""
 
-Key = tuple[tuple[str, ...], str]
+Parties = Sequence[Party]
+Infos = Sequence[RoleInfo]
 
 
 @dataclass(frozen=True)
 class _Group:
     """A group, the generations of its roles, and its gloo groups, one for each device that gloo serves."""
 
+    parties: tuple[Party, ...]
     infos: tuple[RoleInfo, ...]
     backend: str
     pg: ProcessGroup
@@ -48,42 +51,49 @@ class GroupForge:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._groups: dict[Key, _Group] = {}
+        self._groups: dict[tuple[tuple[Party, ...], str], _Group] = {}
         peers.when_changed(self._end_outdated)
 
-    def group(self, roles: tuple[str, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
-        """The group of all ranks of `roles` in their present generations."""
+    def group(self, parties: tuple[Party, ...], backend: str | None, timeout: timedelta) -> ProcessGroup:
+        """The group of these ranks in the present generations of their roles."""
         backend = backend or default_backend()
         deadline = time.monotonic() + timeout.total_seconds()
-        kept = self._groups.get((roles, backend))
+        kept = self._groups.get((parties, backend))
         if kept is not None:
-            if kept.infos == self._infos(roles) and all(each.intact() for each in kept.gloo):
+            if kept.infos == self._infos(parties) and all(each.intact() for each in kept.gloo):
                 return kept.pg
-            del self._groups[roles, backend]
+            del self._groups[parties, backend]
             for each in kept.gloo:
                 each.end()
             # Remove it from torch's registry without waiting.
             c10d._abort_process_group(kept.pg)
             self._await_change(kept, deadline)
         while True:
-            infos, store = self._meet(roles, backend, deadline)
+            infos, store = self._meet(parties, backend, deadline)
             try:
-                formed = self._form(infos, store, backend, timeout)
+                formed = self._form(parties, infos, store, backend, timeout)
             except GroupError:
-                if self._infos(roles) == infos:
+                if self._infos(parties) == infos:
                     raise
                 # A member was started again meanwhile; the next group has another prefix.
                 continue
-            self._groups[roles, backend] = formed
+            self._groups[parties, backend] = formed
             return formed.pg
 
-    def _form(self, infos: tuple[RoleInfo, ...], store: Store, backend: str, timeout: timedelta) -> _Group:
+    def _form(
+        self,
+        parties: tuple[Party, ...],
+        infos: tuple[RoleInfo, ...],
+        store: Store,
+        backend: str,
+        timeout: timedelta,
+    ) -> _Group:
         """Connect with the other members. Raises `GroupError`, also as soon as a role has another generation."""
-        size, name = sum(info.world_size for info in infos), _name(infos, backend)
+        size, name = _size(parties, infos), _name(parties, infos, backend)
         store.set_timeout(timeout)
         with process_groups().forming(lambda: self._outdated(infos)) as made:
-            pg = _build(self._rank(infos), size, name, store, backend, timeout)
-        return _Group(infos, backend, pg, tuple(made))
+            pg = _build(self._rank(parties, infos), size, name, store, backend, timeout)
+        return _Group(parties, infos, backend, pg, tuple(made))
 
     def _end_outdated(self) -> None:
         """Called after each view: end groups of earlier generations, so that threads that wait in them fail."""
@@ -93,82 +103,77 @@ class GroupForge:
                 # NCCL has other connections than sockets; `abort` ends all of them.
                 threading.Thread(target=group.pg.abort, name="unirun-abort", daemon=True).start()
 
-    def _outdated(self, infos: tuple[RoleInfo, ...]) -> bool:
+    def _outdated(self, infos: Infos) -> bool:
         return infos != tuple(self._peers.roles().get(info.name) for info in infos)
 
     def _await_change(self, broken: _Group, deadline: float) -> None:
         """A member of a broken group is gone; wait until its role is started again."""
-        roles = tuple(info.name for info in broken.infos)
-        while self._infos(roles) == broken.infos:
-            self._raise_if_hopeless(roles, None)
+        while self._infos(broken.parties) == broken.infos:
+            self._raise_if_hopeless(broken.parties, None)
             if time.monotonic() >= deadline:
                 raise GroupError(
-                    f"a member of group {'+'.join(roles)} is gone and its role was not started again",
+                    f"a member of group {_words(broken.parties)} is gone and its role was not started again",
                     "did it end before the others?",
                 )
             self._peers.wait(deadline - time.monotonic())
 
-    def _raise_if_hopeless(self, roles: tuple[str, ...], store: Store | None) -> None:
+    def _raise_if_hopeless(self, parties: Parties, store: Store | None) -> None:
         """Raise `GroupError` when a member that is not in `store` has ended and is not started again."""
+        infos = self._infos(parties)
 
         def missing(role: str, rank: int) -> bool:
-            infos = self._infos(roles[: roles.index(role)])
-            return store is None or not _all_here(
-                store, [f"here/{sum(info.world_size for info in infos) + rank}"]
-            )
+            number = group_rank(parties, infos, role, rank)
+            return number is not None and (store is None or not _all_here(store, [f"here/{number}"]))
 
-        views = [view for view in map(self._peers.view, roles) if view is not None]
+        views = [view for party in parties if (view := self._peers.view(party.role)) is not None]
         if words := missing_for_good(views, missing):
             raise GroupError(
-                f"group {'+'.join(roles)} cannot be formed: {words}, and is waited for",
+                f"group {_words(parties)} cannot be formed: {words}, and is waited for",
                 "every member must call ctx.group with the same roles in the same order",
             )
 
-    def _infos(self, roles: tuple[str, ...]) -> tuple[RoleInfo, ...]:
-        return tuple(self._peers.known(role) for role in roles)
+    def _infos(self, parties: Parties) -> tuple[RoleInfo, ...]:
+        return tuple(self._peers.known(party.role) for party in parties)
 
-    def _rank(self, infos: tuple[RoleInfo, ...]) -> int:
-        rank = self._peers.rank
-        for info in infos:
-            if info.name == self._peers.role:
-                return rank
-            rank += info.world_size
-        raise GroupError(f"{self._peers.role} is not among the roles of the group")
+    def _rank(self, parties: Parties, infos: Infos) -> int:
+        number = group_rank(parties, infos, self._peers.role, self._peers.rank)
+        if number is None:
+            raise GroupError(f"{self._peers.role}:{self._peers.rank} is no member of group {_words(parties)}")
+        return number
 
-    def _meet(
-        self, roles: tuple[str, ...], backend: str, deadline: float
-    ) -> tuple[tuple[RoleInfo, ...], Store]:
+    def _meet(self, parties: Parties, backend: str, deadline: float) -> tuple[tuple[RoleInfo, ...], Store]:
         """Wait until every member is there, in one view of the generations. Returns that view and the store."""
         while True:
-            infos = self._infos(roles)
-            keys = [f"here/{rank}" for rank in range(sum(info.world_size for info in infos))]
-            store = self._arrive(infos, backend)
-            while self._infos(roles) == infos:
+            infos = self._infos(parties)
+            keys = [f"here/{rank}" for rank in range(_size(parties, infos))]
+            store = self._arrive(parties, infos, backend)
+            while self._infos(parties) == infos:
                 if store is not None and _all_here(store, keys):
                     return infos, store
-                self._raise_if_hopeless(roles, store)
+                self._raise_if_hopeless(parties, store)
                 if time.monotonic() >= deadline:
                     raise GroupError(
-                        f"group {_name(infos, backend)}: {_missing(store, keys)} did not come in time",
+                        f"group {_name(parties, infos, backend)}: {_missing(store, keys)} did not come in time",
                         "every member must call ctx.group with the same roles in the same order",
                     )
                 self._peers.wait(LOOK)
-                store = store or self._arrive(infos, backend)
+                store = store or self._arrive(parties, infos, backend)
 
-    def _arrive(self, infos: tuple[RoleInfo, ...], backend: str) -> Store | None:
+    def _arrive(self, parties: Parties, infos: Infos, backend: str) -> Store | None:
         """Write into the store that this member is there. None if the store is being replaced."""
         try:
-            store: Store = dist.PrefixStore(f"unirun/{_name(infos, backend)}", self._store(infos))
-            store.set(f"here/{self._rank(infos)}", "1")
+            prefix = f"unirun/{_name(parties, infos, backend)}"
+            store: Store = dist.PrefixStore(prefix, self._store(parties, infos))
+            store.set(f"here/{self._rank(parties, infos)}", "1")
         except dist.DistError:
             return None
         return store
 
-    def _store(self, infos: tuple[RoleInfo, ...]) -> Any:
+    def _store(self, parties: Parties, infos: Infos) -> Any:
         if self._peers.linked:
             addr, port = split_endpoint(infos[0].endpoint)
             return dist.TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
-        if sum(info.world_size for info in infos) == 1:
+        if _size(parties, infos) == 1:
             return dist.HashStore()
         if not dist.is_initialized():
             raise GroupError(
@@ -209,8 +214,28 @@ def default_backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _name(infos: tuple[RoleInfo, ...], backend: str) -> str:
-    return "+".join(f"{info.name}.{info.generation}" for info in infos) + f"/{backend}"
+def group_rank(parties: Parties, infos: Infos, role: str, rank: int) -> int | None:
+    """The rank in the group of a rank of a role: by party as named, then by rank. None: it is no member."""
+    before = 0
+    for party, info in zip(parties, infos, strict=True):
+        members = party.members(info)
+        if party.role == role:
+            return before + members.index(rank) if rank in members else None
+        before += len(members)
+    return None
+
+
+def _size(parties: Parties, infos: Infos) -> int:
+    return sum(len(party.members(info)) for party, info in zip(parties, infos, strict=True))
+
+
+def _words(parties: Parties) -> str:
+    return "+".join(map(str, parties))
+
+
+def _name(parties: Parties, infos: Infos, backend: str) -> str:
+    pairs = zip(parties, infos, strict=True)
+    return "+".join(f"{party}.{info.generation}" for party, info in pairs) + f"/{backend}"
 
 
 def _all_here(store: Store, keys: list[str]) -> bool:
