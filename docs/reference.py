@@ -41,7 +41,7 @@ SECTIONS = {
         "InvocationRef",
         "wait",
     ],
-    "Weights": ["WeightsChannel", "WeightsError", "WeightsTimeout", "PeerLost"],
+    "Weights": ["WeightsChannel", "LocalShard", "WeightsError", "WeightsTimeout", "PeerLost"],
     "Queues": ["Queue", "Item", "QueueTimeout", "QueueEnded"],
     "Jobs from Python": [
         "DLJobBuilder",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         wait,
     )
     from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder
-    from unirun.weights import Item, Queue, WeightsChannel
+    from unirun.weights import Item, LocalShard, Queue, WeightsChannel
 
 __all__ = [
     "BaseTrainer",
@@ -57,6 +57,7 @@ __all__ = [
     "JobBuilder",
     "JobFailed",
     "JobHandle",
+    "LocalShard",
     "MasterHandle",
     "Member",
     "PeerLost",
@@ -105,7 +106,7 @@ _ERRORS = frozenset(
 
 _TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder"})
 
-_WEIGHTS = frozenset({"Item", "Queue", "WeightsChannel"})
+_WEIGHTS = frozenset({"Item", "LocalShard", "Queue", "WeightsChannel"})
 
 
 def __dir__() -> list[str]:

@@ -3,5 +3,6 @@
 from unirun.weights.channel import WeightsChannel
 from unirun.weights.queue import Queue
 from unirun.weights.queues.consuming import Item
+from unirun.weights.tensors import LocalShard
 
-__all__ = ["Item", "Queue", "WeightsChannel"]
+__all__ = ["Item", "LocalShard", "Queue", "WeightsChannel"]

@@ -16,7 +16,7 @@ from unirun.weights.hub import hub_of
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
-from unirun.weights.tensors import Weights, assigner, tensors_of
+from unirun.weights.tensors import Piecewise, Weights, assigner, tensors_of
 
 ANY = -(1 << 62)
 """Before every version."""
@@ -211,7 +211,7 @@ class WeightsChannel:
 
     def _receive_held(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Piecewise],
         at_least: int,
         deadline: float,
         assign: Callable[[str, torch.Tensor], None] | None,

@@ -9,7 +9,7 @@ import torch
 
 from unirun.weights.blocks import Block
 from unirun.weights.layout import Box, Layout
-from unirun.weights.tensors import dtype_of, local, part_of
+from unirun.weights.tensors import Piecewise, dtype_of, local, part_of
 
 ALIGN = 64
 """Bytes. torch copies aligned memory with vector instructions."""
@@ -43,7 +43,7 @@ class Packing:
             found[name] = tuple(begins)
         return found
 
-    def pack(self, tensors: Mapping[str, torch.Tensor], block: Block) -> None:
+    def pack(self, tensors: Mapping[str, Piecewise], block: Block) -> None:
         """Copy this rank's pieces of `tensors` into `block`."""
         if block.number not in self._views:
             # A publisher has two or three blocks. Views keep the memory of the others.

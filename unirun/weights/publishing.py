@@ -33,7 +33,7 @@ from unirun.weights.messages import (
     encode,
 )
 from unirun.weights.packing import Packing
-from unirun.weights.tensors import layout_of
+from unirun.weights.tensors import Piecewise, layout_of
 
 _numbers = itertools.count(1)
 """Of layouts; 0 is the number of none."""
@@ -68,7 +68,7 @@ class Publisher:
         # By host and part, who was the first to get it of the current version.
         self._first: dict[tuple[str, Part], str] = {}
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    def publish(self, tensors: Mapping[str, Piecewise], version: int) -> None:
         """Make `tensors` the current version. They may be changed when this returns.
 
         Raises `UsageError` for a version that is not after the current one.

@@ -21,7 +21,7 @@ from unirun.weights.messages import (
 from unirun.weights.packing import Packing, blend, copy_all
 from unirun.weights.plan import Take, by_source, plan
 from unirun.weights.sources import Source
-from unirun.weights.tensors import is_dtensor, layout_of, local, part_of
+from unirun.weights.tensors import Piecewise, is_dtensor, layout_of, local, part_of
 
 
 class _Target(Value):
@@ -31,7 +31,7 @@ class _Target(Value):
     but assigned. With `eta` below 1, they become a moving average.
     """
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Piecewise]
     layout: Layout
     assign: Callable[[str, torch.Tensor], None] | None
     eta: float
@@ -50,7 +50,7 @@ class Receiver:
     def receive(
         self,
         sources: Sequence[Source],
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Piecewise],
         at_least: int,
         deadline: float,
         assign: Callable[[str, torch.Tensor], None] | None = None,
@@ -80,7 +80,7 @@ class Receiver:
     def receive_held(
         self,
         holders: Sequence[Source],
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Piecewise],
         at_least: int,
         deadline: float,
         assign: Callable[[str, torch.Tensor], None] | None = None,
@@ -147,8 +147,8 @@ class Receiver:
         for got in found:
             for take, view in zip(got.takes, got.views, strict=True):
                 tensor = target.tensors[take.name]
-                whole = tensor.is_cpu and take.box == target.layout[take.name].tensor.whole
-                if keep and got.source.here and whole and not is_dtensor(tensor):
+                whole = isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and tensor.is_cpu
+                if keep and got.source.here and whole and take.box == target.layout[take.name].tensor.whole:
                     assigned.append((take.name, view))
                 else:
                     into.append(part_of(local(tensor), target.layout[take.name], take.box))

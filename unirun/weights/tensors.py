@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,21 +15,49 @@ from unirun.weights.layout import Box, Layout, Part, Piece, Tensor, shared
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Weights = nn.Module | Mapping[str, torch.Tensor]
+
+class LocalShard:
+    """This rank's part of a larger tensor, where no DTensor says so: tensor parallelism by hand, say.
+
+    ::
+
+        rows = len(w) * ctx.rank  # w is this rank's part of a matrix of which the rows are shared out
+        channel.publish({"w": LocalShard(w, shape=(len(w) * ctx.world_size, w.shape[1]), start=(rows, 0))}, version)
+
+    `shape` is that of the whole tensor, in elements; `tensor` is the part that begins at `start` of each dimension. A
+    rank that has nothing of a tensor, as the other stages of a pipeline, leaves the name out.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, shape: Sequence[int], start: Sequence[int]) -> None:
+        """Raises `UsageError` for a part that is not within the shape."""
+        self.tensor, self.shape, self.start = tensor.detach(), tuple(shape), tuple(start)
+        ends = [a + n for a, n in zip(self.start, tensor.shape, strict=False)]
+        fits = len(self.shape) == len(self.start) == tensor.dim() and min(self.start, default=0) >= 0
+        if not fits or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+            raise UsageError(
+                f"a part {list(tensor.shape)} at {list(self.start)} is not within {list(self.shape)}",
+                "shape is that of the whole tensor, start is where the part begins",
+            )
+
+
+Piecewise = torch.Tensor | LocalShard
+"""A whole tensor, or this rank's part of one: a DTensor, or a `LocalShard`."""
+
+Weights = nn.Module | Mapping[str, Piecewise]
 """A module, of which the state dict counts (parameters and persistent buffers), or tensors by name."""
 
 
-def tensors_of(weights: Weights) -> dict[str, torch.Tensor]:
+def tensors_of(weights: Weights) -> dict[str, Piecewise]:
     """The tensors by name, detached; they share the memory of `weights`. Raises `WeightsError` for other values."""
     named: Mapping[str, Any] = weights.state_dict() if isinstance(weights, nn.Module) else weights
     faults = [
         Fault(name, f"a {type(value).__name__} is no tensor", "leave it out")
         for name, value in named.items()
-        if not isinstance(value, torch.Tensor)
+        if not isinstance(value, Piecewise)
     ]
     if faults:
         raise WeightsError("weights are tensors by name", faults=faults)
-    return {name: value.detach() for name, value in named.items()}
+    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in named.items()}
 
 
 def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
@@ -50,15 +78,17 @@ def assigner(weights: Weights) -> Callable[[str, torch.Tensor], None]:
     return weights.__setitem__
 
 
-def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+def layout_of(tensors: Mapping[str, Piecewise]) -> Layout:
     """What this rank has of each tensor. Raises `WeightsError` for a DTensor that is no part of a tensor."""
     faults: list[Fault] = []
     layout: Layout = {}
     for name, tensor in tensors.items():
-        about = Tensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        about = Tensor(tuple(tensor.shape), str(local(tensor).dtype).removeprefix("torch."))
         if not is_dtensor(tensor):
-            whole = about.whole
-            layout[name] = Part(about, (Piece(whole, whole.start),) if whole.count else ())
+            box = about.whole
+            if isinstance(tensor, LocalShard):
+                box = Box(tensor.start, tuple(tensor.tensor.shape))
+            layout[name] = Part(about, (Piece(box, (0,) * len(box.start)),) if box.count else ())
             continue
         from unirun.weights.dtensors import pieces
 
@@ -74,14 +104,16 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> Layout:
     return shared(layout)
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: Piecewise) -> bool:
     """Whether it is a DTensor. There is none where nobody has imported its module, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Piecewise) -> torch.Tensor:
     """The memory of this rank behind `tensor`."""
+    if isinstance(tensor, LocalShard):
+        return tensor.tensor
     return cast("DTensor", tensor).to_local() if is_dtensor(tensor) else tensor
 
 

@@ -44,14 +44,19 @@ class Source:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = tensors_of(self._weights)
+        whole = {n: v for n, v in tensors.items() if isinstance(v, torch.Tensor) and not is_dtensor(v)}
         parts = [
-            Fault(name, "a DTensor is a part", "receive into plain tensors, which are whole")
-            for name, value in tensors.items()
-            if is_dtensor(value)
+            Fault(
+                name,
+                f"a {type(tensors[name]).__name__} is a part",
+                "receive into plain tensors, which are whole",
+            )
+            for name in tensors
+            if name not in whole
         ]
         if parts:
             raise WeightsError("a server takes whole tensors", faults=parts)
-        return tensors
+        return whole
 
 
 class Sender(ABC):
