@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -51,9 +51,16 @@ class Mapped:
 class Sent:
     """Parts in memory of this process."""
 
-    def __init__(self, wanted: Layout, takes: Sequence[Take], tensors: Sequence[torch.Tensor]) -> None:
-        """`takes` of `wanted`, and the `tensors` that came."""
-        self._wanted = wanted
+    def __init__(
+        self,
+        wanted: Layout,
+        takes: Sequence[Take],
+        tensors: Sequence[torch.Tensor],
+        own: Collection[Take] = (),
+    ) -> None:
+        """`takes` of `wanted`, and the `tensors` that came. Those of `own` have memory of their own; the others came in
+        frames, and each keeps all of its frame."""
+        self._wanted, self.own = wanted, frozenset(own)
         self._parts: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for take, tensor in zip(takes, tensors, strict=True):
             self._parts.setdefault(take.name, []).append((take.box, tensor))
@@ -65,6 +72,11 @@ class Sent:
             name: Part(self._wanted[name].tensor, tuple(_piece(box) for box, _ in parts))
             for name, parts in self._parts.items()
         }
+
+    def kept(self, take: Take) -> torch.Tensor:
+        """The same elements, without the frame that they came in."""
+        found = self.view(take.name, take.box)
+        return found if take in self.own else found.clone()
 
     def view(self, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`."""

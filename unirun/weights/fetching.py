@@ -26,8 +26,9 @@ GIVEN_WITHIN = 5.0
 
 
 class Got(Value):
-    """The answer of `source` to some takes, and views of what it has sent or lent."""
+    """The answer of `source` to some takes, and views of what it has sent or lent. `origin` is the publisher."""
 
+    origin: Source
     source: Source
     takes: Sequence[Take]
     fetched: Fetched
@@ -38,6 +39,23 @@ class Got(Value):
 def leases(found: Sequence[Got]) -> list[tuple[Source, int]]:
     """The blocks that are lent to this process."""
     return [(got.source, got.fetched.block) for got in found if got.source.here]
+
+
+def _unchanged(source: Source, takes: Sequence[Take], fetched: Fetched, wanted: Layout) -> Got:
+    """What this process has already."""
+    if source.had is None:
+        raise FrameError(f"{source.who} says that parts have not changed, and this process has none")
+    views = [source.had[1].kept(take) for take in takes]
+    return Got(source, source, takes, fetched, Sent(wanted, takes, views, takes), views)
+
+
+def remember(version: int, found: Sequence[Got], wanted: Layout) -> None:
+    """All of `version` is here: publishers on other hosts need to send only what has changed since."""
+    for origin in {got.origin for got in found if not got.source.here}:
+        mine = [got for got in found if got.origin is origin]
+        takes = [take for got in mine for take in got.takes]
+        own = [take for got in mine if isinstance(got.copy, Sent) for take in got.copy.own]
+        origin.had = version, Sent(wanted, takes, [view for got in mine for view in got.views], own)
 
 
 class Fetching:
@@ -83,18 +101,22 @@ class Fetching:
                     source.here = False
                 elif source.here:
                     mapped = source.mapped(said, parcel, keep=keep)
-                    found.append(Got(source, takes[n], said, mapped, mapped.views(takes[n])))
+                    found.append(Got(source, source, takes[n], said, mapped, mapped.views(takes[n])))
                 else:
-                    away = {place for places in said.elsewhere.values() for place in places}
+                    away = {place for places in said.elsewhere.values() for place in places} | {*said.same}
                     sent = [take for place, take in enumerate(takes[n]) if place not in away]
-                    found.append(self._sent(source, sent, said, parcel, wanted))
+                    found.append(self._sent(source, source, sent, said, parcel, wanted))
+                    if said.same:
+                        found.append(
+                            _unchanged(source, [takes[n][place] for place in said.same], said, wanted)
+                        )
                     later += [
                         (source, said, who, [takes[n][i] for i in places])
                         for who, places in said.elsewhere.items()
                     ]
             self._holder.got([(got.fetched.version, got.copy) for got in found if isinstance(got.copy, Sent)])
             rest = self._from_others(later, deadline, wanted)
-            if len(found) == len(asked) and rest is not None:
+            if rest is not None and {got.origin for got in found} == {sources[n] for n in asked}:
                 return found + rest
         except BaseException:
             self._abandon(asked, sources)
@@ -122,7 +144,7 @@ class Fetching:
                 with suppress(PeerLost, WeightsTimeout):
                     said, parcel = self.said(other, future, Fetched, soon)
                     assert isinstance(said, Fetched)
-                    found.append(self._sent(other, takes, said, parcel, wanted))
+                    found.append(self._sent(source, other, takes, said, parcel, wanted))
                     continue
             assert source.packing is not None
             future = source.fetch_parts(fetched.version, takes, self.left(deadline), source.packing.number)
@@ -131,14 +153,20 @@ class Fetching:
             if said.layout != source.packing.number:
                 source.describe(None)
                 return None
-            found.append(self._sent(source, takes, said, parcel, wanted))
+            found.append(self._sent(source, source, takes, said, parcel, wanted))
         return found
 
     def _sent(
-        self, source: Source, takes: Sequence[Take], fetched: Fetched, parcel: Parcel, wanted: Layout
+        self,
+        origin: Source,
+        source: Source,
+        takes: Sequence[Take],
+        fetched: Fetched,
+        parcel: Parcel,
+        wanted: Layout,
     ) -> Got:
         views = source.sent(parcel, takes, wanted)
-        return Got(source, takes, fetched, Sent(wanted, takes, views), views)
+        return Got(origin, source, takes, fetched, Sent(wanted, takes, views), views)
 
     def _abandon(self, asked: Mapping[int, Future[Parcel]], sources: Sequence[Source]) -> None:
         """Give the blocks back that were lent, or will be, and are not read."""

@@ -43,6 +43,8 @@ class Fetch(Value, tag=True):
     Without, the block is lent, unless it is one of `mapped`, and is not written again before `reader` says `Release`,
     or frees what was lent with this answer.
 
+    Parts that have not changed since the version that the reader has, `have`, are left out, too.
+
     A receiver that is asked for layout 0 sends parts that it has got for its host, as soon as it has them.
     """
 
@@ -54,6 +56,7 @@ class Fetch(Value, tag=True):
     mapped: tuple[int, ...] = ()
     parts: tuple[Part, ...] | None = None
     host: str = ""
+    have: int | None = None
 
 
 class Peek(Value, tag=True):
@@ -68,13 +71,15 @@ class Fetched(Value, tag=True):
     """The `version`, which is in the block with this number; `layout` is that of the version. If it is not the one that
     was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts.
 
-    `elsewhere` are the readers that have got some parts already, and which ones: their places in the request.
+    `elsewhere` are the readers that have got some parts already, and which ones: their places in the request. `same`
+    are the places of the parts that have not changed.
     """
 
     version: int
     layout: int
     block: int
     elsewhere: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    same: tuple[int, ...] = ()
 
 
 class Release(Value, tag=True):

@@ -60,6 +60,17 @@ class Packing:
         ]
         copy_all(self._views[block.number], pieces)
 
+    def changed(self, tensors: Mapping[str, Piecewise], block: Block) -> set[str]:
+        """The names of `tensors` of which this rank's pieces differ from those in `block`, in any bit."""
+        found = set()
+        for name, part in self.layout.items():
+            for piece in part.pieces:
+                mine = part_of(local(tensors[name]), part, piece.box)
+                if not _equal(mine, self.view(block.memory, name, piece.box)):
+                    found.add(name)
+                    break
+        return found
+
     def view(self, memory: torch.Tensor, name: str, box: Box) -> torch.Tensor:
         """The elements of `box`, which are in one piece, in the memory of a block."""
         part = self.layout[name]
@@ -74,6 +85,15 @@ class Packing:
                     found = found.narrow(axis, start - piece.box.start[axis], size)
                 return found
         raise ValueError(f"{box} of {name} is not in one piece")
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit; 0.0 is not -0.0. Values of 16 bytes are never equal."""
+    bits = _BITS.get(one.dtype.itemsize)
+    return bits is not None and torch.equal(one.view(bits), other.to(one.device).view(bits))
 
 
 def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:

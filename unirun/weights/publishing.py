@@ -67,9 +67,13 @@ class Publisher:
         self._sent = 0
         # By host and part, who was the first to get it of the current version.
         self._first: dict[tuple[str, Part], str] = {}
+        # The versions in which tensors have changed; all others in `_all`.
+        self._changed: dict[str, int] = {}
+        self._all = 0
 
-    def publish(self, tensors: Mapping[str, Piecewise], version: int) -> None:
-        """Make `tensors` the current version. They may be changed when this returns.
+    def publish(self, tensors: Mapping[str, Piecewise], version: int, *, delta: bool = False) -> None:
+        """Make `tensors` the current version. They may be changed when this returns. `delta`: find out which of them
+        have changed.
 
         Raises `UsageError` for a version that is not after the current one.
         """
@@ -86,8 +90,13 @@ class Publisher:
             block = self._blocks.take(packing.size, before.block if before is not None else None)
         # Nobody reads it: it is not current, and nobody has borrowed it.
         packing.pack(tensors, block)
+        changed = packing.changed(tensors, before.block) if delta and same and before is not None else None
         with self._lock:
             self._current = _Version(version, packing, block)
+            if changed is None:
+                self._changed, self._all = {}, version
+            else:
+                self._changed |= dict.fromkeys(changed, version)
             self._first.clear()
             self._expire()
             ready = [each for each in self._waiting if self._can_answer(each.request)]
@@ -140,9 +149,9 @@ class Publisher:
                 # Until the buffers are sent.
                 self._sent += 1
                 reader = f"{request.reader} {self._sent}"
-                parts, elsewhere = self._divided(request)
-                if elsewhere:
-                    head = encode(replace(fetched, elsewhere=elsewhere))
+                parts, elsewhere, unchanged = self._divided(request)
+                if elsewhere or unchanged:
+                    head = encode(replace(fetched, elsewhere=elsewhere, same=unchanged))
             block.readers.add(reader)
 
         def release() -> None:
@@ -156,17 +165,22 @@ class Publisher:
         assert block.handle is not None
         return Parcel(head, lent=Lent(block.handle, block.size, release))
 
-    def _divided(self, request: Fetch) -> tuple[list[Part], dict[str, tuple[int, ...]]]:
-        """The parts that the reader gets from here, and the places of those that it gets from others on its host."""
+    def _divided(self, request: Fetch) -> tuple[list[Part], dict[str, tuple[int, ...]], tuple[int, ...]]:
+        """The parts that the reader gets from here, and the places of those that it gets from others on its host, and
+        of those that have not changed."""
         here: list[Part] = []
         others: dict[str, list[int]] = {}
+        same: list[int] = []
         for place, part in enumerate(request.parts or ()):
+            if request.have is not None and self._changed.get(part.name, self._all) <= request.have:
+                same.append(place)
+                continue
             first = self._first.setdefault((request.host, part), request.reader) if request.host else ""
             if first in ("", request.reader):
                 here.append(part)
             else:
                 others.setdefault(first, []).append(place)
-        return here, {reader: tuple(places) for reader, places in others.items()}
+        return here, {reader: tuple(places) for reader, places in others.items()}, tuple(same)
 
     def _reads(self, number: int, reader: str) -> bool:
         """Whether nobody has written to the block since the reader has asked for it."""

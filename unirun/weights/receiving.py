@@ -9,7 +9,7 @@ import torch
 
 from unirun.errors import PeerLost, WeightsError
 from unirun.values import Value
-from unirun.weights.fetching import Fetching, leases
+from unirun.weights.fetching import Fetching, leases, remember
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, shared
 from unirun.weights.messages import (
@@ -165,6 +165,7 @@ class Receiver:
         if target.assign is not None:
             for name, view in assigned:
                 target.assign(name, view)
+        remember(version, found, target.layout)
         lent = [(source, None if keep else block) for source, block in leases(found)]
         for source, released in self._holder.hold(version, [got.copy for got in found], lent):
             with suppress(PeerLost):

@@ -10,7 +10,7 @@ import torch
 from unirun.errors import FrameError
 from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
-from unirun.weights.copies import Mapped
+from unirun.weights.copies import Mapped, Sent
 from unirun.weights.layout import Layout
 from unirun.weights.lines import Line
 from unirun.weights.messages import Fetch, Fetched, Part, Peek, Release, Request, encode
@@ -39,6 +39,8 @@ class Source:
         self._channel, self._reader, self._host = channel, reader, host
         self._mapped: dict[int, Mapped] = {}
         self._kept = 0
+        self.had: tuple[int, Sent] | None = None
+        """The last version that came from here, of a publisher on another host: its number and all parts."""
 
     @property
     def who(self) -> WorkerId:
@@ -57,7 +59,10 @@ class Source:
             self._kept += 1
             reader, mapped = f"{reader} {self._kept}", ()
         parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
-        return self.ask(Fetch(self._channel, reader, layout, at_least, patience, mapped, parts, self._host))
+        have = self.had[0] if self.had is not None else None
+        return self.ask(
+            Fetch(self._channel, reader, layout, at_least, patience, mapped, parts, self._host, have)
+        )
 
     def fetch_parts(
         self, version: int, takes: Sequence[Take], patience: float, layout: int = 0
@@ -110,4 +115,5 @@ class Source:
     def describe(self, packing: Packing | None) -> None:
         """Set where tensors are in the publisher's memory; None when that is not known any more."""
         self.packing = packing
+        self.had = None
         self._mapped.clear()
