@@ -143,6 +143,34 @@ class WeightsChannel:
         self.version = self._receiver.receive(sources, tensors, at_least, deadline, setter, eta)
         return self.version
 
+    def save(self, url: str) -> str:
+        """Write this rank's part of the version that was published last, as a safetensors file under `url`: a path, or
+        any URL that fsspec knows. Returns the file's path. Every rank of the publisher calls it; it may be in a thread
+        while the next version is published.
+
+        Raises `UsageError` when nothing is published, `WeightsError` for a dtype that safetensors does not have,
+        OSError.
+        """
+        from unirun.weights import disk
+
+        publisher = self._publisher
+        if publisher is None:
+            raise UsageError(f"{self._context.role} receives channel {self.name!r}", "save in its publisher")
+        ranks = self._context.peers.size(self.publisher)
+        with publisher.current() as (version, packing, block):
+            return disk.save(url, version, self._context.rank, ranks, packing, block.memory)
+
+    def load(self, url: str, into: Weights, *, min_version: int | None = None) -> int:
+        """Copy the latest version that all ranks of the publisher have saved under `url` into `into`, and return it.
+
+        For a publisher that begins anew, and for receivers that cannot reach one. Tensors may be cut in another way
+        than when they were saved. Raises `WeightsError` when there is no version from `min_version` on or it does not
+        fit, `FrameError` for a file that was damaged, OSError.
+        """
+        from unirun.weights import disk
+
+        return disk.load(url, tensors_of(into), ANY if min_version is None else min_version)
+
     def attach(self, weights: Weights) -> None:
         """`weights` are what ``trainer.sync_weights(name)`` publishes or receives in this worker."""
         self._weights = weights

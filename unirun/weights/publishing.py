@@ -10,7 +10,8 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -196,6 +197,21 @@ class Publisher:
             if block is not None:
                 block.readers.discard(reader)
             return held
+
+    @contextmanager
+    def current(self) -> Iterator[tuple[int, Packing, Block]]:
+        """The current version, which nobody writes to within the block. Raises `UsageError` when there is none."""
+        with self._lock:
+            version = self._current
+            if version is None:
+                raise UsageError(f"nothing is published in channel {self._channel!r}", "publish before")
+            self._sent += 1
+            reader = f"this process {self._sent}"
+            version.block.readers.add(reader)
+        try:
+            yield version.version, version.packing, version.block
+        finally:
+            self._release(version.block.number, reader)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from unirun.errors import Fault, WeightsError
-from unirun.weights.integrations.checkpoint import Checkpoint, Param
+from unirun.weights.integrations.checkpoint import Checkpoint
+from unirun.weights.safetensors import Param
 from unirun.weights.tensors import Weights, is_dtensor, tensors_of
 
 

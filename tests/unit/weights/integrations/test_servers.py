@@ -18,7 +18,8 @@ from tests.unit.weights.integrations import standins
 from tests.unit.weights.test_moving import noise, same
 from unirun.errors import ServerError, ServerTimeout, UsageError, WeightsError
 from unirun.weights.integrations import sglang, vllm
-from unirun.weights.integrations.checkpoint import DTYPES, Checkpoint, Param, read
+from unirun.weights.integrations.checkpoint import Checkpoint, read
+from unirun.weights.safetensors import DTYPES, Param
 
 KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 SOON = 20.0
@@ -284,13 +285,13 @@ def test_a_source_that_declares_other_tensors_than_it_yields_is_told_with_all_of
 
 def test_dtypes_that_no_checkpoint_has_are_told_before_anything_is_sent(place: Place) -> None:
     weights = {
-        "a": torch.zeros(2, dtype=torch.complex64),
+        "a": torch.zeros(2, dtype=torch.float8_e4m3fnuz),
         "b": torch.zeros(1),
         "c": torch.zeros(2, dtype=torch.complex128),
     }
     sender, _ = place.sender("vllm", "http://127.0.0.1:1", weights)
     with pytest.raises(
-        WeightsError, match=r"(?s)a: safetensors has no torch.complex64; cast it.*c: .*complex128"
+        WeightsError, match=r"(?s)a: safetensors has no torch.float8_e4m3fnuz; cast it.*c: .*complex128"
     ):
         sender.send_weights()
 

@@ -1,0 +1,196 @@
+"""Versions in files, which the safetensors package reads, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.effort import examples
+from tests.unit.weights.meshes import Cut, cuts
+from tests.unit.weights.test_moving import noise, same
+from unirun.errors import FrameError, UsageError, WeightsError
+from unirun.weights import disk
+from unirun.weights.layout import Layout
+from unirun.weights.packing import Packing
+from unirun.weights.publishing import Publisher
+from unirun.weights.safetensors import DTYPES, length_of, read_header
+from unirun.weights.tensors import LocalShard, Weights, tensors_of
+
+ANY = -(1 << 62)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "policy")
+
+
+def save(url: str, version: int, *ranks: Weights) -> list[str]:
+    """All ranks of a publisher save."""
+    paths = []
+    for rank, weights in enumerate(ranks):
+        publisher = Publisher("policy")
+        publisher.publish(tensors_of(weights), version)
+        with publisher.current() as (number, packing, block):
+            paths.append(disk.save(url, number, rank, len(ranks), packing, block.memory))
+        publisher.close()
+    return paths
+
+
+def load(url: str, into: Weights, at_least: int = ANY) -> int:
+    return disk.load(url, tensors_of(into), at_least)
+
+
+def halves(value: torch.Tensor) -> list[dict[str, LocalShard]]:
+    """The rows of `value` in two ranks."""
+    middle = len(value) // 2
+    return [
+        {"w": LocalShard(value[:middle], shape=value.shape, start=(0, 0))},
+        {"w": LocalShard(value[middle:], shape=value.shape, start=(middle, 0))},
+    ]
+
+
+def test_every_dtype_comes_back_bit_for_bit_and_is_read_by_others(url: str) -> None:
+    sent = {f"{dtype}": noise(3, 5, dtype=dtype) for dtype in DTYPES} | {
+        "scalar": torch.tensor(2**40 + 1),
+        "empty": torch.zeros(0, 3),
+        "columns": noise(6, 8).t(),
+    }
+    (path,) = save(url, 7, sent)
+    assert path == f"{url}/7/00000-of-00001.safetensors"
+    got = {name: torch.empty_like(value) for name, value in sent.items()}
+    assert load(url, got) == 7
+    assert [name for name in sent if not same(got[name], sent[name])] == []
+    theirs = load_file(path)
+    assert {*sent} - {*theirs} == {"empty"}
+    assert [name for name in theirs if not same(theirs[name], sent[name])] == []
+
+
+def test_what_was_cut_is_loaded_in_another_cut(url: str) -> None:
+    whole = torch.randn(6, 4)
+    save(url, 0, *halves(whole))
+    got, columns = torch.zeros(6, 4), torch.zeros(6, 2)
+    load(url, {"w": got})
+    load(url, {"w": LocalShard(columns, shape=(6, 4), start=(0, 2))})
+    assert torch.equal(got, whole)
+    assert torch.equal(columns, whole[:, 2:])
+
+
+@examples(20)
+@given(cuts())
+def test_any_layout_comes_back(tmp_path_factory: pytest.TempPathFactory, cut: Cut) -> None:
+    url, whole = str(tmp_path_factory.mktemp("any")), torch.arange(70, dtype=torch.int32).view(7, 10)
+    for rank, at in enumerate(cut.coordinates):
+        mine, layout = cut.local(whole, at), {"w": cut.part(whole, at)}
+        memory = packed(mine, layout)
+        disk.save(url, 1, rank, len(cut.coordinates), Packing(layout, 1), memory)
+    got = torch.zeros(7, 10, dtype=torch.int32)
+    assert load(url, {"w": got}) == 1
+    assert torch.equal(got, whole)
+
+
+def packed(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The memory of a publisher with this local tensor."""
+    packing = Packing(layout, 1)
+    memory = torch.zeros(packing.size, dtype=torch.uint8)
+    for piece in layout["w"].pieces:
+        part = local
+        for axis, (begin, size) in enumerate(zip(piece.at, piece.box.size, strict=True)):
+            part = part.narrow(axis, begin, size)
+        packing.view(memory, "w", piece.box).copy_(part)
+    return memory
+
+
+def test_the_latest_version_counts_that_all_ranks_have_saved(url: str) -> None:
+    for version in (1, 2, 10):
+        save(url, version, *halves(torch.full((4, 2), float(version))))
+    (_, second) = (Path(path) for path in save(url, 11, *halves(torch.zeros(4, 2))))
+    second.rename(f"{second}.partial")
+    got = torch.zeros(4, 2)
+    assert load(url, {"w": got}) == 10
+    assert got.unique().tolist() == [10.0]
+    with pytest.raises(WeightsError, match="no weights from version 11 on"):
+        load(url, {"w": got}, 11)
+    assert got.unique().tolist() == [10.0]
+
+
+def test_nothing_is_there(url: str) -> None:
+    with pytest.raises(WeightsError, match="no version is whole there; does every rank"):
+        load(url, {"w": torch.zeros(1)})
+
+
+def test_a_version_that_does_not_fit_changes_nothing(url: str) -> None:
+    save(url, 1, {"a": torch.ones(2), "b": torch.ones(2)})
+    got = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}
+    with pytest.raises(WeightsError) as caught:
+        load(url, got)
+    assert [fault.where for fault in caught.value.faults] == ["b", "c"]
+    assert not got["a"].any()
+
+
+def test_nothing_published_cannot_be_saved() -> None:
+    with pytest.raises(UsageError, match="nothing is published"), Publisher("policy").current():
+        pass
+
+
+def test_a_dtype_that_files_do_not_have_is_told(url: str) -> None:
+    with pytest.raises(WeightsError, match=r"safetensors has no torch\.complex128"):
+        save(url, 1, {"w": torch.zeros(1, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize("cut", [4, 60, -3])
+def test_a_damaged_file_is_told(url: str, cut: int) -> None:
+    (path,) = save(url, 1, {"w": torch.ones(100)})
+    Path(path).write_bytes(Path(path).read_bytes()[:cut])
+    got = torch.zeros(100)
+    with pytest.raises(FrameError):
+        load(url, {"w": got})
+    assert not got.any()
+
+
+def test_any_store_that_fsspec_knows_will_do() -> None:
+    save("memory://weights", 3, {"w": torch.ones(4)})
+    got = torch.zeros(4)
+    assert load("memory://weights", {"w": got}) == 3
+    assert got.all()
+    assert fsspec.filesystem("memory").ls("/weights/3", detail=False) == [
+        "/weights/3/00000-of-00001.safetensors"
+    ]
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_header_or_are_refused(raw: bytes) -> None:
+    try:
+        header = read_header(raw[: length_of(raw)])
+    except FrameError:
+        return
+    assert len(header.params) == len(header.begins)
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__", "w"]), inner, max_size=4
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_a_header_of_any_shape_is_read_or_refused(value: object) -> None:
+    try:
+        text = msgspec.json.encode({"w": value})
+    except msgspec.MsgspecError:
+        return
+    try:
+        read_header(len(text).to_bytes(8, "little") + text)
+    except FrameError as error:
+        assert "no safetensors file" in str(error)

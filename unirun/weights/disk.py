@@ -1,0 +1,127 @@
+"""Versions in files: where nothing else connects publisher and receivers, to begin anew from, and to look at.
+
+``<url>/<version>/00002-of-00008.safetensors`` is what rank 2 of 8 has. `url` is any that fsspec knows: a path,
+``s3://…``, ``gs://…``. A version is there when all of its files are. A whole tensor has its name in the file; the
+pieces of one that is cut are ``name/0``, ``name/1``, …, and the metadata of the file says which boxes they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fsspec
+import msgspec
+import torch
+
+from unirun.errors import Fault, FrameError, WeightsError
+from unirun.weights.layout import Layout, shared
+from unirun.weights.packing import Packing, copy_all
+from unirun.weights.plan import Take, plan
+from unirun.weights.safetensors import Header, Param, header_of, length_of, read_header
+from unirun.weights.tensors import Piecewise, dtype_of, layout_of, local, part_of
+
+LAYOUT = "unirun.layout"
+"""The key of the metadata under which a file has the layout of its rank, as JSON."""
+
+_FILE = re.compile(r"(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+def save(url: str, version: int, rank: int, ranks: int, packing: Packing, memory: torch.Tensor) -> str:
+    """Write what this rank has of `version`. Returns the path. Raises `WeightsError`, OSError."""
+    params, views = [], []
+    for name, part in packing.layout.items():
+        for number, piece in enumerate(part.pieces):
+            key = name if piece.box == part.tensor.whole else f"{name}/{number}"
+            params.append(Param(key, dtype_of(part.tensor.dtype), piece.box.size))
+            views.append(packing.view(memory, name, piece.box))
+    layout = msgspec.json.encode(packing.layout).decode()
+    head, header, _ = header_of(params, {"format": "pt", LAYOUT: layout})
+    files, root = fsspec.url_to_fs(url)
+    folder = f"{root}/{version}"
+    files.makedirs(folder, exist_ok=True)
+    path = f"{folder}/{rank:05}-of-{ranks:05}.safetensors"
+    # A file that is there is whole.
+    with files.open(f"{path}.partial", "wb") as file:
+        file.write(head)
+        for number in sorted(range(len(views)), key=header.begins.__getitem__):
+            data: Any = views[number].contiguous().view(-1).view(torch.uint8).numpy()
+            file.write(memoryview(data))
+    files.mv(f"{path}.partial", path)
+    return str(path)
+
+
+def load(url: str, tensors: Mapping[str, Piecewise], at_least: int) -> int:
+    """Copy the latest whole version under `url` into `tensors`, and return it.
+
+    Raises `WeightsError` when there is none from `at_least` on, or when it does not fit; OSError.
+    """
+    files, root = fsspec.url_to_fs(url)
+    version, paths = next(_versions(files, root, at_least), (0, ()))
+    if not paths:
+        nothing = Fault(url, "no version is whole there", "does every rank of the publisher save?")
+        raise WeightsError(f"there are no weights from version {at_least} on", faults=[nothing])
+    mine = layout_of(tensors)
+    headers, layouts = [], []
+    for path in paths:
+        header = _header(files, path)
+        headers.append(header)
+        layouts.append(_layout(path, header))
+    takes = plan(layouts, mine)
+    into = [part_of(local(tensors[take.name]), mine[take.name], take.box) for take in takes]
+    # All of it is read before anything changes.
+    from_ = [_read(files, paths[t.source], headers[t.source], layouts[t.source], t) for t in takes]
+    copy_all(into, from_)
+    return version
+
+
+def _versions(files: Any, root: str, at_least: int) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The whole versions, the latest first, and their files by rank."""
+    try:
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)}
+    except FileNotFoundError:
+        return
+    found = sorted((int(name) for name in names if re.fullmatch(r"-?\d+", name)), reverse=True)
+    for version in (each for each in found if each >= at_least):
+        paths: dict[tuple[int, int], str] = {}
+        for path in files.ls(f"{root}/{version}", detail=False, refresh=True):
+            match = _FILE.fullmatch(str(path).rpartition("/")[2])
+            if match is not None:
+                paths[int(match[2]), int(match[1])] = str(path)
+        for ranks in sorted({ranks for ranks, _ in paths}):
+            whole = [paths.get((ranks, rank)) for rank in range(ranks)]
+            if all(path is not None for path in whole):
+                yield version, tuple(path for path in whole if path is not None)
+
+
+def _header(files: Any, path: str) -> Header:
+    with files.open(path, "rb") as file:
+        begin = file.read(8)
+        begin += file.read(length_of(begin) - 8)
+    return read_header(begin)
+
+
+def _layout(path: str, header: Header) -> Layout:
+    try:
+        found: Layout = msgspec.json.decode(header.metadata[LAYOUT], type=Layout)
+    except (KeyError, msgspec.MsgspecError, RecursionError) as error:
+        raise FrameError(f"{path} has no layout: {error}") from error
+    return shared(found)
+
+
+def _read(files: Any, path: str, header: Header, layout: Layout, take: Take) -> torch.Tensor:
+    """The elements of `take`, out of the piece that has them."""
+    part = layout[take.name]
+    number, piece = next(pair for pair in enumerate(part.pieces) if pair[1].box.meet(take.box) == take.box)
+    key = take.name if piece.box == part.tensor.whole else f"{take.name}/{number}"
+    at = [param.name for param in header.params].index(key)
+    param, begin = header.params[at], header.begins[at]
+    with files.open(path, "rb") as file:
+        file.seek(begin)
+        data = bytearray(file.read(param.size))
+    if len(data) != param.size:
+        raise FrameError(f"{path} has {len(data)} of the {param.size} bytes of {key}")
+    tensor = torch.frombuffer(data, dtype=torch.uint8).view(param.dtype).view(param.shape)
+    whole = msgspec.structs.replace(part, pieces=(msgspec.structs.replace(piece, at=(0,) * len(piece.at)),))
+    return part_of(tensor, whole, take.box)
