@@ -15,6 +15,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 SUBCOMMANDS = (
     "plan",
     "graph",
+    "weights",
     "status",
     "logs",
     "events",

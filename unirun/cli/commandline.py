@@ -28,6 +28,7 @@ USAGE = """unirun [options] [--] script.py [args]
        unirun --config job.yaml [key=value …] [script.py] [-- args]
        unirun plan …          show what would run where, start nothing
        unirun graph …         show who calls whom, start nothing
+       unirun weights [JOB]   which version each rank has, and how it came
        unirun status [JOB]    how a job stands          unirun ls      all jobs
        unirun logs [JOB]      what its workers wrote    unirun stop    end a job
        unirun events [JOB]    what happened, and why    unirun gc      clear jobs that are over

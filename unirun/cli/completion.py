@@ -29,7 +29,7 @@ _unirun() {{
   local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}}
   COMPREPLY=()
   case ${{COMP_WORDS[1]}} in
-    status|logs|events|stop|gc)
+    status|logs|events|stop|gc|weights)
       [[ $COMP_CWORD -eq 2 ]] && _unirun_jobs "$cur"
       return ;;
     agent)
@@ -76,7 +76,7 @@ _unirun() {{
 {options}
   )
   case $words[2] in
-    status|logs|events|stop|gc)
+    status|logs|events|stop|gc|weights)
       _unirun_jobs
       return ;;
     agent)

@@ -13,6 +13,7 @@ from unirun.errors import UnirunError
 from unirun.launcher.foreground.terminal import say
 from unirun.observe.batchjob import BatchJob, batch_state, read_batch
 from unirun.observe.status import FailureStatus, JobStatus, RoleStatus, WorkerStatus
+from unirun.wire.reports import FROM
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +91,9 @@ def _print(status: JobStatus, master: str, batch: str, logs: str) -> None:
     if any(worker.metrics for _, worker in workers):
         headers.append("METRICS")
         for row, (_, worker) in zip(rows, workers, strict=True):
-            row.append(" ".join(f"{name}={float(value):.6g}" for name, value in worker.metrics.items()))
+            # What came from whom is shown by `unirun weights --plan`.
+            metrics = {name: float(value) for name, value in worker.metrics.items() if FROM not in name}
+            row.append(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
     print_table(headers, rows)
     if status.failures:
         shown, every = len(status.failures), status.failed

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
-from unirun.errors import PeerLost, UsageError, WeightsTimeout
+from unirun.errors import PeerLost, UsageError, WeightsTimeout, WireError
 from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
@@ -17,9 +20,13 @@ from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
 from unirun.weights.tensors import Piecewise, Weights, assigner, tensors_of
+from unirun.wire.reports import FROM, VERSION, Metrics
 
 ANY = -(1 << 62)
 """Before every version."""
+
+EVERY = 0.5
+"""Seconds between two reports."""
 
 
 class WeightsChannel:
@@ -64,6 +71,9 @@ class WeightsChannel:
         me = self._context.session.me
         self._name = f"{me} {me.incarnation}"
         self._sources: dict[tuple[str, int], Source] = {}
+        self._told, self._untold = -EVERY, False
+        atexit.register(self._tell_last)
+        self._moves: set[str] = set()
         self.version: int | None = None
         """The version that was published or received last; None before the first."""
         self._weights: Weights | None = None
@@ -80,7 +90,7 @@ class WeightsChannel:
                 f"{self._context.role} receives channel {self.name!r}", "publish in its publisher"
             )
         self._publisher.publish(tensors_of(weights), version, delta=delta)
-        self.version = version
+        self._has(version)
 
     def receive(
         self,
@@ -128,8 +138,7 @@ class WeightsChannel:
             if not self._may_wait(sources, missing, deadline):
                 held = self._receive_held(tensors, at_least, deadline, setter, eta)
                 if held is not None:
-                    self.version = held
-                    return held
+                    return self._has(held)
             if missing is None:
                 break
             left = deadline - time.monotonic()
@@ -140,8 +149,33 @@ class WeightsChannel:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
                 return have
-        self.version = self._receiver.receive(sources, tensors, at_least, deadline, setter, eta)
-        return self.version
+        return self._has(self._receiver.receive(sources, tensors, at_least, deadline, setter, eta))
+
+    def _has(self, version: int) -> int:
+        """Count it, and tell the job, but not often: ``unirun weights`` shows it."""
+        self.version = version
+        if time.monotonic() >= self._told + EVERY:
+            self._tell()
+        else:
+            self._untold = True
+        return version
+
+    def _tell_last(self) -> None:
+        """At the exit of this process: what was not told, as it came soon after something else."""
+        if self._untold:
+            with suppress(WireError, UsageError):
+                self._tell()
+
+    def _tell(self) -> None:
+        self._told, self._untold = time.monotonic(), False
+        sizes: Counter[str] = Counter(dict.fromkeys(self._moves, 0))
+        for got in self._receiver.last if self._publisher is None else ():
+            name = f"{self.name}{FROM}{got.source.who}/{got.path}"
+            sizes[name] += sum(view.nbytes for view in got.views)
+        self._moves = {name for name, size in sizes.items() if size}
+        values = {name: float(size) for name, size in sizes.items()}
+        values[f"{self.name}{VERSION}"] = float(self.version or 0)
+        self._context.peers.tell(Metrics(values, time.time()))
 
     def save(self, url: str) -> str:
         """Write this rank's part of the version that was published last, as a safetensors file under `url`: a path, or
@@ -268,6 +302,8 @@ class WeightsChannel:
 
     def close(self) -> None:
         """Give back what this process has of the channel: its memory, or its connections."""
+        atexit.unregister(self._tell_last)
+        self._tell_last()
         if self._publisher is not None:
             self._publisher.close()
         if self._holder is not None:

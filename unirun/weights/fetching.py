@@ -35,6 +35,17 @@ class Got(Value):
     copy: Copy
     views: Sequence[torch.Tensor]
 
+    @property
+    def path(self) -> str:
+        """How it came."""
+        if self.source.here:
+            return "shared memory"
+        if self.source is not self.origin:
+            return "neighbour"
+        if isinstance(self.copy, Sent) and self.copy.own:
+            return "unchanged"
+        return "another receiver" if self.source.holder else "socket"
+
 
 def leases(found: Sequence[Got]) -> list[tuple[Source, int]]:
     """The blocks that are lent to this process."""

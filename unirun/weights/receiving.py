@@ -9,7 +9,7 @@ import torch
 
 from unirun.errors import PeerLost, WeightsError
 from unirun.values import Value
-from unirun.weights.fetching import Fetching, leases, remember
+from unirun.weights.fetching import Fetching, Got, leases, remember
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, shared
 from unirun.weights.messages import (
@@ -45,6 +45,8 @@ class Receiver:
         `holder` holds what is received."""
         self._channel, self._turn = channel, turn
         self._holder, self._fetching = holder, fetching
+        self.last: Sequence[Got] = ()
+        """How the last version came."""
         self._plan: tuple[object, Mapping[int, tuple[Take, ...]]] | None = None
 
     def receive(
@@ -165,6 +167,7 @@ class Receiver:
         if target.assign is not None:
             for name, view in assigned:
                 target.assign(name, view)
+        self.last = found
         remember(version, found, target.layout)
         lent = [(source, None if keep else block) for source, block in leases(found)]
         for source, released in self._holder.hold(version, [got.copy for got in found], lent):

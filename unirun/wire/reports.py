@@ -88,6 +88,13 @@ class Metrics(Value, tag=True):
     time: float
 
 
+FROM = "/from/"
+"""In the name of a metric of a receiver of weights, in bytes: ``policy/from/actor:0/shared memory``."""
+
+VERSION = "/version"
+"""At the end of the name of a metric: ``policy/version``, the version of the weights that a rank has."""
+
+
 class Span(Value):
     """The ranks from `first` to `last`, inclusive."""
 
