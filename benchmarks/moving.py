@@ -2,7 +2,8 @@
 
     moving.py RESULT KIND ROUNDS
 
-KIND is ``large`` (1 GiB in 16 tensors) or ``small`` (1 MB in 1 000 tensors). The publisher writes to RESULT, as JSON,
+KIND is ``large`` (1 GiB in 16 tensors), ``between`` (256 MiB in 16, for roles on different hosts) or ``small`` (1 MB in
+1 000 tensors). The publisher writes to RESULT, as JSON,
 the seconds of each round: ``copied`` (received into place), ``mapped`` (``assign=True``), ``broadcast`` (gloo, tensor
 by tensor) and ``memcpy`` (one copy of the same tensors by one thread).
 """
@@ -21,7 +22,7 @@ import torch.distributed as dist
 import unirun
 from unirun.weights.packing import copy_all
 
-SIZES = {"large": (16, 64 << 20), "small": (1000, 1000)}
+SIZES = {"large": (16, 64 << 20), "small": (1000, 1000), "between": (16, 16 << 20)}
 """Tensors, and bytes of each."""
 
 WARM_UP = 3

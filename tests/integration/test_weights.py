@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import time
+from pathlib import Path
 
 from tests.integration.harness import START, Script, Unirun, eventually
 
@@ -126,6 +129,71 @@ SYNCED = """
             self.sync(3.5)
 """
 
+KILLED = """
+    import os, time, torch
+    from unirun import BaseTrainer, BaseWorkload, PeerLost, WeightsChannel, trainer_invocation
+
+    SIZE = 200_000
+
+    class Held(BaseWorkload):
+        def setup(self):
+            self.channel = WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+            self.tensors = {name: torch.zeros(SIZE) for name in ("first", "last")}
+            self.tell("pid")
+
+        def tell(self, what):
+            path = f"{what}.{self.name.replace(':', '.')}"
+            with open(path + ".part", "w") as file:
+                file.write(str(os.getpid()))
+            os.rename(path + ".part", path)
+
+    class Actor(Held):
+        def on_generation(self, generation):
+            kept = self.master_handle.load_state()
+            if kept is not None:
+                self.publish(int(kept))
+
+        @trainer_invocation(idempotent=True)
+        def publish(self, version):
+            if self.channel.version == version:
+                return
+            for tensor in self.tensors.values():
+                tensor.fill_(version)
+            self.master_handle.save_state(str(version).encode())
+            self.channel.publish(self.tensors, version)
+
+    class Rollout(Held):
+        @trainer_invocation(idempotent=True)
+        def check(self, version):
+            while True:
+                try:
+                    got = self.channel.receive(into=self.tensors, min_version=version)
+                    break
+                except PeerLost:
+                    continue
+            found = {value for tensor in self.tensors.values() for value in tensor.unique().tolist()}
+            return got == version and found == {float(version)}
+
+    class Trainer(BaseTrainer):
+        def init(self):
+            pass
+
+        def fit(self):
+            version = wrong = 0
+            while not os.path.exists("enough"):
+                version += 1
+                self.RG_ACTOR.publish(version)
+                wrong += self.RG_ROLLOUT.check(version) != [True, True]
+            print("steps", version > 20, "wrong", wrong, flush=True)
+"""
+
+TO_KILL = """
+roles:
+  actor: {count: 1, workload: "killed:Actor", max_restarts: 20}
+  rollout: {count: 2, workload: "killed:Rollout", max_restarts: 20}
+trainer: {class: "killed:Trainer"}
+"""
+
 JOB = """
 roles:
   actor: {count: 1, workload: "held:Actor"}
@@ -173,6 +241,43 @@ def test_a_rollout_that_was_started_again_gets_the_last_version_from_another_one
     result = unirun("--roles", roles, "--max-restarts", "1", script(HELD), within=2 * START)
     assert result.code == 0, result.err
     assert re.findall(r"\[(\S+)\] version (\d) sum (\d+)", result.out) == [("rollout:0", "7", "112")]
+
+
+def test_publisher_and_receivers_that_are_killed_at_any_time_never_have_half_a_version(
+    unirun: Unirun, script: Script
+) -> None:
+    """
+    1. A trainer publishes and has everything checked, again and again.
+    2. Nine times, one or two of three workers are killed at a time that is drawn.
+    3. All that was received was whole, and no memory has a name that could be left behind.
+    """
+    script(KILLED, "killed.py")
+    draw = random.Random(17)
+    before = set(os.listdir("/dev/shm"))
+    job = unirun.start("--config", script(TO_KILL, "job.yaml"))
+    names = ("actor.0", "rollout.0", "rollout.1")
+    pids = dict.fromkeys(names, 0)
+    for _ in range(9):
+        for name in names:
+            pids[name] = _next_pid(unirun.root / f"pid.{name}", pids[name])
+        time.sleep(draw.uniform(0.0, 0.3))
+        for name in draw.sample(names, draw.choice((1, 1, 2))):
+            os.kill(pids[name], signal.SIGKILL)
+            (unirun.root / f"pid.{name}").unlink()
+            pids[name] = -pids[name]
+    script("", "enough")
+    end = job.end(within=2 * START)
+    assert end.code == 0, end.err
+    assert re.findall("steps .*", end.out) == ["steps True wrong 0"]
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def _next_pid(path: Path, known: int) -> int:
+    """The pid of the worker that lives now; a new one when the one before was killed."""
+    if known > 0:
+        return known
+    eventually(path.exists, f"{path.name} is written")
+    return int(path.read_text())
 
 
 def test_a_channel_of_unknown_roles_is_told_before_anything_starts(unirun: Unirun, script: Script) -> None:
