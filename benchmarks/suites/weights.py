@@ -12,7 +12,9 @@ from statistics import median
 
 from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
 from benchmarks.job import DEADLINE, environment, program
+from benchmarks.suites.nodes import bed, started
 from benchmarks.suites.rpc import run
+from tests.testbed.machine import Unavailable
 from unirun.weights.layout import Box, Layout, Part, Piece, Tensor
 from unirun.weights.plan import plan
 
@@ -30,6 +32,8 @@ BARS = (
     ("large", "copied", "broadcast", Bar("1 GiB, copied into place ÷ broadcast over gloo", "ratio", 0.25)),
     ("small", "copied", "broadcast", Bar("1 000 tensors of 1 kB ÷ broadcast tensor by tensor", "ratio", 0.1)),
 )
+
+BETWEEN = Bar("256 MiB between two hosts, copied into place ÷ broadcast over gloo", "ratio", 1.1)
 
 RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
@@ -54,7 +58,7 @@ def figures(runs: int) -> list[Figure]:
     for kind, what, peer, bar in BARS:
         own, theirs = found[kind].get(what, []), found[kind].get(peer, [])
         rows.append(Figure(bar, ratio(own, theirs), runs, "s", tuple(own), peer, tuple(theirs), fault, busy))
-    rows.append(queued(runs))
+    rows += [between(runs), queued(runs)]
     say(PLANNED.name)
     times = tuple(planning() for _ in range(runs))
     return [*rows, Figure(PLANNED, median(times), runs, "s", times, busy=busy)]
@@ -69,6 +73,32 @@ def one_job(kind: str) -> dict[str, list[float]]:
         run([*command, str(result), kind, str(ROUNDS)], environment(Path(folder)), DEADLINE * 3)
         found: dict[str, list[float]] = json.loads(result.read_text())
         return found
+
+
+def between(runs: int) -> Figure:
+    """From one host to another, which are network namespaces."""
+    own: list[float] = []
+    theirs: list[float] = []
+    busy, fault = load_of_others(), ""
+    script = Path(__file__).parents[1] / "moving.py"
+    roles = ("--hosts", "h1:1,h2:1", "--roles", "actor=1,rollout=1")
+    for number in range(runs):
+        say(f"weights between hosts, run {number + 1} of {runs}")
+        try:
+            with bed() as (hosts, folder):
+                result = folder / "result.json"
+                command = (program("unirun"), "--quiet", *roles, script, result, "between", ROUNDS)
+                with started(hosts, folder, command) as process:
+                    if process.wait(DEADLINE) != 0:
+                        raise BenchmarkError("the job between hosts did not succeed")
+                found = json.loads(result.read_text())
+            own.append(median(found["copied"]))
+            theirs.append(median(found["broadcast"]))
+        except Unavailable as error:
+            return Figure(BETWEEN, None, runs, BETWEEN.unit, missing=str(error))
+        except BenchmarkError as error:
+            fault = str(error)
+    return Figure(BETWEEN, ratio(own, theirs), runs, "s", tuple(own), "broadcast", tuple(theirs), fault, busy)
 
 
 def queued(runs: int) -> Figure:

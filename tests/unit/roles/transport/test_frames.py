@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,6 +129,56 @@ def test_large_buffers_are_received_where_they_stay() -> None:
     (found,) = parser.received(len(rest))
     assert found == frame
     assert found.inline[0].obj is rest.obj
+
+
+def received(parser: FrameParser, *sizes: int, filled: bytes = b"x") -> Frame:
+    """A frame with large buffers."""
+    stream = bytes_of(inline_frame(REQUEST, 1, b"", [filled * size for size in sizes]))
+    parser.space()[:64] = stream[:64]
+    assert list(parser.received(64)) == []
+    parser.space()[:] = stream[64:]
+    (found,) = parser.received(len(stream) - 64)
+    return found
+
+
+def address(frame: Frame) -> int:
+    """Where its first buffer is."""
+    return torch.frombuffer(frame.inline[0], dtype=torch.uint8).data_ptr()
+
+
+def test_memory_that_nobody_uses_any_more_is_used_again() -> None:
+    parser = FrameParser(MAX_INLINE)
+    first = received(parser, 1 << 20, 1 << 20)
+    one, part = address(first), first.inline[1][5:9]
+    second = received(parser, 1 << 21, filled=b"y")
+    other = address(second)
+    assert other != one
+    del first
+    third = received(parser, 1 << 21, filled=b"z")
+    assert address(third) not in (one, other), "a part of it is in use"
+    assert bytes(part) == b"xxxx"
+    assert bytes(second.inline[0][:4]) == b"yyyy"
+    known = address(third)
+    del third
+    fourth = received(parser, (1 << 21) - 300, filled=b"w")
+    assert address(fourth) == known
+    assert bytes(fourth.inline[0][:4]) + bytes(fourth.inline[0][-4:]) == b"w" * 8
+
+
+def test_a_tensor_over_received_memory_keeps_it() -> None:
+    parser = FrameParser(MAX_INLINE)
+    tensors = [
+        torch.frombuffer(received(parser, 1 << 20, filled=bytes([n])).inline[0], dtype=torch.uint8)
+        for n in range(5)
+    ]
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [2], [3], [4]]
+
+
+def test_memory_that_is_too_large_is_not_kept() -> None:
+    parser = FrameParser(MAX_INLINE)
+    received(parser, 1 << 23)
+    received(parser, 1 << 20)
+    assert [array.nbytes for array in parser._arrays] == [1 << 20]
 
 
 def test_large_buffers_are_sent_from_where_they_are() -> None:
