@@ -3,7 +3,9 @@ items through a queue, beside torch's."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -39,6 +41,11 @@ RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
 """At least 1.5 times as many items in a second."""
 
+BESIDE_RAY = {
+    "ray-weights": Bar("1 GiB, copied into place ÷ Ray's object store", "ratio", 0.5),
+    "ray-queue": Bar("queue: an item of 1 MB on one host ÷ ray.util.queue", "ratio", 0.2),
+}
+
 PLANNED = Bar("plan of one of 1 000 receivers for 500 tensors of 1 000 publishers", "s", 2.0)
 
 
@@ -59,6 +66,8 @@ def figures(runs: int) -> list[Figure]:
         own, theirs = found[kind].get(what, []), found[kind].get(peer, [])
         rows.append(Figure(bar, ratio(own, theirs), runs, "s", tuple(own), peer, tuple(theirs), fault, busy))
     rows += [between(runs), queued(runs)]
+    for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-1].own])):
+        rows.append(beside_ray(what, own, runs))
     say(PLANNED.name)
     times = tuple(planning() for _ in range(runs))
     return [*rows, Figure(PLANNED, median(times), runs, "s", times, busy=busy)]
@@ -73,6 +82,23 @@ def one_job(kind: str) -> dict[str, list[float]]:
         run([*command, str(result), kind, str(ROUNDS)], environment(Path(folder)), DEADLINE * 3)
         found: dict[str, list[float]] = json.loads(result.read_text())
         return found
+
+
+def beside_ray(what: str, own: list[float], runs: int) -> Figure:
+    """The same with Ray, when it is installed."""
+    bar, busy = BESIDE_RAY[what], load_of_others()
+    if importlib.util.find_spec("ray") is None:
+        return Figure(bar, None, runs, "s", peer="ray", missing="ray is not installed: pip install ray")
+    theirs: list[float] = []
+    fault = ""
+    for number in range(runs):
+        say(f"{what}, run {number + 1} of {runs}")
+        try:
+            command = [sys.executable, "-m", "benchmarks.foreign", what]
+            theirs.append(float(run(command, dict(os.environ), DEADLINE).splitlines()[-1]))
+        except (BenchmarkError, ValueError, IndexError) as error:
+            fault = str(error)
+    return Figure(bar, ratio(own, theirs), runs, "s", tuple(own), "ray", tuple(theirs), fault, busy)
 
 
 def between(runs: int) -> Figure:
