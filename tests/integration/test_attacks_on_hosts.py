@@ -18,25 +18,50 @@ from unirun.wire import Credentials, load_credentials
 from .harness import START, UNIRUN, eventually
 
 CALLS = """
-import os, time
-from unirun import BaseTrainer, BaseWorkload, trainer_invocation
+import os, time, torch
+from unirun import BaseTrainer, BaseWorkload, WeightsChannel, trainer_invocation
 
-class Worker(BaseWorkload):
+class Has(BaseWorkload):
+    def setup(self):
+        self.weights = {"w": torch.zeros(1000)}
+        if self.rank == 0:
+            self.channel = WeightsChannel("policy", publisher="model", receivers=["worker"])
+
+class Model(Has):
+    def publish(self, version):
+        self.weights["w"].fill_(version)
+        self.channel.publish(self.weights, version)
+
+class Worker(Has):
     @trainer_invocation()
     def square(self, number):
         return number * number
+
+    @trainer_invocation(target="RANK0")
+    def receive(self, version):
+        self.channel.receive(into=self.weights, min_version=version)
+        return self.weights["w"].unique().tolist()
 
 class Trainer(BaseTrainer):
     def init(self): pass
 
     def fit(self):
-        print("before", self.RG_WORKER.square(2), flush=True)
+        self.RG_MODEL.publish(1)
+        print("before", self.RG_WORKER.square(2), self.RG_WORKER.receive(1), flush=True)
         while not os.path.exists("/tmp/job/go"):
             time.sleep(0.02)
-        print("after", self.RG_WORKER.square(3), flush=True)
+        self.RG_MODEL.publish(2)
+        print("after", self.RG_WORKER.square(3), self.RG_WORKER.receive(2), flush=True)
 """
-ROLES = ("--roles", "worker=5@calls:Worker", "--trainer", "calls:Trainer", "--rdzv-id", "mine")
-OURS = re.compile(r'"(?:worker:\d|trainer:\d|unirun-master|unirun-agent)"')
+ROLES = (
+    "--roles",
+    "worker=5@calls:Worker,model=1@calls:Model",
+    "--trainer",
+    "calls:Trainer",
+    "--rdzv-id",
+    "mine",
+)
+OURS = re.compile(r'"(?:worker:\d|model:\d|trainer:\d|unirun-master|unirun-agent)"')
 
 
 def targets(host: Host, inside: Credentials, folder: Path) -> list[Target]:
@@ -119,5 +144,5 @@ def test_a_job_under_attack_goes_on_and_its_token_is_nowhere(hosts: Hosts, tmp_p
         job.kill()
         for sock in held:
             sock.close()
-    assert b"after [9, 9, 9, 9, 9]" in said
+    assert b"after [9, 9, 9, 9, 9] [2.0]" in said
     assert job.returncode == 0
