@@ -41,6 +41,8 @@ RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
 """At least 1.5 times as many items in a second."""
 
+MEMORY = Bar("shared memory of the publisher ÷ its weights", "ratio", 1.0)
+
 BESIDE_RAY = {
     "ray-weights": Bar("1 GiB, copied into place ÷ Ray's object store", "ratio", 0.5),
     "ray-queue": Bar("queue: an item of 1 MB on one host ÷ ray.util.queue", "ratio", 0.2),
@@ -65,6 +67,9 @@ def figures(runs: int) -> list[Figure]:
     for kind, what, peer, bar in BARS:
         own, theirs = found[kind].get(what, []), found[kind].get(peer, [])
         rows.append(Figure(bar, ratio(own, theirs), runs, "s", tuple(own), peer, tuple(theirs), fault, busy))
+    memory = found["large"].get("memory", [])
+    value = median(memory) if memory else None
+    rows.append(Figure(MEMORY, value, runs, "ratio", tuple(memory), fault=fault, busy=busy))
     rows += [between(runs), queued(runs)]
     for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-1].own])):
         rows.append(beside_ray(what, own, runs))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -16,6 +19,12 @@ ALIGN = 64
 
 LARGE = 1 << 20
 """Bytes of a tensor from which on it is copied as memory."""
+
+CHUNK = 16 << 20
+"""Bytes that one thread copies at a time."""
+
+THREADS = 4
+"""Threads that copy at most, if there are so many processors."""
 
 
 class Packing:
@@ -99,17 +108,34 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 def copy_all(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
     """Copy tensors, each into that of the same place: large ones as memory, all others with one call of torch.
 
-    For large memory the C library writes around the caches, so that one thread is as fast as the memory is.
+    For large memory the C library writes around the caches. A few threads are as fast as the memory is.
     """
     others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    large: list[tuple[Any, Any]] = []
     for pair in zip(into, from_, strict=True):
         if pair[0].nbytes >= LARGE and all(t.is_cpu and t.is_contiguous() for t in pair):
             target, source = (t.view(-1).view(torch.uint8).numpy() for t in pair)
-            numpy.copyto(target, source)
+            large += [
+                (target[at : at + CHUNK], source[at : at + CHUNK]) for at in range(0, len(target), CHUNK)
+            ]
         else:
             others.append(pair)
+    left = iter(large)
+    count = min(THREADS, len(os.sched_getaffinity(0)), len(large))
+    helpers = [threading.Thread(target=_copy, args=(left,)) for _ in range(count - 1)]
+    for helper in helpers:
+        helper.start()
+    _copy(left)
+    for helper in helpers:
+        helper.join()
     if others:
         torch._foreach_copy_([pair[0] for pair in others], [pair[1] for pair in others])
+
+
+def _copy(left: Iterator[tuple[Any, Any]]) -> None:
+    """Copy what is left, as other threads do; numpy lets them."""
+    for target, source in left:
+        numpy.copyto(target, source)
 
 
 def blend(into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor], eta: float) -> None:
