@@ -80,8 +80,7 @@ HELD = """
         if ctx.role == "reference":
             seen("again")
         elif ctx.incarnation == 0:
-            while ctx.peers.find("actor", 0).address.incarnation == 0:
-                ctx.peers.wait(1.0)
+            ctx.peers.wait_for(lambda: ctx.peers.find("actor", 0).address.incarnation > 0, 60.0)
             os.kill(os.getpid(), signal.SIGKILL)
         else:
             print("version", version, "sum", int(model.weight.sum()), flush=True)

@@ -90,9 +90,7 @@ class Formation:
 
     def catch_up(self, generation: int) -> None:
         """Form the group of `generation`, of which a caller has heard before this worker's agent."""
-        deadline = time.monotonic() + NEWS
-        while self._wanted() < generation and time.monotonic() < deadline:
-            self._peers.wait(deadline - time.monotonic())
+        self._peers.wait_for(lambda: self._wanted() >= generation, NEWS)
         self.follow()
 
     def follow(self) -> None:
@@ -195,10 +193,7 @@ class Formation:
 
     def _changes(self, generation: int) -> bool:
         """Whether the role has a later generation than `generation`, or gets one within `NEWS` seconds."""
-        deadline = time.monotonic() + NEWS
-        while self._wanted() <= generation and time.monotonic() < deadline:
-            self._peers.wait(deadline - time.monotonic())
-        return self._wanted() > generation
+        return self._peers.wait_for(lambda: self._wanted() > generation, NEWS)
 
     def _watch(self) -> None:
         """Tell the agent if the main thread stays in the same wait in a group for `STUCK` seconds.

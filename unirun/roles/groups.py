@@ -108,14 +108,18 @@ class GroupForge:
 
     def _await_change(self, broken: _Group, deadline: float) -> None:
         """A member of a broken group is gone; wait until its role is started again."""
-        while self._infos(broken.parties) == broken.infos:
+
+        def changed() -> bool:
+            if self._infos(broken.parties) != broken.infos:
+                return True
             self._raise_if_hopeless(broken.parties, None)
-            if time.monotonic() >= deadline:
-                raise GroupError(
-                    f"a member of group {_words(broken.parties)} is gone and its role was not started again",
-                    "did it end before the others?",
-                )
-            self._peers.wait(deadline - time.monotonic())
+            return False
+
+        if not self._peers.wait_for(changed, deadline - time.monotonic()):
+            raise GroupError(
+                f"a member of group {_words(broken.parties)} is gone and its role was not started again",
+                "did it end before the others?",
+            )
 
     def _raise_if_hopeless(self, parties: Parties, store: Store | None) -> None:
         """Raise `GroupError` when a member that is not in `store` has ended and is not started again."""
@@ -148,6 +152,7 @@ class GroupForge:
             keys = [f"here/{rank}" for rank in range(_size(parties, infos))]
             store = self._arrive(parties, infos, backend)
             while self._infos(parties) == infos:
+                updates = self._peers.updates
                 if store is not None and _all_here(store, keys):
                     return infos, store
                 self._raise_if_hopeless(parties, store)
@@ -156,7 +161,7 @@ class GroupForge:
                         f"group {_name(parties, infos, backend)}: {_missing(store, keys)} did not come in time",
                         "every member must call ctx.group with the same roles in the same order",
                     )
-                self._peers.wait(LOOK)
+                self._peers.wait(updates, LOOK)
                 store = store or self._arrive(parties, infos, backend)
 
     def _arrive(self, parties: Parties, infos: Infos, backend: str) -> Store | None:
@@ -171,8 +176,7 @@ class GroupForge:
 
     def _store(self, parties: Parties, infos: Infos) -> Any:
         if self._peers.linked:
-            addr, port = split_endpoint(infos[0].endpoint)
-            return dist.TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
+            return store_of(infos[0])
         if _size(parties, infos) == 1:
             return dist.HashStore()
         if not dist.is_initialized():
@@ -181,6 +185,12 @@ class GroupForge:
                 "call torch.distributed.init_process_group",
             )
         return c10d._get_default_store()
+
+
+def store_of(role: RoleInfo) -> Any:
+    """A connection to the rendezvous store of this generation of the role. Raises `torch.distributed.DistError`."""
+    addr, port = split_endpoint(role.endpoint)
+    return dist.TCPStore(addr, port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 _SETTLED = ("starting", "running", "succeeded")

@@ -84,6 +84,8 @@ class Peers:
         self._views = {view.name: view for view in self._view.roles}
         self._found: dict[tuple[str, int], Peer] = {}
         self._whole: dict[str, bool] = {}
+        self.updates = 0
+        """How many updates have come."""
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._numbers = itertools.count(1)
@@ -210,6 +212,7 @@ class Peers:
             self._roles = _infos(view)
             self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}
+            self.updates += 1
             self._changed.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:
@@ -220,10 +223,14 @@ class Peers:
         with self._changed:
             self._listeners.append(listener)
 
-    def wait(self, timeout: float) -> None:
-        """Return at the next update, or after `timeout` seconds."""
+    def wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Look at `condition` now and after each update, for `timeout` seconds; return what it said last."""
         with self._changed:
-            self._changed.wait(max(timeout, 0.0))
+            return self._changed.wait_for(condition, max(timeout, 0.0))
+
+    def wait(self, since: int, timeout: float) -> None:
+        """Return when there have been more `updates` than `since`, or after `timeout` seconds."""
+        self.wait_for(lambda: self.updates > since, timeout)
 
 
 def lone_peers(environ: Mapping[str, str]) -> Peers:

@@ -134,6 +134,7 @@ class WeightsChannel:
         at_least = ANY if min_version is None else min_version
         have = self.version
         while True:
+            updates = self._context.peers.updates
             sources, missing = self._publishers()
             if not self._may_wait(sources, missing, deadline):
                 held = self._receive_held(tensors, at_least, deadline, setter, eta)
@@ -144,7 +145,7 @@ class WeightsChannel:
             left = deadline - time.monotonic()
             if left <= 0 or isinstance(missing, PeerLost):
                 raise missing
-            self._context.peers.wait(left)
+            self._context.peers.wait(updates, min(left, EVERY))
         if max_staleness is not None and have is not None and have >= at_least:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:

@@ -134,9 +134,10 @@ class Queue:
         """Whether the gate has let this process in. It may be another one the next time."""
         # Consumers drop items meanwhile, which the gate learns from the next question.
         left = min(max(deadline - time.monotonic(), 0.0), EVERY)
+        updates = self._context.peers.updates
         self._gate = self._hub.line(self.consumer, 0, self._gate)
         if self._gate is None:
-            self._context.peers.wait(left)
+            self._context.peers.wait(updates, left)
             return False
         made = self._begun - self._items.dropped
         request = Enter(self.name, self._context.session.me, made, self._items.delivered, left)
@@ -145,7 +146,7 @@ class Queue:
         except TimeoutError:
             return False
         except PeerLost:
-            self._context.peers.wait(left)
+            self._context.peers.wait(updates, left)
             return False
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -56,3 +57,21 @@ def test_what_has_changed_is_taken_over_and_a_whole_view_is_asked_for_when_somet
         assert agent.receive(5.0) == ViewWanted()
         peers.update(View((role(2, 2),), 7))
         assert len(peers.view("actor").workers) == peers.known("actor").generation == 2
+
+
+def test_an_update_that_came_before_the_wait_for_it_is_not_waited_for(peers: Peers) -> None:
+    before = peers.updates
+    peers.update(View((role(2, 2),)))
+    peers.wait(before, timeout=600.0)
+    assert not peers.wait_for(lambda: peers.updates > before + 1, timeout=0.0)
+
+
+def test_who_waits_for_a_condition_looks_again_after_each_update(peers: Peers) -> None:
+    looks = iter([1, 2, 3, 4])
+
+    def condition() -> bool:
+        generation = next(looks)
+        threading.Thread(target=peers.update, args=[View((role(2, generation),))]).start()
+        return generation == 4
+
+    assert peers.wait_for(condition, timeout=600.0)
