@@ -1,4 +1,4 @@
-"""Shared memory for versions: memfds that stay mapped, and are written again when nobody reads them any more.
+"""Shared memory for versions: it stays mapped, and is written again when nobody reads it any more.
 
 A memfd has no name, so the kernel frees it with the last process that has it, however that ends. Pages that exist are
 written several times as fast as new ones, so blocks are kept.
@@ -12,6 +12,7 @@ import os
 import torch
 
 from unirun.reporting import report
+from unirun.weights.devices.protocol import Device
 
 PAGE = 1 << 12
 """Bytes. Memory is had in pages."""
@@ -22,14 +23,20 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class Block:
     """A memfd of `size` bytes, mapped as the bytes `memory`. `readers` are those that may read it now.
 
-    When there is no shared memory, it is ordinary memory, and `handle` is None.
+    When there is no shared memory, it is ordinary memory, and `handle` is None; so it is for memory of a `device`.
     """
 
-    def __init__(self, number: int, size: int) -> None:
-        self.number, self.size = number, size
+    def __init__(self, number: int, size: int, device: Device | None = None) -> None:
+        """Raises `DeviceError`."""
+        self.number, self.size, self.device = number, size, device
         self.readers: set[str] = set()
-        self.handle: int | None
+        self.handle: int | None = None
+        self.lent = b""
+        """With which other processes open the memory of the device."""
         self.memory: torch.Tensor
+        if device is not None:
+            self.memory = device.allocate(size)
+            return
         try:
             self.handle, self.memory = _shared(size)
         except OSError as error:
@@ -40,7 +47,9 @@ class Block:
             self.handle, self.memory = None, torch.empty(size, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the descriptor. The memory is freed with the last mapping."""
+        """Close the descriptor; the memory is freed with the last mapping. Memory of a device is freed now."""
+        if self.device is not None:
+            self.device.end(self.memory)
         if self.handle is not None:
             os.close(self.handle)
 
@@ -67,9 +76,9 @@ class Blocks:
         self._blocks: list[Block] = []
         self._number = 0
 
-    def take(self, size: int, keep: Block | None = None) -> Block:
-        """A block of at least `size` bytes that nobody reads, and which is not `keep`."""
-        free = [block for block in self._blocks if not block.readers and block is not keep]
+    def take(self, size: int, reader: str, device: Device | None = None) -> Block:
+        """A block of at least `size` bytes, of which `reader` is the only reader. Raises `DeviceError`."""
+        free = [block for block in self._blocks if not block.readers and block.device is device]
         fitting = (block for block in free if size <= block.size <= 2 * size + PAGE)
         chosen = min(fitting, key=lambda block: block.size, default=None)
         others = [block for block in free if block is not chosen]
@@ -79,8 +88,9 @@ class Blocks:
             block.close()
         if chosen is None:
             self._number += 1
-            chosen = Block(self._number, max(size, 1))
+            chosen = Block(self._number, max(size, 1), device)
             self._blocks.append(chosen)
+        chosen.readers.add(reader)
         return chosen
 
     def find(self, number: int) -> Block | None:
@@ -90,4 +100,7 @@ class Blocks:
     def close(self) -> None:
         """Give all memory back that nobody else has mapped."""
         while self._blocks:
-            self._blocks.pop().close()
+            block = self._blocks.pop()
+            # Memory of a device that somebody reads ends with this process.
+            if block.device is None or not block.readers:
+                block.close()

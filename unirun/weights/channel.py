@@ -16,6 +16,7 @@ from unirun.roles.context import Context, init
 from unirun.weights.fetching import Fetching
 from unirun.weights.holding import Holder
 from unirun.weights.hub import hub_of
+from unirun.weights.pairing import BACKENDS, Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.receiving import Receiver
 from unirun.weights.sources import Source
@@ -47,9 +48,18 @@ class WeightsChannel:
     receivers that were started again get the last version from the other receivers.
     """
 
-    def __init__(self, name: str, *, publisher: str = "", receivers: Sequence[str] = ()) -> None:
-        """Raises `UsageError` for a channel that is not declared, and in a process that is in neither role."""
-        self.name = name
+    def __init__(
+        self, name: str, *, publisher: str = "", receivers: Sequence[str] = (), backend: str = ""
+    ) -> None:
+        """With `backend` ``"gloo"`` or ``"nccl"``, a receiver gets its parts from other hosts through process groups of
+        torch. They are not encrypted. By default that is so, with nccl, where the tensors of both ends are on CUDA
+        devices; all others come over sockets with TLS.
+
+        Raises `UsageError` for a channel that is not declared, and in a process that is in neither role.
+        """
+        if backend not in ("", *BACKENDS):
+            raise UsageError(f"backend={backend!r}", f"it is one of {', '.join(BACKENDS)}")
+        self.name, self._backend = name, backend
         self._context = init()
         self.publisher, self.receivers = _roles(self._context, name, publisher, tuple(receivers))
         if self._context.role not in (self.publisher, *self.receivers):
@@ -247,10 +257,29 @@ class WeightsChannel:
         if known is not None and line is known.line:
             self._sources[role, rank] = known
             return known
+        if known is not None:
+            known.unlink()
         publishes = role == self.publisher
         here = publishes and self._hub.is_here(line)
         host = self._context.node if publishes and not here else ""
-        source = Source(self.name, line, self._name, here=here, holder=not publishes, host=host)
+        pairing = None
+        if host and self._context.peers.linked:
+
+            def pairing(link: str, deadline: float) -> Pair:
+                patience = deadline - time.monotonic()
+                name = f"{self._name} {rank} {link}"
+                return self._hub.pair(self.name, self.publisher, self._context.role, 1, name, patience)
+
+        source = Source(
+            self.name,
+            line,
+            self._name,
+            here=here,
+            holder=not publishes,
+            host=host,
+            backend=self._backend,
+            pairing=pairing,
+        )
         self._sources[role, rank] = source
         return source
 
@@ -310,7 +339,7 @@ class WeightsChannel:
         if self._holder is not None:
             self._holder.close()
         for source in self._sources.values():
-            source.line.close()
+            source.close()
         self._sources.clear()
         self._context.session.synced.pop(self.name, None)
 

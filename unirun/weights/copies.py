@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from unirun.weights.devices.protocol import Device
 from unirun.weights.layout import Box, Layout, Part, Piece
 from unirun.weights.packing import Packing
 from unirun.weights.plan import Take
@@ -25,10 +26,13 @@ class Copy(Protocol):
 
 
 class Mapped:
-    """A block of a publisher on this host. It stays mapped, and is read again when it has another version."""
+    """A block of a publisher on this host. It stays mapped, and is read again when it has another version.
 
-    def __init__(self, packing: Packing, memory: torch.Tensor) -> None:
-        self._packing, self._memory = packing, memory
+    Memory of a device is borrowed for one version.
+    """
+
+    def __init__(self, packing: Packing, memory: torch.Tensor, device: Device | None = None) -> None:
+        self._packing, self._memory, self._device = packing, memory, device
         self._takes: Sequence[Take] = ()
         self._views: list[torch.Tensor] = []
 
@@ -46,6 +50,17 @@ class Mapped:
         if self._takes is not takes:
             self._takes, self._views = takes, [self.view(take.name, take.box) for take in takes]
         return self._views
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether it is memory of a device, and so has to be given back."""
+        return self._device is not None
+
+    def end(self) -> None:
+        """Give memory of a device back."""
+        device, self._device = self._device, None
+        if device is not None:
+            device.end(self._memory)
 
 
 class Sent:

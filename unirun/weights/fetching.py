@@ -12,9 +12,11 @@ from functools import partial
 import torch
 
 from unirun.errors import FrameError, PeerLost, WeightsTimeout
+from unirun.reporting import report
 from unirun.roles.transport.protocol import Parcel
 from unirun.values import Value
-from unirun.weights.copies import Copy, Sent
+from unirun.weights.copies import Copy, Mapped, Sent
+from unirun.weights.devices.protocol import DeviceError
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout
 from unirun.weights.messages import Answer, Fetched, Released, answer_of
@@ -26,7 +28,8 @@ GIVEN_WITHIN = 5.0
 
 
 class Got(Value):
-    """The answer of `source` to some takes, and views of what it has sent or lent. `origin` is the publisher."""
+    """The answer of `source` to some takes, and views of what it has sent or lent. `origin` is the publisher, `link`
+    the backend through which it came, if any."""
 
     origin: Source
     source: Source
@@ -34,12 +37,15 @@ class Got(Value):
     fetched: Fetched
     copy: Copy
     views: Sequence[torch.Tensor]
+    link: str = ""
 
     @property
     def path(self) -> str:
         """How it came."""
         if self.source.here:
-            return "shared memory"
+            return "device memory" if self.fetched.handle else "shared memory"
+        if self.link:
+            return self.link
         if self.source is not self.origin:
             return "neighbour"
         if isinstance(self.copy, Sent) and self.copy.own:
@@ -52,6 +58,18 @@ def leases(found: Sequence[Got]) -> list[tuple[Source, int]]:
     return [(got.source, got.fetched.block) for got in found if got.source.here]
 
 
+def give_up(found: Sequence[Got]) -> None:
+    """Give memory of devices back that was borrowed."""
+    for got in found:
+        if isinstance(got.copy, Mapped):
+            got.copy.end()
+
+
+def lasts(got: Got) -> bool:
+    """Whether it can be held for others: it is in memory of the host. That of a device is needed for other things."""
+    return not got.fetched.handle and all(view.is_cpu for view in got.views)
+
+
 def _unchanged(source: Source, takes: Sequence[Take], fetched: Fetched, wanted: Layout) -> Got:
     """What this process has already."""
     if source.had is None:
@@ -62,7 +80,7 @@ def _unchanged(source: Source, takes: Sequence[Take], fetched: Fetched, wanted: 
 
 def remember(version: int, found: Sequence[Got], wanted: Layout) -> None:
     """All of `version` is here: publishers on other hosts need to send only what has changed since."""
-    for origin in {got.origin for got in found if not got.source.here}:
+    for origin in {got.origin for got in found if not got.source.here and lasts(got)}:
         mine = [got for got in found if got.origin is origin]
         takes = [take for got in mine for take in got.takes]
         own = [take for got in mine if isinstance(got.copy, Sent) for take in got.copy.own]
@@ -91,10 +109,14 @@ class Fetching:
         at_least: int,
         deadline: float,
         wanted: Layout,
+        place: torch.device,
         *,
         keep: bool,
     ) -> list[Got]:
-        """Ask all publishers that have something. Empty when one of them has to be asked in another way."""
+        """Ask all publishers that have something. Empty when one of them has to be asked in another way.
+
+        What comes through a process group for devices comes to `place`.
+        """
         patience = self.left(deadline)
         asked: dict[int, Future[Parcel]] = {}
         found: list[Got] = []
@@ -111,12 +133,21 @@ class Fetching:
                 elif source.here and not said.block:
                     source.here = False
                 elif source.here:
-                    mapped = source.mapped(said, parcel, keep=keep)
+                    try:
+                        mapped = source.mapped(said, parcel, keep=keep)
+                    except DeviceError as error:
+                        report(f"unirun: {error}: weights of {source.who} go through the memory of the host")
+                        continue
                     found.append(Got(source, source, takes[n], said, mapped, mapped.views(takes[n])))
                 else:
                     away = {place for places in said.elsewhere.values() for place in places} | {*said.same}
                     sent = [take for place, take in enumerate(takes[n]) if place not in away]
-                    found.append(self._sent(source, source, sent, said, parcel, wanted))
+                    if source.link:
+                        views = source.linked(sent, wanted, deadline, place)
+                        copy = Sent(wanted, sent, views)
+                        found.append(Got(source, source, sent, said, copy, views, source.link))
+                    else:
+                        found.append(self._sent(source, source, sent, said, parcel, wanted))
                     if said.same:
                         found.append(
                             _unchanged(source, [takes[n][place] for place in said.same], said, wanted)
@@ -125,13 +156,24 @@ class Fetching:
                         (source, said, who, [takes[n][i] for i in places])
                         for who, places in said.elsewhere.items()
                     ]
-            self._holder.got([(got.fetched.version, got.copy) for got in found if isinstance(got.copy, Sent)])
+            self._holder.got(
+                [
+                    (got.fetched.version, got.copy)
+                    for got in found
+                    if isinstance(got.copy, Sent) and lasts(got)
+                ]
+            )
             rest = self._from_others(later, deadline, wanted)
             if rest is not None and {got.origin for got in found} == {sources[n] for n in asked}:
                 return found + rest
         except BaseException:
+            give_up(found)
             self._abandon(asked, sources)
+            for n in asked:
+                # More may be on the way.
+                sources[n].unlink()
             raise
+        give_up(found)
         self._abandon(asked, sources)
         return []
 

@@ -100,10 +100,10 @@ class Holder:
             self._number += 1
             return self._replace(Held(version, self._number, copies, leases))
 
-    def give_back(self, leases: Sequence[Lease]) -> None:
-        """These blocks were not read. What is held stays."""
+    def give_back(self, leases: Sequence[Lease]) -> list[tuple[Source, Future[Parcel]]]:
+        """These blocks are not needed. What is held stays. Returns the answers of publishers to come."""
         with self._lock:
-            self._give_back(Held(0, 0, (), leases))
+            return self._give_back(Held(0, 0, (), leases))
 
     def _replace(self, held: Held | None) -> list[tuple[Source, Future[Parcel]]]:
         before, self._held = self._held, held

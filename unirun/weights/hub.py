@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
 
 import msgspec
 
-from unirun.errors import ChannelError, FrameError, PeerLost
+from unirun.errors import ChannelError, FrameError, GroupError, PeerLost
 from unirun.roles.context import Context
+from unirun.roles.groups import store_of
+from unirun.roles.process_groups import dist
 from unirun.roles.transport.protocol import Parcel, Reply
 from unirun.values import WorkerId
 from unirun.weights.holding import Holder
 from unirun.weights.lines import Line
 from unirun.weights.messages import Request
+from unirun.weights.pairing import Pair
 from unirun.weights.publishing import Publisher
 from unirun.weights.queues.admission import Gate
 from unirun.weights.queues.messages import Demand, Enter
@@ -55,7 +59,34 @@ class Hub:
         """What this process publishes in `channel`."""
         self._listen()
         with self._lock:
-            return self._publishers.setdefault(channel, Publisher(channel))
+            made = Publisher(channel, pairing=partial(self._paired, channel))
+            return self._publishers.setdefault(channel, made)
+
+    def _paired(self, channel: str, reader: str, link: str, patience: float) -> Pair:
+        role = reader.rpartition(":")[0]
+        name = f"{reader} {self._context.rank} {link}"
+        return self.pair(channel, self._context.role, role, 0, name, patience)
+
+    def pair(
+        self, channel: str, publisher: str, receiver: str, rank: int, name: str, patience: float
+    ) -> Pair:
+        """A process group of two, which meet under `name` in the store of the role `publisher`, in its generation and
+        that of the role `receiver`; both ends know it by the backend, the second last word of the name.
+
+        Raises `GroupError`. It ends with either generation.
+        """
+        peers = self._context.peers
+        roles = [peers.known(role) for role in (publisher, receiver)]
+
+        def over() -> bool:
+            return roles != [peers.roles().get(role.name) for role in roles]
+
+        generations = ".".join(str(role.generation) for role in roles)
+        try:
+            store = dist.PrefixStore(f"unirun/weights/{channel}/{generations}/{name}", store_of(roles[0]))
+        except dist.DistError as error:
+            raise GroupError(f"the store of {publisher} cannot be reached: {error}") from error
+        return Pair(store, rank, name.split()[-2], patience, over)
 
     def holder(self, channel: str) -> Holder:
         """What this process has received in `channel`."""

@@ -21,11 +21,13 @@ class Describe(Value, tag=True):
 
 
 class Described(Value, tag=True):
-    """The `layout` with this `number`, and where in a block the pieces of each tensor are, in bytes."""
+    """The `layout` with this `number`, and where in a block the pieces of each tensor are, in bytes. `device`: they are
+    in memory of a device."""
 
     number: int
     layout: Layout
     offsets: dict[str, tuple[int, ...]]
+    device: bool = False
 
 
 class Part(Value):
@@ -45,6 +47,9 @@ class Fetch(Value, tag=True):
 
     Parts that have not changed since the version that the reader has, `have`, are left out, too.
 
+    With a `link`, as ``gloo 3``, the parts are sent through the process group with this backend and this number, in
+    place of buffers. With `device`, memory of the publisher's device is lent or sent, if it is there.
+
     A receiver that is asked for layout 0 sends parts that it has got for its host, as soon as it has them.
     """
 
@@ -57,6 +62,8 @@ class Fetch(Value, tag=True):
     parts: tuple[Part, ...] | None = None
     host: str = ""
     have: int | None = None
+    link: str = ""
+    device: bool = False
 
 
 class Peek(Value, tag=True):
@@ -72,7 +79,7 @@ class Fetched(Value, tag=True):
     was asked for, there is nothing with it. Number 0: it is in no shared memory, and has to be asked for by parts.
 
     `elsewhere` are the readers that have got some parts already, and which ones: their places in the request. `same`
-    are the places of the parts that have not changed.
+    are the places of the parts that have not changed. `handle` is that of memory of a device, which is lent.
     """
 
     version: int
@@ -80,6 +87,7 @@ class Fetched(Value, tag=True):
     block: int
     elsewhere: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     same: tuple[int, ...] = ()
+    handle: bytes = b""
 
 
 class Release(Value, tag=True):

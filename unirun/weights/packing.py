@@ -67,7 +67,11 @@ class Packing:
             for name, part in self.layout.items()
             for piece in part.pieces
         ]
-        copy_all(self._views[block.number], pieces)
+        if block.device is None:
+            copy_all(self._views[block.number], pieces)
+        else:
+            block.device.copy(self._views[block.number], pieces)
+            block.device.finish()
 
     def changed(self, tensors: Mapping[str, Piecewise], block: Block) -> set[str]:
         """The names of `tensors` of which this rank's pieces differ from those in `block`, in any bit."""

@@ -1,7 +1,8 @@
 """The publishing end: the latest version in shared memory, and the answers to those who want it.
 
 A version is written into a block that nobody reads, then becomes the current one at once. So a receiver has all of a
-version or nothing of it, and a publisher does not wait for its receivers.
+version or nothing of it, and a publisher does not wait for its receivers. Weights on a device stay there; those who
+need them on the host get them from there, where they are copied when the first one asks.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from unirun.errors import UsageError
+from unirun.errors import GroupError, UsageError
+from unirun.reporting import report
 from unirun.roles.transport.protocol import Lent, Parcel, Reply
 from unirun.values import Value
 from unirun.weights.blocks import Block, Blocks
+from unirun.weights.devices.cuda import Finder, device_of
+from unirun.weights.devices.protocol import Device, DeviceError
 from unirun.weights.messages import (
     Describe,
     Described,
@@ -34,10 +38,14 @@ from unirun.weights.messages import (
     encode,
 )
 from unirun.weights.packing import Packing
+from unirun.weights.pairing import Pair
 from unirun.weights.tensors import Piecewise, layout_of
 
 _numbers = itertools.count(1)
 """Of layouts; 0 is the number of none."""
+
+CURRENT = "current"
+"""As a reader of a block: it has the current version."""
 
 
 class _Waiting(Value):
@@ -48,19 +56,55 @@ class _Waiting(Value):
     until: float
 
 
-class _Version(Value):
-    """A version and where it is."""
+class _Version:
+    """A version and where it is: in `block`, and on the `host`, which is the same unless it is on a device."""
 
-    version: int
-    packing: Packing
-    block: Block
+    def __init__(self, version: int, packing: Packing, block: Block) -> None:
+        self.version, self.packing, self.block = version, packing, block
+        self.host = block if block.device is None else None
+        self.copying = threading.Lock()
+
+    def end(self) -> None:
+        """It is not the current one any more."""
+        self.block.readers.discard(CURRENT)
+        if self.host is not None and self.host is not self.block:
+            self.host.readers.discard(CURRENT)
+            self.host = None
+
+
+class _Sending:
+    """The process group with one reader, of the `link` that it has asked for last. One thread sends at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.link = ""
+        self.pair: Pair | None = None
+
+    def close(self) -> None:
+        """End it, with what is under way."""
+        pair, self.pair = self.pair, None
+        if pair is not None:
+            pair.close()
+
+
+Pairing = Callable[[str, str, float], Pair]
+"""Makes this end of the process group with the reader of this name, for a link, within so many seconds."""
 
 
 class Publisher:
     """What one process publishes in one channel. `handle` is called in a thread of the transport."""
 
-    def __init__(self, channel: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        channel: str,
+        now: Callable[[], float] = time.monotonic,
+        device: Finder = device_of,
+        pairing: Pairing | None = None,
+    ) -> None:
+        """`pairing` makes process groups with receivers that ask for one."""
         self._channel, self._now = channel, now
+        self._device, self._pairing = device, pairing
+        self._sending: dict[str, _Sending] = {}
         self._lock = threading.RLock()
         self._blocks = Blocks()
         self._current: _Version | None = None
@@ -87,13 +131,12 @@ class Publisher:
         layout = layout_of(tensors)
         same = before is not None and before.packing.layout == layout
         packing = before.packing if before is not None and same else Packing(layout, next(_numbers))
-        with self._lock:
-            block = self._blocks.take(packing.size, before.block if before is not None else None)
-        # Nobody reads it: it is not current, and nobody has borrowed it.
-        packing.pack(tensors, block)
+        block = self._packed(packing, tensors)
         changed = packing.changed(tensors, before.block) if delta and same and before is not None else None
         with self._lock:
             self._current = _Version(version, packing, block)
+            if before is not None:
+                before.end()
             if changed is None:
                 self._changed, self._all = {}, version
             else:
@@ -103,7 +146,46 @@ class Publisher:
             ready = [each for each in self._waiting if self._can_answer(each.request)]
             self._waiting = [each for each in self._waiting if not self._can_answer(each.request)]
         for each in ready:
-            each.reply(self._answer(each.request))
+            self._answer(each.request, each.reply)
+
+    def _packed(self, packing: Packing, tensors: Mapping[str, Piecewise]) -> Block:
+        """A block with `tensors`: on their device, unless that has no memory left."""
+        device = self._device(tensors)
+        try:
+            return self._filled(packing, tensors, device)
+        except DeviceError as error:
+            report(f"unirun: {error}: weights go through the memory of the host, which takes longer")
+            return self._filled(packing, tensors, None)
+
+    def _filled(self, packing: Packing, tensors: Mapping[str, Piecewise], device: Device | None) -> Block:
+        with self._lock:
+            block = self._blocks.take(packing.size, CURRENT, device)
+        try:
+            packing.pack(tensors, block)
+            if device is not None:
+                block.lent = device.lend(block.memory)
+        except BaseException:
+            self._release(block.number, CURRENT)
+            raise
+        return block
+
+    def _on_host(self, current: _Version, reader: str) -> Block:
+        """The block on the host with this version, for `reader`, which reads its block on the device until now."""
+        with current.copying:
+            with self._lock:
+                if current.host is not None:
+                    current.host.readers.add(reader)
+                    return current.host
+                host = self._blocks.take(current.packing.size, reader)
+            device, size = current.block.device, current.packing.size
+            assert device is not None
+            device.copy([host.memory[:size]], [current.block.memory[:size]])
+            device.finish()
+            with self._lock:
+                if self._current is current:
+                    current.host = host
+                    host.readers.add(CURRENT)
+            return host
 
     def handle(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or when there is something to answer."""
@@ -117,7 +199,7 @@ class Publisher:
             if wait and request.patience is not None:
                 self._waiting.append(_Waiting(request, reply, self._now() + request.patience))
         if not wait:
-            reply(self._answer(request))
+            self._answer(request, reply)
         elif request.patience is None:
             reply(Parcel(encode(Fetched(0, 0, 0))))
 
@@ -131,40 +213,104 @@ class Publisher:
             return False
         return not isinstance(request, Fetch) or request.at_least <= self._current.version
 
-    def _answer(self, request: Describe | Peek | Fetch) -> Parcel:
+    def _answer(self, request: Describe | Peek | Fetch, reply: Reply) -> None:
+        """Answer, in a thread of its own when something has to be copied or sent before."""
         with self._lock:
-            assert self._current is not None
-            packing, block = self._current.packing, self._current.block
-            if isinstance(request, Describe):
-                return Parcel(encode(Described(packing.number, packing.layout, packing.offsets)))
-            lendable = block.handle is not None
-            fetched = Fetched(self._current.version, packing.number, block.number if lendable else 0)
-            head = encode(fetched)
-            if isinstance(request, Peek) or request.layout != packing.number:
-                return Parcel(head)
-            if request.parts is None and not lendable:
-                return Parcel(head)
-            if request.parts is None:
+            current = self._current
+            assert current is not None
+            packing, device = current.packing, current.block.device
+            on_device = device is not None and isinstance(request, Fetch) and request.device
+            source = current.block if on_device else current.host
+            reader = ""
+            if isinstance(request, Fetch) and request.layout == packing.number:
                 reader = request.reader
-            else:
-                # Until the buffers are sent.
-                self._sent += 1
-                reader = f"{request.reader} {self._sent}"
-                parts, elsewhere, unchanged = self._divided(request)
-                if elsewhere or unchanged:
-                    head = encode(replace(fetched, elsewhere=elsewhere, same=unchanged))
-            block.readers.add(reader)
+                if request.parts is not None:
+                    # Until the buffers are sent.
+                    self._sent += 1
+                    reader = f"{reader} {self._sent}"
+                (source or current.block).readers.add(reader)
+        if isinstance(request, Describe):
+            reply(
+                Parcel(encode(Described(packing.number, packing.layout, packing.offsets, device is not None)))
+            )
+        elif isinstance(request, Peek) or not reader:
+            reply(Parcel(encode(Fetched(current.version, packing.number, current.block.number))))
+        elif request.link or source is None:
+            threading.Thread(
+                target=self._answer_later,
+                args=(current, request, reader, reply),
+                name="unirun-weights",
+                daemon=True,
+            ).start()
+        else:
+            self._answer_from(current, source, request, reader, reply)
+
+    def _answer_later(self, current: _Version, request: Fetch, reader: str, reply: Reply) -> None:
+        """Copy to the host what is needed there, or send through a process group."""
+        block = current.block
+        try:
+            if block.device is not None and not request.device:
+                block = self._on_host(current, reader)
+                self._release(current.block.number, reader)
+            self._answer_from(current, block, request, reader, reply)
+        except BaseException:
+            self._release(block.number, reader)
+            raise
+
+    def _answer_from(
+        self, current: _Version, block: Block, request: Fetch, reader: str, reply: Reply
+    ) -> None:
+        """Lend or send what `reader` has asked for, which reads `block`."""
+        packing = current.packing
 
         def release() -> None:
             self._release(block.number, reader)
 
-        if request.parts is not None:
-            views = [packing.view(block.memory, part.name, part.box) for part in parts]
-            return Parcel(head, buffers_of(views, release))
-        if block.number in request.mapped:
-            return Parcel(head)
-        assert block.handle is not None
-        return Parcel(head, lent=Lent(block.handle, block.size, release))
+        lendable = block.handle is not None or block.device is not None
+        fetched = Fetched(current.version, packing.number, block.number if lendable else 0)
+        if request.parts is None:
+            if not lendable or block.number in request.mapped:
+                if not lendable:
+                    release()
+                reply(Parcel(encode(fetched)))
+            elif block.device is not None:
+                reply(Parcel(encode(replace(fetched, handle=block.lent))))
+            else:
+                assert block.handle is not None
+                reply(Parcel(encode(fetched), lent=Lent(block.handle, block.size, release)))
+            return
+        with self._lock:
+            parts, elsewhere, unchanged = self._divided(request)
+        head = encode(replace(fetched, elsewhere=elsewhere, same=unchanged))
+        views = [packing.view(block.memory, part.name, part.box) for part in parts]
+        if not request.link:
+            reply(Parcel(head, buffers_of(views, release)))
+            return
+        try:
+            reply(Parcel(head))
+            self._send(request, views)
+        finally:
+            release()
+
+    def _send(self, request: Fetch, views: Sequence[torch.Tensor]) -> None:
+        """Send `views` through the process group with this reader. It learns of a fault by itself."""
+        assert self._pairing is not None
+        deadline = self._now() + request.patience
+        with self._lock:
+            sending = self._sending.setdefault(request.reader, _Sending())
+        if sending.link != request.link:
+            # The reader has given up what was sent before, or has never asked.
+            sending.close()
+        with sending.lock:
+            try:
+                if sending.pair is None:
+                    sending.link = request.link
+                    sending.pair = self._pairing(request.reader, request.link, request.patience)
+                if views:
+                    sending.pair.send(views, deadline)
+            except GroupError as error:
+                sending.close()
+                report(f"unirun: {error}")
 
     def _divided(self, request: Fetch) -> tuple[list[Part], dict[str, tuple[int, ...]], tuple[int, ...]]:
         """The parts that the reader gets from here, and the places of those that it gets from others on its host, and
@@ -209,7 +355,11 @@ class Publisher:
             reader = f"this process {self._sent}"
             version.block.readers.add(reader)
         try:
-            yield version.version, version.packing, version.block
+            host = self._on_host(version, reader)
+            try:
+                yield version.version, version.packing, host
+            finally:
+                self._release(host.number, reader)
         finally:
             self._release(version.block.number, reader)
 
@@ -217,6 +367,13 @@ class Publisher:
         """Give the memory back."""
         with self._lock:
             self._waiting.clear()
+            sending, self._sending = self._sending, {}
+        for each in sending.values():
+            each.close()
+        with self._lock:
+            if self._current is not None:
+                self._current.end()
+                self._current = None
             self._blocks.close()
 
 

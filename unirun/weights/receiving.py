@@ -9,7 +9,9 @@ import torch
 
 from unirun.errors import PeerLost, WeightsError
 from unirun.values import Value
-from unirun.weights.fetching import Fetching, Got, leases, remember
+from unirun.weights.devices.cuda import Finder, device_of
+from unirun.weights.devices.protocol import Device
+from unirun.weights.fetching import Fetching, Got, give_up, lasts, leases, remember
 from unirun.weights.holding import Holder
 from unirun.weights.layout import Layout, shared
 from unirun.weights.messages import (
@@ -40,9 +42,12 @@ class _Target(Value):
 class Receiver:
     """One process as a receiver of one channel. Not thread-safe."""
 
-    def __init__(self, channel: str, turn: int, holder: Holder, fetching: Fetching) -> None:
+    def __init__(
+        self, channel: str, turn: int, holder: Holder, fetching: Fetching, device: Finder = device_of
+    ) -> None:
         """`turn`: receivers with different numbers prefer different publishers among those with the same data.
         `holder` holds what is received."""
+        self._device = device
         self._channel, self._turn = channel, turn
         self._holder, self._fetching = holder, fetching
         self.last: Sequence[Got] = ()
@@ -136,9 +141,24 @@ class Receiver:
     ) -> tuple[int, bool]:
         """Fetch and copy. Returns the version, or the one to ask for next, and whether that was done."""
         keep = target.assign is not None
-        found = self._fetching.fetch(sources, takes, at_least, deadline, target.layout, keep=keep)
+        device = self._device(target.tensors)
+        for source in sources:
+            source.use(device)
+        first = next(iter(target.tensors.values()), None)
+        place = local(first).device if first is not None else torch.device("cpu")
+        found = self._fetching.fetch(sources, takes, at_least, deadline, target.layout, place, keep=keep)
         if not found:
             return at_least, False
+        try:
+            return self._copied(found, at_least, deadline, target, device)
+        finally:
+            give_up(found)
+
+    def _copied(
+        self, found: Sequence[Got], at_least: int, deadline: float, target: _Target, device: Device | None
+    ) -> tuple[int, bool]:
+        """As `_take`, of what was fetched."""
+        keep = target.assign is not None
         version = max(got.fetched.version for got in found)
         if any(got.fetched.version != version for got in found):
             self._holder.give_back(leases(found))
@@ -158,8 +178,13 @@ class Receiver:
         if target.eta < 1.0:
             # It cannot be undone, so it begins when it is sure that no tensor is torn.
             from_ = [view.clone() for view in from_]
+        elif device is not None:
+            device.copy(into, from_)
         else:
             copy_all(into, from_)
+        if device is not None:
+            device.finish()
+            give_up(found)
         if not keep and not self._fetching.unchanged(found, deadline):
             return at_least, False
         if target.eta < 1.0:
@@ -169,8 +194,11 @@ class Receiver:
                 target.assign(name, view)
         self.last = found
         remember(version, found, target.layout)
-        lent = [(source, None if keep else block) for source, block in leases(found)]
-        for source, released in self._holder.hold(version, [got.copy for got in found], lent):
+        lasting = [got for got in found if lasts(got)]
+        lent = [(source, None if keep else block) for source, block in leases(lasting)]
+        answers = self._holder.hold(version, [got.copy for got in lasting], lent)
+        answers += self._holder.give_back(leases([got for got in found if not lasts(got)]))
+        for source, released in answers:
             with suppress(PeerLost):
                 self._fetching.said(source, released, Released, deadline)
         return version, True
@@ -193,7 +221,8 @@ class Receiver:
         for n, future in asked.items():
             said = self._fetching.said(sources[n], future, Described, deadline)[0]
             assert isinstance(said, Described)
-            sources[n].describe(Packing(shared(said.layout), said.number, said.offsets))
+            packing = Packing(shared(said.layout), said.number, said.offsets)
+            sources[n].describe(packing, on_device=said.device)
         return len(new) == len(sources)
 
     def _planned(self, sources: Sequence[Source], mine: Layout) -> Mapping[int, tuple[Take, ...]]:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
 
-from unirun.errors import FrameError
+from unirun.errors import FrameError, GroupError, PeerLost
 from unirun.roles.transport.protocol import Parcel, writable
 from unirun.values import WorkerId
 from unirun.weights.copies import Mapped, Sent
+from unirun.weights.devices.protocol import Device, DeviceError
 from unirun.weights.layout import Layout
 from unirun.weights.lines import Line
 from unirun.weights.messages import Fetch, Fetched, Part, Peek, Release, Request, encode
 from unirun.weights.packing import Packing
+from unirun.weights.pairing import Pair
 from unirun.weights.plan import Take
 from unirun.weights.tensors import dtype_of
+
+_links = itertools.count(1)
+"""Numbers of process groups, as seen by this process."""
+
+Pairing = Callable[[str, float], Pair]
+"""Makes this end of the process group of a link before a deadline."""
 
 
 class Source:
@@ -31,11 +40,23 @@ class Source:
         here: bool = False,
         holder: bool = False,
         host: str = "",
+        backend: str = "",
+        pairing: Pairing | None = None,
     ) -> None:
         """`here`: it is a publisher on this host, so its memory can be mapped. `host`: the host of the reader, whose
-        receivers give to each other what one of them has got; empty if they do not."""
+        receivers give to each other what one of them has got; empty if they do not. `pairing` makes process groups
+        with it; `backend` is that which is always used, if any."""
         self.line, self.here, self.holder = line, here, holder
         self.packing: Packing | None = None
+        self.on_device = False
+        """Whether its weights are in memory of a device."""
+        self.device: Device | None = None
+        """That of the reader's tensors, if it can reach what is on the publisher's."""
+        self._unreachable = False
+        self._backend, self._pairing = backend, pairing
+        self._pair: Pair | None = None
+        self._number = 0
+        self._link = ""
         self._channel, self._reader, self._host = channel, reader, host
         self._mapped: dict[int, Mapped] = {}
         self._kept = 0
@@ -47,6 +68,15 @@ class Source:
         """The process."""
         return self.line.who
 
+    def use(self, device: Device | None) -> None:
+        """The tensors of the reader are on this device."""
+        self.device = None if self._unreachable else device
+
+    @property
+    def link(self) -> str:
+        """The backend of the process group through which parts come now; empty: none."""
+        return self._link.partition(" ")[0]
+
     def ask(self, request: Request) -> Future[Parcel]:
         """Send a request. The answer raises `PeerLost` when the process has ended."""
         return self.line.ask(encode(request))
@@ -55,14 +85,41 @@ class Source:
         """Ask for a version. `keep`: its tensors are kept, and so the memory that is lent, until they are freed."""
         layout = self.packing.number if self.packing is not None else 0
         reader, mapped = self._reader, tuple(self._mapped)
-        if keep:
+        self._link = self._wanted_link()
+        device = self.device is not None and self.on_device and (self.here or self.link == "nccl")
+        if keep and self.here:
             self._kept += 1
             reader, mapped = f"{reader} {self._kept}", ()
         parts = None if self.here else tuple(Part(take.name, take.box) for take in takes)
         have = self.had[0] if self.had is not None else None
+        # Each device has its own way into the network; what one gets is not given to others.
+        host = "" if device else self._host
         return self.ask(
-            Fetch(self._channel, reader, layout, at_least, patience, mapped, parts, self._host, have)
+            Fetch(
+                self._channel,
+                reader,
+                layout,
+                at_least,
+                patience,
+                mapped,
+                parts,
+                host,
+                have,
+                self._link,
+                device,
+            )
         )
+
+    def _wanted_link(self) -> str:
+        """The process group through which the next version comes; empty: none."""
+        backend = self._backend
+        if not backend and self.device is not None and self.on_device:
+            backend = "nccl"
+        if self.here or self.holder or self._pairing is None or not backend:
+            return ""
+        if self._pair is None:
+            self._number = next(_links)
+        return f"{backend} {self._number}"
 
     def fetch_parts(
         self, version: int, takes: Sequence[Take], patience: float, layout: int = 0
@@ -76,8 +133,15 @@ class Source:
         return self.ask(Peek(self._channel, patience))
 
     def mapped(self, fetched: Fetched, parcel: Parcel, *, keep: bool) -> Mapped:
-        """The publisher's memory with the version. Raises `FrameError`."""
+        """The publisher's memory with the version. Raises `FrameError`, and `DeviceError` when it cannot be reached;
+        it is not tried again."""
         assert self.packing is not None
+        if fetched.handle and self.device is not None:
+            try:
+                return Mapped(self.packing, self.device.borrow(fetched.handle), self.device)
+            except DeviceError:
+                self._unreachable = True
+                raise
         known = None if keep else self._mapped.get(fetched.block)
         if known is not None:
             return known
@@ -97,6 +161,38 @@ class Source:
             for take, buffer in zip(takes, parcel.buffers, strict=True)
         ]
 
+    def linked(
+        self, takes: Sequence[Take], wanted: Layout, deadline: float, place: torch.device
+    ) -> list[torch.Tensor]:
+        """The tensors that come through the process group, at `place` if its backend is for devices.
+
+        Raises `PeerLost`; the next ones come through another group.
+        """
+        assert self._pairing is not None
+        dtypes = [dtype_of(wanted[take.name].tensor.dtype) for take in takes]
+        sizes = [take.box.count * dtype.itemsize for take, dtype in zip(takes, dtypes, strict=True)]
+        try:
+            if self._pair is None:
+                self._pair = self._pairing(self._link, deadline)
+            where = place if self.link == "nccl" else torch.device("cpu")
+            runs = self._pair.receive(sizes, where, deadline) if takes else []
+        except GroupError as error:
+            self.unlink()
+            raise PeerLost(
+                f"{self.who} did not send its weights: {error}",
+                "try again when it was started again",
+                worker=str(self.who),
+            ) from error
+        return [
+            run.view(dtype).view(take.box.size) for take, dtype, run in zip(takes, dtypes, runs, strict=True)
+        ]
+
+    def unlink(self) -> None:
+        """End the process group with it."""
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.close()
+
     def _tensor(self, take: Take, dtype: torch.dtype, buffer: memoryview) -> torch.Tensor:
         if buffer.nbytes != take.box.count * dtype.itemsize:
             raise FrameError(f"{self.who} sent {buffer.nbytes} bytes of {take.name}")
@@ -112,8 +208,13 @@ class Source:
         """Say that the block is not needed any more."""
         return self.ask(Release(self._channel, self._reader, block))
 
-    def describe(self, packing: Packing | None) -> None:
+    def describe(self, packing: Packing | None, *, on_device: bool = False) -> None:
         """Set where tensors are in the publisher's memory; None when that is not known any more."""
-        self.packing = packing
+        self.packing, self.on_device = packing, on_device
         self.had = None
         self._mapped.clear()
+
+    def close(self) -> None:
+        """End the connection."""
+        self.unlink()
+        self.line.close()

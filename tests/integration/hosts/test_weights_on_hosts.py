@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -14,7 +15,8 @@ MOVES = """
     import torch, unirun
 
     ctx = unirun.init()
-    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+    backend = sys.argv[1] if len(sys.argv) > 1 else ""
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"], backend=backend)
     SIZES = {"stage 0": 600_000, "stage 1": 200_003}
 
     def weights(version):
@@ -44,7 +46,10 @@ MOVES = """
 
 
 @pytest.mark.timeout(300)
-def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_killed(cluster: OnHosts) -> None:
+@pytest.mark.parametrize("backend", ["", "gloo"], ids=["sockets", "gloo"])
+def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_killed(
+    cluster: OnHosts, backend: str
+) -> None:
     """
     1. Packets are late by 20 ms, and one of a hundred is lost.
     2. Two stages of two actors arrive at four rollouts, bit for bit.
@@ -53,7 +58,8 @@ def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_kil
     """
     cluster.place("train.py", MOVES)
     roles = "{actor: {count: 2, per_node: 1, max_restarts: 1}, rollout: {count: 4}}"
-    cluster.place("job.yaml", f"script: {cluster.work}/train.py\nprimary: [rollout]\nroles: {roles}\n")
+    job_file = f"script: {cluster.work}/train.py\nargs: [{backend}]\nprimary: [rollout]\nroles: {roles}\n"
+    cluster.place("job.yaml", job_file)
     for host in cluster.hosts:
         host.netem(delay_ms=20, loss=0.01)
     argv = ("--hosts", "h1:2,h2:2,h3:2", "--rdzv-id", "mine", "--config", cluster.work / "job.yaml")
@@ -66,3 +72,5 @@ def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_kil
     end = job.end()
     assert end.code == 0, end.err
     assert len({*job.lines(r"version 21 .* on (h\d)", 4)}) > 1
+    metrics = (cluster.home / "jobs" / "mine" / "metrics.jsonl").read_text()
+    assert (backend or "socket") in re.findall(r"policy/from/actor:1/(\w+)", metrics)

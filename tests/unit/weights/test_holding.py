@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.unit.weights.pairs import Place, place
+from unirun.weights.publishing import CURRENT
 
 pytestmark = pytest.mark.starts_processes
 
@@ -140,8 +141,8 @@ def test_a_receiver_that_holds_nothing_any_more_gives_the_memory_back(here: Plac
     first = here.reader(endpoint)
     publisher.publish(filled(1.0), 1)
     first.receive(filled(0.0))
-    assert len(publisher._blocks._blocks[0].readers) == 1
+    assert len(publisher._blocks._blocks[0].readers) == 2
     first.holder.close()
     # It is released before the next request of this receiver.
     assert first.latest() == 1
-    assert not publisher._blocks._blocks[0].readers
+    assert publisher._blocks._blocks[0].readers == {CURRENT}

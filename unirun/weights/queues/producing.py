@@ -103,8 +103,7 @@ class Producer:
                     )
                 self._changed.wait(left)
             self._filling += 1
-            block = self._blocks.take(total)
-            block.readers.add(KEPT)
+            block = self._blocks.take(total, KEPT)
         for place, part in zip(places, parts, strict=True):
             if part.nbytes:
                 # torch copies without the GIL.

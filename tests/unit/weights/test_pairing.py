@@ -1,0 +1,106 @@
+"""Process groups of one publisher and one receiver."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unirun.errors import GroupError
+from unirun.roles.process_groups import dist
+from unirun.weights import pairing
+from unirun.weights.pairing import Pair, buckets, offsets
+
+pytestmark = pytest.mark.starts_processes
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(0, 500), max_size=30), st.integers(1, 8).map(lambda n: 64 * n))
+def test_buckets_have_every_byte_once_and_are_full_but_for_the_last(sizes: list[int], most: int) -> None:
+    begins, total = offsets(sizes)
+    low, seen = 0, dict.fromkeys(range(len(sizes)), 0)
+    found = [*buckets(sizes, most)]
+    for length, slices in found:
+        for each in slices:
+            assert each.start == seen[each.index]
+            assert low + each.at == begins[each.index] + each.start
+            assert each.at + each.stop - each.start <= length
+            seen[each.index] = each.stop
+        low += length
+    assert low == total
+    assert [*seen.values()] == sizes
+    assert all(length == most for length, _ in found[:-1])
+
+
+@contextmanager
+def ends() -> Iterator[tuple[Pair, Pair]]:
+    """Both ends, over gloo."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made: dict[int, Pair] = {}
+
+    def make(rank: int) -> None:
+        there = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        made[rank] = Pair(dist.PrefixStore("pair", there), rank, "gloo", 20.0)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        yield made[0], made[1]
+    finally:
+        for end in made.values():
+            end.close()
+
+
+def moved(pair: tuple[Pair, Pair], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    deadline = time.monotonic() + 20
+    thread = threading.Thread(target=pair[0].send, args=(tensors, deadline))
+    thread.start()
+    try:
+        return pair[1].receive([tensor.nbytes for tensor in tensors], CPU, deadline)
+    finally:
+        thread.join()
+
+
+def test_tensors_of_any_size_and_strides_arrive_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "BUCKET", 1 << 12)
+    sent = [
+        torch.randn(10_000),
+        torch.zeros(0),
+        torch.tensor(2**24 + 1),
+        torch.randn(60, 50).t(),
+        torch.randn(40, 40).bfloat16()[::2],
+        *(torch.randn(number) for number in range(50)),
+    ]
+    with ends() as pair:
+        for _ in range(3):
+            got = moved(pair, sent)
+            for tensor, run in zip(sent, got, strict=True):
+                assert torch.equal(run.view(tensor.dtype).view(tensor.shape), tensor)
+
+
+def test_who_waits_is_told_when_the_other_end_closes() -> None:
+    with ends() as (sender, receiver):
+        threading.Timer(0.1, sender.close).start()
+        with pytest.raises(GroupError, match="did the other end die"):
+            receiver.receive([100], CPU, time.monotonic() + 20)
+
+
+def test_a_deadline_ends_the_wait() -> None:
+    with ends() as (_, receiver), pytest.raises(GroupError):
+        receiver.receive([100], CPU, time.monotonic() + 0.1)
+
+
+def test_nobody_at_the_other_end() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(GroupError, match="did not connect"):
+        Pair(store, 0, "gloo", 0.2)

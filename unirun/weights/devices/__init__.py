@@ -1,0 +1,1 @@
+"""Memory of accelerators that processes of one host share."""

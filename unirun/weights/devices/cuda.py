@@ -1,0 +1,121 @@
+"""CUDA as a `Device`: memory with interprocess handles, of which the owner decides when it is freed.
+
+It does not come from torch's allocator: blocks of that are shared with other tensors, have no handle where segments are
+expandable, and stay when a process that has opened them is killed. NVIDIA's ``cuda.bindings`` makes the calls; PyTorch
+for CUDA installs it.
+
+See "Interprocess Communication" in the CUDA C++ Programming Guide. A process opens memory of any device that its own
+one has peer access to, also of one that ``CUDA_VISIBLE_DEVICES`` hides from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from unirun.reporting import report
+from unirun.weights.devices.protocol import Device, DeviceError
+from unirun.weights.tensors import Piecewise, local
+
+Finder = Callable[[Mapping[str, Piecewise]], Device | None]
+"""Finds the device on which tensors are."""
+
+
+class _Raw:
+    """Memory of a device, in the form that `torch.as_tensor` takes without a copy."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CudaDevice:
+    """The CUDA device with this number in this process."""
+
+    def __init__(self, number: int) -> None:
+        """Raises ImportError without ``cuda.bindings``."""
+        self._device = torch.device("cuda", number)
+        self._cuda: Any = importlib.import_module("cuda.bindings.runtime")
+        self._own: set[int] = set()
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """As `Device.allocate`."""
+        with torch.cuda.device(self._device):
+            address = int(self._call(self._cuda.cudaMalloc, max(size, 1)))
+        self._own.add(address)
+        return self._tensor(address, size)
+
+    def copy(self, into: Sequence[torch.Tensor], from_: Sequence[torch.Tensor]) -> None:
+        """As `Device.copy`, on torch's current stream."""
+        with torch.cuda.device(self._device):
+            if into:
+                torch._foreach_copy_([*into], [*from_], non_blocking=True)
+
+    def finish(self) -> None:
+        """As `Device.finish`."""
+        try:
+            torch.cuda.current_stream(self._device).synchronize()
+        except RuntimeError as error:
+            raise DeviceError(f"{self._device}: {error}") from error
+
+    def lend(self, memory: torch.Tensor) -> bytes:
+        """As `Device.lend`: the handle, 64 bytes, and the size, 8."""
+        with torch.cuda.device(self._device):
+            handle = self._call(self._cuda.cudaIpcGetMemHandle, memory.data_ptr())
+        return bytes(handle.reserved) + memory.nbytes.to_bytes(8, "little")
+
+    def borrow(self, handle: bytes) -> torch.Tensor:
+        """As `Device.borrow`."""
+        if len(handle) != 72:
+            raise DeviceError(f"a handle of {len(handle)} bytes is none of CUDA")
+        there = self._cuda.cudaIpcMemHandle_t()
+        there.reserved = handle[:64]
+        with torch.cuda.device(self._device):
+            flags = self._cuda.cudaIpcMemLazyEnablePeerAccess
+            address = int(self._call(self._cuda.cudaIpcOpenMemHandle, there, flags))
+        return self._tensor(address, int.from_bytes(handle[64:], "little"))
+
+    def end(self, memory: torch.Tensor) -> None:
+        """As `Device.end`."""
+        address = memory.data_ptr()
+        with torch.cuda.device(self._device):
+            if address in self._own:
+                self._own.discard(address)
+                self._call(self._cuda.cudaFree, address)
+            else:
+                self._call(self._cuda.cudaIpcCloseMemHandle, address)
+
+    def _tensor(self, address: int, size: int) -> torch.Tensor:
+        return torch.as_tensor(_Raw(address, size), device=self._device)
+
+    def _call(self, function: Any, *arguments: object) -> Any:
+        error, *values = function(*arguments)
+        if int(error) != 0:
+            raise DeviceError(f"{self._device}: {function.__name__} failed: {error.name}")
+        return values[0] if values else None
+
+
+def device_of(tensors: Mapping[str, Piecewise]) -> Device | None:
+    """The device on which all of `tensors` are. None when they are on the host or on several devices."""
+    places = {local(tensor).device for tensor in tensors.values()}
+    first = next(iter(places), None)
+    if first is None or first.type != "cuda" or len(places) != 1:
+        return None
+    return _cuda(first.index)
+
+
+@cache
+def _cuda(number: int) -> Device | None:
+    try:
+        return CudaDevice(number)
+    except ImportError:
+        report("unirun: cuda.bindings is not installed: weights go through the memory of the host")
+        return None

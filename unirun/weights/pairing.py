@@ -1,0 +1,167 @@
+"""`Pair`: a process group of one publisher and one receiver, of any backend that sends and receives tensors.
+
+What is sent is one run of bytes, in buckets. While one is under way, the next one is packed: there are two. A bucket
+that lies within one tensor is sent from there. The receiver has memory for all of it, as it may not touch its tensors
+before it has everything.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from unirun.errors import GroupError
+from unirun.roles.process_groups import GlooGroup, c10d, dist, process_groups
+from unirun.values import Value
+
+BUCKET = 32 << 20
+"""Bytes that are sent at a time, at most."""
+
+ALIGN = 64
+"""Bytes to which each tensor is aligned in the run: every dtype can be viewed there."""
+
+LOOK = 0.001
+"""Seconds between two looks at a transfer of NCCL, which has no wait that ends."""
+
+BACKENDS = ("gloo", "nccl")
+
+
+class Slice(Value):
+    """Bytes `start` to `stop` of tensor `index`, which go to `at` in a bucket."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+
+def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where tensors of these sizes, in bytes, begin in the run; and its length."""
+    found, total = [], 0
+    for size in sizes:
+        found.append(total)
+        total += -(-size // ALIGN) * ALIGN
+    return found, total
+
+
+def buckets(sizes: Sequence[int], most: int) -> Iterator[tuple[int, list[Slice]]]:
+    """The length of each bucket of the run, and what is in it."""
+    begins, total = offsets(sizes)
+    index = 0
+    for low in range(0, total, most):
+        high = min(low + most, total)
+        slices = []
+        while index < len(sizes) and begins[index] < high:
+            start, stop = max(low - begins[index], 0), min(high - begins[index], sizes[index])
+            if start < stop:
+                slices.append(Slice(index, start, stop, begins[index] + start - low))
+            if begins[index] + sizes[index] > high:
+                break
+            index += 1
+        yield high - low, slices
+
+
+class Pair:
+    """This process's end. Not thread-safe, but for `close`."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        backend: str,
+        patience: float,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Waits until the other end, which has the other `rank` (0 or 1), does the same with the same store.
+
+        When `over` turns true, all waits end. Raises `GroupError`.
+        """
+        self._other, self._backend, self._over = 1 - rank, backend, over
+        self._gloo: list[GlooGroup] = []
+        self._lock = threading.Lock()
+        limit = timedelta(seconds=max(patience, 0.001))
+        try:
+            store.set_timeout(limit)
+            with process_groups().forming(over) as made:
+                self._group = self._made(store, rank, limit)
+        except (dist.DistError, RuntimeError) as error:
+            raise GroupError(
+                f"{backend} did not connect a publisher and a receiver: {error}", "is the network open?"
+            ) from error
+        self._gloo = made
+
+    def _made(self, store: Any, rank: int, limit: timedelta) -> Any:
+        if self._backend == "gloo":
+            return c10d.ProcessGroupGloo(store, rank, 2, limit)
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=1)  # Its watchdog would end the process. Waits have deadlines here.
+        return c10d.ProcessGroupNCCL(store, rank, 2, options)
+
+    def send(self, tensors: Sequence[torch.Tensor], deadline: float) -> None:
+        """Send `tensors`, which may be of any strides. Returns when the other end has them or they are on their way.
+
+        Raises `GroupError` when the other end is gone, or at the deadline.
+        """
+        flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        spare: list[torch.Tensor] = []
+        works: list[tuple[Any, torch.Tensor]] = []
+        for number, (length, slices) in enumerate(buckets([each.nbytes for each in flat], BUCKET)):
+            if len(works) == 2:
+                self._wait(works.pop(0)[0], deadline)
+            if len(slices) == 1 and slices[0].stop - slices[0].start == length:
+                bucket = flat[slices[0].index][slices[0].start : slices[0].stop]
+            else:
+                if len(spare) < 2:
+                    spare.append(torch.empty(BUCKET, dtype=torch.uint8, device=flat[0].device))
+                bucket = spare[number % len(spare)][:length]
+                for each in slices:
+                    bucket[each.at : each.at + each.stop - each.start] = flat[each.index][
+                        each.start : each.stop
+                    ]
+            works.append((self._begin(self._group.send, bucket), bucket))
+        for work, _ in works:
+            self._wait(work, deadline)
+
+    def receive(self, sizes: Sequence[int], device: torch.device, deadline: float) -> list[torch.Tensor]:
+        """The bytes of tensors of these sizes, in new memory. Raises `GroupError`."""
+        begins, total = offsets(sizes)
+        run = torch.empty(total, dtype=torch.uint8, device=device)
+        works = [self._begin(self._group.recv, run[low : low + BUCKET]) for low in range(0, total, BUCKET)]
+        for work in works:
+            self._wait(work, deadline)
+        return [run[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+
+    def _begin(self, action: Any, bucket: torch.Tensor) -> Any:
+        try:
+            return action([bucket], self._other, 0)
+        except (dist.DistError, RuntimeError) as error:
+            raise self._error(error) from error
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        try:
+            if self._backend == "gloo":
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                return
+            while not work.is_completed():
+                if time.monotonic() >= deadline or self._over():
+                    raise GroupError("a transfer over nccl did not end", "is the other end alive?")
+                time.sleep(LOOK)
+        except (dist.DistError, RuntimeError) as error:
+            raise self._error(error) from error
+
+    def _error(self, error: Exception) -> GroupError:
+        return GroupError(f"weights over {self._backend}: {error}", "did the other end die?")
+
+    def close(self) -> None:
+        """End it; all waits in it fail, here and at the other end."""
+        with self._lock:
+            for each in self._gloo:
+                each.end()
+            self._gloo = []
+            if self._backend == "nccl":
+                self._group.abort()
