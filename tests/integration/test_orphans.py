@@ -59,6 +59,13 @@ def victims(job: Running, part: str) -> list[int]:
     return [pid for pid, title in job.command.processes().items() if title in titles]
 
 
+def kill_together(pids: list[int]) -> None:
+    """SIGKILL to each of `pids`. None of them acts on the death of another."""
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, signum)
+
+
 def all_gone_in_time(pids: list[int]) -> bool:
     end = time.monotonic() + LIMIT
     return all(gone(pid, end - time.monotonic()) or not alive(pid) for pid in pids)
@@ -72,8 +79,7 @@ class TestNobodySurvivesTheKillOf:
     ) -> None:
         job = unirun.start("--roles", "a=2,b=1", "--start-method", method, script(WITH_CHILDREN), method)
         pids = pids_of(job, 3)
-        for victim in victims(job, part):
-            os.kill(victim, signal.SIGKILL)
+        kill_together(victims(job, part))
         assert all_gone_in_time(pids), [pid for pid in pids if alive(pid)]
         result = job.end()
         assert result.code == (-9 if part == "unirun" else 137), result.err
@@ -151,10 +157,7 @@ class TestADetachedJob:
     def test_no_process_of_a_detached_job_survives_the_kill_of_a_part(
         self, unirun: Unirun, detached: list[int], part: str, phase: str
     ) -> None:
-        # Nobody acts on the death of one before the other is dead.
-        for signum in (signal.SIGSTOP, signal.SIGKILL):
-            for victim in victims(unirun.started[0], part):
-                os.kill(victim, signum)
+        kill_together(victims(unirun.started[0], part))
         assert all_gone_in_time(detached), [pid for pid in detached if alive(pid)]
         unirun.assert_nothing_left(within=5.0)
         assert eventually(lambda: unirun.status()["phase"] == phase, f"phase {phase}", SOON)
