@@ -2,11 +2,13 @@
 
     moving.py RESULT KIND ROUNDS
 
-KIND is ``large`` (1 GiB in 16 tensors), ``between`` (256 MiB in 16, for roles on different hosts) or ``small`` (1 MB in
-1 000 tensors). The publisher writes to RESULT, as JSON,
-the seconds of each round: ``copied`` (received into place), ``mapped`` (``assign=True``), ``broadcast`` (gloo, tensor
-by tensor) and ``memcpy`` (one copy of the same tensors by one thread); and ``memory``, what it shares with receivers
-in one channel, in multiples of its weights.
+KIND is ``large`` (1 GiB in 16 tensors), ``between`` (256 MiB in 16, for roles on different hosts), ``small`` (1 MB in
+1 000 tensors) or ``device`` (4 GiB in 16, on a GPU that all have in common; ``copied`` and ``memcpy`` only). The publisher writes to RESULT, as JSON,
+the seconds of each round: ``copied`` (received into place), ``mapped`` (``assign=True``), ``linked`` (received into
+place, over gloo), ``broadcast`` (gloo, tensor by tensor), ``memcpy`` (one copy of the same tensors by one thread) and
+``copies`` (as many copies as there are processes, by a thread for each processor: what no channel can do in less where
+each receiver has a copy of its own); and ``memory``, what it shares with receivers in each channel, in multiples of
+its weights.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -24,13 +28,13 @@ import torch.distributed as dist
 
 import unirun
 
-SIZES = {"large": (16, 64 << 20), "small": (1000, 1000), "between": (16, 16 << 20)}
+SIZES = {"large": (16, 64 << 20), "small": (1000, 1000), "between": (16, 16 << 20), "device": (16, 256 << 20)}
 """Tensors, and bytes of each."""
 
 MEMFD = "memfd:unirun-weights"
 """How the kernel calls the memory of a channel."""
 
-WARM_UP = 3
+WARM_UP = 5
 """Rounds that are not counted: pages that are new take many times as long as others."""
 
 
@@ -39,12 +43,14 @@ def main(result: str, kind: str, rounds: int) -> None:
     context = unirun.init()
     together = context.group("actor", "rollout", backend="gloo")
     count, size = SIZES[kind]
-    tensors = {f"layer {number}": torch.ones(size // 4) for number in range(count)}
+    device = "cuda" if kind == "device" else "cpu"
+    tensors = {f"layer {number}": torch.ones(size // 4, device=device) for number in range(count)}
+    backends = {"copied": ""} | {"between": {"linked": "gloo"}, "device": {}}.get(kind, {"mapped": ""})
     channels = {
-        name: unirun.WeightsChannel(name, publisher="actor", receivers=["rollout"])
-        for name in ("copied", "mapped")
+        name: unirun.WeightsChannel(name, publisher="actor", receivers=["rollout"], backend=backend)
+        for name, backend in backends.items()
     }
-    taken = {"copied": tensors, "mapped": dict(tensors)}
+    taken = {name: dict(tensors) if name == "mapped" else tensors for name in channels}
     copies = [torch.empty_like(tensor) for tensor in tensors.values()] if context.role == "actor" else []
     found: dict[str, list[float]] = {}
 
@@ -71,17 +77,50 @@ def main(result: str, kind: str, rounds: int) -> None:
                     channel.receive(taken[name], min_version=version, assign=name == "mapped")
 
             measure(name, move)
+        if kind == "device":
+            if context.role == "actor":
+                found.setdefault("memcpy", []).append(copy_on_device(copies, [*tensors.values()]))
+            continue
         measure("broadcast", broadcast)
         dist.barrier(group=together)
         if context.role == "actor":
-            began = time.perf_counter()
-            for target, source in zip(copies, tensors.values(), strict=True):
-                numpy.copyto(target.numpy(), source.numpy())
-            found.setdefault("memcpy", []).append(time.perf_counter() - began)
+            pairs = [(t.numpy(), s.numpy()) for t, s in zip(copies, tensors.values(), strict=True)]
+            for what, count_of, threads in (
+                ("memcpy", 1, 1),
+                ("copies", together.size(), os.cpu_count() or 1),
+            ):
+                began = time.perf_counter()
+                copy(pairs * count_of, threads)
+                found.setdefault(what, []).append(time.perf_counter() - began)
     if context.role == "actor":
         kept = {what: values[WARM_UP:] for what, values in found.items()}
         kept["memory"] = [shared_memory() / len(channels) / (count * size)]
         Path(result).write_text(json.dumps(kept))
+
+
+def copy(pairs: list[tuple[Any, Any]], threads: int) -> None:
+    """Copy arrays, each from the second of a pair to the first."""
+    left = iter(pairs)
+
+    def some() -> None:
+        for target, source in left:
+            numpy.copyto(target, source)
+
+    helpers = [threading.Thread(target=some) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    some()
+    for helper in helpers:
+        helper.join()
+
+
+def copy_on_device(into: list[torch.Tensor], from_: list[torch.Tensor]) -> float:
+    """Seconds of one copy within the memory of a device."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch._foreach_copy_(into, from_)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def shared_memory() -> int:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from benchmarks.figure import Bar, BenchmarkError, Figure, load_of_others, ratio, say
 from benchmarks.job import DEADLINE, environment, program
 from benchmarks.suites.nodes import bed, started
@@ -30,12 +32,29 @@ BARS = (
         "memcpy",
         Bar("1 GiB, 1 actor → 3 rollouts, copied into place ÷ one memcpy", "ratio", 1.5),
     ),
+    (
+        "large",
+        "copied",
+        "copies",
+        Bar("1 GiB, copied into place ÷ as many copies by a thread for each processor", "ratio", 1.1),
+    ),
     ("large", "mapped", "memcpy", Bar("the same, mapped without a copy ÷ one memcpy", "ratio", 1.1)),
     ("large", "copied", "broadcast", Bar("1 GiB, copied into place ÷ broadcast over gloo", "ratio", 0.25)),
+    (
+        "large",
+        "mapped",
+        "broadcast",
+        Bar("1 GiB, mapped without a copy ÷ broadcast over gloo", "ratio", 0.25),
+    ),
     ("small", "copied", "broadcast", Bar("1 000 tensors of 1 kB ÷ broadcast tensor by tensor", "ratio", 0.1)),
 )
 
-BETWEEN = Bar("256 MiB between two hosts, copied into place ÷ broadcast over gloo", "ratio", 1.1)
+BETWEEN = {
+    "linked": Bar("256 MiB between two hosts over gloo, into place ÷ broadcast over gloo", "ratio", 1.1),
+    "copied": Bar("256 MiB between two hosts over TLS, into place ÷ broadcast over gloo", "ratio", 1.1),
+}
+
+ON_DEVICE = Bar("4 GiB on a GPU, published → received ÷ copy within its memory", "ratio", 1.3)
 
 RANKS, TENSORS = 1000, 500
 QUEUED = Bar("queue: an item of 1 MB on one host ÷ torch.multiprocessing.Queue", "ratio", 0.67)
@@ -70,20 +89,39 @@ def figures(runs: int) -> list[Figure]:
     memory = found["large"].get("memory", [])
     value = median(memory) if memory else None
     rows.append(Figure(MEMORY, value, runs, "ratio", tuple(memory), fault=fault, busy=busy))
-    rows += [between(runs), queued(runs)]
-    for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-1].own])):
+    rows += [*between(runs), queued(runs)]
+    rows.append(on_device(runs))
+    for what, own in (("ray-weights", found["large"].get("copied", [])), ("ray-queue", [*rows[-2].own])):
         rows.append(beside_ray(what, own, runs))
     say(PLANNED.name)
     times = tuple(planning() for _ in range(runs))
     return [*rows, Figure(PLANNED, median(times), runs, "s", times, busy=busy)]
 
 
-def one_job(kind: str) -> dict[str, list[float]]:
+def on_device(runs: int) -> Figure:
+    """Between two processes with one GPU, beside a copy within its memory."""
+    own: list[float] = []
+    theirs: list[float] = []
+    busy, fault = load_of_others(), ""
+    if not torch.cuda.is_available():
+        return Figure(ON_DEVICE, None, runs, "s", missing="there is no GPU")
+    for number in range(runs):
+        say(f"weights on a GPU, run {number + 1} of {runs}")
+        try:
+            found = one_job("device", "actor=1,rollout=1")
+            own.append(median(found["copied"]))
+            theirs.append(median(found["memcpy"]))
+        except BenchmarkError as error:
+            fault = str(error)
+    return Figure(ON_DEVICE, ratio(own, theirs), runs, "s", tuple(own), "memcpy", tuple(theirs), fault, busy)
+
+
+def one_job(kind: str, roles: str = "actor=1,rollout=3") -> dict[str, list[float]]:
     """Run `benchmarks.moving` once. Raises `BenchmarkError` when it fails."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         script = str(Path(__file__).parents[1] / "moving.py")
-        command = [program("unirun"), "--quiet", "--roles", "actor=1,rollout=3", script]
+        command = [program("unirun"), "--quiet", "--roles", roles, script]
         run([*command, str(result), kind, str(ROUNDS)], environment(Path(folder)), DEADLINE * 3)
         found: dict[str, list[float]] = json.loads(result.read_text())
         return found
@@ -106,10 +144,9 @@ def beside_ray(what: str, own: list[float], runs: int) -> Figure:
     return Figure(bar, ratio(own, theirs), runs, "s", tuple(own), "ray", tuple(theirs), fault, busy)
 
 
-def between(runs: int) -> Figure:
+def between(runs: int) -> list[Figure]:
     """From one host to another, which are network namespaces."""
-    own: list[float] = []
-    theirs: list[float] = []
+    times: dict[str, list[float]] = {"linked": [], "copied": [], "broadcast": []}
     busy, fault = load_of_others(), ""
     script = Path(__file__).parents[1] / "moving.py"
     roles = ("--hosts", "h1:1,h2:1", "--roles", "actor=1,rollout=1")
@@ -123,13 +160,27 @@ def between(runs: int) -> Figure:
                     if process.wait(DEADLINE) != 0:
                         raise BenchmarkError("the job between hosts did not succeed")
                 found = json.loads(result.read_text())
-            own.append(median(found["copied"]))
-            theirs.append(median(found["broadcast"]))
+            for what, so_far in times.items():
+                so_far.append(median(found[what]))
         except Unavailable as error:
-            return Figure(BETWEEN, None, runs, BETWEEN.unit, missing=str(error))
+            return [Figure(bar, None, runs, bar.unit, missing=str(error)) for bar in BETWEEN.values()]
         except BenchmarkError as error:
             fault = str(error)
-    return Figure(BETWEEN, ratio(own, theirs), runs, "s", tuple(own), "broadcast", tuple(theirs), fault, busy)
+    theirs = times["broadcast"]
+    return [
+        Figure(
+            bar,
+            ratio(times[what], theirs),
+            runs,
+            "s",
+            tuple(times[what]),
+            "broadcast",
+            tuple(theirs),
+            fault,
+            busy,
+        )
+        for what, bar in BETWEEN.items()
+    ]
 
 
 def queued(runs: int) -> Figure:

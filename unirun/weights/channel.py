@@ -49,17 +49,23 @@ class WeightsChannel:
     """
 
     def __init__(
-        self, name: str, *, publisher: str = "", receivers: Sequence[str] = (), backend: str = ""
+        self,
+        name: str,
+        *,
+        publisher: str = "",
+        receivers: Sequence[str] = (),
+        backend: str = "",
+        checksums: bool = True,
     ) -> None:
         """With `backend` ``"gloo"`` or ``"nccl"``, a receiver gets its parts from other hosts through process groups of
-        torch. They are not encrypted. By default that is so, with nccl, where the tensors of both ends are on CUDA
-        devices; all others come over sockets with TLS.
+        torch. They are not encrypted, and have `checksums`. By default that is so, with nccl, where the tensors of both
+        ends are on CUDA devices; all others come over sockets with TLS, which notices what is damaged.
 
         Raises `UsageError` for a channel that is not declared, and in a process that is in neither role.
         """
         if backend not in ("", *BACKENDS):
             raise UsageError(f"backend={backend!r}", f"it is one of {', '.join(BACKENDS)}")
-        self.name, self._backend = name, backend
+        self.name, self._backend, self._checked = name, backend, checksums
         self._context = init()
         self.publisher, self.receivers = _roles(self._context, name, publisher, tuple(receivers))
         if self._context.role not in (self.publisher, *self.receivers):
@@ -278,6 +284,7 @@ class WeightsChannel:
             holder=not publishes,
             host=host,
             backend=self._backend,
+            checked=self._checked,
             pairing=pairing,
         )
         self._sources[role, rank] = source

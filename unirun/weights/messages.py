@@ -48,7 +48,8 @@ class Fetch(Value, tag=True):
     Parts that have not changed since the version that the reader has, `have`, are left out, too.
 
     With a `link`, as ``gloo 3``, the parts are sent through the process group with this backend and this number, in
-    place of buffers. With `device`, memory of the publisher's device is lent or sent, if it is there.
+    place of buffers; `checked`: with checksums. With `device`, memory of the publisher's device is lent or sent, if the
+    version is there.
 
     A receiver that is asked for layout 0 sends parts that it has got for its host, as soon as it has them.
     """
@@ -63,6 +64,7 @@ class Fetch(Value, tag=True):
     host: str = ""
     have: int | None = None
     link: str = ""
+    checked: bool = True
     device: bool = False
 
 

@@ -307,7 +307,7 @@ class Publisher:
                     sending.link = request.link
                     sending.pair = self._pairing(request.reader, request.link, request.patience)
                 if views:
-                    sending.pair.send(views, deadline)
+                    sending.pair.send(views, deadline, checked=request.checked)
             except GroupError as error:
                 sending.close()
                 report(f"unirun: {error}")

@@ -41,11 +41,12 @@ class Source:
         holder: bool = False,
         host: str = "",
         backend: str = "",
+        checked: bool = True,
         pairing: Pairing | None = None,
     ) -> None:
         """`here`: it is a publisher on this host, so its memory can be mapped. `host`: the host of the reader, whose
         receivers give to each other what one of them has got; empty if they do not. `pairing` makes process groups
-        with it; `backend` is that which is always used, if any."""
+        with it; `backend` is that which is always used, if any; `checked`: with checksums."""
         self.line, self.here, self.holder = line, here, holder
         self.packing: Packing | None = None
         self.on_device = False
@@ -53,7 +54,7 @@ class Source:
         self.device: Device | None = None
         """That of the reader's tensors, if it can reach what is on the publisher's."""
         self._unreachable = False
-        self._backend, self._pairing = backend, pairing
+        self._backend, self._checked, self._pairing = backend, checked, pairing
         self._pair: Pair | None = None
         self._number = 0
         self._link = ""
@@ -106,6 +107,7 @@ class Source:
                 host,
                 have,
                 self._link,
+                self._checked,
                 device,
             )
         )
@@ -175,7 +177,7 @@ class Source:
             if self._pair is None:
                 self._pair = self._pairing(self._link, deadline)
             where = place if self.link == "nccl" else torch.device("cpu")
-            runs = self._pair.receive(sizes, where, deadline) if takes else []
+            runs = self._pair.receive(sizes, where, deadline, checked=self._checked) if takes else []
         except GroupError as error:
             self.unlink()
             raise PeerLost(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from unirun.errors import GroupError
 from unirun.roles.process_groups import dist
 from unirun.weights import pairing
-from unirun.weights.pairing import Pair, buckets, offsets
+from unirun.weights.pairing import Pair, buckets, checksum, offsets
 
 pytestmark = pytest.mark.starts_processes
 
@@ -61,12 +62,14 @@ def ends() -> Iterator[tuple[Pair, Pair]]:
             end.close()
 
 
-def moved(pair: tuple[Pair, Pair], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def moved(
+    pair: tuple[Pair, Pair], tensors: Sequence[torch.Tensor], *, checked: bool = True
+) -> list[torch.Tensor]:
     deadline = time.monotonic() + 20
-    thread = threading.Thread(target=pair[0].send, args=(tensors, deadline))
+    thread = threading.Thread(target=pair[0].send, args=(tensors, deadline), kwargs={"checked": checked})
     thread.start()
     try:
-        return pair[1].receive([tensor.nbytes for tensor in tensors], CPU, deadline)
+        return pair[1].receive([tensor.nbytes for tensor in tensors], CPU, deadline, checked=checked)
     finally:
         thread.join()
 
@@ -79,6 +82,7 @@ def test_tensors_of_any_size_and_strides_arrive_bit_for_bit(monkeypatch: pytest.
         torch.tensor(2**24 + 1),
         torch.randn(60, 50).t(),
         torch.randn(40, 40).bfloat16()[::2],
+        torch.randn(9001).bfloat16()[1:],
         *(torch.randn(number) for number in range(50)),
     ]
     with ends() as pair:
@@ -86,6 +90,52 @@ def test_tensors_of_any_size_and_strides_arrive_bit_for_bit(monkeypatch: pytest.
             got = moved(pair, sent)
             for tensor, run in zip(sent, got, strict=True):
                 assert torch.equal(run.view(tensor.dtype).view(tensor.shape), tensor)
+
+
+class Damaging:
+    """A process group that changes one bit of what it sends first."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._done = group, False
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+        if not self._done:
+            self._done = True
+            tensors = [tensors[0].clone()]
+            tensors[0][tensors[0].numel() // 2] ^= 4
+        return self._group.send(tensors, rank, tag)
+
+
+def test_one_bit_that_was_damaged_is_noticed_unless_checksums_are_off() -> None:
+    sent = [torch.randn(1000), torch.randn(3)]
+    for checked in (True, False):
+        with ends() as pair:
+            pair[0]._group = Damaging(pair[0]._group)
+            if checked:
+                with pytest.raises(GroupError, match="damaged on their way over gloo"):
+                    moved(pair, sent)
+            else:
+                assert not torch.equal(moved(pair, sent, checked=False)[0].view(torch.float32), sent[0])
+
+
+@given(st.binary(min_size=64, max_size=64 * 8), st.data())
+def test_a_checksum_notices_any_change_of_one_byte(raw: bytes, data: st.DataObject) -> None:
+    before = torch.frombuffer(bytearray(raw[: len(raw) // 8 * 8]), dtype=torch.uint8)
+    after = before.clone()
+    after[data.draw(st.integers(0, len(before) - 1))] += data.draw(st.integers(1, 255))
+    assert checksum(before) != checksum(after)
+
+
+def test_memory_is_used_again_when_nobody_has_it_any_more() -> None:
+    with ends() as pair:
+        addresses = set()
+        kept = moved(pair, [torch.randn(1000)])
+        for _ in range(5):
+            got = moved(pair, [torch.randn(1000)])
+            addresses.add(got[0].data_ptr())
+            del got
+        assert len(addresses) == 1
+        assert kept[0].data_ptr() not in addresses
 
 
 def test_who_waits_is_told_when_the_other_end_closes() -> None:

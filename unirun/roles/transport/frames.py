@@ -13,14 +13,11 @@ read into their final place.
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from unirun.errors import FrameError
+from unirun.roles.transport.memory import SpareMemory
 
 _HEADER = struct.Struct("<BBxxIIQ")
 
@@ -86,7 +83,7 @@ class FrameParser:
         # A frame with large buffers that has begun, and the part of its memory that is not read yet.
         self._large: Frame | None = None
         self._rest = memoryview(b"")
-        self._arrays: list[Any] = []
+        self._spare = SpareMemory()
 
     def _give_room(self, size: int) -> None:
         self._view = memoryview(bytearray(size))
@@ -167,7 +164,7 @@ class FrameParser:
         """The memory of large buffers, with what has come of them; what has not is read into `_rest`."""
         places, total = offsets(sizes)
         try:
-            memory = self._memory(total)
+            memory = memoryview(self._spare.take(total))
         except (MemoryError, RuntimeError) as error:
             raise FrameError(f"there is no memory for a frame of {total} bytes") from error
         count = min(self._end - self._begin, total)
@@ -175,28 +172,6 @@ class FrameParser:
         self._begin += count
         self._rest = memory[count:]
         return tuple(memory[place : place + size] for place, size in zip(places, sizes, strict=True))
-
-    def _memory(self, total: int) -> memoryview:
-        """Memory for large buffers: some that nobody uses any more, or new. New pages take longer to get than to fill,
-        so who receives the like again and again, as weights, has them ready: those of this frame and the last one."""
-        free = [array for array in self._arrays if sys.getrefcount(array) == _UNUSED]
-        fitting = (array for array in free if total <= array.nbytes <= 2 * total)
-        chosen: Any = min(fitting, key=lambda array: array.nbytes, default=None)
-        if chosen is None:
-            chosen = torch.empty(total, dtype=torch.uint8).numpy()
-        used = [array for array in self._arrays if not any(array is each for each in free)]
-        self._arrays = [*used[-1:], chosen]
-        return memoryview(chosen)[:total]
-
-
-def _references() -> int:
-    arrays: list[Any] = [object()]
-    (found,) = [sys.getrefcount(array) for array in arrays]
-    return found
-
-
-_UNUSED = _references()
-"""What `sys.getrefcount` counts of an array that is in a list alone, in a loop over it."""
 
 
 def stream_of(begin: bytes, buffers: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
