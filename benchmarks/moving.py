@@ -3,12 +3,13 @@
     moving.py RESULT KIND ROUNDS
 
 KIND is ``large`` (1 GiB in 16 tensors), ``between`` (256 MiB in 16, for roles on different hosts), ``small`` (1 MB in
-1 000 tensors) or ``device`` (4 GiB in 16, on a GPU that all have in common; ``copied`` and ``memcpy`` only). The publisher writes to RESULT, as JSON,
-the seconds of each round: ``copied`` (received into place), ``mapped`` (``assign=True``), ``linked`` (received into
-place, over gloo), ``broadcast`` (gloo, tensor by tensor), ``memcpy`` (one copy of the same tensors by one thread) and
-``copies`` (as many copies as there are processes, by a thread for each processor: what no channel can do in less where
-each receiver has a copy of its own); and ``memory``, what it shares with receivers in each channel, in multiples of
-its weights.
+1 000 tensors) or ``device`` (4 GiB in 16, on a GPU that all have in common; ``copied`` and ``memcpy`` only).
+
+The publisher writes to RESULT, as JSON, the seconds of each round: ``copied`` (received into place), ``mapped``
+(``assign=True``), ``linked`` (received into place, over gloo), ``broadcast`` (gloo, tensor by tensor), ``memcpy`` (one
+copy of the same tensors by one thread) and ``copies`` (as many copies as there are processes, by a thread for each
+processor: what no channel can do in less where each receiver has a copy of its own); and ``memory``, what it shares
+with receivers in each channel, in multiples of its weights.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+import torch
+
 from tests.integration.harness import START, Script, Unirun, eventually
 
 CUT = """
@@ -85,6 +88,51 @@ HELD = """
         else:
             print("version", version, "sum", int(model.weight.sum()), flush=True)
             told("again")
+"""
+
+ON_A_GPU = """
+    import torch
+    import torch.distributed as dist
+    import unirun
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+    both = ctx.group("actor", "rollout", backend="gloo")
+    torch.cuda.set_device(0)
+    heavy = torch.randn(4096, 4096, device="cuda")
+    weights = {"w": torch.zeros(50_000_000, device="cuda"), "b": torch.zeros(3, 5, dtype=torch.bfloat16, device="cuda")}
+
+    def busy():
+        # What follows in this stream begins a while later.
+        for _ in range(20):
+            heavy.copy_(heavy @ heavy)
+
+    def values(tensors):
+        return sorted({value for tensor in tensors.values() for value in tensor.float().unique().tolist()})
+
+    for version in range(1, 6):
+        dist.barrier(group=both)
+        if ctx.role == "actor":
+            busy()
+            for tensor in weights.values():
+                tensor.fill_(version)
+            channel.publish(weights, version)
+            for tensor in weights.values():
+                tensor.fill_(-1)
+        else:
+            busy()
+            before = {name: tensor.clone() for name, tensor in weights.items()}
+            channel.receive(weights, min_version=version)
+            print("version", version, "before", values(before), "after", values(weights), flush=True)
+    dist.barrier(group=both)
+    used = torch.cuda.mem_get_info()[0]
+    if ctx.role == "rollout":
+        channel.close()
+    dist.barrier(group=both)
+    if ctx.role == "actor":
+        channel.close()
+        print("freed", torch.cuda.mem_get_info()[0] - used >= 2 * 200_000_000, flush=True)
+    dist.barrier(group=both)
 """
 
 SYNCED = """
@@ -213,6 +261,19 @@ def test_fsdp_parameters_become_tensor_parallel_and_whole_ones_bit_for_bit(
         ("rollout:0", "2", "True"),
         ("rollout:1", "2", "True"),
     ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_on_a_gpu_versions_are_whole_in_the_order_of_streams_and_their_memory_is_freed(
+    unirun: Unirun, script: Script
+) -> None:
+    result = unirun("--roles", "actor=1,rollout=1", script(ON_A_GPU), within=3 * START)
+    assert result.code == 0, result.err
+    assert re.findall(r"version (\d) before (\S+) after (\S+)", result.out) == [
+        (str(n), f"[{n - 1:.1f}]", f"[{n:.1f}]") for n in range(1, 6)
+    ]
+    assert "freed True" in result.out
+    assert "device memory" in unirun("weights", "--plan").out
 
 
 def test_a_trainer_syncs_weights_also_with_a_rollout_that_was_started_again(

@@ -166,7 +166,15 @@ class WeightsChannel:
             behind = self._receiver.latest(sources, deadline) - have
             if 0 <= behind <= max_staleness:
                 return have
-        return self._has(self._receiver.receive(sources, tensors, at_least, deadline, setter, eta))
+        version = self._receiver.receive(sources, tensors, at_least, deadline, setter, eta)
+        if assign:
+            # Tensors of the version before are freed now. Its publisher learns that with the next request, and should
+            # before it writes another version, as it has to take new memory otherwise.
+            del tensors
+            for source in sources:
+                with suppress(PeerLost):
+                    source.peek(None)
+        return self._has(version)
 
     def _has(self, version: int) -> int:
         """Count it, and tell the job, but not often: ``unirun weights`` shows it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from typing import Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
@@ -54,6 +54,15 @@ class Hub:
         self._producers: dict[str, Producer] = {}
         self._gates: dict[str, Gate] = {}
         self._listens = False
+        self._lines: WeakSet[Line] = WeakSet()
+        context.peers.when_changed(self._end_lines)
+
+    def _end_lines(self) -> None:
+        """End the connections to processes that are gone: from a host without power, nothing tells the end."""
+        with self._lock:
+            ended = [line for line in self._lines if self._gone(line.who)]
+        for line in ended:
+            line.close("the job has lost it")
 
     def publisher(self, channel: str) -> Publisher:
         """What this process publishes in `channel`."""
@@ -152,10 +161,13 @@ class Hub:
         if not endpoint or worker.phase == "lost":
             return None
         try:
-            return Line(who, self._transport, endpoint)
+            made = Line(who, self._transport, endpoint)
         except ChannelError:
             # It has died, and the news of it come.
             return None
+        with self._lock:
+            self._lines.add(made)
+        return made
 
     def is_here(self, line: Line) -> bool:
         """Whether the other end is on this host, so that memory can be shared with it."""

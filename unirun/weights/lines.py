@@ -51,10 +51,13 @@ class Line:
 
     def _answered(self, future: Future[Parcel], parcel: Parcel) -> None:
         with self._lock:
+            # The connection may be closed in another thread meanwhile.
+            waits = future in self._open
             self._open.discard(future)
-        future.set_result(parcel)
+        if waits:
+            future.set_result(parcel)
 
-    def close(self) -> None:
+    def close(self, reason: str = "it was closed here") -> None:
         """Close the connection, which the other end sees."""
         self._channel.close()
-        self._broken("it was closed here")
+        self._broken(reason)

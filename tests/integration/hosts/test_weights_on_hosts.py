@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from tests.effort import variants
+from tests.testbed.host import Host
+
+from ..harness import START, eventually
 from .cluster import OnHosts
 
 MOVES = """
@@ -74,3 +79,69 @@ def test_stages_arrive_whole_over_a_bad_cable_and_again_when_a_publisher_was_kil
     assert len({*job.lines(r"version 21 .* on (h\d)", 4)}) > 1
     metrics = (cluster.home / "jobs" / "mine" / "metrics.jsonl").read_text()
     assert (backend or "socket") in re.findall(r"policy/from/actor:1/(\w+)", metrics)
+
+
+LARGE = """
+    import torch, unirun
+
+    ctx = unirun.init()
+    channel = unirun.WeightsChannel("policy", publisher="actor", receivers=["rollout"])
+
+    def weights(version):
+        generator = torch.Generator().manual_seed(version)
+        return torch.rand(10_000_000, generator=generator)
+
+    if ctx.role == "actor":
+        print("publishes on", ctx.node, flush=True)
+        channel.publish({"w": weights(ctx.incarnation)}, ctx.incarnation)
+        ctx.peers.wait_for(lambda: False, 300.0)
+    else:
+        got = {"w": torch.full((10_000_000,), -1.0)}
+        print("receives on", ctx.node, flush=True)
+        while True:
+            try:
+                version = channel.receive(into=got, timeout=200)
+                break
+            except unirun.PeerLost as error:
+                print("lost", error.worker, "torn", not bool((got["w"] == -1).all()), flush=True)
+        print("version", version, "exact", torch.equal(got["w"], weights(version)), flush=True)
+"""
+
+SENT = 2 << 20
+"""Bytes of the 40 MB that are on their way when the host is lost."""
+
+
+def sent_by(host: Host) -> int:
+    """Bytes that a host has sent, over a cable that is not bad."""
+    return int(Path(f"/sys/class/net/{host.namespace}/statistics/rx_bytes").read_text())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", variants("power", "processes"))
+def test_a_host_that_is_lost_in_the_middle_of_a_transfer_leaves_no_half_of_a_version(
+    cluster: OnHosts, lost: str
+) -> None:
+    """
+    1. The publisher's host sends 40 MB over a bad cable. Two of them have arrived when it is lost.
+    2. The receiver is told who is lost, and its tensors are as they were.
+    3. The publisher starts on the spare, and its version arrives.
+    """
+    cluster.place("train.py", LARGE)
+    roles = "{rollout: {count: 1}, actor: {count: 1, max_restarts: 1}}"
+    job_file = f"script: {cluster.work}/train.py\nspares: 1\nprimary: [rollout]\nroles: {roles}\n"
+    cluster.place("job.yaml", job_file)
+    _, second, _ = cluster.hosts
+    second.netem(delay_ms=20, loss=0.01)
+    argv = ("--hosts", "h1:1,h2:1,h3:1", "--rdzv-id", "mine", "--config", cluster.work / "job.yaml")
+    job = cluster.start(*argv, cwd=cluster.work)
+    assert job.lines(r"receives on (\w+)") == ["h1"]
+    assert job.lines(r"publishes on (\w+)") == ["h2"]
+    before = sent_by(second)
+    eventually(lambda: sent_by(second) > before + SENT, "some of it is sent", START)
+    second.cable(up=lost != "power")
+    second.kill_all(sshd=lost == "power")
+    assert job.lines(r"(lost actor:0 torn \w+)") == ["lost actor:0 torn False"]
+    assert job.lines(r"publishes on (\w+)", 2)[1] == "h3"
+    end = job.end()
+    assert end.code == 0, end.err
+    assert re.findall(r"version (\d) exact (\w+)", end.out) == [("1", "True")]

@@ -109,6 +109,8 @@ class Twin:
         with self._machine.lock:
             if not self._machine.reaches:
                 raise DeviceError("there is no way to the other device")
+            if not handle.isdigit() or int(handle) >= len(self._machine.regions):
+                raise DeviceError(f"{handle!r} is no handle")
             region = self._machine.regions[int(handle)]
             if region.owner == self._process:
                 raise Misuse("a process opens its own handle")

@@ -1,0 +1,66 @@
+"""A connection to another process ends once, whoever ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from unirun.errors import PeerLost
+from unirun.roles.transport.protocol import Parcel
+from unirun.values import WorkerId
+from unirun.weights.lines import Line
+
+WHO = WorkerId("actor", 0, 0)
+
+
+class Wire:
+    """A transport and its only channel, which answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answers: list[Callable[[Parcel], None]] = []
+        self.broken: Callable[[str], None] = lambda _: None
+
+    def connect(self, who: WorkerId, endpoint: str, broken: Callable[[str], None]) -> Wire:
+        self.broken = broken
+        return self
+
+    def call(self, parcel: Parcel, done: Callable[[Parcel], None]) -> None:
+        self.answers.append(done)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def wire() -> Any:
+    return Wire()
+
+
+def test_who_waits_is_told_why_the_connection_was_closed(wire: Any) -> None:
+    line = Line(WHO, wire, "")
+    future = line.ask(b"")
+    line.close("the job has lost it")
+    with pytest.raises(PeerLost, match="actor:0 is gone: the job has lost it"):
+        future.result(0)
+    with pytest.raises(PeerLost):
+        line.ask(b"")
+
+
+def test_an_answer_that_comes_while_the_connection_is_closed_changes_nothing(wire: Any) -> None:
+    line = Line(WHO, wire, "")
+    future = line.ask(b"")
+    line.close()
+    wire.answers[0](Parcel(b"late"))
+    with pytest.raises(PeerLost):
+        future.result(0)
+
+
+def test_an_answer_that_has_come_stays(wire: Any) -> None:
+    line = Line(WHO, wire, "")
+    future = line.ask(b"")
+    wire.answers[0](Parcel(b"in time"))
+    wire.broken("the peer closed the stream")
+    assert future.result(0).head == b"in time"
+    assert line.lost
