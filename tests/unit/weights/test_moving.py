@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from tests.effort import CHAOS, examples
+from tests.effort import examples
 from tests.unit.weights.meshes import Cut, cuts
 from tests.unit.weights.pairs import Place, place
 from unirun.errors import PeerLost, UsageError, WeightsError, WeightsTimeout
@@ -250,7 +250,7 @@ class TestMemory:
     def test_ten_thousand_versions_under_a_reader_are_never_torn(self, here: Place) -> None:
         publisher, endpoint = here.publisher()
         reader, got = here.reader(endpoint), {"a": torch.zeros(5000), "b": torch.zeros(3)}
-        count = 10_000 if CHAOS else 2_000
+        count = 10_000
         torn: list[int] = []
         seen: list[int] = []
 
