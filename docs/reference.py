@@ -49,6 +49,7 @@ SECTIONS = {
         "train.builder.WorkloadBuilder",
         "train.job.Job",
         "JobHandle",
+        "attach",
     ],
     "Errors": [
         "UnirunError",

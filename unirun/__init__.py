@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         trainer_invocation,
         wait,
     )
-    from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder
+    from unirun.train import DLJobBuilder, JobBuilder, JobHandle, RLJobBuilder, attach
     from unirun.weights import Item, LocalShard, Queue, WeightsChannel
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "WorkerHandle",
     "WorkerLost",
     "Workload",
+    "attach",
     "init",
     "replicate",
     "rpc_name",
@@ -104,7 +105,7 @@ _ERRORS = frozenset(
     }
 )
 
-_TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder"})
+_TRAIN = frozenset({"DLJobBuilder", "JobBuilder", "JobHandle", "RLJobBuilder", "attach"})
 
 _WEIGHTS = frozenset({"Item", "LocalShard", "Queue", "WeightsChannel"})
 

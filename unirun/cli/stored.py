@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from unirun.cli.choosing import choose_job
 from unirun.errors import JobElsewhere, JobError, StoreRefused, UsageError
+from unirun.observe.choosing import choose_job
 from unirun.observe.index import read_index
 from unirun.observe.status import ENDED, JobStatus, Summary, read_status, runs
 from unirun.rendezvous.election import Leader, leader_of

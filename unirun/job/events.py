@@ -8,7 +8,7 @@ from unirun.graph import show_ranks
 from unirun.job.state import Verdict
 from unirun.values import Value
 from unirun.wire.lobby import Offer
-from unirun.wire.messages import Drain, Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers
+from unirun.wire.messages import Drain, Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import (
     FromWorker,
     Join,
@@ -104,6 +104,12 @@ class ToWatchers(Value):
     message: Message
 
 
+class ToVisitors(Value):
+    """Send `view` to every process outside the job that calls its workers."""
+
+    view: View
+
+
 class ToGuest(Value):
     """Send `message` to a node that wants to join the job."""
 
@@ -143,7 +149,7 @@ class After(Value):
     event: Event
 
 
-Command = ToAgent | ToAgents | ToWatchers | ToGuest | Record | Finish | KeepMetrics | After
+Command = ToAgent | ToAgents | ToWatchers | ToVisitors | ToGuest | Record | Finish | KeepMetrics | After
 
 
 def order_text(node: str, message: Message) -> tuple[str, ...] | None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from unirun.errors import IllegalTransition
-from unirun.job.events import After, Command, GrowthDue, Record, ToAgent, ToAgents, ToWatchers, ViewDue
+from unirun.job.events import (
+    After,
+    Command,
+    GrowthDue,
+    Record,
+    ToAgent,
+    ToAgents,
+    ToVisitors,
+    ToWatchers,
+    ViewDue,
+)
 from unirun.job.state import JobState, RoleState, Told, WorkerState
 from unirun.job.views import endpoints_of, news_of, whole_view
 from unirun.values import WorkerId
@@ -55,7 +65,8 @@ class Transition:
             self.send(ToWatchers(role_changed(role)))
 
     def tell_now(self) -> None:
-        """Send the changes since the last view to the agents, and a whole view to those that have none it follows on.
+        """Send the changes since the last view to the agents and to visitors, and a whole view to the agents that have
+        none it follows on.
 
         While nodes are away after a takeover, the state of their workers is not known, and no view is sent.
         """
@@ -66,10 +77,16 @@ class Transition:
         news = news_of(state, told) if told else ()
         number = told.number + bool(news) if told else 1
         uninformed = state.uninformed if told else state.agents.keys()
-        if told and news and (others := tuple(node for node in state.agents if node not in uninformed)):
-            self.send(ToAgents(others, View(news, number, told.number)))
+        if told and news:
+            changes = View(news, number, told.number)
+            self.send(ToVisitors(changes))
+            if others := tuple(node for node in state.agents if node not in uninformed):
+                self.send(ToAgents(others, changes))
         if uninformed and (some := tuple(node for node in state.agents if node in uninformed)):
-            self.send(ToAgents(some, whole_view(state, number)))
+            view = whole_view(state, number)
+            self.send(ToAgents(some, view))
+            if not told:
+                self.send(ToVisitors(view))
         told = Told(number, state.roles, endpoints_of(state))
         self.state = replace(state, view_due=False, told=told, uninformed=frozenset())
 

@@ -1,12 +1,15 @@
-"""The view of all roles that workers get: the whole of it, or the changes since the last one."""
+"""What workers and visitors are told of the job: the view of all roles, or its changes since the last one, and the
+part of the spec that concerns them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 
 from unirun.job.state import JobState, RoleState, Told, WorkerPhase, WorkerState
-from unirun.wire.messages import RoleView, View, WorkerView
-from unirun.wire.views import FIRST
+from unirun.spec import JobSpec
+from unirun.wire.messages import ChannelBrief, RoleBrief, RoleView, View, Welcome, WorkerView
+from unirun.wire.views import FIRST, whole
 
 
 def whole_view(state: JobState, number: int) -> View:
@@ -76,3 +79,21 @@ def _phase(worker: WorkerState) -> str:
             return "ended" if worker.ended_well else "lost"
         case _:
             return "starting"
+
+
+def welcome(view: View, spec: JobSpec) -> Welcome:
+    """The answer to a worker's `Hello`, and to a visitor."""
+    briefs = (
+        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
+        for role in spec.roles
+    )
+    return Welcome(
+        view=whole(view),
+        config=json.dumps(dict(spec.config)),
+        name=spec.name,
+        roles=tuple(briefs),
+        collocations=spec.collocations,
+        call_timeout=spec.call_timeout,
+        transport=spec.transport,
+        channels=tuple(ChannelBrief(c.name, c.publisher, c.receivers) for c in spec.channels),
+    )

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from unirun.errors import Refused, WireError
 from unirun.failover.silence import FENCE
 from unirun.job.offers import AgentTask
+from unirun.job.views import welcome
 from unirun.launcher import core, events
 from unirun.launcher.backlog import Backlog
 from unirun.launcher.contact import Contact
@@ -24,7 +25,7 @@ from unirun.launcher.ends import end_of
 from unirun.launcher.environment import FRESH, SpawnerKey, for_workers
 from unirun.launcher.filters import LineFilters
 from unirun.launcher.notes import Notes, tail
-from unirun.launcher.orders import Orders, welcome
+from unirun.launcher.orders import Orders
 from unirun.launcher.process import (
     BOOT,
     adopt_orphans,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 
@@ -23,11 +22,9 @@ from unirun.launcher.events import Launch, Store, Worker
 from unirun.launcher.timers import ENABLE
 from unirun.launcher.warm.borrowing import wish
 from unirun.rendezvous import JobDir
-from unirun.spec import JobSpec
 from unirun.values import WorkerId
-from unirun.wire.messages import ChannelBrief, OpenStore, RoleBrief, StartRole, StartWorker, View, Welcome
+from unirun.wire.messages import OpenStore, StartRole, StartWorker
 from unirun.wire.spawning import Borrow, ServeStore, Spawn
-from unirun.wire.views import whole
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing.errors")
 """Modules that every spawner imports; ``--preload`` adds to them."""
@@ -143,21 +140,3 @@ class Orders:
         if forking:
             return self._key(role if role in forking else forking[0])
         return spawner_key(self._inherited)
-
-
-def welcome(view: View, spec: JobSpec) -> Welcome:
-    """The answer to a worker's `Hello`."""
-    briefs = (
-        RoleBrief(role.name, role.entry.kind, role.entry.target, role.count, role.per_node, role.restart)
-        for role in spec.roles
-    )
-    return Welcome(
-        view=whole(view),
-        config=json.dumps(dict(spec.config)),
-        name=spec.name,
-        roles=tuple(briefs),
-        collocations=spec.collocations,
-        call_timeout=spec.call_timeout,
-        transport=spec.transport,
-        channels=tuple(ChannelBrief(c.name, c.publisher, c.receivers) for c in spec.channels),
-    )

@@ -27,6 +27,7 @@ from unirun.job.events import (
     ToAgent,
     ToAgents,
     ToGuest,
+    ToVisitors,
     ToWatchers,
     order_text,
 )
@@ -37,6 +38,7 @@ from unirun.master.persistence.context_store import ContextStore
 from unirun.master.persistence.writer import Writer
 from unirun.master.status_file import StatusFile
 from unirun.master.status_views import farewell, present, status_of
+from unirun.master.visitors import Visitors, tell_all
 from unirun.observe import EventLog, JobStatus, LineLog, led_to
 from unirun.rendezvous import JobDir, ProcessWatch
 from unirun.rendezvous.election import Term
@@ -47,7 +49,7 @@ from unirun.wire.aio import Server, Stream, frame_of
 from unirun.wire.asking import Ask
 from unirun.wire.codec import finite
 from unirun.wire.lobby import Offer
-from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, Shutdown, Stop
+from unirun.wire.messages import Appointed, Attach, Beat, Drain, Message, Shutdown, Stop, Visit
 from unirun.wire.reports import FromWorker, Join, Notice, Sample
 
 GOODBYE = 5.0
@@ -98,6 +100,7 @@ class Master:
         self._beats = Beats(term, self._writer, self._agents, self._say, self._apply)
         self._admission = Admission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
+        self._visitors = Visitors(lambda: self._writer.certain)
         self._owner: Stream | None = None
         self._owner_due: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -222,6 +225,8 @@ class Master:
                         self._agents[node].send_frame(frame)
             case ToWatchers(message):
                 self._tell_watchers(message)
+            case ToVisitors(view):
+                self._visitors.tell(view)
             case ToGuest(node, message):
                 self._admission.answer(node, message)
             case Record(kind, text, number, cause, about):
@@ -239,10 +244,7 @@ class Master:
         self._tell_watchers(Notice(node, text))
 
     def _tell_watchers(self, message: Message) -> None:
-        if self._watchers:
-            frame = frame_of(message)
-            for watcher in self._watchers:
-                watcher.send_frame(frame)
+        tell_all(self._watchers, message)
 
     def _end_unwritten(self, verdict: Verdict) -> None:
         """The end of the job cannot be written: agents end what they have, and tell the next master."""
@@ -292,6 +294,8 @@ class Master:
                         if self._owner_due is not None:
                             self._owner_due.cancel()
                     await self._follow_watcher(stream)
+                case Visit():
+                    await self._visitors.follow(stream)
                 case Stop():
                     self._apply(first)
                     await self._follow_watcher(stream)
@@ -358,8 +362,8 @@ class Master:
         try:
             for message in present(self._state):
                 stream.send(message)
-            if self._over.is_set():
-                self._send_farewell(stream)
+            if self._over.is_set() and (end := farewell(self._state)) is not None:
+                stream.send(end)
             while True:
                 message = await stream.receive()
                 if isinstance(message, Stop | Drain):
@@ -376,11 +380,6 @@ class Master:
             if self._state.owned:
                 self._owner_left(stream)
 
-    def _send_farewell(self, watcher: Stream) -> None:
-        end = farewell(self._state)
-        if end is not None:
-            watcher.send(end)
-
     async def _say_goodbye(self) -> None:
         """Tell everybody; leave when all streams are closed from the other side, or after `GOODBYE`.
 
@@ -389,8 +388,9 @@ class Master:
         await self._status_file.write()
         for agent in self._agents.values():
             agent.send(Shutdown())
-        for watcher in self._watchers:
-            self._send_farewell(watcher)
+        if (end := farewell(self._state)) is not None:
+            self._tell_watchers(end)
+            self._visitors.tell(end)
         deadline = time.monotonic() + GOODBYE
         while (left := deadline - time.monotonic()) > 0 and (self._tasks or self._unaware):
             if self._tasks:

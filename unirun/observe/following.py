@@ -33,7 +33,7 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
                 heard = told and now.phase == "stopping"
                 master.send(Attach() if stop is None or heard else stop)
                 told = True
-                while not isinstance(_hear(master, job, now.epoch, deadline), Ended):
+                while not isinstance(hear(master, job, now.epoch, deadline), Ended):
                     continue
         except (StoreError, WireError, RendezvousError):
             # This master is gone, or time is over; the job's end is in its status, or another leads in a moment.
@@ -43,7 +43,7 @@ def follow_to_end(job: JobDir, stop: Stop | None = None, timeout: float | None =
     return read_status(job)
 
 
-def _hear(master: BlockingStream, job: JobDir, epoch: int, deadline: float | None) -> Message:
+def hear(master: BlockingStream, job: JobDir, epoch: int, deadline: float | None) -> Message:
     """The next message of the master of term `epoch`. Raises `WireError` when that has ended, `RendezvousError` when
     another master has written the status since, or at the deadline."""
     while True:

@@ -60,7 +60,8 @@ class Peers:
     """The roles of the job and their workers. Thread-safe: the link's thread updates what others read.
 
     `generation` is the one of this worker's own group, which may be behind that of its role until it has formed
-    the next. `welcome` is None without a launcher. `transport` is the name of that with which workers are called.
+    the next. A process outside the job has no `role` of it. `welcome` is None without a launcher. `transport` is the
+    name of that with which workers are called.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Peers:
         self.role, self.rank, self.welcome = role, rank, welcome
         self.config: Mapping[str, Any] = json.loads(welcome.config) if welcome else {}
         self.linked = welcome is not None
-        self.generation = roles[role].generation
+        self.generation = roles[role].generation if role in roles else 0
         self._link, self._pid = link, os.getpid()
         self._transport = welcome.transport if welcome else transport
         self._roles = dict(roles)
@@ -209,7 +210,7 @@ class Peers:
             return
         with self._changed:
             self._view = view
-            self._roles = _infos(view)
+            self._roles = role_infos(view)
             self._views = {role.name: role for role in view.roles}
             self._found, self._whole = {}, {}
             self.updates += 1
@@ -251,7 +252,7 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     if not isinstance(welcome, Welcome):
         raise FrameError(f"the agent sent {type(welcome).__name__} where a Welcome was expected")
     role, rank = environ["ROLE_NAME"], int(environ["RANK"])
-    peers = Peers(role, rank, _infos(welcome.view), welcome=welcome, link=link)
+    peers = Peers(role, rank, role_infos(welcome.view), welcome=welcome, link=link)
     for message in link.buffered():
         _take(peers, message)
     # Read before the script runs, which may close these descriptors.
@@ -264,7 +265,8 @@ def linked_peers(environ: Mapping[str, str]) -> Peers:
     return peers
 
 
-def _infos(view: View) -> dict[str, RoleInfo]:
+def role_infos(view: View) -> dict[str, RoleInfo]:
+    """The roles in a view, by name."""
     return {r.name: RoleInfo(r.name, r.world_size, r.generation, r.endpoint) for r in view.roles}
 
 

@@ -6,7 +6,8 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -18,6 +19,10 @@ from unirun.rendezvous.masters import call_master
 from unirun.spec.read import nearest
 from unirun.values import WorkerId
 from unirun.wire.messages import Attach, Stop
+
+if TYPE_CHECKING:
+    from unirun.roles.calls.group import RoleGroup
+    from unirun.roles.visitor import Visitor
 
 START = 30.0
 """Seconds in which the master of a submitted job must answer."""
@@ -33,11 +38,43 @@ class JobHandle:
 
         handle = job.submit("ppo", blocking=False)
         print(handle.status().phase)  # running
+        print(handle["rollout"].generate("hello"))  # a call of the role's workers
         code = handle.wait(timeout=3600)  # seconds
     """
 
     def __init__(self, job: JobDir) -> None:
         self._job = job
+        self._visitor: Visitor | None = None
+
+    def __getitem__(self, role: str) -> RoleGroup:
+        """All workers that `role` has now. Their methods are called as by a trainer.
+
+        The first use connects this process to the job, and waits until that has a master. Raises `UsageError` for a
+        role that the job does not have, `JobError` when the job has ended or nobody leads it.
+        """
+        return self._visit().role_group(role)
+
+    def _visit(self) -> Visitor:
+        if self._visitor is None:
+            from unirun.roles.visitor import Visitor
+
+            self.await_start()
+            self._visitor = Visitor(self._job)
+        return self._visitor
+
+    def close(self) -> None:
+        """Leave the job, which goes on. Calls that are open are not answered any more."""
+        visitor, self._visitor = self._visitor, None
+        if visitor is not None:
+            visitor.close()
+
+    def __enter__(self) -> JobHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         return f"JobHandle({self.run_id!r})"

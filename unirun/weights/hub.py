@@ -54,12 +54,14 @@ class Hub:
         self._producers: dict[str, Producer] = {}
         self._gates: dict[str, Gate] = {}
         self._listens = False
+        # With a lock of their own: where workers are threads, what this process tells comes back at once.
         self._lines: WeakSet[Line] = WeakSet()
+        self._of_lines = threading.Lock()
         context.peers.when_changed(self._end_lines)
 
     def _end_lines(self) -> None:
         """End the connections to processes that are gone: from a host without power, nothing tells the end."""
-        with self._lock:
+        with self._of_lines:
             ended = [line for line in self._lines if self._gone(line.who)]
         for line in ended:
             line.close("the job has lost it")
@@ -165,7 +167,7 @@ class Hub:
         except ChannelError:
             # It has died, and the news of it come.
             return None
-        with self._lock:
+        with self._of_lines:
             self._lines.add(made)
         return made
 

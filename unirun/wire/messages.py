@@ -8,6 +8,8 @@ worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Cal
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop Drain Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
+visitor→master Visit ViewWanted
+master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
 before there is a master: `unirun.wire.lobby`
@@ -196,7 +198,7 @@ class ChannelBrief(Value):
 
 
 class Welcome(Value, tag=True):
-    """The answer to `Hello`: a whole view, and the part of the spec that workers use.
+    """The answer to `Hello` and to `Visit`: a whole view, and the part of the spec that workers use.
 
     `config` is the user's configuration as JSON text, in which integers may have any size. `name` is the job's name.
     `collocations` are the groups of roles that share devices. `call_timeout` is in seconds.
@@ -216,6 +218,10 @@ class Attach(Value, tag=True):
     """A command subscribes to the job's progress. With `owner`, the job ends when this stream ends."""
 
     owner: bool = False
+
+
+class Visit(Value, tag=True):
+    """A process outside the job wants to call its workers. It is answered with `Welcome`, then with each `View`."""
 
 
 class Stop(Value, tag=True):
@@ -320,6 +326,7 @@ Message = (
     | Hello
     | Welcome
     | Attach
+    | Visit
     | Stop
     | Drain
     | Drained

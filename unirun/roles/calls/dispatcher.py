@@ -7,6 +7,7 @@ import asyncio
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ from unirun.values import WorkerId
 
 DESCRIBE = "__describe__"
 """Asks which methods there are, with their options."""
+
+VISITOR = "@"
+"""The first character in the name of a caller outside the job, which no role has."""
+
+VISIT_KEPT = 3600.0
+"""Seconds after its last request for which the results are kept that a visitor has not acked. It may be gone."""
 
 OPEN_RPC = "__open_rpc__"
 """Asks the process to let itself be called by torch.distributed.rpc."""
@@ -48,6 +55,7 @@ class _CallerState:
     """What is kept for the process that holds a calling rank; `incarnation` is the latest one that has called."""
 
     incarnation: int
+    heard: float
     runs: dict[int, _Run] = field(default_factory=dict)
 
 
@@ -73,6 +81,7 @@ class Dispatcher:
         generations: Generations | None = None,
         inbox: Inbox | None = None,
         open_rpc: Callable[[], Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Before a call is run, `generations` catches up with the call's generation, in the serving thread.
 
@@ -80,7 +89,7 @@ class Dispatcher:
         a thread of its own.
         """
         self._generations = generations
-        self._open_rpc = open_rpc
+        self._open_rpc, self._now = open_rpc, now
         self._target, self._me, self._methods = target, me, dict(methods)
         self._coroutines = {n for n in methods if inspect.iscoroutinefunction(getattr(type(target), n))}
         self._lock = threading.Lock()
@@ -124,9 +133,20 @@ class Dispatcher:
         """The state of a calling rank; what was kept for an earlier incarnation is dropped."""
         role, rank, incarnation = address
         caller = self._callers.get((role, rank))
+        now = self._now()
         if caller is None or caller.incarnation < incarnation:
-            caller = self._callers[role, rank] = _CallerState(incarnation)
+            if role.startswith(VISITOR):
+                self._forget_visitors(now)
+            caller = self._callers[role, rank] = _CallerState(incarnation, now)
+        caller.heard = now
         return caller
+
+    def _forget_visitors(self, now: float) -> None:
+        """Drop what is kept for visitors that have left without a word."""
+        for key, caller in list(self._callers.items()):
+            silent = key[0].startswith(VISITOR) and now - caller.heard > VISIT_KEPT
+            if silent and all(run.outcome is not None for run in caller.runs.values()):
+                del self._callers[key]
 
     def _route(self, run: _Run) -> None:
         name = run.request.method

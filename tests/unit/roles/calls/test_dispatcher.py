@@ -14,7 +14,15 @@ from tests.unit.roles.calls.hall import ME, SOON, TRAINER, Desk, Generations, Ha
 from unirun.errors import CallError, EncodingError
 from unirun.roles import trainer_invocation
 from unirun.roles.calls.codec import dump, load
-from unirun.roles.calls.dispatcher import ACK, DESCRIBE, OPEN_RPC, Dispatcher, outcome_of
+from unirun.roles.calls.dispatcher import (
+    ACK,
+    DESCRIBE,
+    OPEN_RPC,
+    VISIT_KEPT,
+    VISITOR,
+    Dispatcher,
+    outcome_of,
+)
 from unirun.roles.calls.envelope import ERROR, INTERRUPTED, OK, encode_address, encode_request, refused_for
 from unirun.roles.calls.policy import invocations
 from unirun.roles.calls.remote_errors import load_error
@@ -329,3 +337,31 @@ class TestTheServingThread:
 def test_an_empty_answer_is_told_of() -> None:
     with pytest.raises(CallError, match="empty answer"):
         outcome_of(Parcel(b""))
+
+
+class TestVisitors:
+    def test_what_is_kept_for_a_visitor_is_dropped_an_hour_after_its_last_word(self) -> None:
+        clock = [0.0]
+        hall = Hall(Desk(), now=lambda: clock[0])
+        first, second, third = (WorkerId(f"{VISITOR}{n}", 0, 0) for n in range(3))
+        for caller in (first, second, TRAINER):
+            value_of(hall.send(1, "note", "x", caller=caller))
+        clock[0] = VISIT_KEPT / 2
+        value_of(hall.send(2, "note", "y", caller=second))
+        clock[0] = VISIT_KEPT + 1
+        value_of(hall.send(1, "note", "z", caller=third))
+        assert {name for name, _ in hall.dispatcher._callers} == {second.role, third.role, TRAINER.role}
+        hall.close()
+
+    def test_a_visitor_whose_call_still_runs_is_kept(self) -> None:
+        clock = [0.0]
+        hall = Hall(Desk(), now=lambda: clock[0])
+        first, second = (WorkerId(f"{VISITOR}{n}", 0, 0) for n in range(2))
+        answers = hall.send(1, "hold", caller=first)
+        assert hall.desk.begun.wait(SOON)
+        clock[0] = VISIT_KEPT + 1
+        hall.send(1, "beside", "x", caller=second)
+        assert first.role in {name for name, _ in hall.dispatcher._callers}
+        hall.desk.gate.set()
+        assert value_of(answers) == "held"
+        hall.close()

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from unirun.cli.choosing import choose_job
 from unirun.errors import JobError
+from unirun.observe.choosing import choose_job
 
 
 def choose(name: str | None, *run_ids: str, running: Sequence[str] = ()) -> str:

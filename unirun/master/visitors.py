@@ -1,0 +1,53 @@
+"""Processes outside the job that call its workers: they are told what workers are told of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from unirun.errors import WireError
+from unirun.job.state import JobState
+from unirun.job.views import welcome, whole_view
+from unirun.master.status_views import farewell
+from unirun.wire.aio import Stream, frame_of
+from unirun.wire.messages import Ended, Message, View
+from unirun.wire.reports import ViewWanted
+
+
+class Visitors:
+    """The streams of all visitors. `state` gives the present state, as far as it is stored."""
+
+    def __init__(self, state: Callable[[], JobState]) -> None:
+        self._state = state
+        self._streams: set[Stream] = set()
+
+    async def follow(self, stream: Stream) -> None:
+        """Serve a visitor until it leaves."""
+        self._streams.add(stream)
+        try:
+            stream.send(welcome(self._view(), self._state().spec))
+            if (end := farewell(self._state())) is not None:
+                stream.send(end)
+            while True:
+                # The only thing that it says: it has missed a view.
+                if isinstance(await stream.receive(), ViewWanted):
+                    stream.send(self._view())
+        except WireError:
+            return
+        finally:
+            self._streams.discard(stream)
+
+    def tell(self, message: View | Ended) -> None:
+        """Send `message` to all of them."""
+        tell_all(self._streams, message)
+
+    def _view(self) -> View:
+        state = self._state()
+        return whole_view(state, state.told.number if state.told else 0)
+
+
+def tell_all(streams: Collection[Stream], message: Message) -> None:
+    """Send `message`, which is encoded once."""
+    if streams:
+        frame = frame_of(message)
+        for stream in streams:
+            stream.send_frame(frame)

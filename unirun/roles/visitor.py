@@ -1,0 +1,164 @@
+"""`Visitor`: a process outside the job that calls its workers. It goes through restarts and deaths of masters, and
+leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from unirun.errors import FrameError, JobError, RendezvousError, StoreError, UsageError, WireError
+from unirun.observe.following import LOOK_AGAIN, hear
+from unirun.observe.status import ENDED, read_status, read_summary
+from unirun.rendezvous.jobdir import JobDir
+from unirun.rendezvous.masters import call_master
+from unirun.roles.calls.caller import Caller
+from unirun.roles.calls.dispatcher import VISITOR
+from unirun.roles.calls.group import RoleGroup, role_group
+from unirun.roles.peers import Peers, role_infos
+from unirun.roles.transport.sockets import SocketTransport
+from unirun.values import WorkerId
+from unirun.wire import load_credentials
+from unirun.wire.blocking import BlockingStream
+from unirun.wire.messages import Ended, Message, View, Visit, Welcome
+from unirun.wire.reports import ViewWanted
+
+WELCOME = 10.0
+"""Seconds in which a master must answer."""
+
+
+class Visitor:
+    """The calls of this process to the workers of one job. Thread-safe."""
+
+    def __init__(self, job: JobDir) -> None:
+        """Raises `JobError` when the job has ended, `RendezvousError`, `WireError` or `StoreError` when no master
+        answers, `UsageError` for a job whose calls go over torch.distributed.rpc."""
+        self._job = job
+        self._stream, welcome = _visit(job)
+        self._epoch = read_status(job).epoch
+        if welcome.transport != "socket":
+            self._stream.close()
+            raise UsageError(
+                f"the workers of job {job.run_id} are called over {welcome.transport}, which lets in nobody else",
+                "start it with --transport socket",
+            )
+        me = WorkerId(f"{VISITOR}{secrets.token_hex(8)}", 0, 0)
+        self._peers = _Table(me.role, welcome, self._ask_for_view)
+        # It only connects, so it needs no folder for sockets of its own.
+        self._transport = SocketTransport(job.path, load_credentials(job.path))
+        self._caller = Caller(
+            me, self._peers, self._transport, call_timeout=welcome.call_timeout, tell=lambda _: None
+        )
+        self._groups: dict[str, RoleGroup] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="unirun-visitor", daemon=True)
+        self._thread.start()
+
+    @property
+    def peers(self) -> Peers:
+        """The roles of the job as they are now."""
+        return self._peers
+
+    def role_group(self, role: str) -> RoleGroup:
+        """All workers that a role has now. Raises `UsageError` for a role that the job does not have."""
+        size = self._peers.size(role)
+        if role not in self._groups or len(self._groups[role]) != size:
+            self._groups[role] = role_group(self._caller, role, size)
+        return self._groups[role]
+
+    def close(self) -> None:
+        """Leave. Calls that are open are not answered any more."""
+        self._closed = True
+        self._caller.close()
+        self._transport.close()
+        _wake(self._stream)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(WELCOME)
+
+    def _ask_for_view(self) -> None:
+        with contextlib.suppress(WireError):
+            self._stream.send(ViewWanted())
+
+    def _listen(self) -> None:
+        """Take what one master after another tells."""
+        while not self._closed:
+            try:
+                with self._stream:
+                    while True:
+                        self._take(hear(self._stream, self._job, self._epoch, None))
+            except (WireError, RendezvousError):
+                self._go_on()
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, View):
+            self._peers.update(message)
+        elif isinstance(message, Ended):
+            self._end()
+
+    def _go_on(self) -> None:
+        """Find the next master, until the job is over."""
+        while not self._closed:
+            try:
+                self._stream, welcome = _visit(self._job)
+                self._epoch = read_status(self._job).epoch
+                self._peers.update(welcome.view)
+                return
+            except JobError:
+                self._end()
+            except (WireError, RendezvousError, StoreError):
+                time.sleep(LOOK_AGAIN)
+
+    def _end(self) -> None:
+        """The job is over: nobody answers any more."""
+        self._closed = True
+        self._peers.end()
+
+
+class _Table(Peers):
+    """The table of a process that is no worker. `ask` requests a whole view."""
+
+    def __init__(self, name: str, welcome: Welcome, ask: Callable[[], None]) -> None:
+        super().__init__(name, 0, role_infos(welcome.view), welcome=welcome)
+        self._ask = ask
+
+    def tell(self, message: Message) -> None:
+        """A visitor reports nothing; it only asks for a view that it has missed."""
+        if isinstance(message, ViewWanted):
+            self._ask()
+
+    def end(self) -> None:
+        """The job is over: no worker will answer."""
+        roles = tuple(
+            replace(role, workers=tuple(replace(worker, phase="ended") for worker in role.workers))
+            for role in self._view.roles
+        )
+        self.update(View(roles, self._view.number))
+
+
+def _visit(job: JobDir) -> tuple[BlockingStream, Welcome]:
+    """A stream to the master, and its welcome. Raises `JobError` when the job has ended."""
+    phase = read_summary(job).phase
+    if phase in ENDED:
+        raise JobError(f"job {job.run_id} has {phase}, so it has no workers", "attach to one that runs")
+    stream = call_master(job)
+    try:
+        stream.send(Visit())
+        welcome = stream.receive(WELCOME)
+        if not isinstance(welcome, Welcome):
+            raise FrameError(f"the master sent {type(welcome).__name__} where a Welcome was expected")
+    except BaseException:
+        stream.close()
+        raise
+    return stream, welcome
+
+
+def _wake(stream: BlockingStream) -> None:
+    """End a stream that another thread reads, which closes it."""
+    with contextlib.suppress(OSError):
+        # Not the method of a TLS socket, which would go on without TLS.
+        socket.socket.shutdown(stream.socket, socket.SHUT_RDWR)
