@@ -1,12 +1,13 @@
 """Nodes that join a running job: who is let in, and which roles grow.
 
 A node that has come is a spare. When all roles run, those that have fewer ranks than they may have get more, and start
-again as a whole: nodes that come within `GATHER` seconds are one such restart.
+again as a whole: nodes that come within `GATHER` seconds are one such restart. Elastic workloads grow when a visitor
+asks for it, as that knows when it loses least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -60,11 +61,36 @@ def grow(transition: Transition) -> None:
     start twice."""
     state = transition.state
     come = tuple(node for node in state.newcomers if node in state.agents)
-    unsettled = any(role.phase not in (RolePhase.RUNNING, *ROLE_ENDS) for role in state.roles.values())
-    if not come or state.phase is not JobPhase.RUNNING or state.away or state.losses or unsettled:
+    if not come or not _settled(state):
         return
     transition.state = replace(state, newcomers=tuple(node for node in state.newcomers if node not in come))
-    most = _most(state)
+    # Others call workloads by their number, which stays.
+    names = [role.name for role in state.roles.values() if role.restart == "role"]
+    _grow(transition, state, names, Cause(come, f"{', '.join(come)} joined", asked=True, come=True))
+
+
+def grow_elastic(transition: Transition, name: str) -> None:
+    """Give an elastic role more ranks, if there is room for some. Otherwise nothing changes; it may be asked again."""
+    state = transition.state
+    if name in state.roles and state.role_spec(name).elastic and _settled(state):
+        _grow(transition, state, [name], Cause((), "more ranks were asked for", asked=True, come=True))
+
+
+def _settled(state: JobState) -> bool:
+    """Whether every role runs or has ended, and nobody is waited for."""
+    phases = {role.phase for role in state.roles.values()}
+    whole = phases <= {RolePhase.RUNNING, *ROLE_ENDS}
+    return whole and state.phase is JobPhase.RUNNING and not state.away and not state.losses
+
+
+def _grow(transition: Transition, before: JobState, names: Sequence[str], cause: Cause) -> None:
+    state = transition.state
+    most = {
+        name: most
+        for name in names
+        if state.roles[name].phase is RolePhase.RUNNING
+        and (most := state.role_spec(name).most or 0) > len(state.roles[name].workers)
+    }
     if not most:
         return
     busy = {place.node for place in state.placement.assignments}
@@ -75,19 +101,5 @@ def grow(transition: Transition) -> None:
         return
     if all(len(placement.of_role(name)) == len(state.roles[name].workers) for name in most):
         return
-    cause = Cause(come, f"{', '.join(come)} joined", asked=True, come=True)
-    found = relocation_to(state, transition.state, placement, cause, (), {})
-    relocate(transition, state, cause, found)
+    relocate(transition, before, cause, relocation_to(before, state, placement, cause, (), {}))
     transition.tell_now()
-
-
-def _most(state: JobState) -> dict[str, int]:
-    """The roles that may have more ranks than they have, and how many. Others call workloads by their number, which
-    stays."""
-    return {
-        role.name: most
-        for role in state.roles.values()
-        if role.restart == "role"
-        and role.phase is RolePhase.RUNNING
-        and (most := state.role_spec(role.name).most or 0) > len(role.workers)
-    }

@@ -138,10 +138,10 @@ def _as_it_is(state: JobState, role: RoleSpec) -> RoleSpec:
     """The spec of a role with its current number of ranks, and the least that it can go on with.
 
     A role that has shrunk grows only when nodes come: the remaining ranks have taken over the work. Workloads keep
-    their number once they run, because callers rely on it.
+    their number once they run, because callers rely on it, unless they are elastic.
     """
     count = len(state.placement.of_role(role.name))
-    fixed = role.restart == "process" and state.phase is not JobPhase.LAUNCHING
+    fixed = role.restart == "process" and not role.elastic and state.phase is not JobPhase.LAUNCHING
     return replace(role, count=count, least=count if fixed else role.least)
 
 

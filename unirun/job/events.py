@@ -8,7 +8,7 @@ from unirun.graph import show_ranks
 from unirun.job.state import Verdict
 from unirun.values import Value
 from unirun.wire.lobby import Offer
-from unirun.wire.messages import Drain, Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers, View
+from unirun.wire.messages import Drain, Grow, Message, OpenStore, Shutdown, StartRole, Stop, StopWorkers, View
 from unirun.wire.reports import (
     FromWorker,
     Join,
@@ -72,6 +72,7 @@ Event = (
     | Notice
     | Stop
     | Drain
+    | Grow
     | Arrived
     | GrowthDue
     | AgentLost

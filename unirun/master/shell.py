@@ -100,7 +100,7 @@ class Master:
         self._beats = Beats(term, self._writer, self._agents, self._say, self._apply)
         self._admission = Admission(job, term.address, lambda: self._state, self._apply)
         self._watchers: set[Stream] = set()
-        self._visitors = Visitors(lambda: self._writer.certain)
+        self._visitors = Visitors(lambda: self._writer.certain, self._apply)
         self._owner: Stream | None = None
         self._owner_due: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()

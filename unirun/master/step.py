@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from unirun.errors import EXIT_RENDEZVOUS, IllegalTransition, Refused
-from unirun.failover.arrivals import arrived, grow
+from unirun.failover.arrivals import arrived, grow, grow_elastic
 from unirun.failover.draining import drain, leave_when_empty
 from unirun.failover.node_loss import agent_lost, begin_without, nodes_lost
 from unirun.failover.restart_or_end import end_as_told, end_if_over, settle, stop_all
@@ -42,7 +42,7 @@ from unirun.job.state import (
 )
 from unirun.job.transition import Transition, output_of
 from unirun.values import WorkerId
-from unirun.wire.messages import Drain, Stop
+from unirun.wire.messages import Drain, Grow, Stop
 from unirun.wire.reports import (
     Calls,
     FromWorker,
@@ -123,6 +123,8 @@ def _handle(transition: Transition, event: Event) -> None:
             _stop(transition, event)
         case Drain(node):
             drain(transition, node)
+        case Grow(role):
+            grow_elastic(transition, role)
         case Arrived():
             arrived(transition, event)
         case GrowthDue():

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from unirun.errors import WireError
+from unirun.job.events import Event
 from unirun.job.state import JobState
 from unirun.job.views import welcome, whole_view
 from unirun.master.status_views import farewell
 from unirun.wire.aio import Stream, frame_of
-from unirun.wire.messages import Ended, Message, View
+from unirun.wire.messages import Ended, Grow, Message, View
 from unirun.wire.reports import ViewWanted
 
 
 class Visitors:
-    """The streams of all visitors. `state` gives the present state, as far as it is stored."""
+    """The streams of all visitors. `state` gives the present state, as far as it is stored; `apply` takes a step."""
 
-    def __init__(self, state: Callable[[], JobState]) -> None:
-        self._state = state
+    def __init__(self, state: Callable[[], JobState], apply: Callable[[Event], bool]) -> None:
+        self._state, self._apply = state, apply
         self._streams: set[Stream] = set()
 
     async def follow(self, stream: Stream) -> None:
@@ -28,9 +29,11 @@ class Visitors:
             if (end := farewell(self._state())) is not None:
                 stream.send(end)
             while True:
-                # The only thing that it says: it has missed a view.
-                if isinstance(await stream.receive(), ViewWanted):
+                message = await stream.receive()
+                if isinstance(message, ViewWanted):
                     stream.send(self._view())
+                elif isinstance(message, Grow):
+                    self._apply(message)
         except WireError:
             return
         finally:

@@ -124,6 +124,18 @@ class Formation:
         Its address is another one when the node of rank 0 was lost.
         """
         self._peers.generation = self._wanted()
+        # The prefix is the one that new ranks get from ``env://``.
+        self._meet("default_pg")
+
+    def anew(self, name: str) -> None:
+        """Leave the default group, and meet the others again in the same generation, under a `name` that was not used
+        before. For an error in a collective that has cost no rank; every rank calls it.
+
+        Raises what forming raises, a loss of a rank included.
+        """
+        self._meet(name)
+
+    def _meet(self, prefix: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._groups.end_all()
@@ -136,8 +148,7 @@ class Formation:
         # torch names a group after the number of groups so far, failed ones included. A rank that has failed once would
         # wait for the others under another name.
         c10d._world.group_count = 0
-        # The prefix is the one that new ranks get from ``env://``.
-        store = dist.PrefixStore("default_pg", self._connect(address, port, made.timeout))
+        store = dist.PrefixStore(prefix, self._connect(address, port, made.timeout))
         dist.init_process_group(
             made.backend,
             store=store,

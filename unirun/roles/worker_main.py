@@ -94,7 +94,7 @@ def serve_workload(context: Context, kind: type[BaseWorkload]) -> None:
     workload = make(kind, BaseWorkload, master_handle=_handle(context), config=_config(context))
     _expect_base(workload, BaseWorkload, "_master_handle")
     formation = Formation(peers, workload.on_generation)
-    workload._synced = session.synced
+    workload._synced, workload._anew = session.synced, formation.anew
     dispatcher = session.dispatcher(workload, invocations(workload, BaseWorkload), formation)
 
     peers.when_changed(formation.news)

@@ -35,6 +35,8 @@ class BaseWorkload:
     def __init__(self, master_handle: MasterHandle, config: DictConfig) -> None:
         self._master_handle, self._config = master_handle, config
         self._synced: Mapping[str, Callable[[int, float | None], int]] = {}
+        self._anew: Callable[[str], None] = lambda name: None
+        """Has all ranks form the default process group again, when each of them calls it with the same new name."""
 
     @property
     def master_handle(self) -> MasterHandle:

@@ -46,6 +46,9 @@ class RoleSpec(Value):
     placed, `count` is how many it has, and `most` how many it may have when nodes join. `per_group` cuts the ranks into
     groups of that many, each on one node; `devices` are the only ones, by index, that it may have. With `component`,
     its nodes are those of that component of a heterogeneous Slurm job.
+
+    The number of `elastic` workloads may change while they run, for which all of them start again: it falls when a node
+    is lost, and rises when a visitor asks for that.
     """
 
     name: str
@@ -65,6 +68,7 @@ class RoleSpec(Value):
     per_group: int | None = None
     devices: tuple[str, ...] | None = None
     component: int | None = None
+    elastic: bool = False
 
 
 class LogSpec(Value):

@@ -41,6 +41,7 @@ ROLE_KEYS = (
     "slots",
     "devices",
     "component",
+    "elastic",
     *AUTO_DEVICE,
 )
 TRAINER_KEYS = ("class", "env", "cwd", "max_restarts", "start_method")
@@ -108,6 +109,9 @@ def _role(
         made = replace(_finish(role, job, name, entry, each * nodes[1]), least=each * nodes[0])
         return replace(made, per_node=made.per_node or each, **_needs(role, made.count))
     least, count = _counts(role, value, count_slots)
+    if role.flag("elastic", False) and (least is None or entry.kind != "workload"):
+        problem = "only workloads of which the number is given as MIN:MAX are elastic"
+        role.fault("elastic", problem, "write count: 2:8, or leave it out")
     return replace(_finish(role, job, name, entry, count), least=least, **_needs(role, count))
 
 
@@ -145,6 +149,7 @@ def _needs(role: Section, count: int) -> dict[str, Any]:
         "per_group": _divisor(role, "per_group", count, "every group"),
         "devices": _devices(role) if role.given("devices") else None,
         "component": role.integer("component", 0, 0) if role.given("component") else None,
+        "elastic": role.flag("elastic", False),
     }
 
 

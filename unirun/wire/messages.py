@@ -8,7 +8,7 @@ worker→agent  Hello Serving Listening GroupMeets GroupFormed Stuck Metrics Cal
 agent→worker  Welcome View Answer
 CLI→master    Attach Stop Drain Beat
 master→CLI    Beat WorkerOutput RoleChanged Notice Drained Ended
-visitor→master Visit ViewWanted
+visitor→master Visit ViewWanted Grow
 master→visitor Welcome View Ended
 agent→spawner Spawn ServeStore Kill (`unirun.wire.spawning`)
 spawner→agent Preloaded Forked Reaped SpawnFailed StoreOpened StoreEnded Notice
@@ -224,6 +224,12 @@ class Visit(Value, tag=True):
     """A process outside the job wants to call its workers. It is answered with `Welcome`, then with each `View`."""
 
 
+class Grow(Value, tag=True):
+    """A visitor asks for more workers of an elastic `role`, if there is room."""
+
+    role: str
+
+
 class Stop(Value, tag=True):
     """Requests the end of the job: workers get `signal`, and SIGKILL after `grace` seconds (None: the job's setting).
 
@@ -327,6 +333,7 @@ Message = (
     | Welcome
     | Attach
     | Visit
+    | Grow
     | Stop
     | Drain
     | Drained

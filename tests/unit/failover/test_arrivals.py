@@ -16,8 +16,10 @@ from unirun.failover.arrivals import trouble
 from unirun.job.events import After, Arrived, GrowthDue, ToGuest
 from unirun.job.transition import GATHER
 from unirun.master.persistence.context import restore, urgent
+from unirun.values import WorkerId
 from unirun.wire.lobby import Dismissed, Go, Offer
-from unirun.wire.messages import StartRole, StopWorkers
+from unirun.wire.messages import Grow, StartRole, StopWorkers
+from unirun.wire.reports import FromWorker, GroupFormed, Serving
 
 OURS = {"python": "3.13"}
 
@@ -30,6 +32,33 @@ def offer(node: str, *, devices: int = 2, **more: object) -> Offer:
 def elastic(of: int = 2, **more: object) -> Job:
     """Two to eight actors on nodes with two devices each."""
     return scripts(8, of=of, least={"actor": 2}, **more).running()
+
+
+def elastic_workloads() -> Job:
+    """The same, as workloads of which the number may change."""
+    job = Job(
+        {"actor": 8},
+        kinds={"actor": "workload"},
+        restarts={"actor": 2},
+        inventory=nodes(2),
+        least={"actor": 2},
+    )
+    spec = replace(job.state.spec, roles=tuple(replace(role, elastic=True) for role in job.state.spec.roles))
+    job.state = replace(job.state, spec=spec)
+    return serving(job.launched())
+
+
+def serving(job: Job) -> Job:
+    """All workers take calls, in the present generation."""
+    job.all_run("actor")
+    role = job.state.roles["actor"]
+    for worker in role.workers:
+        who = WorkerId("actor", worker.rank, worker.incarnation)
+        job.on(
+            FromWorker(who, GroupFormed(role.opened)),
+            FromWorker(who, Serving({"socket": "here"}, recoverable=True)),
+        )
+    return job
 
 
 def come(job: Job, *names: str) -> Job:
@@ -152,6 +181,27 @@ class TestGrowth:
     def test_workloads_keep_their_number_because_callers_rely_on_it(self) -> None:
         job = Job({"actor": 8}, kinds={"actor": "workload"}, inventory=nodes(2), least={"actor": 2}).running()
         assert come(job, "n2").on(GrowthDue()).commands == []
+
+    def test_elastic_workloads_grow_when_a_visitor_asks_and_not_before(self) -> None:
+        job = come(elastic_workloads(), "n2").on(GrowthDue())
+        assert job.commands == []
+        job.on(Grow("actor"))
+        assert "more ranks were asked for; actor grows from 4 to 6 ranks" in job.records
+        job.obey()
+        assert ranks(job) == {"n0": [0, 1], "n1": [2, 3], "n2": [4, 5]}
+        assert serving(job).state.roles["actor"].restarts == 0
+
+    def test_nothing_happens_when_there_is_no_room_or_another_role_is_named(self) -> None:
+        job = elastic_workloads()
+        assert job.on(Grow("actor")).commands == []
+        assert come(job, "n2").on(Grow("critic")).commands == []
+
+    def test_elastic_workloads_become_fewer_when_a_node_is_lost(self) -> None:
+        job = elastic_workloads().on(gone("n1"))
+        for rank in (0, 1):
+            job.exits("actor", rank, by=TERM, asked=TERM)
+        assert ranks(job) == {"n0": [0, 1]}
+        assert serving(job).phases() == {"actor": "running"}
 
     def test_nodes_that_the_job_holds_back_are_not_used(self) -> None:
         job = elastic(spares=1)
