@@ -1,0 +1,118 @@
+"""What a dataset can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.unit.train.data.ranks import Skipping, Stream, stored
+from unirun.errors import UsageError
+from unirun.train.data import Progress, Shard
+
+
+class Squares(Dataset[int]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        assert type(index) is int
+        return index * index
+
+
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Sized(IterableDataset[int]):
+    """It has a length, and inherits that it is indexed, which it is not."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((7, 8, 9))
+
+
+class Again:
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "items"),
+    [
+        ([3, 1, 2], [3, 1, 2]),
+        ((3, 1, 2), [3, 1, 2]),
+        (range(4), [0, 1, 2, 3]),
+        (np.array([3, 1]), [3, 1]),
+        (torch.tensor([3, 1]), [3, 1]),
+        (Squares(), [0, 1, 4, 9, 16]),
+        (Stream(3), [0, 1, 2]),
+        (Sized(), [7, 8, 9]),
+        (Again(), ["a", "b", "c"]),
+        ([], []),
+        (Stream(0), []),
+    ],
+)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_each_item_is_for_one_rank_in_each_epoch(dataset: Any, items: list[Any], world: int) -> None:
+    shards = [Shard("train", dataset, rank, world) for rank in range(world)]
+    for _ in range(2):
+        parts = [[*shard] for shard in shards]
+        assert parts == [items[rank::world] for rank in range(world)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("data.txt", "a str is text; read it first, or pass Files"),
+        ({"train": [1]}, r"a dict has names instead of positions; .*dataset\['train'\]"),
+        ({1, 2}, r"a set has no order .*; pass sorted\(...\) of it"),
+        (iter([1]), "a list_iterator can be read only once; pass an object whose __iter__ begins anew"),
+        ((n for n in range(3)), "a generator can be read only once"),
+        (DataLoader([1]), r"a DataLoader makes batches already; pass it to sharded\(\)"),
+        (Endless(), "Endless cannot be iterated, and is not indexed or has no length; give it __len__"),
+        (None, "a NoneType cannot be iterated"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_by_name(dataset: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=f"dataset 'train': .*{message}"):
+        Shard("train", dataset, 0, 1)
+
+
+def test_a_dataset_without_a_length_cannot_be_shuffled() -> None:
+    with pytest.raises(UsageError, match="dataset 'train': a Stream has no length.*; pass shuffle=False"):
+        Shard("train", Stream(3), 0, 1, shuffle=True)
+
+
+def test_what_is_consumed_is_skipped_where_a_dataset_can_skip() -> None:
+    dataset = Skipping(10)
+    assert [*Shard("train", dataset, 1, 2, progress=Progress(prefix=4, ahead=(6,)))] == [5, 8]
+    assert dataset.skipped == [5]
+
+
+def test_what_is_consumed_is_read_again_in_an_epoch_that_skipping_does_not_know() -> None:
+    dataset = Skipping(10)
+    assert [*Shard("train", dataset, 1, 2, progress=Progress(3, prefix=4, ahead=(6,)))] == [4, 1]
+    assert dataset.skipped == []
+
+
+def test_items_are_read_in_the_order_of_the_epoch() -> None:
+    shard = Shard("train", Skipping(3), 0, 1)
+    assert [[*shard] for _ in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+def test_one_rank_far_ahead_of_the_others_uses_no_item_twice() -> None:
+    shards = [Shard("train", Stream(12), rank, 3) for rank in range(3)]
+    loops = [iter(shard) for shard in shards]
+    assert [next(loops[rank]) for rank in (1, 1, 1, 0)] == [1, 4, 7, 0]
+    progress = stored(shards)
+    assert progress == Progress(prefix=2, ahead=(4, 7))
+    again = [[*Shard("train", Stream(12), rank, 2, progress=progress)] for rank in range(2)]
+    assert again == [[2, 5, 8, 10], [3, 6, 9, 11]]

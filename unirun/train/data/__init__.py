@@ -1,0 +1,19 @@
+"""A rank's part of a dataset: each sample of an epoch is used once, however often the number of ranks changes.
+
+::
+
+    shard = Shard("train", dataset, rank, world, shuffle=True, progress=merged(saved))
+    for batch in shard.to_torch(32, num_workers=4):
+        ...
+        save(shard.progress)
+"""
+
+from unirun.train.data.adopting import sharded
+from unirun.train.data.files import Files
+from unirun.train.data.folds import kfold
+from unirun.train.data.loader import Loader
+from unirun.train.data.order import Order
+from unirun.train.data.plan import Progress, merged
+from unirun.train.data.shard import Shard
+
+__all__ = ["Files", "Loader", "Order", "Progress", "Shard", "kfold", "merged", "sharded"]
