@@ -35,6 +35,8 @@
     ├── ServerError             an inference server did not take weights: it refused, or died
     │   └── ServerTimeout       it did not answer before the deadline
     ├── JobFailed               a submitted job did not succeed
+    ├── TrainingFailed          a training run could not go on: workers were lost too often, reports did not match
+    ├── CheckpointDamaged       a checkpoint cannot be read, or is not as it was written
     ├── Refused                 a peer sent an invalid event; dropping it loses nothing
     └── IllegalTransition       a state machine got an event that its state does not allow (a bug)
 
@@ -59,6 +61,7 @@ __all__ = [
     "AuthError",
     "CallError",
     "ChannelError",
+    "CheckpointDamaged",
     "ConnectionLost",
     "EncodingError",
     "Fault",
@@ -87,6 +90,7 @@ __all__ = [
     "StoreBroken",
     "StoreError",
     "StoreRefused",
+    "TrainingFailed",
     "UnirunError",
     "UsageError",
     "WeightsError",
@@ -360,6 +364,14 @@ class JobFailed(UnirunError):
     def __init__(self, problem: str, remedy: str = "", *, code: int) -> None:
         self.code = code
         super().__init__(problem, remedy)
+
+
+class TrainingFailed(UnirunError):
+    """A training run could not go on, for a reason that is no exception of the user's function."""
+
+
+class CheckpointDamaged(UnirunError):
+    """A checkpoint cannot be read, or is not as it was written."""
 
 
 class Refused(UnirunError):

@@ -25,7 +25,7 @@ from unirun.roles.transport.sockets import SocketTransport
 from unirun.values import WorkerId
 from unirun.wire import load_credentials
 from unirun.wire.blocking import BlockingStream
-from unirun.wire.messages import Ended, Message, View, Visit, Welcome
+from unirun.wire.messages import Ended, Grow, Message, View, Visit, Welcome
 from unirun.wire.reports import ViewWanted
 
 WELCOME = 10.0
@@ -70,6 +70,11 @@ class Visitor:
         if role not in self._groups or len(self._groups[role]) != size:
             self._groups[role] = role_group(self._caller, role, size)
         return self._groups[role]
+
+    def grow(self, role: str) -> None:
+        """Ask for more workers of an elastic role. If there is room for some, all of them start again."""
+        with contextlib.suppress(WireError):
+            self._stream.send(Grow(role))
 
     def close(self) -> None:
         """Leave. Calls that are open are not answered any more."""

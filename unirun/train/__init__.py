@@ -1,10 +1,149 @@
-"""Jobs from Python: described with a builder, checked at once, submitted as a process of its own."""
+"""Jobs from Python: described with a builder, checked at once, submitted as a process of its own; or a function on many
+ranks, with `Trainer`.
 
-from unirun.train.attach import attach
-from unirun.train.builder import DLJobBuilder, RLJobBuilder
-from unirun.train.handle import JobHandle
-from unirun.train.job import Job
+Names are imported when they are used: builders need no torch.
+"""
 
-JobBuilder = DLJobBuilder
+from __future__ import annotations
 
-__all__ = ["DLJobBuilder", "Job", "JobBuilder", "JobHandle", "RLJobBuilder", "attach"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unirun.train.acceleration import (
+        accelerate,
+        backward,
+        device,
+        enable_reproducibility,
+        prepare_data_loader,
+        prepare_model,
+        prepare_optimizer,
+        unwrap,
+    )
+    from unirun.train.attach import attach
+    from unirun.train.backends import Backend, NoBackend
+    from unirun.train.builder import DLJobBuilder, JobBuilder, RLJobBuilder
+    from unirun.train.callbacks import (
+        CsvLoggerCallback,
+        JsonLoggerCallback,
+        MLflowCallback,
+        ProgressCallback,
+        TensorBoardCallback,
+        TrainingCallback,
+        WandbCallback,
+    )
+    from unirun.train.checkpoints import CheckpointStrategy
+    from unirun.train.data import Files, Loader, Shard, kfold
+    from unirun.train.functions import (
+        config,
+        get_dataset_shard,
+        in_worker,
+        load_checkpoint,
+        local_rank,
+        report,
+        save_checkpoint,
+        world_rank,
+        world_size,
+    )
+    from unirun.train.handle import JobHandle
+    from unirun.train.job import Job
+    from unirun.train.running import TrainingIterator
+    from unirun.train.trainer import Trainer
+
+__all__ = [
+    "Backend",
+    "CheckpointStrategy",
+    "CsvLoggerCallback",
+    "DLJobBuilder",
+    "Files",
+    "Job",
+    "JobBuilder",
+    "JobHandle",
+    "JsonLoggerCallback",
+    "Loader",
+    "MLflowCallback",
+    "NoBackend",
+    "ProgressCallback",
+    "RLJobBuilder",
+    "Shard",
+    "TensorBoardCallback",
+    "Trainer",
+    "TrainingCallback",
+    "TrainingIterator",
+    "WandbCallback",
+    "accelerate",
+    "attach",
+    "backward",
+    "config",
+    "device",
+    "enable_reproducibility",
+    "get_dataset_shard",
+    "in_worker",
+    "kfold",
+    "load_checkpoint",
+    "local_rank",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+    "report",
+    "save_checkpoint",
+    "unwrap",
+    "world_rank",
+    "world_size",
+]
+
+_HOMES = {
+    "acceleration": (
+        "accelerate",
+        "backward",
+        "device",
+        "enable_reproducibility",
+        "prepare_data_loader",
+        "prepare_model",
+        "prepare_optimizer",
+        "unwrap",
+    ),
+    "attach": ("attach",),
+    "backends": ("Backend", "NoBackend"),
+    "builder": ("DLJobBuilder", "JobBuilder", "RLJobBuilder"),
+    "callbacks": (
+        "CsvLoggerCallback",
+        "JsonLoggerCallback",
+        "MLflowCallback",
+        "ProgressCallback",
+        "TensorBoardCallback",
+        "TrainingCallback",
+        "WandbCallback",
+    ),
+    "checkpoints": ("CheckpointStrategy",),
+    "data": ("Files", "Loader", "Shard", "kfold"),
+    "functions": (
+        "config",
+        "get_dataset_shard",
+        "in_worker",
+        "load_checkpoint",
+        "local_rank",
+        "report",
+        "save_checkpoint",
+        "world_rank",
+        "world_size",
+    ),
+    "handle": ("JobHandle",),
+    "job": ("Job",),
+    "running": ("TrainingIterator",),
+    "trainer": ("Trainer",),
+}
+
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unirun.train' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"unirun.train.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

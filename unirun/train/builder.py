@@ -257,6 +257,9 @@ class DLJobBuilder(_JobMethods["DLJobBuilder"]):
         self._described, self._job = _Described(), self
 
 
+JobBuilder = DLJobBuilder
+
+
 class _RLMethods(_JobMethods["RLJobBuilder"]):
     """The roles of reinforcement learning, at the builder of the job and at those of its workloads."""
 

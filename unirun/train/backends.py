@@ -1,0 +1,124 @@
+"""Backends: what the workers of a trainer need to compute together, and hooks around it.
+
+``torch`` makes the default process group of torch.distributed, over nccl with GPUs and gloo without; ``gloo`` and
+``nccl`` are named ones; ``none`` makes nothing. A package adds others by an entry point of the group
+``unirun.train.backends``; ``"pkg.mod:Class"`` names a class directly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+from unirun.errors import UsageError
+
+GROUP = "unirun.train.backends"
+TIMEOUT = timedelta(minutes=30)
+"""torch's default."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """What is called in each worker of a trainer. It is made without arguments."""
+
+    def on_start(self, rank: int, world_size: int) -> None:
+        """The worker has started, also one in the place of a lost one, and takes no calls yet."""
+
+    def on_failure(self, rank: int, world_size: int) -> None:
+        """Another rank was lost, or a function has failed, and the ranks are together again."""
+
+    def on_shutdown(self) -> None:
+        """The worker is about to end."""
+
+    def encode_data(self, data: Any) -> Any:
+        """What the function has returned, before it is sent to the driver."""
+
+    def decode_data(self, data: Any) -> Any:
+        """The inverse, in the driver."""
+
+
+class NoBackend:
+    """Workers that compute alone. A base class for others."""
+
+    def on_start(self, rank: int, world_size: int) -> None:
+        """As `Backend.on_start`."""
+
+    def on_failure(self, rank: int, world_size: int) -> None:
+        """As `Backend.on_failure`."""
+
+    def on_shutdown(self) -> None:
+        """As `Backend.on_shutdown`."""
+
+    def encode_data(self, data: Any) -> Any:
+        """As `Backend.encode_data`."""
+        return data
+
+    def decode_data(self, data: Any) -> Any:
+        """As `Backend.decode_data`."""
+        return data
+
+
+class TorchBackend(NoBackend):
+    """The default process group of torch.distributed."""
+
+    kind: str | None = None
+
+    def on_start(self, rank: int, world_size: int) -> None:
+        """Form the group with the other ranks."""
+        import torch
+        from torch import distributed
+
+        kind = self.kind or ("nccl" if torch.cuda.is_available() else "gloo")
+        distributed.init_process_group(kind, timeout=TIMEOUT)
+
+
+class GlooBackend(TorchBackend):
+    """The same, over gloo."""
+
+    kind = "gloo"
+
+
+class NcclBackend(TorchBackend):
+    """The same, over nccl."""
+
+    kind = "nccl"
+
+
+BUILT_IN: dict[str, type[Backend]] = {
+    "torch": TorchBackend,
+    "gloo": GlooBackend,
+    "nccl": NcclBackend,
+    "none": NoBackend,
+}
+
+
+def find_backend(name: str) -> type[Backend]:
+    """The class of the backend called `name`. Raises `UsageError`, which names those that there are."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return _checked(name, point.load())
+    module, colon, kind = name.partition(":")
+    if colon:
+        try:
+            return _checked(name, getattr(importlib.import_module(module), kind))
+        except (ImportError, AttributeError) as error:
+            raise UsageError(
+                f"backend {name!r} cannot be imported: {error}", "name it as pkg.mod:Class"
+            ) from error
+    there = ", ".join(sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))}))
+    raise UsageError(f"there is no backend {name!r}", f"there are: {there}; or name a class: pkg.mod:Class")
+
+
+def _checked(name: str, found: Any) -> type[Backend]:
+    hooks = ("on_start", "on_failure", "on_shutdown", "encode_data", "decode_data")
+    missing = [hook for hook in hooks if not hasattr(found, hook)]
+    if missing:
+        raise UsageError(
+            f"backend {name!r} has no {', '.join(missing)}", "derive it from unirun.train.NoBackend"
+        )
+    kind: type[Backend] = found
+    return kind

@@ -1,0 +1,170 @@
+"""`Folder`: the checkpoints of one run, at a path or any URL that fsspec knows.
+
+::
+
+    <url>/000012/state.pt             the state, if it is plain
+                 *.distcp .metadata   that of all ranks, by torch.distributed.checkpoint, if it is sharded
+                 data.00003.json      how far rank 3 has come in its datasets
+                 checkpoint.json      written last, by one rename: which files there are, and how large
+
+A checkpoint without its ``checkpoint.json`` is none. So a kill at any moment leaves the last whole one.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any, BinaryIO
+
+import fsspec
+import msgspec
+
+from unirun.errors import CheckpointDamaged
+from unirun.reporting import report
+from unirun.train.checkpoints.strategy import Info
+from unirun.train.data import Progress
+from unirun.values import Value
+
+MANIFEST = "checkpoint.json"
+CHUNK = 16 << 20
+"""Bytes that are read at a time."""
+
+
+class Manifest(Value):
+    """What ``checkpoint.json`` says. `files` has the size of each file, in bytes, and its CRC-32; 0: none was made.
+
+    `world_size` is the number of ranks that wrote it, and `sharded` whether each has written a part. `data` is how far
+    the datasets were used, by name, by all ranks together.
+    """
+
+    number: int
+    world_size: int
+    sharded: bool
+    files: dict[str, tuple[int, int]]
+    data: dict[str, Progress] = msgspec.field(default_factory=dict)
+    score: float | None = None
+
+
+class Folder:
+    """Checkpoints at `url`. All methods raise OSError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.files: Any
+        self.files, self._root = fsspec.url_to_fs(self.url)
+
+    def path(self, number: int) -> str:
+        """The path or URL of a checkpoint, as users see it."""
+        return f"{self.url}/{number:06}"
+
+    def inside(self, number: int, name: str = "") -> str:
+        """The same for `files`, and for a file in it."""
+        return f"{self._root}/{number:06}{f'/{name}' if name else ''}"
+
+    def make(self, number: int) -> None:
+        """Make the directory."""
+        self.files.makedirs(self.inside(number), exist_ok=True)
+
+    def write(self, number: int, name: str, data: bytes) -> tuple[int, int]:
+        """Write a file as a whole. Returns its size and its CRC-32."""
+        with self.files.open(self.inside(number, name), "wb") as file:
+            file.write(data)
+        return len(data), zlib.crc32(data)
+
+    def sizes(self, number: int) -> dict[str, int]:
+        """The files that are there, and their sizes."""
+        found = self.files.ls(self.inside(number), detail=True, refresh=True)
+        return {each["name"].rpartition("/")[2]: int(each["size"]) for each in found}
+
+    def commit(self, manifest: Manifest) -> Info:
+        """Make a checkpoint count, of which all other files are written."""
+        path = self.inside(manifest.number, MANIFEST)
+        with self.files.open(f"{path}.partial", "wb") as file:
+            file.write(msgspec.json.encode(manifest))
+        self.files.mv(f"{path}.partial", path)
+        return Info(manifest.number, self.path(manifest.number), manifest.score)
+
+    def numbers(self) -> list[int]:
+        """All directories, in ascending order, also of checkpoints that are not whole."""
+        try:
+            found = self.files.ls(self._root, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
+        return sorted(int(name) for name in names if re.fullmatch(r"\d{6,}", name))
+
+    def clear(self) -> None:
+        """Delete what was not finished. Nothing may be written meanwhile."""
+        for number in self.numbers():
+            if not self.files.exists(self.inside(number, MANIFEST)):
+                self.remove(number)
+
+    def infos(self) -> list[Info]:
+        """The checkpoints that were committed, in ascending order."""
+        found = []
+        for number in self.numbers():
+            try:
+                manifest = self.manifest(number)
+            except (CheckpointDamaged, FileNotFoundError):
+                continue
+            found.append(Info(number, self.path(number), manifest.score))
+        return found
+
+    def latest(self) -> Info | None:
+        """The last checkpoint that is whole; a damaged one is skipped, with a warning."""
+        for number in reversed(self.numbers()):
+            try:
+                manifest = self.manifest(number)
+                self.verify(manifest)
+            except FileNotFoundError:
+                # It was not finished.
+                continue
+            except CheckpointDamaged as error:
+                report(f"unirun: {error}; an earlier one is used")
+                continue
+            return Info(number, self.path(number), manifest.score)
+        return None
+
+    def manifest(self, number: int) -> Manifest:
+        """What a checkpoint says of itself. Raises `CheckpointDamaged`, and FileNotFoundError for one that is not
+        whole."""
+        path = self.inside(number, MANIFEST)
+        with self.files.open(path, "rb") as file:
+            raw = file.read()
+        try:
+            return msgspec.json.decode(raw, type=Manifest)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CheckpointDamaged(f"{self.path(number)}/{MANIFEST} cannot be read: {error}") from error
+
+    def verify(self, manifest: Manifest) -> None:
+        """Read all files of a checkpoint. Raises `CheckpointDamaged`."""
+        for name, (size, crc) in manifest.files.items():
+            try:
+                found, sum_ = self._measured(self.inside(manifest.number, name), summed=bool(crc))
+            except OSError as error:
+                raise CheckpointDamaged(
+                    f"{self.path(manifest.number)}/{name} cannot be read: {error}"
+                ) from error
+            if found != size or sum_ != crc:
+                raise CheckpointDamaged(f"{self.path(manifest.number)}/{name} is not as it was written")
+
+    def _measured(self, path: str, *, summed: bool) -> tuple[int, int]:
+        if not summed:
+            return int(self.files.size(path)), 0
+        size = crc = 0
+        with self.files.open(path, "rb") as file:
+            while data := file.read(CHUNK):
+                size, crc = size + len(data), zlib.crc32(data, crc)
+        return size, crc
+
+    def open(self, number: int, name: str) -> BinaryIO:
+        """A file of a checkpoint, to be read."""
+        file: BinaryIO = self.files.open(self.inside(number, name), "rb")
+        return file
+
+    def remove(self, number: int) -> None:
+        """Delete a checkpoint; its manifest first, so that no half of one counts."""
+        path = self.inside(number, MANIFEST)
+        if self.files.exists(path):
+            self.files.rm(path)
+        self.files.rm(self.inside(number), recursive=True)

@@ -1,0 +1,161 @@
+"""What a user saves, as bytes or by torch.distributed.checkpoint, and back.
+
+A value may be anything that pickles. A module or an optimizer stands for its state dict; the wrapper of
+DistributedDataParallel is taken off. When any tensor is a part (a DTensor, as with FSDP2), all ranks write their own.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unirun.errors import CheckpointDamaged, UsageError
+from unirun.train.checkpoints.folder import Folder, Manifest
+
+STATE = "state.pt"
+
+
+def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with state dicts in place of modules and optimizers."""
+    return {name: _stated(value) for name, value in state.items()}
+
+
+def _stated(value: Any) -> Any:
+    if isinstance(value, nn.parallel.DistributedDataParallel):
+        value = value.module
+    if isinstance(value, nn.Module | torch.optim.Optimizer) or hasattr(value, "state_dict"):
+        return value.state_dict()
+    return value
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether some tensor in it is a part. There is none where nobody has imported DTensor, which takes long."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(each, module.DTensor) for each in _leaves(value))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    if isinstance(value, list | tuple):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value]
+
+
+def snapshot(value: Any) -> Any:
+    """A copy in the memory of the host, which does not change when training goes on."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        copied = {key: snapshot(each) for key, each in value.items()}
+        return copied if type(value) is dict else _like(value, copied)
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(each) for each in value)
+    return value
+
+
+def _like(value: Mapping[Any, Any], copied: dict[Any, Any]) -> Any:
+    """An OrderedDict, as state dicts are, becomes one again; any other mapping a dict."""
+    return OrderedDict(copied) if isinstance(value, OrderedDict) else copied
+
+
+def encode(state: Mapping[str, Any]) -> bytes:
+    """A snapshot as bytes. Raises `UsageError` for what cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        torch.save(dict(state), file)
+    except Exception as error:
+        raise UsageError(
+            f"this state cannot be saved: {type(error).__name__}: {error}",
+            "save tensors, state dicts and plain data",
+        ) from error
+    return file.getvalue()
+
+
+def load(folder: Folder, manifest: Manifest, into: dict[str, Any] | None) -> dict[str, Any]:
+    """The state of a checkpoint. A sharded one is loaded into the tensors of `into`, however these are cut; without it
+    all of it is read, as whole tensors.
+
+    Raises `CheckpointDamaged`, OSError.
+    """
+    if manifest.sharded:
+        return _load_sharded(folder, manifest.number, into)
+    try:
+        with folder.open(manifest.number, STATE) as file:
+            found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=False)
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointDamaged(f"{folder.path(manifest.number)} cannot be read: {error}") from error
+    return found
+
+
+def save_sharded(folder: Folder, number: int, state: dict[str, Any], group: Any) -> Any:
+    """Begin to save what all ranks of `group` have, which all of them call. Returns a future: all of it is written.
+
+    The tensors are copied before this returns.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    return async_save(state, storage_writer=_writer(folder, number), process_group=group, checkpoint_id=None)
+
+
+def _writer(folder: Folder, number: int) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    if _is_local(folder):
+        return FileSystemWriter(folder.inside(number))
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    return FsspecWriter(folder.path(number))
+
+
+def _reader(folder: Folder, number: int) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if _is_local(folder):
+        return FileSystemReader(folder.inside(number))
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(folder.path(number))
+
+
+def _is_local(folder: Folder) -> bool:
+    return "file" in (
+        folder.files.protocol if isinstance(folder.files.protocol, tuple) else (folder.files.protocol,)
+    )
+
+
+def _load_sharded(folder: Folder, number: int, into: dict[str, Any] | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+
+    reader = _reader(folder, number)
+    if into is not None:
+        state = plain_state(into)
+        load_parts(state, storage_reader=reader, no_dist=True)
+        return state
+    metadata = reader.read_metadata()
+    flat: dict[str, Any] = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        if isinstance(about, TensorStorageMetadata)
+        else None
+        for name, about in metadata.state_dict_metadata.items()
+    }
+    load_parts(flat, storage_reader=reader, no_dist=True)
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        _put(nested, metadata.planner_data.get(name, (name,)), value)
+    return nested
+
+
+def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        nested = nested.setdefault(key, {})
+    nested[path[-1]] = value

@@ -1,0 +1,237 @@
+"""`Writer`: saves checkpoints beside training, in each rank.
+
+A plain state is written by rank 0, a sharded one by all ranks. Each rank writes how far it has come in its datasets.
+Rank 0 *commits*: it waits until everything is written, and writes the manifest. That is done when the driver says so,
+who has the report that follows by then: so a report arrives once for each checkpoint, whatever dies in between. A
+checkpoint that no report follows within `HOLD` seconds, or after which another one is saved, is committed by rank 0.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from unirun.errors import TrainingFailed, UsageError
+from unirun.train.checkpoints.folder import Folder, Manifest
+from unirun.train.checkpoints.state import (
+    STATE,
+    encode,
+    is_sharded,
+    plain_state,
+    save_sharded,
+    snapshot,
+)
+from unirun.train.checkpoints.strategy import CheckpointStrategy, Info
+from unirun.train.data import Progress, merged
+
+HOLD = 1.0
+"""Seconds in which the report that follows a checkpoint must be made for both to count together."""
+
+PATIENCE = 600.0
+"""Seconds in which a checkpoint must be written."""
+
+TOGETHER = 60.0
+"""Seconds in which the other ranks must have saved it, too."""
+
+LOOK = 0.02
+"""Seconds between two looks whether they have."""
+
+
+class _Pending:
+    """A checkpoint that is not committed. `scores` are where its score is looked for."""
+
+    def __init__(self, number: int, state: Mapping[str, Any]) -> None:
+        self.number = number
+        self.scores: list[Mapping[str, Any]] = [state]
+        self.files: dict[str, tuple[int, int]] = {}
+        self.sharded = False
+        self.has_data = False
+        self.written: Future[None] = Future()
+        self.reported = False
+        self.committed: Future[Info] | None = None
+
+
+class Writer:
+    """The checkpoints that one rank of a run saves. `save` and `reported` are called by the thread that trains, and
+    `commit` by others."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        strategy: CheckpointStrategy,
+        rank: int,
+        world: int,
+        number: int,
+        group: Callable[[], Any] = lambda: None,
+        ungroup: Callable[[Any], None] = lambda group: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`number` is that of the first checkpoint. `group` makes a process group for sharded states, and `ungroup`
+        ends it."""
+        self._folder, self._strategy, self._now = folder, strategy, now
+        self._rank, self._world, self._number = rank, world, number
+        self._group_of, self._ungroup, self._group = group, ungroup, None
+        self._lock = threading.RLock()
+        self._pending: _Pending | None = None
+        # In the order in which they were saved; one is written at a time.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="unirun-checkpoints")
+        self._timer: threading.Timer | None = None
+
+    @property
+    def pending(self) -> int | None:
+        """The checkpoint of this rank that is to be committed with the next report; of rank 0 only."""
+        return self._pending.number if self._pending is not None and not self._rank else None
+
+    def save(self, state: Mapping[str, Any], data: Mapping[str, Progress]) -> None:
+        """Save `state`, of which a copy is made at once. Waits while the checkpoint before is still being written.
+
+        Raises what writing the one before has raised, and `UsageError` for a state that cannot be saved.
+        """
+        self._await_last()
+        before = self._pending
+        if before is not None and not self._rank:
+            # No report has followed it.
+            self.commit(before.number).result()
+        pending = _Pending(self._number, state)
+        self._number += 1
+        whole = plain_state(state)
+        pending.sharded, pending.has_data = is_sharded(whole), bool(data)
+        self._folder.make(pending.number)
+        if pending.sharded:
+            if self._group is None:
+                self._group = self._group_of()
+            saved = save_sharded(self._folder, pending.number, whole, self._group)
+            write = lambda: saved.result(PATIENCE)  # noqa: E731 - the other branch has more to do
+        elif not self._rank:
+            copied = snapshot(whole)
+
+            def write() -> None:
+                pending.files[STATE] = self._folder.write(pending.number, STATE, encode(copied))
+        else:
+            write = _nothing
+        self._pending = pending
+        self._pool.submit(self._write, pending, write, dict(data))
+
+    def _write(self, pending: _Pending, write: Callable[[], Any], data: Mapping[str, Progress]) -> None:
+        try:
+            write()
+            if data:
+                raw = msgspec.json.encode(data)
+                self._folder.write(pending.number, f"data.{self._rank:05}.json", raw)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            pending.written.set_exception(error)
+            return
+        pending.written.set_result(None)
+        if not self._rank:
+            self._timer = threading.Timer(HOLD, self._alone, [pending])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _alone(self, pending: _Pending) -> None:
+        """No report has followed in time."""
+        with self._lock:
+            if not pending.reported and pending.committed is None:
+                self.commit(pending.number)
+
+    def reported(self, metrics: Mapping[str, Any]) -> int | None:
+        """This rank makes a report. Returns the number of the checkpoint that is to be committed with it."""
+        with self._lock:
+            pending = self._pending
+            if pending is None or self._rank or pending.committed is not None:
+                return None
+            if not pending.reported:
+                pending.reported = True
+                pending.scores.insert(0, metrics)
+            return pending.number
+
+    def commit(self, number: int) -> Future[Info]:
+        """Make the checkpoint with this number count, in the background. The future raises what writing it has raised,
+        and `UsageError` for its score."""
+        with self._lock:
+            pending = self._pending
+            if pending is None or pending.number != number:
+                done: Future[Info] = Future()
+                done.set_result(Info(number, self._folder.path(number)))
+                return done
+            if pending.committed is None:
+                pending.committed = Future()
+                threading.Thread(
+                    target=self._commit, args=(pending,), name="unirun-commit", daemon=True
+                ).start()
+            return pending.committed
+
+    def _commit(self, pending: _Pending) -> None:
+        assert pending.committed is not None
+        try:
+            pending.written.result(PATIENCE)
+            files, data = pending.files, {}
+            if pending.sharded or pending.has_data:
+                data = self._gathered(pending)
+                sizes = self._folder.sizes(pending.number)
+                files = {name: files.get(name, (size, 0)) for name, size in sizes.items()}
+            score = self._strategy.score(*pending.scores)
+            manifest = Manifest(pending.number, self._world, pending.sharded, files, data, score)
+            info = self._folder.commit(manifest)
+            for each in self._strategy.surplus(self._folder.infos()):
+                self._folder.remove(each.number)
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            pending.committed.set_exception(error)
+            return
+        with self._lock:
+            if self._pending is pending:
+                self._pending = None
+        pending.committed.set_result(info)
+
+    def _gathered(self, pending: _Pending) -> dict[str, Progress]:
+        """How far all ranks together have come, once all of them have written it."""
+        if not pending.has_data:
+            return {}
+        names = {f"data.{rank:05}.json" for rank in range(self._world)}
+        deadline = self._now() + TOGETHER
+        while missing := names - self._folder.sizes(pending.number).keys():
+            if self._now() >= deadline:
+                ranks = ", ".join(sorted(str(int(name.split(".")[1])) for name in missing))
+                raise TrainingFailed(
+                    f"ranks {ranks} have not saved checkpoint {pending.number}",
+                    "every rank calls save_checkpoint, equally often",
+                )
+            time.sleep(LOOK)
+        found: list[dict[str, Progress]] = []
+        for name in sorted(names):
+            with self._folder.open(pending.number, name) as file:
+                found.append(msgspec.json.decode(file.read(), type=dict[str, Progress]))
+        if any(each.keys() != found[0].keys() for each in found):
+            raise UsageError(
+                "ranks use different datasets", "every rank calls get_dataset_shard with the same names"
+            )
+        return {name: merged(each[name] for each in found) for name in found[0]}
+
+    def _await_last(self) -> None:
+        """Wait until the last checkpoint is written, and raise what that has raised."""
+        if self._pending is not None:
+            self._pending.written.result(PATIENCE)
+
+    def finish(self) -> int | None:
+        """The function has ended: wait for what is being written. Returns the checkpoint that is to be committed."""
+        self._await_last()
+        with self._lock:
+            if self._pending is not None:
+                self._pending.reported = True
+            return self.pending
+
+    def close(self) -> None:
+        """Give up: what is not committed does not count."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._group is not None:
+            self._ungroup(self._group)
+
+
+def _nothing() -> None:
+    """Rank 0 writes what this rank has."""

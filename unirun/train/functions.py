@@ -1,0 +1,113 @@
+"""What a training function calls: reports, checkpoints, its part of a dataset, and where it is.
+
+Outside a `Trainer` all of it works as in rank 0 of 1, so that the function can be debugged with plain python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unirun.reporting import report as tell
+from unirun.train.data import Shard
+from unirun.train.session import Place, Session
+
+_session: Session | None = None
+_alone: Session | None = None
+
+
+def enter(session: Session | None) -> None:
+    """`session` is that of this process from now on; None: it has none."""
+    global _session
+    _session = session
+
+
+def session() -> Session:
+    """The session of this process; outside a `Trainer` one of a single rank."""
+    global _alone
+    if _session is not None:
+        return _session
+    if _alone is None:
+        _alone = Session(Place())
+    return _alone
+
+
+def in_worker() -> bool:
+    """Whether this is a rank of a `Trainer`, and not plain python."""
+    return _session is not None
+
+
+def report(**metrics: Any) -> None:
+    """Report `metrics` of this rank to the driver: its callbacks, and who iterates over the run.
+
+    Every rank reports equally often: the first report of each is matched with the first one of the others, and so on.
+    Added are ``_timestamp`` (seconds since the epoch), ``_time_this_iter_s``, ``_training_iteration`` (from 1 on), and
+    ``_data_wait`` with datasets: the share of that time for which their loops have waited for data. Returns at once,
+    unless the driver is two reports behind. Raises `UsageError` for a name that begins with an underscore.
+    """
+    if not in_worker():
+        tell("report: " + ", ".join(f"{name}={value}" for name, value in metrics.items()))
+        return
+    session().report(metrics)
+
+
+def save_checkpoint(**state: Any) -> None:
+    """Save a checkpoint: tensors, state dicts, modules, optimizers, plain data. Every rank calls it.
+
+    A copy is made at once and written beside training. Modules and optimizers stand for their state dicts, without the
+    wrapper of DistributedDataParallel. It is the state of rank 0 that is kept; when some tensor is a DTensor (FSDP2),
+    each rank saves its part, by ``torch.distributed.checkpoint``. The positions of datasets are saved with it.
+
+    It counts together with the report that follows within a second, so that each of these arrives once, whatever dies
+    in between; without one, it counts by itself. Raises `UsageError` for what cannot be pickled, and what writing the
+    checkpoint before has raised.
+    """
+    session().save(state)
+
+
+def load_checkpoint(into: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The state of the checkpoint that the run goes on from; None when it begins.
+
+    Tensors are on the CPU. A sharded checkpoint is loaded into `into`, which has what was saved, in whatever parts:
+    ``load_checkpoint(into={"model": model, "epoch": 0})`` changes the tensors of the model, and returns the state
+    dicts. Without `into` each rank reads all of it. Raises `CheckpointDamaged`.
+    """
+    return session().load(into)
+
+
+def get_dataset_shard(
+    name: str | None = None,
+    *,
+    otherwise: Any = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    block: int = 1024,
+) -> Shard:
+    """This rank's part of ``Trainer.run(..., dataset=...)``, or of the one called `name` in a dict of several.
+
+    It goes on where the checkpoint was saved that was resumed from, whatever the number of ranks was then: each sample
+    of an epoch is used once. With `shuffle`, blocks of `block` samples and the samples in each are in a new order in
+    each epoch, the same for a `seed`. `otherwise` is the dataset in plain python. Raises `UsageError` when there is
+    none.
+    """
+    return session().shard(name, otherwise=otherwise, shuffle=shuffle, seed=seed, block=block)
+
+
+def world_rank() -> int:
+    """The rank of this process, from 0 on."""
+    return session().place.rank
+
+
+def local_rank() -> int:
+    """Its rank among those of its node."""
+    return session().place.local_rank
+
+
+def world_size() -> int:
+    """How many ranks there are now."""
+    return session().place.world
+
+
+def config() -> Mapping[str, Any]:
+    """The `config` of the run."""
+    return session().config

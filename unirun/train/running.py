@@ -1,0 +1,317 @@
+"""`TrainingIterator`: one run of a function on the workers, as the driver follows it.
+
+An attempt is one call of the function in all ranks. When a worker is lost, or the number of ranks changes, the next
+attempt goes on from the last checkpoint. Reports are taken one round after the other (`lockstep`); a checkpoint that
+belongs to a round is committed before the round is handed out.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from unirun.errors import InvocationTimeout, TrainingFailed, UnirunError, UsageError, WorkerLost
+from unirun.reporting import report
+from unirun.roles import InvocationRef, RoleGroup
+from unirun.train.callbacks import Callbacks
+from unirun.train.checkpoints import CheckpointStrategy, Info
+from unirun.train.lockstep import Lockstep, Round
+from unirun.train.worker import Order, Stopped
+from unirun.train.workers import Workers
+from unirun.values import Value
+
+BACK = 120.0
+"""Seconds in which lost workers must be back."""
+
+ALL = -1
+"""In place of a rank."""
+
+UNWIND = 10.0
+"""Seconds in which a function that was interrupted must have ended, before its process is killed."""
+
+
+class Request(Value):
+    """What is run, and how. `max_failures` is how many losses of workers a run survives, -1: any number. An exception
+    of one of the types `retry` counts as such a loss. `grow_every`: seconds between two attempts to have more ranks."""
+
+    function: Callable[..., Any]
+    takes_config: bool
+    config: Mapping[str, Any]
+    datasets: Mapping[str | None, Any]
+    checkpoint: str | dict[str, Any] | None
+    strategy: CheckpointStrategy
+    url: str
+    logdir: str
+    max_failures: int
+    retry: tuple[type[Exception], ...]
+    elastic: bool
+    grow_every: float
+
+
+class _Again(Exception):
+    """The attempt of `world` ranks is over, and another one follows."""
+
+    def __init__(self, cause: Exception, world: int) -> None:
+        self.cause, self.world = cause, world
+
+
+class Attempts:
+    """Numbers that the runs of one trainer have in common: of attempts, and of times that the group was formed anew."""
+
+    def __init__(self) -> None:
+        self.last = self.fresh = 0
+
+
+class TrainingIterator:
+    """The rounds of reports of one run: each a list with the metrics of each rank. It ends with the function.
+
+    ::
+
+        it = trainer.run_iterator(train_func)
+        for results in it:
+            print(results[0]["loss"])
+        values = it.get_final_results()
+
+    Raises what the function raises, with the traceback of its worker, and `TrainingFailed`. Leaving the loop early ends
+    the run, at the latest when the iterator is closed or freed.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        request: Request,
+        attempts: Attempts,
+        callbacks: Callbacks,
+        decode: Callable[[Any], Any],
+        restored: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`restored` is called when workers have come in the place of lost ones, before they run the function."""
+        self._workers, self._request, self._attempts = workers, request, attempts
+        self._callbacks, self._decode, self._restored, self._now = callbacks, decode, restored, now
+        self._failures, self._iteration = 0, 0
+        self._grown = now()
+        self._held: tuple[Round, int] | None = None
+        self._results: list[Any] | None = None
+        self._finished = False
+        self.latest: Info | None = None
+        """The last checkpoint that was committed in this run."""
+        self.checkpoints: list[Info] = []
+        """Those that are kept."""
+        self._rounds: Generator[list[dict[str, Any]], None, None] = self._run()
+
+    def __iter__(self) -> TrainingIterator:
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        return next(self._rounds)
+
+    def is_finished(self) -> bool:
+        """Whether the function has returned in all ranks."""
+        return self._finished
+
+    def get_final_results(self, force: bool = False) -> list[Any]:
+        """What the function has returned, in rank order. With `force`, the reports that are left are taken first.
+
+        Raises `UsageError` when the run is not finished.
+        """
+        if force:
+            for _ in self:
+                continue
+        if self._results is None:
+            raise UsageError("the run is not finished", "iterate to its end, or pass force=True")
+        return list(self._results)
+
+    @property
+    def best(self) -> str | None:
+        """The path or URL of the best checkpoint of those that are kept; None without one."""
+        found = self._request.strategy.best(self.checkpoints)
+        return found.path if found is not None else None
+
+    def close(self) -> None:
+        """End the run."""
+        self._rounds.close()
+
+    def _run(self) -> Generator[list[dict[str, Any]], None, None]:
+        error: BaseException | None = None
+        try:
+            self._callbacks.start(self._request.logdir, self._request.config)
+            while self._results is None:
+                try:
+                    yield from self._attempt()
+                except _Again as again:
+                    self._count(again)
+            self._finished = True
+        except GeneratorExit:
+            raise
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._callbacks.finish(error)
+
+    def _count(self, again: _Again) -> None:
+        """Count a failure, and wait until all ranks are there again. Raises its cause when it is one too many."""
+        lost, most = isinstance(again.cause, WorkerLost | InvocationTimeout), self._request.max_failures
+        if lost and self._request.elastic:
+            # A role that has become larger or smaller has started again as a whole: that is no failure.
+            self._workers.wait_until_whole(BACK)
+            if self._workers.world_size != again.world:
+                report(f"unirun: {self._workers.world_size} ranks go on, {again.world} were there before")
+                return
+        self._failures += 1
+        if 0 <= most < self._failures:
+            if not lost:
+                raise again.cause
+            raise TrainingFailed(
+                f"workers were lost {self._failures} times, and max_failures is {most}; {again.cause}",
+                f"see unirun logs {self._workers.name} for what they wrote, or allow more",
+            ) from again.cause
+        limit = f" of {most}" if most >= 0 else ""
+        what = again.cause.problem if isinstance(again.cause, UnirunError) else repr(again.cause)
+        report(f"unirun: failure {self._failures}{limit}: {what}; the run goes on")
+
+    def _attempt(self) -> Iterator[list[dict[str, Any]]]:
+        """Run the function once in all ranks. Raises `_Again` when that has to be repeated."""
+        group, request = self._ready(), self._request
+        try:
+            resume, number = self._where(group)
+            yield from self._given_up(resume)
+            self._attempts.last += 1
+            attempt = self._attempts.last
+            order = Order(
+                attempt,
+                self._attempts.fresh,
+                request.function,
+                request.takes_config,
+                request.config,
+                request.datasets,
+                request.url,
+                number,
+                resume,
+                request.strategy,
+            )
+            run: InvocationRef[Any] = group.run.call_async(order)
+            try:
+                yield from self._follow(group, run, attempt)
+                self._results = [self._decode(each) for each in run.result()]
+            except BaseException as error:
+                self._end(group, attempt, f"the run has ended: {type(error).__name__}")
+                raise
+        except Exception as error:
+            if isinstance(error, (WorkerLost, InvocationTimeout, *request.retry)):
+                raise _Again(error, len(group)) from error
+            raise
+
+    def _ready(self) -> RoleGroup:
+        """All workers, once nothing runs in them. A process that cannot be interrupted is killed."""
+        deadline = self._now() + BACK
+        while True:
+            self._workers.wait_until_whole(BACK)
+            group = self._workers.group
+            try:
+                # Losses until now are told here: they are none of the run that begins.
+                group.idle.options(timeout=UNWIND).call()
+                self._restored()
+                return group
+            except WorkerLost:
+                if self._now() >= deadline:
+                    raise
+            except InvocationTimeout as error:
+                if self._now() >= deadline:
+                    raise
+                for who in error.missing:
+                    report(f"unirun: {who} does not end what it runs, and is killed")
+                    group[int(who.rpartition(":")[2])].kill.call_async()
+
+    def _where(self, group: RoleGroup) -> tuple[Any, int]:
+        """What the attempt goes on from, and the number of its first checkpoint."""
+        group[0].clear(self._request.url)
+        latest, infos, number = group[0].checkpoints(self._request.url)
+        self.latest, self.checkpoints = latest, infos
+        if latest is not None:
+            return latest.number, number
+        start = self._request.checkpoint
+        if isinstance(start, str):
+            url, _, name = start.rstrip("/").rpartition("/")
+            return (url, int(name)), number
+        return start, number
+
+    def _given_up(self, resume: Any) -> Iterator[list[dict[str, Any]]]:
+        """Hand out the round that was complete when the attempt before was lost, if its checkpoint counts."""
+        held, self._held = self._held, None
+        if held is not None and held[0].results is not None and resume == held[1]:
+            yield self._handed_out(held[0].results)
+
+    def _follow(
+        self, group: RoleGroup, run: InvocationRef[Any], attempt: int
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Take the reports of all ranks, until all have finished."""
+        news: queue.SimpleQueue[tuple[int, InvocationRef[Any]]] = queue.SimpleQueue()
+        ranks = range(len(group))
+
+        def ask(number: int) -> None:
+            for rank in ranks:
+                group[rank].take.call_async(attempt, number).wake_with(partial(heard, rank))
+
+        def heard(rank: int, ref: InvocationRef[Any]) -> None:
+            news.put((rank, ref))
+
+        run.wake_with(partial(heard, ALL))
+        lockstep, number = Lockstep(len(group)), 1
+        ask(number)
+        while True:
+            rank, ref = news.get()
+            if rank == ALL:
+                # It has failed, or all ranks have finished and said so.
+                ref.result()
+                continue
+            said = ref.result()
+            if isinstance(said, Stopped):
+                # Another rank has the cause, and the run raises it.
+                run.result()
+                raise TrainingFailed(f"rank {rank} has stopped: {said.reason}")
+            whole = lockstep.hear(rank, said)
+            if whole is None:
+                continue
+            if whole.results is not None:
+                number += 1
+                ask(number)
+            if whole.pending is not None:
+                self._held = whole, whole.pending
+                self._keep(group, attempt, whole.pending)
+                self._held = None
+            if whole.results is None:
+                return
+            yield self._handed_out(whole.results)
+            self._grow(whole.pending)
+
+    def _keep(self, group: RoleGroup, attempt: int, number: int) -> None:
+        """Have a checkpoint committed."""
+        info = group[0].commit(attempt, number)
+        if info is not None:
+            self.latest = info
+            _, self.checkpoints, _ = group[0].checkpoints(self._request.url)
+
+    def _handed_out(self, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A round, numbered, after the callbacks have had it."""
+        self._iteration += 1
+        found = [{**each, "_training_iteration": self._iteration} for each in results]
+        self._callbacks.handle(found)
+        return found
+
+    def _grow(self, committed: int | None) -> None:
+        """Have more ranks now and then, right after a checkpoint, when that costs nothing."""
+        due = self._now() >= self._grown + self._request.grow_every
+        if self._request.elastic and committed is not None and due:
+            self._grown = self._now()
+            self._workers.grow()
+
+    def _end(self, group: RoleGroup, attempt: int, reason: str) -> None:
+        """Interrupt what still runs of an attempt, and do not wait for it. The group is formed anew after it."""
+        self._attempts.fresh += 1
+        for worker in group:
+            worker.interrupt.call_async(attempt, reason)

@@ -1,0 +1,233 @@
+"""`Session`: what a training function finds of its run in one rank.
+
+The function's thread reports and saves; threads of calls take its reports for the driver, commit checkpoints, and
+interrupt it. Outside a `Trainer` there is a session of one rank, so that it can be debugged with plain python.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from unirun.errors import UsageError
+from unirun.train.checkpoints import Folder, Info, Manifest, Writer, load
+from unirun.train.data import Loader, Progress, Shard, sharded
+from unirun.train.lockstep import Finished, Reported
+from unirun.values import Value
+
+AHEAD = 2
+"""Reports that the function may make before the driver has taken them."""
+
+RESERVED = "_"
+"""The first character of the names of metrics that unirun adds."""
+
+
+class Interrupted(BaseException):
+    """The run is over for this rank: another one has failed or was lost, or the driver has ended it. Raised in the
+    user's function, which has no reason to catch it."""
+
+
+class Place(Value):
+    """Where a rank is: its number among all and among those of its node, and how many there are of each."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+
+class Session:
+    """One rank's part of one attempt of a run."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        config: Mapping[str, Any] | None = None,
+        datasets: Mapping[str | None, Any] | None = None,
+        writer: Writer | None = None,
+        resume: tuple[Folder, Manifest] | dict[str, Any] | None = None,
+        saves: int = 0,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`resume` is the checkpoint that the function goes on from: one in a folder, or a state; `saves` is the number
+        of the last one of the run, 0 at first. Without a `writer`, what is saved stays in memory."""
+        self.place, self.config = place, dict(config or {})
+        self._datasets, self._writer, self._resume = dict(datasets or {}), writer, resume
+        self._now, self._wall = now, wall
+        self._shards: dict[str, Shard] = {}
+        self._changed = threading.Condition()
+        self._reports: deque[Reported] = deque()
+        self._count = 0
+        self._finished: Finished | None = None
+        self._interrupted = ""
+        self._last = now()
+        self._waited = 0.0
+        self._saved: dict[str, Any] | None = None
+        self._reseed: Callable[[int], None] = lambda number: None
+        self._saves = saves
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Hand `metrics` to the driver. Waits while it has not taken those before."""
+        self.check()
+        for name in metrics:
+            if name.startswith(RESERVED):
+                raise UsageError(
+                    f"the metric {name!r} begins with an underscore", "such names are those that unirun adds"
+                )
+        values = {name: _plain(value) for name, value in metrics.items()}
+        now = self._now()
+        values |= {"_timestamp": self._wall(), "_time_this_iter_s": now - self._last}
+        if self._shards:
+            waited = sum(shard.waited for shard in self._shards.values())
+            values["_data_wait"] = (waited - self._waited) / max(now - self._last, 1e-9)
+            self._waited = waited
+        self._last = now
+        pending = self._writer.reported(values) if self._writer is not None else None
+        with self._changed:
+            while len(self._reports) >= AHEAD and not self._interrupted:
+                self._changed.wait()
+            self.check()
+            self._count += 1
+            self._reports.append(Reported(self._count, values, pending))
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """The function has returned: wait for checkpoints that are being written."""
+        pending = self._writer.finish() if self._writer is not None else None
+        with self._changed:
+            self._finished = Finished(self._count, pending)
+            self._changed.notify_all()
+
+    def take(self, number: int) -> Reported | Finished:
+        """The report with this number; those before were taken. Waits for it, or for the end. Raises `Interrupted`."""
+        with self._changed:
+            while self._reports and self._reports[0].number < number:
+                self._reports.popleft()
+                self._changed.notify_all()
+            while not self._reports and self._finished is None and not self._interrupted:
+                self._changed.wait()
+            if self._reports:
+                # Out of the way of the next one; the driver has it when it asks for that.
+                return self._reports[0]
+            self.check()
+            assert self._finished is not None
+            return self._finished
+
+    def commit(self, number: int) -> Future[Info]:
+        """Make a checkpoint of this rank count."""
+        assert self._writer is not None
+        return self._writer.commit(number)
+
+    def interrupt(self, reason: str) -> None:
+        """End the run of this rank: `report` and the like raise, and who waits is told."""
+        with self._changed:
+            self._interrupted = reason
+            self._changed.notify_all()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it was interrupted."""
+        return bool(self._interrupted)
+
+    def check(self) -> None:
+        """Raise `Interrupted` when it was."""
+        if self._interrupted:
+            raise Interrupted(self._interrupted)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save a checkpoint."""
+        self.check()
+        progress = {name: shard.progress for name, shard in self._shards.items()}
+        if self._writer is not None:
+            self._writer.save(state, progress)
+        else:
+            self._saved = dict(state)
+        self._saves += 1
+        self._reseed(self._saves)
+
+    def begin_seeds(self, reseed: Callable[[int], None]) -> None:
+        """Call `reseed` with the number of each checkpoint that is saved or loaded, and now."""
+        self._reseed = reseed
+        reseed(self._saves)
+
+    def load(self, into: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The state that the run goes on from; None at the beginning."""
+        self.check()
+        try:
+            if self._saved is not None or self._resume is None:
+                return self._saved
+            if isinstance(self._resume, dict):
+                return dict(self._resume)
+            return load(*self._resume, into)
+        finally:
+            self._reseed(self._saves)
+
+    def shard(
+        self,
+        name: str | None,
+        *,
+        otherwise: Any = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        block: int = 1024,
+    ) -> Shard:
+        """This rank's part of the dataset `name`."""
+        key = name if name is not None else ""
+        if key not in self._shards:
+            dataset = self._dataset(name, otherwise)
+            self._shards[key] = Shard(
+                key or "dataset",
+                dataset,
+                self.place.rank,
+                self.place.world,
+                shuffle=shuffle,
+                seed=seed,
+                block=block,
+                progress=self._progress(key),
+            )
+        return self._shards[key]
+
+    def _dataset(self, name: str | None, otherwise: Any) -> Any:
+        if name in self._datasets:
+            return self._datasets[name]
+        if otherwise is not None:
+            return otherwise
+        there = ", ".join(repr(each) for each in self._datasets) or "none"
+        raise UsageError(
+            f"this run has no dataset {name!r}; it has {there}",
+            "pass dataset= to Trainer.run, or otherwise= here for plain python",
+        )
+
+    def adopt(self, loader: DataLoader[Any]) -> Loader:
+        """The part of a user's loader that this rank has."""
+        key = f"loader {sum(each.startswith('loader ') for each in self._shards)}"
+        found = sharded(loader, key, self.place.rank, self.place.world, progress=self._progress(key))
+        self._shards[key] = found.shard
+        return found
+
+    def _progress(self, key: str) -> Progress:
+        if isinstance(self._resume, tuple):
+            return self._resume[1].data.get(key, Progress())
+        return Progress()
+
+    def close(self) -> None:
+        """The attempt is over."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _plain(value: Any) -> Any:
+    """A tensor or an array of one element as a number: its memory may change."""
+    if hasattr(value, "item") and getattr(value, "numel", lambda: getattr(value, "size", 1))() == 1:
+        return value.item()
+    if hasattr(value, "detach"):
+        return value.detach().cpu().clone()
+    return value

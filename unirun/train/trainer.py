@@ -1,0 +1,391 @@
+"""`Trainer`: runs a function on many ranks, from a script, a REPL or a notebook."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import fsspec
+
+from unirun.errors import UsageError, WorkerLost
+from unirun.rendezvous.jobdir import unirun_home
+from unirun.roles import InvocationRef
+from unirun.train.backends import find_backend
+from unirun.train.callbacks import Callbacks, TrainingCallback
+from unirun.train.checkpoints import CheckpointStrategy
+from unirun.train.running import Attempts, Request, TrainingIterator
+from unirun.train.table import table
+from unirun.train.workers import Setup, Workers
+
+MANY = 100_000
+"""Ranks, where there may be any number."""
+
+GROW_EVERY = 60.0
+"""Seconds between two attempts to have more ranks."""
+
+
+class Trainer:
+    """Runs functions on `num_workers` ranks, which stay warm between them.
+
+    ::
+
+        def train_func(config):
+            model = train.prepare_model(Net())
+            for epoch in range(config["epochs"]):
+                ...
+                train.report(loss=loss)
+            return loss
+
+        with Trainer(num_workers=4) as trainer:
+            losses = trainer.run(train_func, config={"epochs": 3})  # in rank order
+
+    `num_workers` may be a range: ``(2, 8)`` or ``(4, inf)`` for as many as there is room for. Ranks of a node that goes
+    are given up then, and nodes that come are used from a checkpoint on, at most once in `grow_every` seconds.
+
+    `backend` is ``"torch"`` (nccl with `use_gpu`, else gloo), ``"gloo"``, ``"nccl"``, ``"none"``, or that of a package
+    (`Backend`). `resources_per_worker` has ``CPU`` and ``GPU``, for each rank. `logdir` is where runs keep their
+    checkpoints and what callbacks write: a path, or a URL that fsspec knows; by default a directory below
+    ``$UNIRUN_HOME/train``. A run survives `max_failures` losses of workers (-1: any number), and as many exceptions of
+    the types in `retry_exceptions`.
+
+    `placement` says where workers run: the hosts of ``unirun --hosts`` (``"h1:4,h2:4"``), an inventory
+    (``"fake:nodes=2,devices=2"``), or a dict of any options of the command, as ``{"hosts": "h1,h2", "interface":
+    "eth1"}``; by default this host. `store` is that of ``--store``; `env` are variables of the workers.
+
+    The workers end with this process, or with `shutdown`. Raises `UsageError` for a wrong argument.
+    """
+
+    def __init__(
+        self,
+        num_workers: int | tuple[int, float] = 1,
+        backend: str = "torch",
+        use_gpu: bool = False,
+        resources_per_worker: Mapping[str, float] | None = None,
+        logdir: str | os.PathLike[str] | None = None,
+        max_failures: int = 3,
+        *,
+        retry_exceptions: Sequence[type[Exception]] = (),
+        placement: str | Mapping[str, Any] = "",
+        store: str = "",
+        env: Mapping[str, str] | None = None,
+        grow_every: float = GROW_EVERY,
+    ) -> None:
+        least, most = _range(num_workers)
+        device, slots = _resources(use_gpu, dict(resources_per_worker or {}))
+        if not isinstance(max_failures, int) or isinstance(max_failures, bool) or max_failures < -1:
+            raise UsageError(f"max_failures={max_failures!r}", "give a number from 0 on, or -1 for any")
+        wrong = [
+            each for each in retry_exceptions if not (isinstance(each, type) and issubclass(each, Exception))
+        ]
+        if wrong:
+            raise UsageError(f"retry_exceptions has {wrong[0]!r}", "give classes of exceptions")
+        self._decode = find_backend(backend)().decode_data
+        self._setup = Setup(least, most, backend, device, slots, dict(env or {}), _options(placement, store))
+        self._max_failures, self._retry = max_failures, tuple(retry_exceptions)
+        self._grow_every = grow_every
+        self._logdir = os.fspath(logdir) if logdir is not None else ""
+        self._workers: Workers | None = None
+        self._attempts = Attempts()
+        self._hook: Callable[[], Any] | None = None
+        self._made: tuple[type[Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self._prepared: dict[int, int] = {}
+        self._run: TrainingIterator | None = None
+        self.logdir = ""
+        """Where this trainer keeps what its runs write; empty before `start`."""
+        # Runs also at the exit of the interpreter.
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def start(
+        self,
+        kind: type[Any] | None = None,
+        *args: Any,
+        initialization_hook: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Start the workers, and wait until all are up; `run` does it by itself.
+
+        `initialization_hook` is called in each of them, also in one that has come in the place of another. With a class
+        as `kind`, each makes an object of it, with these arguments: the first argument of what `execute` calls.
+
+        Raises `PlacementError` where there is no room, `UsageError`, `TrainingFailed`, and what the hook or the class
+        raises.
+        """
+        self._hook = initialization_hook if initialization_hook is not None else self._hook
+        self._made = (kind, args, kwargs) if kind is not None else self._made
+        if self._workers is None:
+            workers = Workers(self._setup)
+            self.logdir = self._logdir or str(unirun_home() / "train" / workers.name)
+            _check_writable(self.logdir)
+            workers.start()
+            self._workers = workers
+            self._attempts, self._prepared = Attempts(), {}
+            self._finalizer = weakref.finalize(self, workers.stop)
+        try:
+            self._prepare()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def run(
+        self,
+        train_func: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        callbacks: Sequence[TrainingCallback] = (),
+        dataset: Any = None,
+        checkpoint: str | os.PathLike[str] | dict[str, Any] | None = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> list[Any]:
+        """Run `train_func` in all ranks, and return what it returns in each, in rank order.
+
+        It takes nothing, or `config`. It is sent by value, so it may be a lambda, or defined in a notebook. It goes on
+        from `checkpoint`, a path or a state, and after a loss of workers from the last checkpoint that it has saved.
+        `dataset` is a dataset, or a dict of several, for `get_dataset_shard`. `callbacks` are called in this thread.
+
+        Raises what the function raises, with the traceback of its worker as the cause, and `TrainingFailed`. The
+        workers stay. Ctrl-C ends the run and keeps them, too.
+        """
+        return self.run_iterator(
+            train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy
+        ).get_final_results(force=True)
+
+    def run_iterator(
+        self,
+        train_func: Callable[..., Any],
+        config: Mapping[str, Any] | None = None,
+        callbacks: Sequence[TrainingCallback] = (),
+        dataset: Any = None,
+        checkpoint: str | os.PathLike[str] | dict[str, Any] | None = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+    ) -> TrainingIterator:
+        """The same, as an iterator over the reports: for each, a list with the metrics of each rank."""
+        takes_config = _takes_config(train_func)
+        if config is not None and not isinstance(config, Mapping):
+            raise UsageError(f"config is a {type(config).__name__}", "give a dict")
+        if config and not takes_config:
+            raise UsageError(f"{_name(train_func)} takes no config", f"write def {_name(train_func)}(config)")
+        called = Callbacks(callbacks)
+        start = _checkpoint(checkpoint)
+        if self._run is not None:
+            # One that was not iterated to its end.
+            self._run.close()
+        self.start()
+        assert self._workers is not None
+        url = f"{self.logdir.rstrip('/')}/run_{_runs(self.logdir) + 1:03}"
+        request = Request(
+            train_func,
+            takes_config,
+            dict(config or {}),
+            dict(dataset) if isinstance(dataset, Mapping) else {} if dataset is None else {None: dataset},
+            start,
+            checkpoint_strategy or CheckpointStrategy(),
+            f"{url}/checkpoints",
+            _local(url),
+            self._max_failures,
+            self._retry,
+            self._setup.least != self._setup.most,
+            self._grow_every,
+        )
+        self._run = TrainingIterator(
+            self._workers, request, self._attempts, called, self._decode, self._prepare
+        )
+        return self._run
+
+    run_generator = run_iterator
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path or URL of the last checkpoint of the last run; None without one."""
+        info = self._run.latest if self._run is not None else None
+        return info.path if info is not None else None
+
+    @property
+    def best_checkpoint_path(self) -> str | None:
+        """The path or URL of its best checkpoint, as its strategy has it; None without one."""
+        return self._run.best if self._run is not None else None
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function` in all ranks, and return the results in rank order. It gets the object of `start` first, if
+        there is one. Raises what it raises, and `WorkerLost`."""
+        results: list[Any] = self.execute_async(function, *args, **kwargs).result()
+        return results
+
+    def execute_async(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> InvocationRef[list[Any]]:
+        """The same, without waiting: ``ref.result()`` does."""
+        self.start()
+        assert self._workers is not None
+        return self._workers.group.execute.call_async(function, args, kwargs)
+
+    def execute_single(self, rank: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function` in one rank."""
+        self.start()
+        assert self._workers is not None
+        return self._workers.group[rank].execute(function, args, kwargs)
+
+    def shutdown(self) -> None:
+        """End the workers. `run` would start others."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+        finalizer, self._finalizer, self._workers = self._finalizer, None, None
+        if finalizer is not None:
+            finalizer()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __str__(self) -> str:
+        """A table of the workers: where they are, their devices, processor time, memory and state."""
+        if self._workers is None:
+            least, most = self._setup.least, self._setup.most
+            ranks = f"{least}" if least == most else f"{least} to {most if most < MANY else 'any number of'}"
+            return f"Trainer of {ranks} workers, backend {self._setup.backend}, not started"
+        try:
+            described = self._workers.group.describe()
+        except WorkerLost:
+            described = []
+        return table(self._workers.status(), described, self._setup.backend)
+
+    def _prepare(self) -> None:
+        """Run the hook, and make the object, in workers that have not had that yet."""
+        assert self._workers is not None
+        for rank, incarnation in enumerate(self._workers.incarnations):
+            if self._prepared.get(rank) == incarnation:
+                continue
+            worker = self._workers.group[rank]
+            if self._hook is not None:
+                worker.execute(self._hook, (), {}, plain=True)
+            if self._made is not None:
+                worker.make(*self._made)
+            self._prepared[rank] = incarnation
+
+
+def _range(num_workers: Any) -> tuple[int, int]:
+    least, most = (
+        num_workers if isinstance(num_workers, tuple | list) and len(num_workers) == 2 else (num_workers,) * 2
+    )
+    most = MANY if most == math.inf else most
+    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in (least, most))
+    if not numbers or not 1 <= least <= most:
+        raise UsageError(
+            f"num_workers={num_workers!r}", "give a number from 1 on, or a range: (2, 8), (4, math.inf)"
+        )
+    return least, most
+
+
+def _resources(use_gpu: bool, resources: dict[str, float]) -> tuple[str | None, int]:
+    """The type of device, and how many each rank has."""
+    unknown = resources.keys() - {"CPU", "GPU"}
+    if unknown:
+        raise UsageError(f"resources_per_worker has {sorted(unknown)[0]!r}", "it has CPU and GPU")
+    for name, number in resources.items():
+        whole = isinstance(number, int | float) and number == int(number) and number >= 0
+        if not whole or isinstance(number, bool):
+            raise UsageError(f"resources_per_worker: {name} is {number!r}", "give a whole number")
+    gpus = int(resources.get("GPU", int(use_gpu)))
+    if gpus and not use_gpu:
+        raise UsageError(f"resources_per_worker asks for {gpus} GPUs", "pass use_gpu=True")
+    if use_gpu and not gpus:
+        raise UsageError("use_gpu=True with 0 GPUs for each worker", "leave out one of them")
+    cpus = int(resources.get("CPU", 1))
+    if gpus:
+        return "cuda", gpus
+    return ("cpu", cpus) if cpus > 1 else (None, 1)
+
+
+def _options(placement: Any, store: str) -> tuple[str, ...]:
+    """Options of the ``unirun`` command."""
+    if isinstance(placement, str):
+        key = "inventory" if placement.startswith("fake:") else "hosts"
+        placement = {key: placement} if placement else {}
+    if not isinstance(placement, Mapping):
+        raise UsageError(
+            f"placement is a {type(placement).__name__}", "give hosts, an inventory, or a dict of options"
+        )
+    found: list[str] = ["--store", store] if store else []
+    for name, value in placement.items():
+        option = f"--{name.replace('_', '-')}"
+        found += [option] if value is True else [option, str(value)]
+    return tuple(found)
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _takes_config(function: Any) -> bool:
+    if not callable(function) or isinstance(function, type):
+        raise UsageError(f"{function!r} is no function", "give a function of nothing, or of config")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    needed = [
+        p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(needed) > 1 or any(p.kind is p.KEYWORD_ONLY for p in needed):
+        names = ", ".join(p.name for p in needed)
+        raise UsageError(
+            f"{_name(function)} takes {names}", "write it with one argument, config, or with none"
+        )
+    return bool(needed) or any(p.name == "config" for p in parameters)
+
+
+def _checkpoint(given: Any) -> str | dict[str, Any] | None:
+    if given is None or isinstance(given, dict):
+        return given
+    if not isinstance(given, str | os.PathLike):
+        raise UsageError(f"checkpoint is a {type(given).__name__}", "give a path, a URL or a dict")
+    url = os.fspath(given).rstrip("/")
+    if not url.rpartition("/")[2].isdigit():
+        raise UsageError(
+            f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
+        )
+    return url
+
+
+def _runs(logdir: str) -> int:
+    """The number of the last run there. OSError: it cannot be read."""
+    files, root = fsspec.url_to_fs(logdir)
+    names = (str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False, refresh=True))
+    return max((int(name[4:]) for name in names if re.fullmatch(r"run_\d{3,}", name)), default=0)
+
+
+def _local(url: str) -> str:
+    """A directory for callbacks: the run's own, or one of this host if that is elsewhere."""
+    if "://" in url:
+        return tempfile.mkdtemp(prefix="unirun-run-")
+    Path(url).mkdir(parents=True, exist_ok=True)
+    return url
+
+
+def _check_writable(url: str) -> None:
+    """Raise `UsageError` when nothing can be written below `url`. What is elsewhere is known when it is written."""
+    if "://" in url:
+        try:
+            fsspec.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise UsageError(
+                f"logdir {url} cannot be used: {error}", "see fsspec for what it needs"
+            ) from error
+        return
+    try:
+        Path(url).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=url):
+            pass
+    except OSError as error:
+        raise UsageError(f"logdir {url} cannot be written: {error.strerror}", "give another one") from error

@@ -1,0 +1,277 @@
+"""`TrainWorker`: one rank of a `Trainer`. Functions run in its main thread, one after the other; it stays warm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from unirun.errors import TrainingFailed, UsageError
+from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
+from unirun.roles.process_groups import process_groups
+from unirun.train.backends import find_backend
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer
+from unirun.train.functions import enter
+from unirun.train.lockstep import Finished, Reported
+from unirun.train.session import Interrupted, Place, Session
+from unirun.values import Value
+
+INTERRUPT = signal.SIGRTMIN + 7
+"""The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
+
+CALLS = 8
+"""Calls that run beside the function at most."""
+
+Program = Callable[..., Any]
+
+
+class Stopped(Value):
+    """The run is over for a rank that was interrupted."""
+
+    reason: str
+
+
+class Order(Value):
+    """One attempt of a run, as every rank gets it. Attempts of one trainer have ascending numbers.
+
+    `fresh` is another number when the process group has to be formed again. Checkpoints go to `url`, from `number` on;
+    `resume` is the number of the one there to go on from, another folder and a number, or a state.
+    """
+
+    attempt: int
+    fresh: int
+    function: Program
+    takes_config: bool
+    config: Mapping[str, Any]
+    datasets: Mapping[str | None, Any]
+    url: str
+    number: int
+    resume: int | tuple[str, int] | dict[str, Any] | None
+    strategy: CheckpointStrategy
+
+
+class TrainWorker(BaseWorkload):
+    """One rank."""
+
+    def __init__(self, master_handle: MasterHandle, config: Any) -> None:
+        super().__init__(master_handle, config)
+        self._backend = find_backend(config.backend)()
+        self._session: Session | None = None
+        self._attempt = 0
+        self._begun = threading.Condition()
+        self._ending: threading.Thread | None = None
+        self._fresh: int | None = None
+        self._in_function = False
+        self._instance: Any = None
+
+    def setup(self) -> None:
+        """Let the backend begin, and listen for interrupts."""
+        signal.signal(INTERRUPT, self._interrupted)
+        init().peers.when_changed(self._look)
+        self._backend.on_start(self.rank, self.world_size)
+
+    def on_generation(self, generation: int) -> None:
+        """The ranks are together, again after a loss."""
+        if generation:
+            self._backend.on_failure(self.rank, self.world_size)
+
+    def teardown(self) -> None:
+        """The worker is stopped."""
+        self._backend.on_shutdown()
+
+    # Called by the driver, one at a time.
+
+    def run(self, order: Order) -> Any:
+        """Run the function. Returns what it returns."""
+        self._meet(order.fresh)
+        session = self._session_of(order)
+        with self._begun:
+            self._attempt, self._session = order.attempt, session
+            self._begun.notify_all()
+        enter(session)
+        try:
+            try:
+                self._in_function = True
+                result = order.function(dict(order.config)) if order.takes_config else order.function()
+            finally:
+                self._in_function = False
+            session.finish()
+            return self._backend.encode_data(result)
+        except Interrupted as error:
+            raise TrainingFailed(str(error)) from None
+        except SystemExit as error:
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                # The worker is told to end.
+                raise
+            session.interrupt(f"rank {self.rank} has left")
+            raise TrainingFailed(
+                f"the function called sys.exit({error.code!r}) in rank {self.rank}", "return instead"
+            ) from error
+        except BaseException as error:
+            session.interrupt(f"rank {self.rank} has failed: {type(error).__name__}")
+            raise
+        finally:
+            enter(None)
+
+    def idle(self) -> None:
+        """Answered when nothing runs."""
+
+    def execute(
+        self, function: Program, args: Sequence[Any], kwargs: Mapping[str, Any], *, plain: bool = False
+    ) -> Any:
+        """Call a function, with the object of `make` first if there is one, unless it is to be `plain`."""
+        own = () if self._instance is None or plain else (self._instance,)
+        return function(*own, *args, **kwargs)
+
+    def make(self, kind: type[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Make an object for `execute`; None: forget it."""
+        self._instance = None if kind is None else kind(*args, **kwargs)
+
+    # Called by the driver while the function runs.
+
+    @trainer_invocation(concurrency=CALLS)
+    def take(self, attempt: int, number: int) -> Reported | Finished | Stopped:
+        """The next report of an attempt, its end, or that it was interrupted."""
+        session = self._of(attempt)
+        try:
+            return session.take(number) if session is not None else Stopped("another attempt has begun")
+        except Interrupted as error:
+            return Stopped(str(error))
+
+    @trainer_invocation(concurrency=CALLS)
+    def commit(self, attempt: int, number: int) -> Info | None:
+        """Make a checkpoint count, once it is written."""
+        session = self._of(attempt)
+        return session.commit(number).result() if session is not None else None
+
+    @trainer_invocation(concurrency=CALLS)
+    def interrupt(self, attempt: int, reason: str) -> None:
+        """End the function, if it still runs in this attempt."""
+        session = self._session
+        if session is not None and self._attempt == attempt:
+            session.interrupt(reason)
+            # In a thread: a group over nccl may take long to end.
+            self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
+            self._ending.start()
+            self._wake()
+
+    @trainer_invocation(concurrency=CALLS)
+    def kill(self) -> None:
+        """End this process: the function cannot be interrupted."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @trainer_invocation(concurrency=CALLS)
+    def checkpoints(self, url: str) -> tuple[Info | None, list[Info], int]:
+        """The last whole checkpoint of a run, all of them, and the number of the next one."""
+        folder = Folder(url)
+        infos = folder.infos()
+        return folder.latest(), infos, (infos[-1].number + 1 if infos else 1)
+
+    def clear(self, url: str) -> None:
+        """Delete checkpoints that were not finished. Nothing runs."""
+        Folder(url).clear()
+
+    @trainer_invocation(concurrency=CALLS)
+    def describe(self) -> dict[str, Any]:
+        """Where this rank is."""
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "local_rank": self.local_rank,
+        }
+
+    def _of(self, attempt: int) -> Session | None:
+        """The session of an attempt, once it has begun; None when it is over."""
+        with self._begun:
+            self._begun.wait_for(lambda: self._attempt >= attempt)
+            return self._session if self._attempt == attempt else None
+
+    def _session_of(self, order: Order) -> Session:
+        place = Place(self.rank, self.world_size, self.local_rank, self.local_world_size)
+        folder = Folder(order.url)
+        writer = Writer(
+            folder, order.strategy, place.rank, place.world, order.number, _gloo_group, _end_group
+        )
+        resume: Any = order.resume
+        if isinstance(resume, int):
+            resume = folder, folder.manifest(resume)
+        elif isinstance(resume, tuple):
+            other = Folder(resume[0])
+            resume = other, other.manifest(resume[1])
+        return Session(
+            place,
+            config=order.config,
+            datasets=order.datasets,
+            writer=writer,
+            resume=resume,
+            saves=order.number - 1,
+        )
+
+    def _meet(self, fresh: int) -> None:
+        """Form the process group again, if something has failed in it."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        if self._ending is not None:
+            # It must not end the group that is formed now.
+            self._ending.join()
+            self._ending = None
+        if self._fresh != fresh and not (self._fresh is None and fresh == 0):
+            self._anew(f"fresh/{fresh}")
+            self._backend.on_failure(self.rank, self.world_size)
+        self._fresh = fresh
+
+    def _look(self) -> None:
+        """The job has changed: if another rank was lost, the run is over here."""
+        peers = init().peers
+        lost = peers.known(peers.role).generation > peers.generation
+        session = self._session
+        if lost and session is not None and self._in_function and not session.interrupted:
+            session.interrupt("another rank was lost")
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the main thread notice, whatever it waits for."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+
+    def _interrupted(self, signum: int, frame: FrameType | None) -> None:
+        session = self._session
+        if self._in_function and session is not None and session.interrupted:
+            # Once: what the function does to clean up is not interrupted.
+            self._in_function = False
+            session.check()
+
+
+def _end_groups() -> None:
+    """Let all waits in process groups fail."""
+    from torch import distributed
+
+    process_groups().end_all()
+    if distributed.is_initialized() and "nccl" in str(distributed.get_backend()):
+        group: Any = distributed.distributed_c10d._get_default_group()
+        group.abort()
+
+
+def _gloo_group() -> Any:
+    """A group of all ranks in which checkpoints are coordinated."""
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        raise UsageError("a sharded checkpoint needs a process group", "use backend='torch'")
+    return distributed.new_group(backend="gloo")
+
+
+def _end_group(group: Any) -> None:
+    """The group is not needed any more. It may have ended with the others."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        with contextlib.suppress(ValueError):
+            distributed.destroy_process_group(group)

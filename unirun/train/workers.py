@@ -1,0 +1,262 @@
+"""`Workers`: the job behind a trainer, with one role of `TrainWorker`. It runs where jobs run, as the command starts
+it, and ends with the process that has started it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from unirun.errors import (
+    EXIT_PLACEMENT,
+    EXIT_USAGE,
+    JobError,
+    PlacementError,
+    RendezvousError,
+    StoreError,
+    TrainingFailed,
+    UsageError,
+    WireError,
+)
+from unirun.observe.following import follow_to_end
+from unirun.observe.status import ENDED, JobStatus
+from unirun.rendezvous.jobdir import job_at
+from unirun.roles.calls.group import RoleGroup
+from unirun.roles.visitor import Visitor
+from unirun.train.handle import JobHandle
+from unirun.train.loading import python_path
+from unirun.values import Value
+from unirun.wire.messages import Stop
+
+ROLE = "worker"
+NO_LIMIT = 1_000_000
+"""The job's own restarts, and the seconds that its calls may take: the trainer counts, and functions take what they
+take."""
+
+START = 120.0
+"""Seconds in which the workers must be up."""
+
+STOP = 30.0
+"""Seconds in which the job must end."""
+
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL for its workers."""
+
+NOTE = "unirun: "
+"""The beginning of the command's own lines."""
+
+
+class Setup(Value):
+    """What a trainer asks for: from `least` to `most` ranks with so many `slots` of a `device` each (None: a place for
+    one process), a `backend`, environment variables, and options of the ``unirun`` command."""
+
+    least: int
+    most: int
+    backend: str
+    device: str | None = None
+    slots: int = 1
+    env: Mapping[str, str] = {}
+    options: tuple[str, ...] = ()
+
+    def job_file(self, name: str) -> dict[str, Any]:
+        """The job, as a job file has it."""
+        elastic = self.least != self.most
+        role: dict[str, Any] = {
+            "count": f"{self.least}:{self.most}" if elastic else self.most,
+            "workload": "unirun.train.worker:TrainWorker",
+            "max_restarts": NO_LIMIT,
+            "slots": self.slots,
+            "env": dict(self.env),
+        }
+        if self.device is not None:
+            role["device"] = self.device
+        if elastic:
+            role["elastic"] = True
+        return {
+            "name": name,
+            "roles": {ROLE: role},
+            "preload": ["unirun.train.worker"],
+            "call_timeout": NO_LIMIT,
+            "config": {"backend": self.backend},
+        }
+
+
+class Workers:
+    """The workers of one trainer, from `start` to `stop`."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self.name = f"train-{secrets.token_hex(3)}"
+        """The id of the job."""
+        self._handle = JobHandle(job_at(self.name))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._visitor: Visitor | None = None
+        self._said: deque[str] = deque(maxlen=30)
+        self._readers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start them, and wait until all are up. Raises `UsageError`, `PlacementError`, `TrainingFailed`."""
+        with tempfile.TemporaryDirectory(prefix="unirun-") as folder:
+            file = Path(folder, "job.json")
+            file.write_text(json.dumps(self._setup.job_file(self.name)))
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "unirun.launcher.tethered", str(os.getpid()), "unirun"),
+                    *("--quiet", "--config", str(file), "--rdzv-id", self.name),
+                    *self._setup.options,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": python_path()},
+            )
+            for pipe, out in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
+                assert pipe is not None
+                reader = threading.Thread(target=self._pass_on, args=(pipe, out), daemon=True)
+                reader.start()
+                self._readers.append(reader)
+            try:
+                self._connect(time.monotonic() + START)
+                self.wait_until_whole(START)
+            except BaseException:
+                self.stop()
+                raise
+
+    def _connect(self, deadline: float) -> None:
+        while self._visitor is None:
+            assert self._process is not None
+            if (code := self._process.poll()) is not None:
+                raise self._refused(code)
+            try:
+                self._visitor = Visitor(job_at(self.name))
+            except (JobError, RendezvousError, WireError, StoreError) as error:
+                # It has not begun yet.
+                if time.monotonic() >= deadline:
+                    raise TrainingFailed(f"the workers did not start within {START:g} s: {error}") from error
+                time.sleep(0.01)
+
+    def _refused(self, code: int) -> Exception:
+        """The command has ended before the job began: it has said why."""
+        for reader in self._readers:
+            reader.join(STOP)
+        text = "\n".join(line.removeprefix(NOTE) for line in self._said) or f"exit code {code}"
+        if code == EXIT_PLACEMENT:
+            return PlacementError(text, role=ROLE, needed=self._setup.least, available=0)
+        if code == EXIT_USAGE:
+            return UsageError(text)
+        return TrainingFailed(f"the workers could not be started: {text}")
+
+    def _pass_on(self, pipe: IO[bytes], out: str) -> None:
+        """Show what workers write, where this program writes at that moment: in a notebook that is the cell."""
+        with pipe:
+            for raw in pipe:
+                line = raw.decode(errors="replace")
+                if out == "stderr" and line.startswith(NOTE):
+                    self._said.append(line.rstrip())
+                    continue
+                with contextlib.suppress(ValueError, OSError):
+                    stream = getattr(sys, out)
+                    stream.write(line)
+                    stream.flush()
+
+    @property
+    def visitor(self) -> Visitor:
+        """The calls of this process."""
+        if self._visitor is None:
+            raise UsageError("the trainer has no workers", "call start()")
+        return self._visitor
+
+    @property
+    def group(self) -> RoleGroup:
+        """All workers that there are now."""
+        return self.visitor.role_group(ROLE)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the job goes on."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are now."""
+        return self.visitor.peers.size(ROLE)
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """How many times each rank was started again."""
+        view = self.visitor.peers.view(ROLE)
+        return tuple(worker.incarnation for worker in view.workers) if view is not None else ()
+
+    def wait_until_whole(self, timeout: float) -> None:
+        """Wait until every rank takes calls. Raises `TrainingFailed` after `timeout` seconds, and when the job has
+        ended."""
+        peers, deadline = self.visitor.peers, time.monotonic() + timeout
+
+        def settled() -> bool:
+            view = peers.view(ROLE)
+            whole = view is not None and all(worker.phase == "serving" for worker in view.workers)
+            return whole and view is not None and view.phase == "running"
+
+        def over() -> bool:
+            view = peers.view(ROLE)
+            return view is not None and all(worker.phase == "ended" for worker in view.workers)
+
+        while not peers.wait_for(lambda: settled() or over(), 0.5):
+            if not self.lives or time.monotonic() >= deadline:
+                raise self.failure(f"not all ranks were up within {timeout:g} s")
+        if over():
+            raise self.failure("the workers have ended")
+
+    def failure(self, problem: str) -> TrainingFailed:
+        """The error of workers that are gone, with what the job has to say."""
+        with contextlib.suppress(JobError):
+            status = self._handle.status()
+            if status.phase in ENDED:
+                problem = f"{problem}: {status.reason}"
+            elif status.failures:
+                last = status.failures[-1]
+                problem = f"{problem}: {last.role}:{last.rank} {last.exit}: {last.message}"
+        return TrainingFailed(problem, f"see unirun logs {self.name}")
+
+    def grow(self) -> None:
+        """Have more ranks, if there is room for some."""
+        self.visitor.grow(ROLE)
+
+    def status(self) -> JobStatus:
+        """The state of the job."""
+        return self._handle.status()
+
+    def stop(self) -> None:
+        """End the job, and wait for that."""
+        visitor, self._visitor = self._visitor, None
+        if visitor is not None:
+            visitor.close()
+        process = self._process
+        if process is None:
+            return
+        if visitor is not None:
+            end = Stop(int(signal.SIGTERM), "its trainer was shut down", grace=GRACE)
+            with contextlib.suppress(JobError, TimeoutError):
+                follow_to_end(job_at(self.name), end, STOP)
+        elif process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(STOP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for reader in self._readers:
+            reader.join(STOP)
+        self._process = None
