@@ -49,9 +49,15 @@ def plan_job(line: CommandLine) -> PlannedJob:
     spec = job_spec(
         line, inventory, nodes=node_count(line.options) if "inventory" in line.options else ONE_NODE
     )
-    for warning in (*warnings(line, spec, os.environ), *unknown_nodes(spec, inventory)):
-        warn(warning)
+    tell_mistakes(line, spec, inventory)
     return plan(spec, inventory, topology_of(line))
+
+
+def tell_mistakes(line: CommandLine, spec: JobSpec, inventory: Inventory) -> None:
+    """Write what is probably a mistake to stderr."""
+    if "quiet" not in line.options:
+        for warning in (*warnings(line, spec, os.environ), *unknown_nodes(spec, inventory)):
+            warn(warning)
 
 
 def inventory_of(line: CommandLine) -> Inventory:

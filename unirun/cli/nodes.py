@@ -12,11 +12,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from unirun.cli.commandline import CommandLine, items
-from unirun.cli.compose import job_spec
+from unirun.cli.compose import job_spec, tell_mistakes
 from unirun.cli.joboptions import node_count, several_nodes
-from unirun.cli.mistakes import warnings
 from unirun.cli.run import tell_started
-from unirun.collocation import Inventory, local_inventory, unknown_nodes
+from unirun.collocation import Inventory, local_inventory
 from unirun.collocation.numa import told_topology
 from unirun.errors import RendezvousError, UsageError
 from unirun.launcher.foreground.terminal import warn
@@ -122,8 +121,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
 def planned(line: CommandLine, inventory: Inventory, nodes: NodeCount, run_id: str) -> PlannedJob:
     """The job with the inventory of all its nodes. Likely mistakes are written to stderr."""
     spec = replace(job_spec(line, inventory, nodes=nodes), run_id=run_id)
-    for warning in (*warnings(line, spec, os.environ), *unknown_nodes(spec, inventory)):
-        warn(warning)
+    tell_mistakes(line, spec, inventory)
     return plan(spec, inventory, told_topology)
 
 

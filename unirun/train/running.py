@@ -26,6 +26,9 @@ from unirun.values import Value
 BACK = 120.0
 """Seconds in which lost workers must be back."""
 
+LOOK = 0.5
+"""Seconds between two looks whether this thread was interrupted."""
+
 ALL = -1
 """In place of a rank."""
 
@@ -163,15 +166,15 @@ class TrainingIterator:
                 report(f"unirun: {self._workers.world_size} ranks go on, {again.world} were there before")
                 return
         self._failures += 1
+        what = again.cause.problem if isinstance(again.cause, UnirunError) else repr(again.cause)
         if 0 <= most < self._failures:
             if not lost:
                 raise again.cause
             raise TrainingFailed(
-                f"workers were lost {self._failures} times, and max_failures is {most}; {again.cause}",
+                f"{what}; that is failure {self._failures}, and max_failures is {most}",
                 f"see unirun logs {self._workers.name} for what they wrote, or allow more",
             ) from again.cause
         limit = f" of {most}" if most >= 0 else ""
-        what = again.cause.problem if isinstance(again.cause, UnirunError) else repr(again.cause)
         report(f"unirun: failure {self._failures}{limit}: {what}; the run goes on")
 
     def _attempt(self) -> Iterator[list[dict[str, Any]]]:
@@ -199,7 +202,7 @@ class TrainingIterator:
                 yield from self._follow(group, run, attempt)
                 self._results = [self._decode(each) for each in run.result()]
             except BaseException as error:
-                self._end(group, attempt, f"the run has ended: {type(error).__name__}")
+                self._end(attempt, f"the run has ended: {type(error).__name__}")
                 raise
         except Exception as error:
             if isinstance(error, (WorkerLost, InvocationTimeout, *request.retry)):
@@ -264,7 +267,11 @@ class TrainingIterator:
         lockstep, number = Lockstep(len(group)), 1
         ask(number)
         while True:
-            rank, ref = news.get()
+            try:
+                # Not for ever, as a wait that has no end hides Ctrl-C from a thread that another one interrupts.
+                rank, ref = news.get(timeout=LOOK)
+            except queue.Empty:
+                continue
             if rank == ALL:
                 # It has failed, or all ranks have finished and said so.
                 ref.result()
@@ -310,8 +317,9 @@ class TrainingIterator:
             self._grown = self._now()
             self._workers.grow()
 
-    def _end(self, group: RoleGroup, attempt: int, reason: str) -> None:
+    def _end(self, attempt: int, reason: str) -> None:
         """Interrupt what still runs of an attempt, and do not wait for it. The group is formed anew after it."""
         self._attempts.fresh += 1
-        for worker in group:
+        # There may be fewer ranks than the attempt had.
+        for worker in self._workers.group:
             worker.interrupt.call_async(attempt, reason)

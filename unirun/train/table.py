@@ -24,8 +24,8 @@ def table(status: JobStatus, described: Sequence[Mapping[str, Any]], backend: st
                 worker.node,
                 str(own.get("pid") or worker.pid or ""),
                 str(own.get("devices") or "cpu"),
-                "" if worker.cpu is None else f"{worker.cpu:.1f} s",
-                "" if worker.memory is None else show_size(worker.memory),
+                f"{own['cpu']:.1f} s" if own else "",
+                show_size(own["memory"]) if own else "",
                 f"{worker.phase}{restarted}",
             )
         )

@@ -118,8 +118,9 @@ class Trainer:
         Raises `PlacementError` where there is no room, `UsageError`, `TrainingFailed`, and what the hook or the class
         raises.
         """
-        self._hook = initialization_hook if initialization_hook is not None else self._hook
-        self._made = (kind, args, kwargs) if kind is not None else self._made
+        if kind is not None or initialization_hook is not None:
+            self._hook, self._made = initialization_hook, (kind, args, kwargs) if kind is not None else None
+            self._prepared = {}
         if self._workers is None:
             workers = Workers(self._setup)
             self.logdir = self._logdir or str(unirun_home() / "train" / workers.name)

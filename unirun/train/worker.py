@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from unirun.errors import TrainingFailed, UsageError
 from unirun.roles import BaseWorkload, MasterHandle, init, trainer_invocation
@@ -23,6 +24,9 @@ from unirun.values import Value
 
 INTERRUPT = signal.SIGRTMIN + 7
 """The signal that interrupts a function in the main thread. Nobody else uses it, and its number says nothing."""
+
+OVER = 1 << 62
+"""After every attempt."""
 
 CALLS = 8
 """Calls that run beside the function at most."""
@@ -81,7 +85,13 @@ class TrainWorker(BaseWorkload):
             self._backend.on_failure(self.rank, self.world_size)
 
     def teardown(self) -> None:
-        """The worker is stopped."""
+        """The worker is stopped. Threads that wait for a report would keep the process."""
+        with self._begun:
+            session, self._session = self._session, None
+            self._attempt = OVER
+            self._begun.notify_all()
+        if session is not None:
+            session.interrupt("the worker has ended")
         self._backend.on_shutdown()
 
     # Called by the driver, one at a time.
@@ -178,12 +188,13 @@ class TrainWorker(BaseWorkload):
 
     @trainer_invocation(concurrency=CALLS)
     def describe(self) -> dict[str, Any]:
-        """Where this rank is."""
+        """What this process has and uses: its devices, memory in bytes, seconds of processor time."""
+        process = psutil.Process()
         return {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
+            "pid": process.pid,
             "devices": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "local_rank": self.local_rank,
+            "memory": process.memory_info().rss,
+            "cpu": sum(process.cpu_times()[:2]),
         }
 
     def _of(self, attempt: int) -> Session | None:

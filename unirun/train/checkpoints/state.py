@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -134,12 +135,11 @@ def _is_local(folder: Folder) -> bool:
 
 def _load_sharded(folder: Folder, number: int, into: dict[str, Any] | None) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 
     reader = _reader(folder, number)
     if into is not None:
         state = plain_state(into)
-        load_parts(state, storage_reader=reader, no_dist=True)
+        _fill(state, reader)
         return state
     metadata = reader.read_metadata()
     flat: dict[str, Any] = {
@@ -148,11 +148,21 @@ def _load_sharded(folder: Folder, number: int, into: dict[str, Any] | None) -> d
         else None
         for name, about in metadata.state_dict_metadata.items()
     }
-    load_parts(flat, storage_reader=reader, no_dist=True)
+    _fill(flat, reader)
     nested: dict[str, Any] = {}
     for name, value in flat.items():
         _put(nested, metadata.planner_data.get(name, (name,)), value)
     return nested
+
+
+def _fill(state: dict[str, Any], reader: Any) -> None:
+    """Read what `state` needs; each rank reads for itself."""
+    from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+
+    with warnings.catch_warnings():
+        # That is what is meant.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load_parts(state, storage_reader=reader, no_dist=True)
 
 
 def _put(nested: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
