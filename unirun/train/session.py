@@ -109,17 +109,17 @@ class Session:
     def take(self, number: int) -> Reported | Finished:
         """The report with this number; those before were taken. Waits for it, or for the end. Raises `Interrupted`."""
         with self._changed:
-            while self._reports and self._reports[0].number < number:
-                self._reports.popleft()
-                self._changed.notify_all()
-            while not self._reports and self._finished is None and not self._interrupted:
+            while True:
+                while self._reports and self._reports[0].number < number:
+                    self._reports.popleft()
+                    self._changed.notify_all()
+                if self._reports:
+                    # It stays until the driver asks for the next one, as then the driver has it.
+                    return self._reports[0]
+                self.check()
+                if self._finished is not None:
+                    return self._finished
                 self._changed.wait()
-            if self._reports:
-                # Out of the way of the next one; the driver has it when it asks for that.
-                return self._reports[0]
-            self.check()
-            assert self._finished is not None
-            return self._finished
 
     def commit(self, number: int) -> Future[Info]:
         """Make a checkpoint of this rank count."""

@@ -1,0 +1,166 @@
+"""Checkpoints that ranks save beside training: when one counts, what is in it, and whose."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unirun.errors import TrainingFailed, UsageError
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Info, Writer, load
+from unirun.train.checkpoints import writer as module
+from unirun.train.data import Progress
+
+SOON = 20.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path / "run"))
+
+
+def rank(folder: Folder, number: int = 0, world: int = 1, **strategy: Any) -> Writer:
+    return Writer(folder, CheckpointStrategy(**strategy), number, world, 1)
+
+
+def committed(writer: Writer, number: int) -> Info:
+    return writer.commit(number).result(SOON)
+
+
+def state(folder: Folder, number: int) -> dict[str, Any]:
+    return load(folder, folder.manifest(number), None)
+
+
+class TestWhenOneCounts:
+    @pytest.fixture(autouse=True)
+    def patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "HOLD", 1000.0)
+
+    def test_it_counts_when_the_driver_says_so(self, folder: Folder) -> None:
+        writer = rank(folder)
+        writer.save({"epoch": 3}, {})
+        assert writer.reported({"loss": 1.0}) == 1
+        assert folder.infos() == []
+        info = committed(writer, 1)
+        assert folder.infos() == [info]
+        assert state(folder, 1) == {"epoch": 3}
+
+    def test_the_next_one_makes_it_count_when_no_report_has_followed(self, folder: Folder) -> None:
+        writer = rank(folder)
+        writer.save({"epoch": 1}, {})
+        writer.save({"epoch": 2}, {})
+        assert [info.number for info in folder.infos()] == [1]
+        assert writer.finish() == 2
+
+    def test_what_is_not_committed_when_the_attempt_ends_does_not_count(self, folder: Folder) -> None:
+        writer = rank(folder)
+        writer.save({"epoch": 1}, {})
+        writer.close()
+        assert folder.latest() is None
+
+    def test_a_report_without_one_before_it_says_nothing(self, folder: Folder) -> None:
+        writer = rank(folder)
+        assert writer.reported({"loss": 1.0}) is None
+        writer.save({"epoch": 1}, {})
+        writer.reported({})
+        committed(writer, 1)
+        assert writer.reported({}) is None
+
+    def test_saying_it_twice_changes_nothing(self, folder: Folder) -> None:
+        writer = rank(folder)
+        writer.save({"epoch": 1}, {})
+        assert committed(writer, 1).path == committed(writer, 1).path
+
+
+def test_it_counts_by_itself_when_no_report_follows(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HOLD", 0.01)
+    counts = threading.Event()
+    commit = folder.commit
+    monkeypatch.setattr(folder, "commit", lambda manifest: (commit(manifest), counts.set())[0])
+    writer = rank(folder)
+    writer.save({"epoch": 1}, {})
+    assert counts.wait(SOON)
+    assert [info.number for info in folder.infos()] == [1]
+
+
+class TestWhatIsInIt:
+    def test_the_state_is_that_of_the_moment(self, folder: Folder) -> None:
+        writer, weights = rank(folder), torch.ones(3)
+        writer.save({"w": weights, "list": [weights], "n": 5}, {})
+        weights.fill_(7.0)
+        committed(writer, 1)
+        found = state(folder, 1)
+        assert found["w"].tolist() == found["list"][0].tolist() == [1.0] * 3
+        assert found["n"] == 5
+
+    def test_modules_and_optimizers_are_their_state_dicts(self, folder: Folder) -> None:
+        writer, model = rank(folder), torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        writer.save({"model": model, "optimizer": optimizer}, {})
+        committed(writer, 1)
+        found = state(folder, 1)
+        assert [*found["model"]] == ["weight", "bias"]
+        torch.nn.Linear(2, 1).load_state_dict(found["model"])
+        torch.optim.Adam(model.parameters()).load_state_dict(found["optimizer"])
+
+    def test_a_state_that_cannot_be_saved_is_told_with_the_next_call(self, folder: Folder) -> None:
+        writer = rank(folder)
+        writer.save({"lock": threading.Lock()}, {})
+        with pytest.raises(UsageError, match="this state cannot be saved: TypeError"):
+            writer.finish()
+
+    def test_a_directory_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="file"):
+            rank(Folder(f"{tmp_path}/file/run")).save({"epoch": 1}, {})
+
+
+class TestSeveralRanks:
+    def test_rank_0_writes_the_state_and_all_ranks_how_far_they_have_come(self, folder: Folder) -> None:
+        writers = [rank(folder, number, 2) for number in range(2)]
+        for number, writer in enumerate(writers):
+            progress = Progress(0, 10).split(number, 2, 1, 20)
+            writer.save({"rank": number}, {"train": progress})
+        assert [writer.reported({}) for writer in writers] == [1, None]
+        committed(writers[0], 1)
+        assert state(folder, 1) == {"rank": 0}
+        assert folder.manifest(1).data["train"].prefix == 10
+
+    def test_a_rank_that_does_not_save_is_named(
+        self, folder: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "TOGETHER", 0.0)
+        writer = rank(folder, 0, 3)
+        writer.save({"rank": 0}, {"train": Progress()})
+        with pytest.raises(TrainingFailed, match="ranks 1, 2 have not saved checkpoint 1"):
+            committed(writer, 1)
+
+    def test_ranks_with_different_datasets_are_told(self, folder: Folder) -> None:
+        for number, name in ((1, "validation"), (0, "train")):
+            writer = rank(folder, number, 2)
+            writer.save({}, {name: Progress()})
+        with pytest.raises(UsageError, match="ranks use different datasets"):
+            committed(writer, 1)
+
+
+class TestKeeping:
+    def test_only_the_best_are_kept(self, folder: Folder) -> None:
+        writer = rank(folder, num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+        for number, loss in enumerate((0.5, 0.1, 0.9, 0.3), 1):
+            writer.save({"epoch": number}, {})
+            writer.reported({"loss": loss})
+            committed(writer, number)
+        assert [(info.number, info.score) for info in folder.infos()] == [(2, 0.1), (4, 0.3)]
+
+    def test_a_score_that_is_not_a_number_is_told_and_the_checkpoint_does_not_count(
+        self, folder: Folder
+    ) -> None:
+        writer = rank(folder, checkpoint_score_attribute="loss")
+        writer.save({"epoch": 1}, {})
+        writer.reported({"loss": float("nan")})
+        with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is nan"):
+            committed(writer, 1)
+        assert folder.infos() == []

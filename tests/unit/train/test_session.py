@@ -1,0 +1,196 @@
+"""What a training function finds, in a worker and in plain python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from unirun import train
+from unirun.errors import UsageError
+from unirun.train import functions
+from unirun.train.checkpoints import CheckpointStrategy, Folder, Writer
+from unirun.train.lockstep import Finished, Reported
+from unirun.train.session import Interrupted, Place, Session
+
+SOON = 20.0
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain python, without what other tests have left."""
+    monkeypatch.setattr(functions, "_alone", None)
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = Session(Place(1, 4, 1, 2), config={"lr": 0.1}, datasets={None: range(8), "other": range(4)})
+    functions.enter(made)
+    yield made
+    functions.enter(None)
+    made.close()
+
+
+@pytest.mark.usefixtures("alone")
+class TestInPlainPython:
+    def test_it_is_rank_0_of_1(self) -> None:
+        assert not train.in_worker()
+        assert (train.world_rank(), train.local_rank(), train.world_size()) == (0, 0, 1)
+
+    def test_reports_are_printed(self, capfd: pytest.CaptureFixture[str]) -> None:
+        train.report(loss=0.5, epoch=1)
+        assert capfd.readouterr().err == "report: loss=0.5, epoch=1\n"
+
+    def test_what_is_saved_is_loaded(self) -> None:
+        assert train.load_checkpoint() is None
+        train.save_checkpoint(epoch=3)
+        assert train.load_checkpoint() == {"epoch": 3}
+
+    def test_a_dataset_is_the_one_that_is_given_for_that(self) -> None:
+        assert [*train.get_dataset_shard(otherwise=range(3))] == [0, 1, 2]
+        with pytest.raises(UsageError, match="this run has no dataset 'train'; it has none"):
+            train.get_dataset_shard("train")
+
+    def test_model_loader_and_optimizer_are_as_they_were(self) -> None:
+        model, loader = torch.nn.Linear(1, 1), DataLoader(TensorDataset(torch.zeros(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert train.prepare_model(model) is model
+        assert train.prepare_data_loader(loader) is loader
+        assert train.prepare_optimizer(optimizer) is optimizer
+        train.backward(model(torch.ones(1, 1)).sum())
+        assert model.weight.grad is not None
+
+
+class TestInAWorker:
+    def test_it_knows_its_place(self, session: Session) -> None:
+        assert train.in_worker()
+        assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 4)
+        assert train.config() == {"lr": 0.1}
+
+    def test_it_has_its_part_of_each_dataset(self, session: Session) -> None:
+        assert [*train.get_dataset_shard()] == [1, 5]
+        assert [*train.get_dataset_shard("other")] == [1]
+        assert train.get_dataset_shard() is train.get_dataset_shard()
+        with pytest.raises(UsageError, match="it has None, 'other'"):
+            train.get_dataset_shard("third")
+
+    def test_a_loader_is_split(self, session: Session) -> None:
+        loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=2)
+        found = train.prepare_data_loader(loader)
+        assert [batch.tolist() for (batch,) in found] == [[2, 3], [10, 11]]
+
+
+class TestReports:
+    def test_they_are_taken_in_order_with_what_is_added(self, session: Session) -> None:
+        train.report(loss=torch.tensor(2.5), name="x")
+        said = session.take(1)
+        assert isinstance(said, Reported)
+        assert (said.number, said.metrics["loss"], said.metrics["name"]) == (1, 2.5, "x")
+        assert said.metrics["_timestamp"] > 1e9
+        assert said.metrics["_time_this_iter_s"] >= 0
+        assert "_data_wait" not in said.metrics
+
+    def test_the_share_of_waiting_for_data_is_added_with_datasets(self, session: Session) -> None:
+        for _ in train.get_dataset_shard():
+            train.report()
+            said = session.take(1)
+            break
+        assert isinstance(said, Reported)
+        assert 0 <= said.metrics["_data_wait"] <= 1
+
+    def test_a_tensor_is_copied(self, session: Session) -> None:
+        tensor = torch.zeros(3)
+        train.report(values=tensor)
+        tensor.fill_(1.0)
+        said = session.take(1)
+        assert isinstance(said, Reported)
+        assert said.metrics["values"].tolist() == [0.0] * 3
+
+    def test_the_function_waits_when_it_is_two_ahead(self, session: Session) -> None:
+        done = threading.Event()
+
+        def function() -> None:
+            for _ in range(3):
+                session.report({})
+            done.set()
+
+        thread = threading.Thread(target=function)
+        thread.start()
+        session.take(1)
+        assert not done.is_set()
+        session.take(2)
+        assert done.wait(SOON)
+        thread.join()
+
+    def test_after_the_last_one_comes_the_end(self, session: Session) -> None:
+        train.report()
+        session.finish()
+        assert isinstance(session.take(1), Reported)
+        assert session.take(2) == Finished(1)
+
+    @pytest.mark.parametrize("name", ["_timestamp", "_mine"])
+    def test_names_of_unirun_are_refused(self, session: Session, name: str) -> None:
+        with pytest.raises(UsageError, match="begins with an underscore"):
+            train.report(**{name: 1})
+
+
+class TestInterrupts:
+    def test_they_end_every_wait(self, session: Session) -> None:
+        ended: list[str] = []
+
+        def wait(action: Any) -> None:
+            try:
+                action()
+            except Interrupted as error:
+                ended.append(str(error))
+
+        threads = [
+            threading.Thread(target=wait, args=(lambda: session.take(9),)),
+            threading.Thread(target=wait, args=(lambda: [session.report({}) for _ in range(9)],)),
+        ]
+        for thread in threads:
+            thread.start()
+        session.interrupt("another rank was lost")
+        for thread in threads:
+            thread.join(SOON)
+        assert ended == ["another rank was lost"] * 2
+        with pytest.raises(Interrupted):
+            train.save_checkpoint(epoch=1)
+
+    def test_no_except_exception_catches_them(self) -> None:
+        assert not issubclass(Interrupted, Exception)
+
+
+class TestRandomNumbers:
+    def test_a_run_that_goes_on_has_those_of_a_run_that_was_not_killed(self, tmp_path: Path) -> None:
+        def run(first: int, last: int) -> list[float]:
+            folder = Folder(str(tmp_path))
+            writer = Writer(folder, CheckpointStrategy(), 0, 1, first)
+            resume = (folder, folder.manifest(first - 1)) if first > 1 else None
+            session = Session(Place(), writer=writer, resume=resume, saves=first - 1)
+            functions.enter(session)
+            try:
+                train.enable_reproducibility(7)
+                torch.rand(5)
+                state = train.load_checkpoint()
+                found = []
+                for epoch in range(state["epoch"] + 1 if state else 1, last + 1):
+                    found.append(float(torch.rand(1)))
+                    train.save_checkpoint(epoch=epoch)
+                    session.commit(epoch).result(SOON)
+                return found
+            finally:
+                functions.enter(None)
+                session.close()
+                torch.use_deterministic_algorithms(False)
+
+        whole = run(1, 6)
+        for number in (5, 6):
+            Folder(str(tmp_path)).remove(number)
+        assert whole[4:] == run(5, 6)
+        assert len({*whole}) == 6
