@@ -62,10 +62,18 @@ class _Again(Exception):
 
 
 class Attempts:
-    """Numbers that the runs of one trainer have in common: of attempts, and of times that the group was formed anew."""
+    """What the runs of one trainer have in common: the number of the last attempt, and how many have failed in the
+    present generation of the process group."""
 
     def __init__(self) -> None:
-        self.last = self.fresh = 0
+        self.last = self.generation = self.spoilt = 0
+
+    def next(self, generation: int) -> tuple[int, int, int]:
+        """Another attempt, in this generation: its number, the generation, and how many have failed in that."""
+        if generation != self.generation:
+            self.generation, self.spoilt = generation, 0
+        self.last += 1
+        return self.last, generation, self.spoilt
 
 
 class TrainingIterator:
@@ -183,11 +191,11 @@ class TrainingIterator:
         try:
             resume, number = self._where(group)
             yield from self._given_up(resume)
-            self._attempts.last += 1
-            attempt = self._attempts.last
+            attempt, generation, spoilt = self._attempts.next(self._workers.generation)
             order = Order(
                 attempt,
-                self._attempts.fresh,
+                generation,
+                spoilt,
                 request.function,
                 request.takes_config,
                 request.config,
@@ -318,8 +326,8 @@ class TrainingIterator:
             self._workers.grow()
 
     def _end(self, attempt: int, reason: str) -> None:
-        """Interrupt what still runs of an attempt, and do not wait for it. The group is formed anew after it."""
-        self._attempts.fresh += 1
+        """Interrupt what still runs of an attempt, and do not wait for it."""
+        self._attempts.spoilt += 1
         # There may be fewer ranks than the attempt had.
         for worker in self._workers.group:
             worker.interrupt.call_async(attempt, reason)

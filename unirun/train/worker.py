@@ -43,12 +43,14 @@ class Stopped(Value):
 class Order(Value):
     """One attempt of a run, as every rank gets it. Attempts of one trainer have ascending numbers.
 
-    `fresh` is another number when the process group has to be formed again. Checkpoints go to `url`, from `number` on;
-    `resume` is the number of the one there to go on from, another folder and a number, or a state.
+    `spoilt` counts the attempts that have failed in this `generation` of the process group, so that the group has to be
+    formed again after each. Checkpoints go to `url`, from `number` on; `resume` is the number of the one there to go on
+    from, another folder and a number, or a state.
     """
 
     attempt: int
-    fresh: int
+    generation: int
+    spoilt: int
     function: Program
     takes_config: bool
     config: Mapping[str, Any]
@@ -69,7 +71,7 @@ class TrainWorker(BaseWorkload):
         self._attempt = 0
         self._begun = threading.Condition()
         self._ending: threading.Thread | None = None
-        self._fresh: int | None = None
+        self._met = (0, 0)
         self._in_function = False
         self._instance: Any = None
 
@@ -98,7 +100,7 @@ class TrainWorker(BaseWorkload):
 
     def run(self, order: Order) -> Any:
         """Run the function. Returns what it returns."""
-        self._meet(order.fresh)
+        self._meet(order.generation, order.spoilt)
         session = self._session_of(order)
         with self._begun:
             self._attempt, self._session = order.attempt, session
@@ -224,8 +226,8 @@ class TrainWorker(BaseWorkload):
             saves=order.number - 1,
         )
 
-    def _meet(self, fresh: int) -> None:
-        """Form the process group again, if something has failed in it."""
+    def _meet(self, generation: int, spoilt: int) -> None:
+        """Form the process group again, if something has failed in it since it was formed."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -233,10 +235,10 @@ class TrainWorker(BaseWorkload):
             # It must not end the group that is formed now.
             self._ending.join()
             self._ending = None
-        if self._fresh != fresh and not (self._fresh is None and fresh == 0):
-            self._anew(f"fresh/{fresh}")
+        if spoilt and self._met != (generation, spoilt):
+            self._anew(f"again/{spoilt}")
             self._backend.on_failure(self.rank, self.world_size)
-        self._fresh = fresh
+        self._met = generation, spoilt
 
     def _look(self) -> None:
         """The job has changed: if another rank was lost, the run is over here."""

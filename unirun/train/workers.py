@@ -189,6 +189,11 @@ class Workers:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def generation(self) -> int:
+        """How many times their process group was formed again, as ranks were lost."""
+        return self.visitor.peers.known(ROLE).generation
+
+    @property
     def world_size(self) -> int:
         """How many ranks there are now."""
         return self.visitor.peers.size(ROLE)

@@ -1,0 +1,450 @@
+"""A function on many ranks, driven from this process: results, reports, errors, kills, checkpoints. Real workers, which
+most tests share, as they stay warm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integration.harness import Script, Unirun, command_in, gone
+from unirun import train
+from unirun.errors import PlacementError, RemoteTraceback, TrainingFailed, UsageError
+from unirun.train import Trainer, TrainingCallback
+
+Results = list[dict[str, Any]]
+
+
+class Heard(TrainingCallback):
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Results] = []
+        self.error: BaseException | str | None = "not finished"
+        self.config: Mapping[str, Any] = {}
+
+    def start_training(self, logdir: str, config: Mapping[str, Any]) -> None:
+        self.config, self.logdir = config, logdir
+
+    def handle_result(self, results: Results) -> None:
+        self.rounds.append(results)
+
+    def finish_training(self, error: BaseException | None) -> None:
+        self.error = error
+
+    def of(self, name: str) -> list[Any]:
+        """A metric of rank 0, report by report."""
+        return [results[0][name] for results in self.rounds]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unirun]:
+    """No process of a trainer may be left in it."""
+    with command_in(tmp_path_factory.mktemp("trainers")) as command, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNIRUN_HOME", str(command.home))
+        # What pytest has imported is no business of the workers.
+        patch.delenv("PYTHONPATH", raising=False)
+        yield command
+
+
+@pytest.fixture(scope="module")
+def trainer(home: Unirun) -> Iterator[Trainer]:
+    with Trainer(num_workers=3, max_failures=20) as made:
+        made.start()
+        yield made
+
+
+class TestARun:
+    def test_results_are_in_rank_order_and_the_process_group_works(self, trainer: Trainer) -> None:
+        def function(config: dict[str, Any]) -> Any:
+            total = torch.tensor([config["base"] + train.world_rank()])
+            dist.all_reduce(total)
+            return train.world_rank(), train.world_size(), train.local_rank(), total.item()
+
+        assert trainer.run(function, config={"base": 10}) == [(n, 3, n, 33) for n in range(3)]
+
+    def test_reports_of_all_ranks_come_together_with_what_is_added(self, trainer: Trainer) -> None:
+        def function() -> str:
+            for step in range(3):
+                train.report(step=step, rank=train.world_rank())
+            return "done"
+
+        heard = Heard()
+        assert trainer.run(function, callbacks=[heard]) == ["done"] * 3
+        assert [[each["rank"] for each in results] for results in heard.rounds] == [[0, 1, 2]] * 3
+        assert (heard.of("step"), heard.of("_training_iteration")) == ([0, 1, 2], [1, 2, 3])
+        assert heard.error is None
+        assert Path(heard.logdir).is_dir()
+
+    def test_an_iterator_gives_the_reports_one_after_the_other(self, trainer: Trainer) -> None:
+        def function(config: dict[str, int]) -> int:
+            for step in range(config["steps"]):
+                train.report(step=step)
+            return train.world_rank()
+
+        run = trainer.run_iterator(function, config={"steps": 4})
+        assert next(run)[2]["step"] == 0
+        assert not run.is_finished()
+        with pytest.raises(UsageError, match="the run is not finished"):
+            run.get_final_results()
+        assert [results[0]["step"] for results in run] == [1, 2, 3]
+        assert run.is_finished()
+        assert run.get_final_results() == [0, 1, 2]
+        assert trainer.run_generator(function, config={"steps": 4}).get_final_results(force=True) == [0, 1, 2]
+
+    def test_a_run_that_is_left_early_ends_and_the_next_one_works(self, trainer: Trainer) -> None:
+        def endless() -> None:
+            while True:
+                train.report(x=1)
+
+        assert next(trainer.run_iterator(endless))[0]["x"] == 1
+        assert trainer.run(lambda: train.world_rank()) == [0, 1, 2]
+
+    def test_lambdas_closures_and_classes_of_this_module_are_sent_by_value(self, trainer: Trainer) -> None:
+        captured = {"of": "here"}
+        assert trainer.run(lambda: captured["of"]) == ["here"] * 3
+
+    def test_workers_are_the_same_processes_from_run_to_run(self, trainer: Trainer) -> None:
+        assert trainer.run(os.getpid) == trainer.run(os.getpid) == trainer.execute(os.getpid)
+
+    def test_print_shows_a_line_for_each_worker(self, trainer: Trainer) -> None:
+        lines = str(trainer).splitlines()
+        assert lines[0].endswith("3 workers, backend torch")
+        assert lines[1].split() == ["RANK", "NODE", "PID", "DEVICES", "CPU", "MEMORY", "STATE"]
+        assert [line.split()[2] for line in lines[2:]] == [*map(str, trainer.execute(os.getpid))]
+        assert (
+            str(Trainer((2, float("inf"))))
+            == "Trainer of 2 to any number of workers, backend torch, not started"
+        )
+
+
+class TestErrors:
+    def test_an_exception_of_one_rank_ends_the_run_while_the_others_wait_in_a_collective(
+        self, trainer: Trainer
+    ) -> None:
+        def function() -> None:
+            if train.world_rank() == 1:
+                raise LookupError("this rank has no data")
+            dist.barrier()
+
+        heard, began = Heard(), time.monotonic()
+        with pytest.raises(LookupError, match="this rank has no data") as raised:
+            trainer.run(function, callbacks=[heard])
+        assert time.monotonic() - began < 5
+        assert heard.error is raised.value
+        assert isinstance(raised.value.__cause__, RemoteTraceback)
+        assert 'raise LookupError("this rank has no data")' in str(raised.value.__cause__)
+        assert trainer.run(lambda: train.world_size()) == [3, 3, 3]
+
+    @pytest.mark.parametrize("code", [0, 3])
+    def test_leaving_the_process_is_a_failure(self, trainer: Trainer, code: int) -> None:
+        def function() -> None:
+            if train.world_rank() == 2:
+                sys.exit(code)
+            time.sleep(60)
+
+        with pytest.raises(TrainingFailed, match=rf"called sys.exit\({code}\) in rank 2"):
+            trainer.run(function)
+        assert trainer.run(train.world_rank) == [0, 1, 2]
+
+    def test_ranks_that_report_unequally_often_are_named(self, trainer: Trainer) -> None:
+        def function() -> None:
+            for _ in range(2 + (train.world_rank() == 1)):
+                train.report(x=1)
+
+        with pytest.raises(TrainingFailed, match=r"ranks? [02,]+ 2 times, rank 1 at least 3 times"):
+            trainer.run(function)
+
+    @pytest.mark.parametrize("when", ["start_training", "handle_result", "finish_training"])
+    def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(
+        self, trainer: Trainer, when: str
+    ) -> None:
+        class Bad(Heard):
+            pass
+
+        def fail(self: Bad, *args: object) -> None:
+            raise RuntimeError(f"a bug in {when}")
+
+        setattr(Bad, when, fail)
+        heard = Heard()
+        with pytest.raises(RuntimeError, match=f"a bug in {when}") as raised:
+            trainer.run(lambda: train.report(x=1), callbacks=[heard, Bad()])
+        assert any(entry.name == "fail" for entry in raised.traceback)
+        assert (heard.error is raised.value) or when == "finish_training"
+        assert trainer.run(train.world_rank) == [0, 1, 2]
+
+    def test_ctrl_c_ends_the_run_and_keeps_the_trainer(self, trainer: Trainer) -> None:
+        def function() -> None:
+            train.report(x=1)
+            while True:
+                pass
+
+        class Interrupting(Heard):
+            def handle_result(self, results: Results) -> None:
+                threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+
+        heard = Interrupting()
+        before = trainer.execute(os.getpid)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(function, callbacks=[heard])
+        assert isinstance(heard.error, KeyboardInterrupt)
+        assert trainer.run(os.getpid) == before
+
+    def test_what_the_function_returns_must_be_sent(self, trainer: Trainer) -> None:
+        with pytest.raises(Exception, match="cannot pickle"):
+            trainer.run(lambda: threading.Lock())
+
+
+def step_by_step(config: dict[str, Any]) -> int:
+    """Saves and reports each step; at some, a rank is killed once."""
+    state = train.load_checkpoint()
+    first = state["step"] + 1 if state else 0
+    total = torch.zeros(1)
+    for step in range(first, config["steps"]):
+        dist.all_reduce(total)
+        mark = Path(config["marks"], str(step))
+        if (
+            config["kill"].get(step) == train.world_rank()
+            and config["where"] == "before"
+            and not mark.exists()
+        ):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.save_checkpoint(step=step, total=total)
+        if (
+            config["kill"].get(step) == train.world_rank()
+            and config["where"] == "between"
+            and not mark.exists()
+        ):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        train.report(step=step, world=train.world_size())
+        if (
+            config["kill"].get(step) == train.world_rank()
+            and config["where"] == "after"
+            and not mark.exists()
+        ):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return int(first)
+
+
+class TestKills:
+    @pytest.mark.parametrize("where", ["before", "between", "after"])
+    def test_each_step_is_reported_and_saved_once_though_ranks_are_killed_at_every_one(
+        self, trainer: Trainer, tmp_path: Path, where: str
+    ) -> None:
+        """A rank is killed before a checkpoint, between it and the report that follows, or after that."""
+        steps = 6
+        kill = {step: (step + 1) % 3 for step in range(steps - (where == "after"))}
+        heard = Heard()
+        config = {"steps": steps, "kill": kill, "marks": str(tmp_path), "where": where}
+        trainer.run(step_by_step, config=config, callbacks=[heard])
+        assert heard.of("step") == [*range(steps)]
+        assert heard.of("_training_iteration") == [*range(1, steps + 1)]
+        assert heard.error is None
+        assert trainer.latest_checkpoint is not None
+        saved = sorted(path.name for path in Path(trainer.latest_checkpoint).parent.iterdir())
+        assert saved == [f"{number:06}" for number in range(1, steps + 1)]
+
+    def test_survivors_keep_their_processes(self, trainer: Trainer, tmp_path: Path) -> None:
+        before = trainer.execute(os.getpid)
+        config = {"steps": 2, "kill": {1: 1}, "marks": str(tmp_path), "where": "before"}
+        trainer.run(step_by_step, config=config)
+        after = trainer.execute(os.getpid)
+        assert [before[0] == after[0], before[1] == after[1], before[2] == after[2]] == [True, False, True]
+
+    def test_a_run_that_has_lost_too_many_workers_fails_and_the_trainer_stays(self, home: Unirun) -> None:
+        def dies() -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def fails() -> None:
+            raise OSError("the disk is away")
+
+        heard = Heard()
+        with Trainer(2, max_failures=1, retry_exceptions=[OSError]) as trainer:
+            with pytest.raises(TrainingFailed, match="that is failure 2, and max_failures is 1"):
+                trainer.run(dies, callbacks=[heard])
+            assert isinstance(heard.error, TrainingFailed)
+            # Those exceptions count as losses do.
+            with pytest.raises(OSError, match="the disk is away"):
+                trainer.run(fails)
+            assert trainer.run(train.world_rank) == [0, 1]
+
+    def test_a_rank_that_dies_between_two_runs_costs_nothing(self, trainer: Trainer) -> None:
+        pids = trainer.execute(os.getpid)
+        os.kill(pids[0], signal.SIGKILL)
+        gone(pids[0], 10)
+        heard = Heard()
+        trainer.run(lambda: train.report(x=1), callbacks=[heard])
+        assert len(heard.rounds) == 1
+
+
+class TestCheckpoints:
+    def test_a_run_goes_on_from_the_checkpoint_that_it_is_given(
+        self, trainer: Trainer, tmp_path: Path
+    ) -> None:
+        config = {"steps": 3, "kill": {}, "marks": str(tmp_path), "where": ""}
+        trainer.run(step_by_step, config=config)
+        latest = trainer.latest_checkpoint
+        assert trainer.run(step_by_step, config={**config, "steps": 5}, checkpoint=latest) == [3, 3, 3]
+        assert trainer.run(step_by_step, config={**config, "steps": 5}, checkpoint={"step": 3}) == [4, 4, 4]
+
+    def test_the_best_ones_are_kept(self, trainer: Trainer) -> None:
+        def function() -> None:
+            for step, loss in enumerate((0.5, 0.1, 0.7, 0.3)):
+                train.save_checkpoint(step=step)
+                train.report(loss=loss)
+
+        strategy = train.CheckpointStrategy(2, "loss", "min")
+        trainer.run(function, checkpoint_strategy=strategy)
+        assert trainer.best_checkpoint_path is not None
+        assert trainer.latest_checkpoint is not None
+        kept = sorted(path.name for path in Path(trainer.best_checkpoint_path).parent.iterdir())
+        assert kept == ["000002", "000004"]
+        assert (trainer.best_checkpoint_path[-1], trainer.latest_checkpoint[-1]) == ("2", "4")
+
+    def test_a_score_that_is_not_a_number_ends_the_run(self, trainer: Trainer) -> None:
+        def function() -> None:
+            train.save_checkpoint(step=1)
+            train.report(loss=float("nan"))
+
+        with pytest.raises(UsageError, match="the score 'loss' of a checkpoint is nan"):
+            trainer.run(function, checkpoint_strategy=train.CheckpointStrategy(2, "loss"))
+
+    def test_a_damaged_one_is_skipped(self, trainer: Trainer, tmp_path: Path) -> None:
+        """The last one is damaged and a rank killed: the run goes on from the one before."""
+
+        def function(config: dict[str, str]) -> int:
+            state = train.load_checkpoint()
+            first: int = state["step"] + 1 if state else 0
+            for step in range(first, 4):
+                train.save_checkpoint(step=step)
+                train.report(step=step)
+                dist.barrier()
+                mark = Path(config["mark"])
+                if step == 2 and not mark.exists() and train.world_rank() == 0:
+                    mark.touch()
+                    (damaged,) = Path(config["logdir"]).glob("run_*/checkpoints/000002/state.pt")
+                    damaged.write_bytes(b"nothing")
+                    (last,) = Path(config["logdir"]).glob("run_*/checkpoints/000003")
+                    while not (last / "checkpoint.json").exists():
+                        time.sleep(0.01)
+                    (last / "state.pt").write_bytes(b"nothing")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.barrier()
+            return first
+
+        with Trainer(2, logdir=tmp_path / "logs") as own:
+            config = {"mark": str(tmp_path / "mark"), "logdir": str(tmp_path / "logs")}
+            assert own.run(function, config=config) == [1, 1]
+
+    def test_what_four_ranks_have_saved_in_parts_loads_on_two(self, home: Unirun) -> None:
+        def function() -> Any:
+            torch.manual_seed(3)
+            model = train.prepare_model(torch.nn.Linear(10, 6), parallel="fsdp")
+            state = train.load_checkpoint(into={"model": model, "epoch": -1})
+            if state is None:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(2.0)
+                train.save_checkpoint(model=model, epoch=4)
+                train.report()
+            whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+            return [tensor.tolist() for tensor in whole], state and state["epoch"]
+
+        with Trainer(4) as four:
+            (saved, epoch), *_ = four.run(function)
+            path = four.latest_checkpoint
+        assert epoch is None
+        with Trainer(2) as two:
+            assert two.run(function, checkpoint=path) == [(saved, 4)] * 2
+            read = two.run(lambda: train.load_checkpoint(), checkpoint=path)[0]
+        assert read["model"]["weight"].tolist() == saved[0]
+        assert read["epoch"] == 4
+
+
+class TestClasses:
+    def test_objects_are_made_in_all_ranks_and_called(self, trainer: Trainer) -> None:
+        class Counter:
+            def __init__(self, start: int) -> None:
+                self.value = start
+
+            def add(self, number: int) -> int:
+                self.value += number
+                return self.value
+
+        trainer.start(Counter, 10)
+        assert trainer.execute(lambda counter: counter.add(1)) == [11, 11, 11]
+        assert trainer.execute_single(2, lambda counter, n: counter.add(n), 5) == 16
+        assert trainer.execute_async(lambda counter: counter.value).result() == [11, 11, 16]
+
+    def test_a_hook_is_called_also_in_who_comes_in_the_place_of_another(
+        self, home: Unirun, tmp_path: Path
+    ) -> None:
+        def hook() -> None:
+            os.environ["PREPARED"] = "yes"
+
+        with Trainer(2) as trainer:
+            trainer.start(initialization_hook=hook)
+            pids = trainer.execute(os.getpid)
+            os.kill(pids[1], signal.SIGKILL)
+            assert trainer.run(lambda: os.environ["PREPARED"]) == ["yes", "yes"]
+
+
+class TestBeforeWorkersStart:
+    def test_mistakes_are_told_at_once(self, home: Unirun, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        began = time.monotonic()
+        with pytest.raises(UsageError, match="logdir .* cannot be written"):
+            Trainer(logdir=tmp_path / "file" / "logs").run(lambda: None)
+        for arguments in ({"num_workers": 0}, {"backend": "horovod"}, {"resources_per_worker": {"GPU": 1}}):
+            with pytest.raises(UsageError):
+                Trainer(**arguments)  # type: ignore[arg-type]
+        for function in (5, lambda a, b: None, Heard):
+            with pytest.raises(UsageError):
+                Trainer().run(function)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"callbacks\[0\] is the class Heard"):
+            Trainer().run(lambda: None, callbacks=[Heard])  # type: ignore[list-item]
+        with pytest.raises(UsageError, match="is no checkpoint"):
+            Trainer().run(lambda: None, checkpoint="nowhere")
+        assert time.monotonic() - began < 5
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_gpus_that_are_not_there_are_told(self, home: Unirun) -> None:
+        with pytest.raises(PlacementError, match="2 cuda slots are needed, 0 are there"):
+            Trainer(2, use_gpu=True).start()
+
+
+DRIVER = """
+    import os, sys
+    from unirun.train import Trainer, report
+
+    def function():
+        report(pid=os.getpid())
+        while True:
+            pass
+
+    if __name__ == "__main__":
+        trainer = Trainer(2)
+        for results in trainer.run_iterator(function):
+            print("pids", *(each["pid"] for each in results), flush=True)
+"""
+
+
+def test_a_driver_that_is_killed_leaves_no_worker(unirun: Unirun, script: Script) -> None:
+    driver = unirun.start_program([sys.executable, str(script(DRIVER))])
+    (line,) = driver.lines(r"pids ([\d ]+)")
+    os.kill(driver.pid, signal.SIGKILL)
+    for pid in map(int, line.split()):
+        assert gone(pid, 5)
+    unirun.assert_nothing_left(within=10)
