@@ -34,8 +34,8 @@ dist: Any = torch.distributed
 c10d: Any = distributed_c10d
 """torch's modules of process groups; much that is used of them has no types."""
 
-SLICE = 0.2
-"""Seconds of each wait in a store, between two checks of `GlooGroup.ended`."""
+SHORTEST, LONGEST = 0.001, 0.1
+"""Seconds between two looks whether another rank's address is in the store: they grow from one to the other."""
 KNOCK_TIMEOUT = 1.0
 """Seconds for a connection to this process's own listening socket."""
 
@@ -299,20 +299,21 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
             return value
 
         def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            # `store.wait` cannot be ended, and with a short timeout it warns of each.
             patience = timeout or store.timeout
             deadline = time.monotonic() + patience.total_seconds()
+            pause = SHORTEST
             while True:
                 if group.ended:
                     raise GroupError(
                         "the process group was ended while it was formed", "a rank was started again"
                     )
-                left = deadline - time.monotonic()
-                try:
-                    store.wait(keys, timedelta(seconds=max(min(left, SLICE), 0.001)))
+                if store.check(keys):
                     return
-                except dist.DistStoreError:
-                    if left <= SLICE:
-                        raise
+                if time.monotonic() >= deadline:
+                    raise dist.DistStoreError(f"{', '.join(keys)} not there after {patience}")
+                time.sleep(pause)
+                pause = min(pause * 1.25, LONGEST)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)

@@ -71,6 +71,13 @@ class Folder:
             file.write(data)
         return len(data), zlib.crc32(data)
 
+    def publish(self, number: int, name: str, data: bytes) -> None:
+        """Write a small file that others look for: they find all of it, or nothing."""
+        path = self.inside(number, name)
+        with self.files.open(f"{path}.partial", "wb") as file:
+            file.write(data)
+        self.files.mv(f"{path}.partial", path)
+
     def sizes(self, number: int) -> dict[str, int]:
         """The files that are there, and their sizes."""
         found = self.files.ls(self.inside(number), detail=True, refresh=True)
@@ -78,10 +85,7 @@ class Folder:
 
     def commit(self, manifest: Manifest) -> Info:
         """Make a checkpoint count, of which all other files are written."""
-        path = self.inside(manifest.number, MANIFEST)
-        with self.files.open(f"{path}.partial", "wb") as file:
-            file.write(msgspec.json.encode(manifest))
-        self.files.mv(f"{path}.partial", path)
+        self.publish(manifest.number, MANIFEST, msgspec.json.encode(manifest))
         return Info(manifest.number, self.path(manifest.number), manifest.score)
 
     def numbers(self) -> list[int]:

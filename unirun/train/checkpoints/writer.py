@@ -122,7 +122,7 @@ class Writer:
             write()
             if data:
                 raw = msgspec.json.encode(data)
-                self._folder.write(pending.number, f"data.{self._rank:05}.json", raw)
+                self._folder.publish(pending.number, f"data.{self._rank:05}.json", raw)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             pending.written.set_exception(error)
             return
