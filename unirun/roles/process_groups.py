@@ -4,7 +4,7 @@ gloo has no call that ends a group (`ProcessGroup.abort` does nothing for it, to
 peer, or for a survivor that has left, waits until the group's timeout of half an hour. `GlooGroup.end` ends the wait:
 
 - for an address in the rendezvous store: the store of the group checks `ended`;
-- in a collective, or for an answer of a peer: the group's sockets are shut down;
+- in a collective, or for an answer of a peer: the group's sockets are shut down, once nothing is under way on them;
 - for a peer that never connects: `end` connects in its place, and closes the connection.
 
 The group's sockets are known exactly: each rank publishes the address on which it listens, and every connection of the
@@ -14,10 +14,12 @@ group has such an address at one end. So `ProcessGroupGloo` is constructed with 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,12 +38,15 @@ c10d: Any = distributed_c10d
 
 SHORTEST, LONGEST = 0.001, 0.1
 """Seconds between two looks whether another rank's address is in the store: they grow from one to the other."""
+SETTLE = 0.5
+"""Seconds that the end of a group waits for what is under way in it."""
 KNOCK_TIMEOUT = 1.0
 """Seconds for a connection to this process's own listening socket."""
 
 _ESTABLISHED = 1
 _SIZE = struct.Struct("=Q")
 _NUMBER = struct.Struct("=q")
+_WAITING = struct.Struct("=i")
 _STORAGE = 128
 """Bytes of a ``sockaddr_storage``; a sequence number follows it in gloo's form of an address."""
 
@@ -129,10 +134,13 @@ class GlooGroup:
     def end(self) -> None:
         """Let all waits in this group fail, in this process and in its peers. Safe to call twice."""
         self.ended = True
-        for number, inode in self._find().items():
+        sockets = self._find()
+        _settle(sockets)
+        for number, inode in sockets.items():
             if _inode(number) == inode:
                 with contextlib.suppress(OSError), _borrowed(number) as sock:
-                    sock.shutdown(socket.SHUT_RDWR)
+                    # gloo closes it, then, so that the peer learns it, too. It may still answer what has arrived.
+                    sock.shutdown(socket.SHUT_RD)
         if not self.formed and self._own is not None:
             for number in self._own.numbers or range(self._size):
                 _knock(self._own.address, number)
@@ -327,6 +335,29 @@ def _watched_store(store: Any, group: GlooGroup) -> Any:
         compare_set, delete_key, num_keys = store.compare_set, store.delete_key, store.num_keys
 
     return Watched()
+
+
+def _settle(sockets: dict[int, int]) -> None:
+    """Wait until nothing is under way on these sockets, for at most `SETTLE` seconds.
+
+    gloo (``Pair::signalException`` in gloo/transport/tcp/pair.cc) does not tell who waits for an operation that it has
+    begun to write or to read when its connection ends: that wait goes on until the group's timeout.
+    """
+    deadline, still = time.monotonic() + SETTLE, 0
+    while still < 2 and time.monotonic() < deadline:
+        still = 0 if any(_inode(n) == inode and _under_way(n) for n, inode in sockets.items()) else still + 1
+        time.sleep(SHORTEST)
+
+
+def _under_way(number: int) -> bool:
+    """Whether bytes wait to be read, or to be acknowledged by the peer."""
+    try:
+        return any(
+            _WAITING.unpack(fcntl.ioctl(number, request, _WAITING.pack(0))) != (0,)
+            for request in (termios.FIONREAD, termios.TIOCOUTQ)
+        )
+    except OSError:
+        return False
 
 
 def _knock(address: Address, number: int) -> None:

@@ -167,10 +167,10 @@ class TrainWorker(BaseWorkload):
         session = self._session
         if session is not None and self._attempt == attempt:
             session.interrupt(reason)
+            self._wake()
             # In a thread: a group over nccl may take long to end.
             self._ending = threading.Thread(target=_end_groups, name="unirun-interrupt", daemon=True)
             self._ending.start()
-            self._wake()
 
     @trainer_invocation(concurrency=CALLS)
     def kill(self) -> None:
