@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
-import re
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import fsspec
-
 from unirun.errors import UsageError, WorkerLost
 from unirun.rendezvous.jobdir import unirun_home
+from unirun.reporting import report
 from unirun.roles import InvocationRef
+from unirun.train import tuning
 from unirun.train.backends import find_backend
 from unirun.train.callbacks import Callbacks, TrainingCallback
 from unirun.train.checkpoints import CheckpointStrategy
+from unirun.train.logdir import check_writable, next_run
 from unirun.train.running import Attempts, Request, TrainingIterator
+from unirun.train.setup import MANY, Setup, options_of, range_of, resources_of
 from unirun.train.table import table
-from unirun.train.workers import Setup, Workers
-
-MANY = 100_000
-"""Ranks, where there may be any number."""
+from unirun.train.workers import Workers
 
 GROW_EVERY = 60.0
 """Seconds between two attempts to have more ranks."""
@@ -78,8 +73,8 @@ class Trainer:
         env: Mapping[str, str] | None = None,
         grow_every: float = GROW_EVERY,
     ) -> None:
-        least, most = _range(num_workers)
-        device, slots = _resources(use_gpu, dict(resources_per_worker or {}))
+        least, most = range_of(num_workers)
+        device, slots = resources_of(use_gpu, dict(resources_per_worker or {}))
         if not isinstance(max_failures, int) or isinstance(max_failures, bool) or max_failures < -1:
             raise UsageError(f"max_failures={max_failures!r}", "give a number from 0 on, or -1 for any")
         wrong = [
@@ -88,7 +83,10 @@ class Trainer:
         if wrong:
             raise UsageError(f"retry_exceptions has {wrong[0]!r}", "give classes of exceptions")
         self._decode = find_backend(backend)().decode_data
-        self._setup = Setup(least, most, backend, device, slots, dict(env or {}), _options(placement, store))
+        # Without GPUs of their own they see none: `torch.cuda.is_available()` tells the truth.
+        hidden = {} if use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        options = options_of(placement, store)
+        self._setup = Setup(least, most, backend, device, slots, {**hidden, **(env or {})}, options)
         self._max_failures, self._retry = max_failures, tuple(retry_exceptions)
         self._grow_every = grow_every
         self._logdir = os.fspath(logdir) if logdir is not None else ""
@@ -98,6 +96,7 @@ class Trainer:
         self._made: tuple[type[Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._prepared: dict[int, int] = {}
         self._run: TrainingIterator | None = None
+        self._trainables: weakref.WeakSet[tuning.Trainable] = weakref.WeakSet()
         self.logdir = ""
         """Where this trainer keeps what its runs write; empty before `start`."""
         # Runs also at the exit of the interpreter.
@@ -121,10 +120,13 @@ class Trainer:
         if kind is not None or initialization_hook is not None:
             self._hook, self._made = initialization_hook, (kind, args, kwargs) if kind is not None else None
             self._prepared = {}
+        if self._workers is not None and not self._workers.lives:
+            report("unirun: the workers have ended; others are started")
+            self.shutdown()
         if self._workers is None:
             workers = Workers(self._setup)
             self.logdir = self._logdir or str(unirun_home() / "train" / workers.name)
-            _check_writable(self.logdir)
+            check_writable(self.logdir)
             workers.start()
             self._workers = workers
             self._attempts, self._prepared = Attempts(), {}
@@ -179,7 +181,7 @@ class Trainer:
             self._run.close()
         self.start()
         assert self._workers is not None
-        url = f"{self.logdir.rstrip('/')}/run_{_runs(self.logdir) + 1:03}"
+        url, local = next_run(self.logdir)
         request = Request(
             train_func,
             takes_config,
@@ -188,7 +190,7 @@ class Trainer:
             start,
             checkpoint_strategy or CheckpointStrategy(),
             f"{url}/checkpoints",
-            _local(url),
+            local,
             self._max_failures,
             self._retry,
             self._setup.least != self._setup.most,
@@ -200,6 +202,7 @@ class Trainer:
         return self._run
 
     run_generator = run_iterator
+    to_trainable = tuning.to_trainable
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -233,7 +236,9 @@ class Trainer:
         return self._workers.group[rank].execute(function, args, kwargs)
 
     def shutdown(self) -> None:
-        """End the workers. `run` would start others."""
+        """End the workers, also those of its trainables. `run` would start others."""
+        for trainable in tuple(self._trainables):
+            trainable.close()
         run, self._run = self._run, None
         if run is not None:
             run.close()
@@ -275,55 +280,6 @@ class Trainer:
             self._prepared[rank] = incarnation
 
 
-def _range(num_workers: Any) -> tuple[int, int]:
-    least, most = (
-        num_workers if isinstance(num_workers, tuple | list) and len(num_workers) == 2 else (num_workers,) * 2
-    )
-    most = MANY if most == math.inf else most
-    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in (least, most))
-    if not numbers or not 1 <= least <= most:
-        raise UsageError(
-            f"num_workers={num_workers!r}", "give a number from 1 on, or a range: (2, 8), (4, math.inf)"
-        )
-    return least, most
-
-
-def _resources(use_gpu: bool, resources: dict[str, float]) -> tuple[str | None, int]:
-    """The type of device, and how many each rank has."""
-    unknown = resources.keys() - {"CPU", "GPU"}
-    if unknown:
-        raise UsageError(f"resources_per_worker has {sorted(unknown)[0]!r}", "it has CPU and GPU")
-    for name, number in resources.items():
-        whole = isinstance(number, int | float) and number == int(number) and number >= 0
-        if not whole or isinstance(number, bool):
-            raise UsageError(f"resources_per_worker: {name} is {number!r}", "give a whole number")
-    gpus = int(resources.get("GPU", int(use_gpu)))
-    if gpus and not use_gpu:
-        raise UsageError(f"resources_per_worker asks for {gpus} GPUs", "pass use_gpu=True")
-    if use_gpu and not gpus:
-        raise UsageError("use_gpu=True with 0 GPUs for each worker", "leave out one of them")
-    cpus = int(resources.get("CPU", 1))
-    if gpus:
-        return "cuda", gpus
-    return ("cpu", cpus) if cpus > 1 else (None, 1)
-
-
-def _options(placement: Any, store: str) -> tuple[str, ...]:
-    """Options of the ``unirun`` command."""
-    if isinstance(placement, str):
-        key = "inventory" if placement.startswith("fake:") else "hosts"
-        placement = {key: placement} if placement else {}
-    if not isinstance(placement, Mapping):
-        raise UsageError(
-            f"placement is a {type(placement).__name__}", "give hosts, an inventory, or a dict of options"
-        )
-    found: list[str] = ["--store", store] if store else []
-    for name, value in placement.items():
-        option = f"--{name.replace('_', '-')}"
-        found += [option] if value is True else [option, str(value)]
-    return tuple(found)
-
-
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", function))
 
@@ -357,36 +313,3 @@ def _checkpoint(given: Any) -> str | dict[str, Any] | None:
             f"{url} is no checkpoint", "give what latest_checkpoint or best_checkpoint_path returns"
         )
     return url
-
-
-def _runs(logdir: str) -> int:
-    """The number of the last run there. OSError: it cannot be read."""
-    files, root = fsspec.url_to_fs(logdir)
-    names = (str(path).rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False, refresh=True))
-    return max((int(name[4:]) for name in names if re.fullmatch(r"run_\d{3,}", name)), default=0)
-
-
-def _local(url: str) -> str:
-    """A directory for callbacks: the run's own, or one of this host if that is elsewhere."""
-    if "://" in url:
-        return tempfile.mkdtemp(prefix="unirun-run-")
-    Path(url).mkdir(parents=True, exist_ok=True)
-    return url
-
-
-def _check_writable(url: str) -> None:
-    """Raise `UsageError` when nothing can be written below `url`. What is elsewhere is known when it is written."""
-    if "://" in url:
-        try:
-            fsspec.url_to_fs(url)
-        except (ValueError, ImportError) as error:
-            raise UsageError(
-                f"logdir {url} cannot be used: {error}", "see fsspec for what it needs"
-            ) from error
-        return
-    try:
-        Path(url).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=url):
-            pass
-    except OSError as error:
-        raise UsageError(f"logdir {url} cannot be written: {error.strerror}", "give another one") from error

@@ -14,9 +14,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from unirun.errors import (
     EXIT_PLACEMENT,
@@ -36,13 +35,8 @@ from unirun.roles.calls.group import RoleGroup
 from unirun.roles.visitor import Visitor
 from unirun.train.handle import JobHandle
 from unirun.train.loading import python_path
-from unirun.values import Value
+from unirun.train.setup import ROLE, Setup
 from unirun.wire.messages import Stop
-
-ROLE = "worker"
-NO_LIMIT = 1_000_000
-"""The job's own restarts, and the seconds that its calls may take: the trainer counts, and functions take what they
-take."""
 
 START = 120.0
 """Seconds in which the workers must be up."""
@@ -55,41 +49,6 @@ GRACE = 5.0
 
 NOTE = "unirun: "
 """The beginning of the command's own lines."""
-
-
-class Setup(Value):
-    """What a trainer asks for: from `least` to `most` ranks with so many `slots` of a `device` each (None: a place for
-    one process), a `backend`, environment variables, and options of the ``unirun`` command."""
-
-    least: int
-    most: int
-    backend: str
-    device: str | None = None
-    slots: int = 1
-    env: Mapping[str, str] = {}
-    options: tuple[str, ...] = ()
-
-    def job_file(self, name: str) -> dict[str, Any]:
-        """The job, as a job file has it."""
-        elastic = self.least != self.most
-        role: dict[str, Any] = {
-            "count": f"{self.least}:{self.most}" if elastic else self.most,
-            "workload": "unirun.train.worker:TrainWorker",
-            "max_restarts": NO_LIMIT,
-            "slots": self.slots,
-            "env": dict(self.env),
-        }
-        if self.device is not None:
-            role["device"] = self.device
-        if elastic:
-            role["elastic"] = True
-        return {
-            "name": name,
-            "roles": {ROLE: role},
-            "preload": ["unirun.train.worker"],
-            "call_timeout": NO_LIMIT,
-            "config": {"backend": self.backend},
-        }
 
 
 class Workers:

@@ -1,0 +1,104 @@
+"""`Setup`: what a trainer asks for, and how its arguments say that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from unirun.errors import UsageError
+from unirun.values import Value
+
+ROLE = "worker"
+"""The role of the workers."""
+
+NO_LIMIT = 1_000_000
+"""The job's own restarts, and the seconds that its calls may take: the trainer counts, and functions take what they
+take."""
+
+MANY = 100_000
+"""Ranks, where there may be any number."""
+
+
+class Setup(Value):
+    """What a trainer asks for: from `least` to `most` ranks with so many `slots` of a `device` each (None: a place for
+    one process), a `backend`, environment variables, and options of the ``unirun`` command."""
+
+    least: int
+    most: int
+    backend: str
+    device: str | None = None
+    slots: int = 1
+    env: Mapping[str, str] = {}
+    options: tuple[str, ...] = ()
+
+    def job_file(self, name: str) -> dict[str, Any]:
+        """The job, as a job file has it."""
+        elastic = self.least != self.most
+        role: dict[str, Any] = {
+            "count": f"{self.least}:{self.most}" if elastic else self.most,
+            "workload": "unirun.train.worker:TrainWorker",
+            "max_restarts": NO_LIMIT,
+            "slots": self.slots,
+            "env": dict(self.env),
+        }
+        if self.device is not None:
+            role["device"] = self.device
+        if elastic:
+            role["elastic"] = True
+        return {
+            "name": name,
+            "roles": {ROLE: role},
+            "preload": ["unirun.train.worker"],
+            "call_timeout": NO_LIMIT,
+            "config": {"backend": self.backend},
+        }
+
+
+def range_of(num_workers: Any) -> tuple[int, int]:
+    least, most = (
+        num_workers if isinstance(num_workers, tuple | list) and len(num_workers) == 2 else (num_workers,) * 2
+    )
+    most = MANY if most == math.inf else most
+    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in (least, most))
+    if not numbers or not 1 <= least <= most:
+        raise UsageError(
+            f"num_workers={num_workers!r}", "give a number from 1 on, or a range: (2, 8), (4, math.inf)"
+        )
+    return least, most
+
+
+def resources_of(use_gpu: bool, resources: dict[str, float]) -> tuple[str | None, int]:
+    """The type of device, and how many each rank has."""
+    unknown = resources.keys() - {"CPU", "GPU"}
+    if unknown:
+        raise UsageError(f"resources_per_worker has {sorted(unknown)[0]!r}", "it has CPU and GPU")
+    for name, number in resources.items():
+        whole = isinstance(number, int | float) and number == int(number) and number >= 0
+        if not whole or isinstance(number, bool):
+            raise UsageError(f"resources_per_worker: {name} is {number!r}", "give a whole number")
+    gpus = int(resources.get("GPU", int(use_gpu)))
+    if gpus and not use_gpu:
+        raise UsageError(f"resources_per_worker asks for {gpus} GPUs", "pass use_gpu=True")
+    if use_gpu and not gpus:
+        raise UsageError("use_gpu=True with 0 GPUs for each worker", "leave out one of them")
+    cpus = int(resources.get("CPU", 1))
+    if gpus:
+        return "cuda", gpus
+    return ("cpu", cpus) if cpus > 1 else (None, 1)
+
+
+def options_of(placement: Any, store: str) -> tuple[str, ...]:
+    """Options of the ``unirun`` command."""
+    if isinstance(placement, str):
+        key = "inventory" if placement.startswith("fake:") else "hosts"
+        placement = {key: placement} if placement else {}
+    if not isinstance(placement, Mapping):
+        raise UsageError(
+            f"placement is a {type(placement).__name__}", "give hosts, an inventory, or a dict of options"
+        )
+    found: list[str] = ["--store", store] if store else []
+    for name, value in placement.items():
+        option = f"--{name.replace('_', '-')}"
+        found += [option] if value is True else [option, str(value)]
+    return tuple(found)
